@@ -27,6 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from nnx_parallel.core import jaxprs
@@ -372,6 +373,13 @@ def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
   folder = tmp_path / "1" / "model" / "w"
   assert (folder / "zarr.json").exists()
   assert (folder / "c").is_dir()
+
+
+def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
+  """`checkpoint/store.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
+  response = ocp.save_checkpointables_async(tmp_path / "run", {"model": {"w": jnp.ones(4)}})
+  assert response._thread_runner._future.exception(60) is None
+  response.result()
 
 
 def test_orbax_logs_through_absl():

@@ -18,7 +18,7 @@ from etils import epath
 
 from nnx_parallel.checkpoint import folders, manifest, restore
 from nnx_parallel.checkpoint.damage import damage
-from nnx_parallel.checkpoint.manifest import Header, Manifest
+from nnx_parallel.checkpoint.manifest import LATEST, Header, Manifest
 from nnx_parallel.errors import CheckpointError
 
 
@@ -120,13 +120,13 @@ class Catalog:
     return found
 
   def latest(self) -> int | None:
-    """The newest step whose manifest and files are all there, or None."""
+    """The newest step whose manifest and files are all there, in their sizes, or None."""
     steps = newest_first(self.headers())
     while steps:
       found = self.identity(step := steps.pop(0))
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
-        if not restore.damaged_files(self.folder(step), record, record.files):
+        if not restore.damaged_files(self.folder(step), record, record.files, hashed="none"):
           return step
       if found is None or self.identity(step) != found:  # a writer removed or replaced it in between
         steps = newest_first(self.headers())
@@ -179,13 +179,20 @@ class Catalog:
       raise self._no_step(step)
     return number
 
-  def place(self, step: int, position: int | None, *, overwrite: bool) -> Place:
-    """The place of a new step; `position` is the step that the run resumed from or saved last, if any.
+  def place(self, step: int, position: int | None, *, saved: bool = False, overwrite: bool) -> Place:
+    """The place of a new step.
+
+    `position` is the step that the run resumed from or saved last, if any, and `saved` says that it saved it.
 
     Raises:
       CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
     folder = self.folder(step)
+    if folders.is_local(folder) and os.path.lexists(folder) and not folder.is_dir():
+      raise CheckpointError(
+        f"cannot save step {step}: {folder} is not a directory.",
+        fix="move it elsewhere; nothing was changed.",
+      )
     if folders.is_unrecognised(folder):
       raise CheckpointError(
         f"cannot save step {step}: {folder} was not written by nnx_parallel, or is damaged.",
@@ -203,7 +210,12 @@ class Catalog:
         f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
       )
-    return place_of(step, position, self.headers(), self.directory)
+    headers = self.headers()
+    newest = next(iter(newest_first(headers)), None)
+    # Another Checkpointer of the job may have saved since: the run did not leave its steps behind.
+    if saved and position is not None and newest is not None and _follows(newest, position, headers):
+      position = newest
+    return place_of(step, position, headers, self.directory)
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.steps()
@@ -248,10 +260,11 @@ def as_step(step: object) -> int:
     CheckpointError: not a whole number from 0 up.
   """
   number = whole(step, least=0)
-  if number is None:
+  if number is None or number >= 2**63:
     shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
     raise CheckpointError(
-      f"{shown} is not a step.", fix="a whole number from 0 up comes first: save(100, model, optimizer)."
+      f"{shown} is not a step.",
+      fix="a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer).",
     )
   return number
 
@@ -314,6 +327,13 @@ def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
   return [*sorted(headers.keys() - behind, reverse=True), *behind]
 
 
+def _follows(step: int, earlier: int, headers: Mapping[int, Header | None]) -> bool:
+  """Whether a step continues the run of an earlier one, as far as its parents are known."""
+  while step > earlier and (header := headers.get(step)) is not None:
+    step = -1 if header.parent is None else header.parent
+  return step >= earlier
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
   """The place of a step in the lineage of its run.
@@ -330,7 +350,8 @@ class Place:
 
   def stamp(self) -> float:
     """The time of the commit. A new step is later than all others, even if the clock was set back."""
-    return max(time.time(), math.nextafter(self.after, math.inf)) if self.time is None else self.time
+    now = min(max(time.time(), 0.0), LATEST)  # the clock may be wrong
+    return max(now, math.nextafter(self.after, math.inf)) if self.time is None else self.time
 
 
 def place_of(

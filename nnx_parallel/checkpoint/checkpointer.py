@@ -8,11 +8,15 @@ import contextlib
 import functools
 import json
 import os
+import platform
+import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
+from concurrent.futures.thread import ThreadPoolExecutor  # its hook at exit must be set before the one below
 from typing import Any
 
 import jax
@@ -27,15 +31,20 @@ from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.nodes import value_of
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 from nnx_parallel.layout.plan import ShardingPlan
 
 _RESERVED = ("model", "optimizer")
+
+# Python 3.12.0 to 3.12.2 start no thread once the script has ended, and Orbax needs threads to the end.
+_LOSES_SAVES_AT_EXIT = (3, 12) <= sys.version_info[:3] < (3, 12, 3)
 
 _UNFINISHED: set[Checkpointer] = set()
 """Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_ENDING = threading.Event()  # the script has ended; hooks and threads may still run
+_lost = False  # a save failed since then: nothing but the exit code can tell
 
 
 class Checkpointer:
@@ -54,7 +63,8 @@ class Checkpointer:
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
     keep_best: how many of the best.
-    asynchronous: whether `save` returns once the arrays are copied off the devices.
+    asynchronous: whether `save` returns once the arrays are copied off the devices. A save that is not done
+      when the script ends is finished then; if it fails, the exit code is 1.
     verify: what `restore` checks: `"full"` every value, `"metadata"` the files' sizes and the metadata,
       `"off"` nothing.
     byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
@@ -96,21 +106,20 @@ class Checkpointer:
     self.restored: Manifest | None = None
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
     self._catalog = Catalog(self.directory, retention)
-    self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)
+    self._asynchronous, self._verify = (
+      _checked_background(asynchronous),
+      one_of("verify", verify, restore.VERIFY),
+    )
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._saving: int | None = None  # the step of the run once `_pending` is done, if it changes
     self._position: int | None = None  # the step that this run resumed from or saved last
+    self._position_saved = False  # it was saved
     self._restored_step: int | None = None
     self._closed = False
-    self._at_exit = functools.partial(_if_alive, weakref.WeakMethod(self.wait))
-    atexit.register(self._at_exit)
-    # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax
-    # needs them. Only this hook comes earlier; the error, if any, is left for atexit to raise.
-    finish = functools.partial(_if_alive, weakref.WeakMethod(self._await_pending))
-    threading._register_atexit(finish)  # pyright: ignore
+    self._lock = threading.RLock()  # of one save; a signal handler may save within a save
     _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
@@ -135,8 +144,9 @@ class Checkpointer:
   ) -> None:
     """Saves the state of a run as one step, completely or not at all.
 
-    The step follows the one that this object restored into a target or saved last, and otherwise the newest.
-    A smaller step is refused where the directory holds newer ones that the run did not resume from.
+    The step follows the one that this object restored into a target or saved last, or those that another
+    Checkpointer saved after that one, and otherwise the newest. A smaller step is refused where the directory
+    holds newer ones that the run did not resume from.
 
     The log has at INFO, before the start, the bytes of the step and the host memory that this process will
     need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded
@@ -158,7 +168,7 @@ class Checkpointer:
       CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
         refuses, another job is writing here, or an earlier background save failed.
     """
-    with no_mesh():
+    with self._lock, no_mesh():
       self.wait()
       if self._closed:
         raise CheckpointError(
@@ -174,8 +184,8 @@ class Checkpointer:
           overwrite,
         )
       save.require_same(self.directory, request)
-      self._pool.submit(int).result()  # starts the thread: an interrupt during the start would lose it
       started = concurrent.futures.Future[bool]()
+      self._start_thread(request.step)
       _UNFINISHED.add(self)
       pending = self._pending = self._pool.submit(self._run, request, started)
       pending.add_done_callback(functools.partial(_forget_finished, self))
@@ -185,7 +195,7 @@ class Checkpointer:
         concurrent.futures.wait([started])  # the arrays are being read, and a step may delete them
         raise
       if not begun or not self._asynchronous:
-        self.wait()
+        self._settle(pending)
 
   def wait(self) -> None:
     """Waits for a background save.
@@ -193,18 +203,23 @@ class Checkpointer:
     Raises:
       CheckpointError: it failed.
     """
-    pending = self._pending
-    if pending is None:
-      return
+    with self._lock:
+      if self._pending is not None:
+        self._settle(self._pending)
+
+  def _settle(self, pending: concurrent.futures.Future[None]) -> None:
+    global _lost
     try:
       with multihost.together():
         pending.result()
       if self._saving is not None:
-        self._position = self._saving
+        self._position, self._position_saved = self._saving, True
     finally:
       if pending.done():  # else an interrupt ended the wait, and the save goes on
-        self._pending = None
-        _UNFINISHED.discard(self)
+        _lost = _lost or (_ENDING.is_set() and pending.exception() is not None)
+        if self._pending is pending:
+          self._pending = None
+          _UNFINISHED.discard(self)
 
   def close(self) -> None:
     """Waits for a background save and ends the object's thread.
@@ -213,7 +228,6 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     self._closed = True
-    atexit.unregister(self._at_exit)
     try:
       self.wait()
     finally:
@@ -226,7 +240,10 @@ class Checkpointer:
     return multihost.decided(self._catalog.steps)
 
   def latest(self) -> int | None:
-    """The newest step of the run that saved last, whose manifest and files are all there, or None."""
+    """The newest step of the run that saved last, whose manifest and files are all there, or None.
+
+    The files are compared by their sizes; `restore` and `verify` read them.
+    """
     return multihost.decided(self._catalog.latest)
 
   def best(self) -> int | None:
@@ -310,8 +327,9 @@ class Checkpointer:
     another Checkpointer.
 
     Args:
-      target: a plan; a module or `nnx.State`, whose values are replaced; a pytree of
-        `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or (model, optimizer), as saved.
+      target: a plan, or a tuple or dict of plans, as the models were saved; a module or `nnx.State`, whose
+        values are replaced; a pytree of `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or
+        (model, optimizer), as saved.
       step: a number, `"latest"` (also None) or `"best"`.
       only: patterns of paths to restore, or a filter of nnx for the model's leaves (`nnx.LoRAParam`);
         everything else stays as the target has it.
@@ -326,7 +344,7 @@ class Checkpointer:
       as_numpy: return numpy arrays; without a target, of everything that was saved.
 
     Returns:
-      The model, or (model, optimizer), or a tree like the target.
+      The model, or (model, optimizer), or a tree like the target; of several plans, (models, optimizers).
 
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.
@@ -349,7 +367,7 @@ class Checkpointer:
 
       found = self._try_steps(step, on_corrupt, attempt)
       if target is not None:
-        self._position = self._restored_step
+        self._position, self._position_saved = self._restored_step, False
       return found
 
   def restore_extra(
@@ -428,11 +446,13 @@ class Checkpointer:
       stack.callback(lambda: started.done() or started.set_result(False))
       with multihost.together(), friendly():
         if jax.process_index() == 0:
-          self.directory.mkdir(parents=True, exist_ok=True)
+          folders.make_directory(self.directory)
           stack.enter_context(folders.writer_lock(self.directory))
           folders.recover(self.directory)
-          place = self._catalog.place(request.step, self._position, overwrite=request.overwrite)
+          position, saved = self._position, self._position_saved
+          place = self._catalog.place(request.step, position, saved=saved, overwrite=request.overwrite)
           folders.check_space(self.directory, request.content.nbytes)
+          folders.check_folder(self.directory, request.step)
       self._saving = request.step if place is not None and place.time is None else None
       with multihost.together(), friendly():
         finish = save.write(
@@ -455,14 +475,25 @@ class Checkpointer:
         for problem in folders.delete_steps(self.directory, self._catalog.expired):
           warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
 
-  def _await_pending(self) -> None:
-    if self._pending is not None:
-      concurrent.futures.wait([self._pending])
+  def _start_thread(self, step: int) -> None:
+    """Starts the thread of the saves: an interrupt during the start would lose a save."""
+    global _lost
+    try:
+      self._pool.submit(int).result()
+    except RuntimeError as error:
+      if not _ENDING.is_set():
+        raise
+      _lost = True
+      raise CheckpointError(
+        f"cannot save step {step}: the script has ended, and Python starts no more threads.",
+        details=str(error),
+        fix="save before the script ends, and join the thread that trains; StopSignals ends a loop in order.",
+      ) from error
 
   def _forget_parent(self) -> None:
     """Repairs the copy in a forked process, which has no threads and no pending save."""
-    self._pool = concurrent.futures.ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
-    self._pending = None
+    self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
+    self._pending, self._lock = None, threading.RLock()
 
   def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
     folder = self._catalog.folder(record.step)
@@ -473,6 +504,12 @@ class Checkpointer:
     with multihost.together():
       diff = self._compare(record, goal, **by_name)
       diff.require()
+      if diff.skipped and not (diff.matches or any(diff.values.values())):
+        raise CheckpointError(
+          f"only= and skip= leave nothing of step {record.step} to restore.",
+          details=f"{len(diff.skipped)} leaves are left out",
+          fix="fewer patterns in skip=, or the leaves that are wanted in only=.",
+        )
     names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
     multihost.require_same("what to restore", f"step {record.step}\n{names}")
     folder = self._catalog.folder(record.step)
@@ -602,12 +639,25 @@ def _checked_bytes(name: str, value: object, *, least: int) -> int:
   return number
 
 
+def _checked_background(asynchronous: bool) -> bool:
+  """Whether to save in the background: not on a Python that may lose the save at its end."""
+  if asynchronous and _LOSES_SAVES_AT_EXIT:
+    warnings.warn(
+      f"asynchronous=True waits for each save on Python {platform.python_version()}, which would lose the"
+      " last one: it ends no background save at exit.  Fix: Python 3.12.3 or newer, or 3.11.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+    return False
+  return asynchronous
+
+
 def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
   numbers: dict[str, float] = {}
   for name, value in metrics.items():
     try:
       numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
       raise CheckpointError(
         f"metrics[{name!r}] is not one number.", details=f"{value!r}"[:200], fix="reduce it before saving."
       ) from error
@@ -633,7 +683,26 @@ if hasattr(os, "register_at_fork"):
   os.register_at_fork(after_in_child=_after_fork)
 
 
-def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-  call = method()
-  if call is not None:
-    call()
+def finish_saves() -> None:
+  """Waits for the background saves. Their errors are left for `report_lost`, or for whoever waits."""
+  _ENDING.set()
+  concurrent.futures.wait([one._pending for one in [*_UNFINISHED] if one._pending is not None])  # pyright: ignore
+
+
+def report_lost() -> None:
+  """Shows the errors of background saves, and ends the process with code 1 if there are any."""
+  for checkpointer in [*_UNFINISHED]:
+    try:
+      checkpointer.wait()
+    except Exception:  # noqa: BLE001 (shown; each of the others has to be shown too)
+      traceback.print_exc()
+  if _lost:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # Python's own code would be 0
+
+
+# atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax needs
+# them. Only the other hook comes earlier.
+threading._register_atexit(finish_saves)  # pyright: ignore
+atexit.register(report_lost)

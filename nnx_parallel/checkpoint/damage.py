@@ -15,7 +15,16 @@ from nnx_parallel.errors import CheckpointError
 
 _NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
 # What TensorStore writes for the same.
-_TEXTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
+_TEXTS = (
+  "RESOURCE_EXHAUSTED",
+  "PERMISSION_DENIED",
+  "Too many open files",
+  "Cannot allocate memory",
+  # Python's own, at a limit on threads and when the script has ended.
+  "can't start new thread",
+  "can't create new thread",
+  "cannot schedule new futures",
+)
 
 
 class DamagedError(CheckpointError):

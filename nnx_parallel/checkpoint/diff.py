@@ -205,6 +205,8 @@ class Diff(Shown):
     if self.missing and all(name.startswith("optimizer/") for name, _ in self.missing):
       return 'if it has no such optimizer: restore(..., optimizer="fresh"), or optimizer="drop".'
     if not self.missing and self.extra and all(name.startswith("optimizer/") for name in self.extra):
+      if any(match.item == "optimizer" for match in self.matches):
+        return 'another optimizer was saved: restore(plan, optimizer="fresh") makes a new one.'
       return (
         'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
       )
@@ -418,10 +420,12 @@ def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) 
   struct, name = match.stored, match.saved.folder
   if match.saved.encoding == encoding.EMPTY:
     return 0
+  if folder is None or not folders.is_local(folder):  # Orbax reads what is on an object store
+    return store.shard_bytes(struct)
   # The restore reports damage, and a step that vanished.
   with contextlib.suppress(OSError, ValueError):
     file = f"{match.item}/{name}/{store.METADATA}"
-    if folder is not None and manifest.hashes.get(file) == folders.sha256(folder / file):
+    if manifest.hashes.get(file) == folders.sha256(folder / file):
       found = store.open_arrays(folder / match.item, {name: match.on_disk})
       if found is not None:
         return store.bytes_to_read(found[name], struct)

@@ -27,8 +27,7 @@ from nnx_parallel.checkpoint.relayout import on_auto_axes, on_cpu
 from nnx_parallel.core.axes import axes_of
 
 BLOCK_BYTES = 16 << 20
-# On CPUs: elements that are mixed and summed at a time, and columns below which that is slower.
-_TILE, _FEWEST_COLUMNS = 1 << 15, 128
+_TILE = 1 << 15  # words that are mixed and summed at a time on a CPU
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 Shape = tuple[int, ...]
@@ -190,10 +189,6 @@ def _device_words(array: jax.Array) -> jax.Array:
   return words.reshape((*array.shape, -1)) if array.dtype.itemsize > 4 else words
 
 
-def _is_one_word(dtype: Any) -> bool:
-  return dtype.itemsize <= 4 and dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.complexfloating)
-
-
 @functools.partial(jax.jit, static_argnames=("shape", "block", "by_tiles"))
 def _digest_whole(array: jax.Array, shape: Shape, block: Shape, *, by_tiles: bool) -> jax.Array:
   full = tuple(array.shape[: len(shape)])
@@ -252,25 +247,32 @@ def _digest_part(
   Returns:
     uint32 of shape (1, blocks): the part's share in the digest of each block of the whole array.
   """
-  words = array if _is_one_word(array.dtype) else _device_words(array)
+  cut = [dim for dim, size in enumerate(shape) if block[dim] < size]
+  leading = cut[-1] + 1 if cut else 0
+  if by_tiles and array.size * _words_in(array.dtype) >= 2 * _TILE:
+    return _digest_by_tiles(array, offsets, full, shape, block, leading)
+  words = _device_words(array).astype(jnp.uint32)
   places: list[jax.Array] = []
   inside: list[jax.Array] = []
   for dim, size in enumerate(words.shape):
-    start = offsets[dim] if dim < len(offsets) else jnp.uint32(0)
-    index = jnp.arange(size, dtype=jnp.uint32) + start
-    places.append(_mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32)))
+    index = jnp.arange(size, dtype=jnp.uint32) + (offsets[dim] if dim < len(offsets) else jnp.uint32(0))
+    places.append(_place(index, dim))
     end = shape[dim] if dim < len(shape) else size
     inside.append((index < jnp.uint32(end)).astype(jnp.uint32))
-  cut = [dim for dim, size in enumerate(shape) if block[dim] < size]
-  leading = cut[-1] + 1 if cut else 0
-  if by_tiles and _columns(words.shape, leading) >= _FEWEST_COLUMNS and words.size >= 2 * _TILE:
-    sums = _sum_by_tile(words, places, inside, leading)
-  else:
-    mixed = _mix(_device_words(words).astype(jnp.uint32) ^ _outer(jnp.add, places))
-    sums = _sum(mixed * _outer(jnp.multiply, inside), leading)
+  mixed = _mix(words ^ _outer(jnp.add, places)) * _outer(jnp.multiply, inside)
+  sums = jnp.sum(mixed, axis=tuple(range(leading, mixed.ndim)), dtype=jnp.uint32)
   if not leading:
     return sums.reshape(1, 1)
   return _sum_by_block(sums, offsets[:leading], full[:leading], shape[:leading], block[leading - 1])
+
+
+def _place(index: jax.Array, dim: int) -> jax.Array:
+  """What the places along a dim are mixed with."""
+  return _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
+
+
+def _words_in(dtype: Any) -> int:
+  return max(1, dtype.itemsize // 4)
 
 
 def _outer(combine: Callable[..., jax.Array], parts: Sequence[jax.Array]) -> jax.Array:
@@ -281,49 +283,88 @@ def _outer(combine: Callable[..., jax.Array], parts: Sequence[jax.Array]) -> jax
   return whole
 
 
-def _sum(mixed: jax.Array, leading: int) -> jax.Array:
-  """Sums over all dims but the leading ones."""
-  return jnp.sum(mixed, axis=tuple(range(leading, mixed.ndim)), dtype=jnp.uint32)
-
-
-def _split(shape: Shape, leading: int) -> int:
-  """How many dims make the rows of a matrix whose columns fit into a tile."""
-  return next(dim for dim in range(max(1, leading), len(shape) + 1) if math.prod(shape[dim:]) <= _TILE)
-
-
-def _columns(shape: Shape, leading: int) -> int:
-  return math.prod(shape[_split(shape, leading) :]) if shape else 1
-
-
-def _sum_by_tile(
-  array: jax.Array, places: Sequence[jax.Array], inside: Sequence[jax.Array], leading: int
+def _digest_by_tiles(
+  array: jax.Array, offsets: Sequence[jax.Array], full: Shape, shape: Shape, block: Shape, leading: int
 ) -> jax.Array:
-  """The sums of `_sum`, a few rows at a time, so that no mixed copy of the array is ever in memory.
+  """As `_digest_part`, a tile at a time, so that no mixed copy of the array is ever in memory.
 
   XLA fuses the mixing with the sum on GPUs and TPUs, but on CPUs it writes the mixed words to memory first.
+  The array is read as [outer, rows, columns]: a block is a range of rows of one `outer`, and a tile has so
+  few rows that it lies in two blocks at most.
   """
-  split = _split(array.shape, leading)
-  columns = math.prod(array.shape[split:])
-  matrix = array.reshape(-1, columns)
-  place = [_outer(jnp.add, part).reshape(-1) for part in (places[:split], places[split:])]
-  kept = [_outer(jnp.multiply, part).reshape(-1) for part in (inside[:split], inside[split:])]
-  rows = matrix.shape[0]
-  height = min(rows, max(1, _TILE // columns))
+  ndim, u32 = array.ndim, jnp.uint32
+  split_words = array.shape[len(shape) :]  # of a host array, whose wide items are cut into words already
+  offsets = [*offsets, *[u32(0)] * len(split_words)]
+  full, shape = full + split_words, shape + split_words
+  count = _words_in(array.dtype)
+  first = max(leading - 1, 0)  # the dim that blocks cut into ranges, if they do
+  small = (dim for dim in range(max(1, leading), ndim) if math.prod(array.shape[dim:]) * count <= _TILE)
+  split = next(small, max(leading, ndim - 1))
+  rows, columns = math.prod(array.shape[first:split]), math.prod(array.shape[split:])
+  tensor = array.reshape(-1, rows, columns)
+  inner = math.prod(array.shape[first + 1 : split])  # rows of one index of the first dim
+  in_block = (block[first] if leading else full[first]) * inner
+  width = min(columns, max(1, _TILE // count))
+  height = min(rows, in_block, max(1, _TILE // (width * count)))
+  down, across = -(-rows // height), -(-columns // width)
+
+  def look(flat: jax.Array, dims: range) -> tuple[jax.Array, jax.Array]:
+    """What the elements with these numbers are mixed with along these dims, and which of them count."""
+    place, counts = jnp.zeros_like(flat), jnp.ones_like(flat)
+    for dim in reversed(dims):
+      size = u32(array.shape[dim])
+      index = (flat % size if dim > dims[0] else flat) + offsets[dim]
+      flat = flat // size if dim > dims[0] else flat
+      place = place + _place(index, dim)
+      if shape[dim] < full[dim]:
+        counts = counts * (index < u32(shape[dim])).astype(u32)
+    return place, counts
+
+  def numbers(start: jax.Array, size: int) -> jax.Array:
+    return jnp.arange(size, dtype=u32) + start
+
+  every_column = look(numbers(u32(0), width), range(split, ndim)) if across == 1 else None
+  words_place = _place(numbers(u32(0), count), ndim) if count > 1 else jnp.zeros(1, u32)
+  cells = -(-full[first] // block[first]) + 1 if leading else 2
 
   def add_tile(i: jax.Array, sums: jax.Array) -> jax.Array:
-    start = jnp.minimum(i * height, rows - height)  # the last tile may overlap the one before
-
-    def cut(array: jax.Array) -> jax.Array:
-      return jax.lax.dynamic_slice_in_dim(array, start, height)
-
+    i = i.astype(u32)
+    outer, i = i // u32(down * across), i % u32(down * across)
+    top, left = (i // u32(across)) * u32(height), (i % u32(across)) * u32(width)
+    row, column = jnp.minimum(top, u32(rows - height)), jnp.minimum(left, u32(columns - width))
     # The bits are taken here: outside the loop that would be a copy of the array.
-    words = _device_words(cut(matrix)).astype(jnp.uint32)
-    mixed = _mix(words ^ (cut(place[0])[:, None] + place[1][None]))
-    mixed = mixed * (cut(kept[0])[:, None] * kept[1][None])
-    return jax.lax.dynamic_update_slice_in_dim(sums, _sum(mixed, 1), start, 0)
+    tile = jax.lax.dynamic_slice(tensor, (outer, row, column), (1, height, width))[0]
+    words = _device_words(tile).astype(u32).reshape(height, width, count)
+    row_numbers, column_numbers = numbers(row, height), numbers(column, width)
+    row_place, row_counts = look(row_numbers, range(first, split))
+    column_place, column_counts = every_column or look(column_numbers, range(split, ndim))
+    if first:
+      place, counts = look(outer, range(first))
+      row_place, row_counts = row_place + place, row_counts * counts
+    row_counts = row_counts * (row_numbers >= top).astype(u32)  # the last tiles overlap those before
+    column_counts = column_counts * (column_numbers >= left).astype(u32)
+    place = row_place[:, None, None] + column_place[None, :, None] + words_place[None, None]
+    mixed = _mix(words ^ place) * column_counts[None, :, None]
+    found = jnp.sum(mixed, axis=(1, 2), dtype=u32) * row_counts
+    if not leading:
+      return sums.at[0, 0].add(found.sum(dtype=u32))
+    # Where the tile begins, and at which of its rows the next block does.
+    at = (offsets[first] + row // u32(inner)) // u32(block[first])
+    border = (at + u32(1)) * u32(block[first]) - offsets[first]
+    before = jnp.sum(found * (row_numbers // u32(inner) < border).astype(u32), dtype=u32)
+    pair = jnp.stack([before, found.sum(dtype=u32) - before])[None]
+    old = jax.lax.dynamic_slice(sums, (outer, at), (1, 2))
+    return jax.lax.dynamic_update_slice(sums, old + pair, (outer, at))
 
-  sums = jax.lax.fori_loop(0, -(-rows // height), add_tile, jnp.zeros(rows, jnp.uint32))
-  return _sum(sums.reshape(array.shape[:split]), leading)
+  steps = tensor.shape[0] * down * across
+  sums = jax.lax.fori_loop(0, steps, add_tile, jnp.zeros((tensor.shape[0], cells + 1), u32))
+  if not leading:
+    return sums[:1, :1]
+  grid = jnp.zeros((*full[:first], cells + 1), u32)
+  sums = sums.reshape(*array.shape[:first], cells + 1)
+  grid = jax.lax.dynamic_update_slice(grid, sums, (*offsets[:first], u32(0)))
+  kept = (*shape[:first], -(-shape[first] // block[first]))
+  return grid[tuple(slice(0, end) for end in kept)].reshape(1, -1)
 
 
 def _sum_by_block(

@@ -20,17 +20,23 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
 
 from etils import epath
 
 from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.damage import causes
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 
+T = TypeVar("T")
+R = TypeVar("R")
 LOCK = ".nnx_parallel.lock"
 SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
+_REQUESTS = 64  # to an object store at a time
+# What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
@@ -80,7 +86,7 @@ def is_unrecognised(folder: epath.Path) -> bool:
 def writer_lock(directory: epath.Path) -> Generator[None]:
   """Holds the directory for writing.
 
-  Object stores have no lock: there the caller must let only one job write.
+  Object stores have no lock, nor have some shared disks: there the caller must let only one job write.
 
   Raises:
     CheckpointError: another process, or another save of this one, holds it.
@@ -92,22 +98,54 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
 
   with open(directory / LOCK, "a+b", buffering=0) as file:
     _LOCKS.add(file)
+    me = f"process {os.getpid()} on {socket.gethostname()}"
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       file.seek(0)
+      holder = file.read().decode().strip()
+      own = holder == me
       raise CheckpointError(
-        f"cannot write to {directory}: another job is writing there.",
-        details=f"held by {file.read().decode().strip() or 'a process without a name yet'}",
-        fix="give each job its own directory, or wait until the other has finished.",
+        f"cannot write to {directory}: another {'Checkpointer of this process' if own else 'job'} is writing"
+        " there.",
+        details=f"held by {holder or 'a process without a name yet'}",
+        fix="wait() for the other Checkpointer, or share one."
+        if own
+        else "give each job its own directory, or wait until the other has finished.",
       ) from None
+    except OSError as error:
+      if error.errno not in _NO_LOCKS:
+        raise
+      _warn_of_no_locks(str(directory), error.strerror or str(error))
+    _require_same_file(file, directory / LOCK)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    file.write(f"{me}\n".encode())
     try:
       yield
     finally:
       if not file.closed:
         file.truncate(0)
+
+
+def _require_same_file(file: io.FileIO, path: epath.Path) -> None:
+  """Raises where the lock's file was removed since it was opened: another process may lock the new one."""
+  with contextlib.suppress(FileNotFoundError):
+    if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+      return
+  raise CheckpointError(
+    f"cannot write to {path.parent}: its lock file {path.name} was removed.",
+    fix="leave that file to the Checkpointers, and save again.",
+  )
+
+
+@functools.cache
+def _warn_of_no_locks(directory: str, why: str) -> None:
+  warnings.warn(
+    f"{directory} has no file locks ({why}), so nothing stops a second job from writing there.  Fix: let one"
+    " job write to it; Lustre has locks when it is mounted with flock.",
+    NnxParallelWarning,
+    stacklevel=3,
+  )
 
 
 def drop_locks() -> None:
@@ -188,7 +226,7 @@ def commit(temporary: epath.Path, final: epath.Path) -> None:
   temporary.rename(final)
   make_durable([final.parent])
   if replaced.exists():
-    replaced.rmtree()
+    _removed(replaced.rmtree, replaced)  # where a reader has files open, NFS keeps them; the step is saved
 
 
 def delete_steps(directory: epath.Path, expired: Callable[[], Iterable[int]]) -> list[str]:
@@ -221,9 +259,17 @@ def delete_step(directory: epath.Path, step: int) -> None:
 
 def all_files(folder: epath.Path) -> dict[str, int]:
   """Bytes of each file below a folder, by relative path."""
-  if not is_local(folder):
-    return {os.fspath(path.relative_to(folder)): path.stat().length for path in _files_below(folder)}
   found: dict[str, int] = {}
+  if not is_local(folder):
+    level = [folder]
+    while level:
+      entries = [
+        entry for listed in each(folder, lambda path: list(path.iterdir()), level) for entry in listed
+      ]
+      looks = list(zip(entries, each(folder, lambda path: path.stat(), entries), strict=True))
+      found |= {os.fspath(p.relative_to(folder)): look.length for p, look in looks if not look.is_directory}
+      level = [path for path, look in looks if look.is_directory]
+    return found
   for parent, _, names in os.walk(folder):
     for name in names:
       path = os.path.join(parent, name)
@@ -231,12 +277,12 @@ def all_files(folder: epath.Path) -> dict[str, int]:
   return found
 
 
-def _files_below(folder: epath.Path) -> Generator[epath.Path]:
-  for path in folder.iterdir():
-    if path.is_dir():
-      yield from _files_below(path)
-    else:
-      yield path
+def each(folder: epath.Path, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+  """Calls the function for each item: many at a time on an object store, where each waits for an answer."""
+  if is_local(folder):
+    return [call(item) for item in items]
+  with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+    return list(pool.map(call, items))
 
 
 def sha256(file: epath.Path) -> str:
@@ -279,6 +325,32 @@ def make_tree_durable(folder: epath.Path) -> None:
     list(pool.map(lambda path: make_durable([path]), paths))
 
 
+def make_directory(directory: epath.Path) -> None:
+  """Makes the folder of the steps, also where a link leads to it, and waits until its name is on the disk."""
+  if not is_local(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    return
+  folder = epath.Path(os.path.realpath(directory))
+  missing = [path for path in (folder, *folder.parents) if not path.exists()]
+  folder.mkdir(parents=True, exist_ok=True)
+  with contextlib.suppress(PermissionError):  # a parent that may be entered and not listed
+    make_durable([path.parent for path in missing])
+
+
+def check_folder(directory: epath.Path, step: int) -> None:
+  """Makes the folder that a save writes to, and removes it.
+
+  Where Orbax cannot make it on process 0, the other processes wait for it for twenty minutes.
+
+  Raises:
+    OSError: it cannot be made: no space, no inodes, no permission.
+  """
+  folder = directory / f"{step}{SAVING}"
+  if is_local(directory) and not folder.exists():
+    folder.mkdir()
+    folder.rmdir()
+
+
 def check_space(
   directory: epath.Path,
   nbytes: int,
@@ -309,7 +381,9 @@ def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
   except (OSError, ValueError, RuntimeError, TypeError) as error:
     cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
     code, text = cause and cause.errno, f"{error}"
-    if code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+    if code in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+      why, fix = "too many files are open", "raise the limit (ulimit -n), or close files."
+    elif code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
       why, fix = "the disk is full", "free some space; the steps saved before are untouched."
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
       why, fix = "it may not be written", "choose a directory that this user can write to."

@@ -27,7 +27,10 @@ from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
+# A field may be added to the format: readers ignore what they do not know. A field with another meaning is
+# another format, and then what reads this one stays.
 FORMAT = 4
+LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999; a later save is later than that
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 # What parsing raises where fields are missing, of other types, or nested too deeply.
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -140,7 +143,14 @@ def write(manifest: Manifest, step_dir: epath.Path) -> None:
   header["metrics"] = encoding.check_json(fields.pop("metrics"), path="metrics")
   body = json.dumps(fields, separators=(",", ":"))
   signed: dict[str, Any] = {"format": FORMAT, **header, "body": _sha256(body)}
-  (step_dir / FILE).write_text(f"{_json({**signed, 'sha256': _sha256(_json(signed))})}\n{body}\n")
+  line = _json({**signed, "sha256": _sha256(_json(signed))})
+  if len(line) >= _LONGEST_HEADER:
+    raise CheckpointError(
+      f"cannot save step {manifest.step}: its {len(manifest.metrics):,} metrics take {len(line):,} bytes.",
+      details=f"a search for steps reads {_LONGEST_HEADER:,} bytes of each",
+      fix="fewer metrics, or extra={...}, which has no limit.",
+    )
+  (step_dir / FILE).write_text(f"{line}\n{body}\n")
 
 
 def read(step_dir: epath.Path) -> Manifest:
@@ -277,7 +287,7 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
     )
     for name, item in body["items"].items()
   }
-  checked = {
+  checked: dict[str, Any] = {
     "items": items,
     "extra": _table(body["extra"], encoding.read_json),
     "versions": _table(body["versions"], _text),
@@ -285,12 +295,13 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
     "files": _table(body["files"], _whole, _inside),
     "hashes": _table(body["hashes"], _text),
   }
-  return Manifest(**vars(_header(signed)), **(body | checked))
+  return Manifest(**vars(_header(signed)), plan=body["plan"], **checked)
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
   lists: dict[str, Any] = {name: tuple(map(_whole, fields[name])) for name in ("shape", "block", "digests")}
-  leaf = LeafRecord(**fields | lists)
+  known = {field.name for field in dataclasses.fields(LeafRecord)}
+  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | lists)
   _text(leaf.kind)
   _text(leaf.layout)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)

@@ -92,7 +92,7 @@ def _read_all(
 def check_values(
   step_dir: epath.Path, manifest: Manifest, *, byte_budget: int, mine: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[str, str]]:
-  """Reads the arrays of a step to the host, one after the other, and compares the digests.
+  """Reads the arrays of a step to the host, half a budget at a time, and compares the digests.
 
   `mine=(1, 4)` takes the second of each four arrays.
 
@@ -104,45 +104,55 @@ def check_values(
     for item, record in manifest.items.items()
     for path, saved in record.leaves.items()
   ]
-  for leaf in pairs[mine[0] :: mine[1]]:
-    try:
-      for array in _load(step_dir, manifest, [leaf], byte_budget).values():
-        digests = totals(digest(array, block=leaf.saved.block))
-        if problems := _wrong_values(step_dir, manifest, leaf, digests):
-          raise damage(manifest.step, problems)
-    except DamagedError as error:
-      yield leaf.name, error.what
+  with store.readers() as pool:
+    for group in _groups(pairs[mine[0] :: mine[1]], byte_budget // 2):
+      try:
+        arrays = _start(step_dir, manifest, group, byte_budget, pool)()
+      except DamagedError:
+        arrays = {}  # each is read alone, to name those that are damaged
+      for leaf in group:
+        try:
+          found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
+          array = found.get(leaf.saved.folder)
+          digests = () if array is None else totals(digest(array, block=leaf.saved.block))
+          if digests and (problems := _wrong_values(step_dir, manifest, leaf, digests)):
+            raise damage(manifest.step, problems)
+        except DamagedError as error:
+          yield leaf.name, error.what
 
 
 def damaged_files(
-  step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, chunks: bool = True
+  step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, hashed: str = "all"
 ) -> dict[str, str]:
   """Lists files that are missing, cut short, unreadable, or not what was written, each with its problem.
 
-  With `chunks`, the contents of small files with values are checked too.
+  `hashed` says of which small files the contents are checked: `"all"`, `"metadata"` alone, or `"none"`.
 
   Raises:
     CheckpointError: a file that this machine cannot read at the moment.
   """
-  problems: dict[str, str] = {}
-  for name in names:
-    file, size, problem = step_dir / name, manifest.files[name], ""
-    holds_values = name.split("/")[2:3] == ["c"]  # ITEM/FOLDER/c/...
-    sha256 = manifest.hashes.get(name) if chunks or not holds_values else None
-    try:
-      found = file.stat().length
-      if found != size:
-        problem = f"has {found:,} bytes instead of {size:,}"
-      elif (not size and is_no_file(file)) or (sha256 is not None and folders.sha256(file) != sha256):
-        problem = "does not have the contents that were written"
-    except FileNotFoundError:
-      problem = "is missing"
-    except OSError as error:
-      raise_transient(error, f"{file}")
-      problem = f"cannot be read ({error.strerror or error})"
-    if problem:
-      problems[name] = f"{name} {problem}"
-  return problems
+  files = list(names)
+  problems = folders.each(step_dir, lambda name: _problem(step_dir, manifest, name, hashed), files)
+  return {name: f"{name} {problem}" for name, problem in zip(files, problems, strict=True) if problem}
+
+
+def _problem(step_dir: epath.Path, manifest: Manifest, name: str, hashed: str) -> str:
+  file, size = step_dir / name, manifest.files[name]
+  holds_values = name.split("/")[2:3] == ["c"]  # ITEM/FOLDER/c/...
+  is_checked = hashed == "all" or (hashed == "metadata" and not holds_values)
+  sha256 = manifest.hashes.get(name) if is_checked else None
+  try:
+    found = file.stat().length
+    if found != size:
+      return f"has {found:,} bytes instead of {size:,}"
+    if (not size and is_no_file(file)) or (sha256 is not None and folders.sha256(file) != sha256):
+      return "does not have the contents that were written"
+  except FileNotFoundError:
+    return "is missing"
+  except OSError as error:
+    raise_transient(error, f"{file}")
+    return f"cannot be read ({error.strerror or error})"
+  return ""
 
 
 def _check_files(
@@ -163,7 +173,7 @@ def _check_files(
     return item not in manifest.items or (item in items and (item, rest.partition("/")[0]) not in unread)
 
   names = [name for name in manifest.files if is_read(name)]
-  if problems := damaged_files(step_dir, manifest, names, chunks=chunks):
+  if problems := damaged_files(step_dir, manifest, names, hashed="all" if chunks else "metadata"):
     raise damage(manifest.step, [*problems.values()])
 
 

@@ -156,6 +156,8 @@ def write(
     items = _with_digests(content.items, whole)
     sizes = folders.all_files(folder)
     _require_stored(step, items, sizes)
+    small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]
+    hashes = folders.each(folder, lambda name: folders.sha256(folder / name), small)
     record = Manifest(
       step=step,
       items=items,
@@ -166,7 +168,7 @@ def write(
       fingerprint=manifest.fingerprint(items),
       time=place.stamp(),
       files=sizes,
-      hashes={name: folders.sha256(folder / name) for name, n in sizes.items() if n <= _HASHED_BYTES},
+      hashes=dict(zip(small, hashes, strict=True)),
       parent=place.parent,
     )
     manifest.write(record, folder)

@@ -16,10 +16,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,6 +38,7 @@ from nnx_parallel.checkpoint.relayout import on_cpu
 METADATA = "zarr.json"
 PLACEHOLDER: Any = ocp.PLACEHOLDER
 _READERS = 4
+_CLEAN_UP_S = 10.0  # in which what else is being written should end
 # Below this a replicated array is written by one process, not cut into a file per replica.
 _SMALLEST_REPLICA_SLICE = 4 << 20
 
@@ -56,7 +59,7 @@ def start_save(
   """Starts writing the arrays; the returned function waits, and raises the error of a failed write.
 
   It takes seconds to wait at most, and may be called again after a `TimeoutError`. Where one process cannot
-  write, Orbax makes the others wait five minutes for it.
+  write, Orbax makes the others wait up to twenty minutes for it: see `Block.wait_for`.
 
   Args:
     step_dir: created by this call; appears under its name once complete.
@@ -72,7 +75,30 @@ def start_save(
   context.memory_options.transfer_concurrent_bytes = None if background else budget
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
   with context, quiet():
-    return ocp.save_checkpointables_async(step_dir, {name: dict(tree) for name, tree in items.items()}).result
+    response: Any = ocp.save_checkpointables_async(
+      step_dir, {name: dict(tree) for name, tree in items.items()}
+    )
+  return response.result if jax.process_count() == 1 else functools.partial(_result, response)
+
+
+def _result(response: Any, seconds: float) -> None:
+  """As `response.result`, without its endless clean-up after a failure.
+
+  Orbax then waits for the other items, and these for the other processes, which may have failed too.
+  """
+  failed = response._thread_runner._future.exception(seconds)  # tests/test_upstream.py has what is used of it
+  if failed is None:
+    response.result()
+    return
+  clean_up = threading.Thread(target=_ignore_failure, args=(response,), daemon=True)
+  clean_up.start()
+  clean_up.join(_CLEAN_UP_S)
+  raise failed
+
+
+def _ignore_failure(response: Any) -> None:
+  with contextlib.suppress(Exception):  # it is raised elsewhere
+    response.result()
 
 
 def host_bytes_to_save(

@@ -53,8 +53,8 @@ def read(
   """Reads a target.
 
   Args:
-    target: a plan; a module, `nnx.State`, or tree of these and of abstract or concrete arrays; or a pair
-      of such a target and its optimizer.
+    target: a plan, or a tuple or dict of plans; a module, `nnx.State`, or tree of these and of abstract or
+      concrete arrays; or a pair of such a target and its optimizer.
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
     item: the item that the target stands for.
@@ -65,15 +65,16 @@ def read(
     CheckpointError: options that the target cannot honour, a leaf without a sharding, or a filter that
       chooses nothing.
   """
-  _check_options(target, optimizer, as_numpy)
-  if isinstance(target, ShardingPlan):
+  plans = _plans_in(target)
+  _check_options(target, plans, optimizer, as_numpy)
+  if plans:
     if item != "model":
       raise CheckpointError(
         f"cannot restore {item!r} into a plan: that is for the model and its optimizer.",
         fix="pass a module, or a tree of jax.ShapeDtypeStruct with shardings.",
       )
-    found = _plan_target(target, optimizer)
-    root: Any = target.abstract_model
+    found = _plan_target(plans[0], optimizer) if target is plans[0] else _plans_target(target, optimizer)
+    root: Any = jax.tree.map(lambda plan: plan.abstract_model, target)
   else:
     roots: dict[str, Any] = {item: target}
     if item == "model" and _is_pair(target, record):
@@ -97,7 +98,19 @@ def read(
   )
 
 
-def _check_options(target: object, optimizer: str, as_numpy: bool) -> None:
+def _plans_in(target: object) -> list[Any]:
+  leaves = jax.tree.leaves(target, is_leaf=_is_node)
+  plans = [leaf for leaf in leaves if isinstance(leaf, (ShardingPlan, StoredPlan))]
+  if plans and len(plans) < len(leaves):
+    raise CheckpointError(
+      f"cannot restore into a plan beside other targets: {len(plans)} of {len(leaves)} are plans.",
+      fix='plans alone: restore({"online": plan1, "target": plan2}); or live models: restore((models,'
+      " optimizers)).",
+    )
+  return plans
+
+
+def _check_options(target: object, plans: list[Any], optimizer: str, as_numpy: bool) -> None:
   one_of("optimizer", optimizer, OPTIMIZER)
   if callable(target) and not has_nodes(target):
     raise CheckpointError(
@@ -105,10 +118,11 @@ def _check_options(target: object, optimizer: str, as_numpy: bool) -> None:
       " layout for them.",
       fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
     )
-  if isinstance(target, StoredPlan):
-    check_plan(target, "restore(plan)")
-  is_plan = isinstance(target, ShardingPlan)
-  if optimizer == "fresh" and not (is_plan and target.tx is not None):
+  for plan in plans:
+    if isinstance(plan, StoredPlan):
+      check_plan(plan, "restore(plan)")
+  is_plan = bool(plans)
+  if optimizer == "fresh" and all(plan.tx is None for plan in plans):
     raise CheckpointError(
       'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',
       fix='restore(plan, optimizer="fresh"); or optimizer="drop", beside an optimizer that was just made.',
@@ -205,6 +219,37 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
     return instantiate(plan, arrays)
 
   return Target(wanted, {}, build)
+
+
+def _plans_target(tree: Any, optimizer: str) -> Target:
+  """The target of a tuple or dict of plans: the models, or (models, optimizers)."""
+  rows, structure = jax.tree_util.tree_flatten_with_path(tree)
+  parts = [(_text(plain_path(keys)), _plan_target(plan, optimizer)) for keys, plan in rows]
+  wanted: dict[str, dict[str, TargetLeaf]] = {}
+  for name, part in parts:
+    for root, leaves in part.leaves.items():
+      wanted.setdefault(root, {}).update({_below(name, text): leaf for text, leaf in leaves.items()})
+
+  def build(found: Found) -> Any:
+    def of(name: str, part: Target) -> Any:
+      return {
+        root: {text: found[root][full] for text in leaves if (full := _below(name, text)) in found[root]}
+        for root, leaves in part.leaves.items()
+        if root in found
+      }
+
+    made = [part.build(of(name, part)) for name, part in parts]
+    pairs = [one if isinstance(one, tuple) else (one, None) for one in made]
+    models, optimizers = (structure.unflatten(side) for side in zip(*pairs, strict=True))
+    if isinstance(optimizers, dict):  # a model that is not trained has none
+      optimizers = {name: one for name, one in optimizers.items() if one is not None}
+    return models if all(one is None for _, one in pairs) else (models, optimizers)
+
+  return Target(wanted, {}, build)
+
+
+def _below(name: str, text: str) -> str:
+  return f"{name}.{text}" if text else name
 
 
 def _text(path: Any) -> str:
@@ -346,6 +391,8 @@ def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -
         fix="pass a plan, a live model, or jax.ShapeDtypeStruct(shape, dtype, sharding=...); "
         "restore(..., as_numpy=True) gives numpy arrays.",
       )
-    struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    # Arrays are restored in the byte order of this machine, as they are saved.
+    dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+    struct = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
     found[path] = TargetLeaf(struct, tuple(one.shape if is_padded(one) else leaf.shape))
   return found

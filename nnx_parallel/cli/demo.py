@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     "flax": version("flax"),
     "held_out_before": before,
     "held_out_after": after,
-    "tokens_per_second": round(result.metrics["tokens_per_second"]),
+    "tokens_per_second": round(result.metrics.get("tokens_per_second", 0)),
     "tolerance": TOLERANCE,
     "continued": [dataclasses.asdict(other) for other in others],
   }

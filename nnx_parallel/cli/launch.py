@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
   if is_training(command) and args.restarts:
     if "--checkpoint" not in " ".join(words):
       args.usage_error("--restarts continue from a checkpoint: add --checkpoint DIR --save-every N")
-    again = command if "--resume" in command else [*command, "--resume"]
+    again = resumed(command)
   return launch(
     Job(
       command,
@@ -110,6 +111,20 @@ def command_of(words: Sequence[str]) -> list[str]:
   elif shutil.which(first):
     return list(words)
   return [sys.executable, "-m", "nnx_parallel", "train", first, *rest]
+
+
+def resumed(command: Sequence[str]) -> list[str]:
+  """The command of a later attempt: it goes on from the newest step, whatever step the first one took.
+
+  Example:
+    >>> resumed(["train", "text_lm", "--resume", "40", "--steps", "50"])
+    ['train', 'text_lm', '--steps', '50', '--resume']
+  """
+  kept = list(command)
+  while (at := next((i for i, word in enumerate(kept) if re.match("--resume(=|$)", word)), None)) is not None:
+    has_value = kept[at] == "--resume" and at + 1 < len(kept) and not kept[at + 1].startswith("-")
+    del kept[at : at + 1 + has_value]
+  return [*kept, "--resume"]
 
 
 def is_training(command: Sequence[str]) -> bool:

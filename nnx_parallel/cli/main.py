@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from nnx_parallel.cli import checkpoints, compile, demo, launch, new, plan, search, train
 from nnx_parallel.errors import NnxParallelError
 
-OK, FAILED, INTERRUPTED = 0, 1, 130  # argparse ends with 2; options.NO is 3
+OK, FAILED, INTERRUPTED, CUT_SHORT = 0, 1, 130, 141  # argparse ends with 2; options.NO is 3
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,8 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.print_help()
     return OK
   args = parser.parse_args(argv)
+  code = CUT_SHORT  # until the answer is known; what a shell shows for SIGPIPE
   try:
-    return args.run(args)
+    code = args.run(args)
+    sys.stdout.flush()
+    return code
   except NnxParallelError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return FAILED
@@ -55,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except BrokenPipeError:
     # The reader (`| head`) has read enough. Without this Python reports the closed pipe once more at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return OK
+    return code
 
 
 if __name__ == "__main__":

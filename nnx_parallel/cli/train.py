@@ -60,7 +60,7 @@ def register(commands: options.Commands) -> None:
     help="continue from a step in --checkpoint, if there is any: a number, best, or latest (without STEP)",
   )
   path("--out", "folder for metrics, loss curve and profile (runs/RECIPE)")
-  count("--log-every", "one record for N steps, of their means (1)", 1)
+  count("--log-every", "one record for N steps, of their means (1), and a line in a log for each")
   path("--tensorboard", "write TensorBoard files there too")
   add("--profile", type=window, metavar="A:B", help="trace the steps A to B for xprof")
   add(
@@ -158,7 +158,8 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
     if main:
       print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
     return
-  shown = StepProgress(args.steps, start=job.step, unit=job.unit, quiet=args.quiet)
+  every = args.log_every is not None
+  shown = StepProgress(args.steps, start=job.step, unit=job.unit, every_update=every, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
     log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step))
@@ -250,7 +251,7 @@ def describe(job: Job) -> str:
   from nnx_parallel.core.mesh import axis_sizes
   from nnx_parallel.core.text import format_bytes
 
-  start = f", from step {job.step}" if job.step else ""
+  start = f", resumed from step {job.step}" if job.step else ""
   return (
     f"{job.plan.num_parameters():,} parameters on mesh {options.format_sizes(axis_sizes(job.plan.mesh))},"
     f" {format_bytes(job.plan.bytes_per_device())} per device with the optimizer{start}"

@@ -9,12 +9,14 @@ import os
 import re
 import socket
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
 
+from nnx_parallel.checkpoint.checkpointer import finish_saves, report_lost
 from nnx_parallel.errors import HostError, NnxParallelWarning
 from nnx_parallel.hosts.rollcall import roll_call
 
@@ -306,7 +308,8 @@ def mark_failed() -> None:
 def end_at_once_on_failure() -> None:
   """After an exception that nobody caught, ends the process before JAX waits for the others at exit.
 
-  They may wait for this one in a collective, and JAX's exit for them: up to five minutes.
+  They may wait for this one in a collective, and JAX's exit for them: up to five minutes. Python's own exit
+  waits for threads, and one of Orbax may wait for a process whose save failed. Background saves are finished.
   """
   former = sys.excepthook
 
@@ -316,9 +319,12 @@ def end_at_once_on_failure() -> None:
 
   def end() -> None:
     if _failed:
+      finish_saves()
+      report_lost()
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(1)
 
   sys.excepthook = hook
+  threading._register_atexit(end)  # pyright: ignore
   atexit.register(end)  # the last registered is the first called

@@ -31,6 +31,14 @@ NOISE = re.compile(
   r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
 )
 REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a line of its own
+# A bar that is redrawn ends with \r; a read may end between the parts of \r\n.
+END_OF_LINE = re.compile(rb"(\r?\n|\r(?!\n|\Z))")
+LONGEST_LINE = 1 << 16  # bytes
+# What a process prints when another one has gone. The other is shown first, so these lines wait for a moment.
+COMPLAINT = re.compile(
+  r"Traceback \(most recent call last\)|[EF]\d{4} \d\d:\d\d:\d\d\.\d+ |Fatal Python error"
+)
+COMPLAINTS_WAIT_S = 1.0
 FINAL_CODES = (2, 3, STOPPED)  # wrong usage, an answer that is no, and an end that was asked for
 LONGEST_PAUSE_S = 60
 TAIL = 30  # lines
@@ -42,7 +50,7 @@ class Job:
 
   Attributes:
     command: of each process.
-    again: of a process of a later attempt; by default the same.
+    again: of a process of an attempt after one that made a step; by default the same.
     processes: how many to start here.
     devices_per_process: simulated CPU devices for each; None for the accelerators, one for each process.
     cluster: one process, whose number and peers the scheduler's variables say; they are left as they are.
@@ -78,6 +86,9 @@ class Worker:
   step: int | None = None
   stepped: float = 0.0
   pending: bytes = b""
+  redrawn: float = 0.0
+  later: list[str] = dataclasses.field(default_factory=list[str])
+  later_since: float = 0.0
   tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL))
   held: int = 0
   noisy: bool = False
@@ -138,7 +149,8 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
   best, pause, outcome = -1, job.pause, Outcome(0)
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
     for attempt in range(job.restarts + 1):
-      outcome = _Attempt(job, attempt, Path(folder), came, write).run()
+      command = job.again if best >= 0 and job.again else job.command
+      outcome = _Attempt(job, command, attempt, Path(folder), came, write).run()
       if outcome.code == 0 or came or outcome.code in FINAL_CODES:
         return outcome.code
       if attempt == job.restarts:
@@ -183,6 +195,7 @@ class _Attempt:
 
   Attributes:
     job: what is started.
+    command: of each process.
     number: of the attempt.
     folder: of the files of heartbeats.
     came: the signals that the launcher got so far.
@@ -194,6 +207,7 @@ class _Attempt:
   """
 
   job: Job
+  command: Sequence[str]
   number: int
   folder: Path
   came: Sequence[int]
@@ -229,12 +243,11 @@ class _Attempt:
 
   def _start(self, watched: int) -> Sequence[Worker]:
     job, port = self.job, free_port()
-    command = job.again if self.number and job.again else job.command
     for n in range(job.processes):
       beats = self.folder / f"{self.number}-{n}"
       variables = worker_variables(job, n, port, os.environ)
       variables |= {VARIABLE: str(beats), "NNX_PARALLEL_ATTEMPT": str(self.number)}
-      self.workers.append(Worker(n, _start(command, variables, watched), beats))
+      self.workers.append(Worker(n, _start(self.command, variables, watched), beats))
     return self.workers
 
   def _look(self) -> None:
@@ -242,6 +255,8 @@ class _Attempt:
     failed = self._ended()
     for worker in self.workers:
       worker.look()
+      if worker.later and time.monotonic() - worker.later_since > COMPLAINTS_WAIT_S:
+        self._show_later(worker)
     if self.outcome.code in (0, STOPPED):
       if failed is not None and failed.code == STOPPED:
         self.outcome = Outcome(STOPPED)
@@ -249,8 +264,9 @@ class _Attempt:
       elif failed is not None:
         self._fail(failed, failed.code or 1, f"failed first: {describe(failed.code or 1)}")
       elif hung := _hung(self.job, self.workers):
+        worker, how = hung
         steps = f"last steps {_last_steps(self.workers)}"
-        self._fail(hung, 1, f"hangs: no step for {self.job.hang_after:g} s; {steps}")
+        self._fail(worker, 1, f"{how}: no step for {self.job.hang_after:g} s; {steps}")
     if not self.outcome.failure and len(self.came) > self.signalled:
       self._pass_on()
     if time.monotonic() > self.end_by or (self.outcome.failure and self.came):
@@ -267,6 +283,7 @@ class _Attempt:
       worker.signal(signal.SIGKILL)  # what it started and left behind
       while self._show(worker, hold=first is not None):
         pass
+      self._show_later(worker, hold=first is not None)
       if worker.code and (first is None or first.code == STOPPED):
         first = worker
     return first
@@ -291,7 +308,27 @@ class _Attempt:
 
   def _show(self, worker: Worker, *, hold: bool = False) -> bool:
     """Shows what a process printed, until a failure; False when there is no more, now or ever."""
-    return _read(worker, self.write, self.job.all_logs, hold=hold or bool(self.outcome.failure))
+    lines, more = _read(worker, self.job.all_logs)
+    for line in lines:
+      if not worker.later and COMPLAINT.match(line):
+        worker.later_since = time.monotonic()
+      if self.job.all_logs or not (worker.later or COMPLAINT.match(line)):
+        self._show_line(worker, line, hold)
+      else:
+        worker.later.append(line)
+    return more
+
+  def _show_later(self, worker: Worker, *, hold: bool = False) -> None:
+    lines, worker.later = worker.later, []
+    for line in lines:
+      self._show_line(worker, line, hold)
+
+  def _show_line(self, worker: Worker, line: str, hold: bool) -> None:
+    if (hold or self.outcome.failure) and not self.job.all_logs:
+      worker.held += 1
+      return
+    worker.tail.append(line)
+    self.write(f"[{worker.number}] {line}")
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -> subprocess.Popen[bytes]:
@@ -329,36 +366,51 @@ def _signal_all(workers: Sequence[Worker], number: signal.Signals) -> None:
       worker.signal(number)
 
 
-def _read(worker: Worker, write: Callable[[str], None], all_logs: bool, *, hold: bool) -> bool:
-  """Shows what a process printed; False when there is no more, now or ever."""
+def _read(worker: Worker, all_logs: bool) -> tuple[list[str], bool]:
+  """The lines that a process printed, and whether there may be more."""
   try:
     data = os.read(_output(worker), 1 << 16)
   except BlockingIOError:
-    return False
-  *lines, worker.pending = (worker.pending + data).split(b"\n")
-  if not data and worker.pending:
-    lines, worker.pending = [worker.pending], b""
-  for raw in lines:
+    return [], False
+  *parts, worker.pending = END_OF_LINE.split(worker.pending + data)
+  if worker.pending and (not data or len(worker.pending) > LONGEST_LINE):
+    parts, worker.pending = [*parts, worker.pending, b"\n"], b""
+  lines: list[str] = []
+  for raw, end in zip(parts[::2], parts[1::2], strict=True):
+    if end == b"\r" and (not raw.strip() or time.monotonic() - worker.redrawn < 1):
+      continue
+    worker.redrawn = time.monotonic() if end == b"\r" else worker.redrawn
     line = raw.decode(errors="replace").rstrip("\r")
     worker.noisy = bool(NOISE.match(line) or (worker.noisy and REST_OF_NOISE.match(line)))
-    if worker.noisy and not all_logs:
-      continue
-    if hold and not all_logs:
-      worker.held += 1
-      continue
-    worker.tail.append(line)
-    write(f"[{worker.number}] {line}")
-  return bool(data)
+    if all_logs or not worker.noisy:
+      lines.append(line)
+  return lines, bool(data)
 
 
-def _hung(job: Job, workers: Sequence[Worker]) -> Worker | None:
-  """The process that is behind all others, when one has made no step for too long."""
+def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
+  """The process that is behind all others, when one has made no step for too long, and what it does."""
   if job.hang_after is None:
     return None
   stepped = [worker for worker in workers if worker.code is None and worker.step is not None]
   if not any(time.monotonic() - worker.stepped > job.hang_after for worker in stepped):
     return None
-  return min(stepped, key=lambda worker: (worker.step, worker.stepped))
+  groups = _stopped_groups()
+  if stopped := [worker for worker in stepped if worker.warden.pid in groups]:
+    return stopped[0], "is stopped (SIGSTOP)"
+  worker = min(stepped, key=lambda worker: (worker.step, worker.stepped))
+  alone = sum(other.step == worker.step for other in stepped) == 1 or len(workers) == 1
+  return worker, "hangs" if alone else "hangs, or waits for another that does"
+
+
+def _stopped_groups() -> set[int]:
+  """The process groups with a stopped process; none where there is no /proc."""
+  found: set[int] = set()
+  for file in Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):
+      state, _, group = file.read_text().rpartition(") ")[2].split()[:3]
+      if state == "T":
+        found.add(int(group))
+  return found
 
 
 def _last_steps(workers: Sequence[Worker]) -> dict[int, int]:

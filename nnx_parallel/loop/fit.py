@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -13,10 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.relayout import no_mesh, on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
+from nnx_parallel.core.flow import Flow
+from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
@@ -27,7 +33,7 @@ from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
-from nnx_parallel.report.program.cost import cost
+from nnx_parallel.report.estimate.propagate import Propagation
 from nnx_parallel.report.tables import not_counted
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
@@ -42,7 +48,7 @@ class FitResult:
   Attributes:
     step: the last step's number.
     metrics: the newest value of every metric, evaluations as `eval_...`.
-    history: every record in order, each with its `step`.
+    history: the newest 10,000 records in order, each with its `step`; trackers get them all.
     stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` after SIGTERM or Ctrl-C, if its
       handler does not end the process.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
@@ -64,7 +70,7 @@ class FitResult:
 def resume_from(
   checkpointer: Checkpointer, target: Any, step: int | str | None = "latest", *, only: Only | None = None
 ) -> tuple[Any, Position]:
-  """Restores a run in order to continue it; a damaged newest step is passed over with a warning.
+  """Restores a run in order to continue it; `"latest"` passes over a damaged step, with a warning.
 
   A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
   its beginning, with a warning.
@@ -79,10 +85,11 @@ def resume_from(
     The restored target and its position.
 
   Raises:
-    CheckpointError: nothing to restore, or it does not fit.
+    CheckpointError: nothing to restore, it does not fit, or the step that was asked for is damaged.
   """
   newest = max(checkpointer.steps(), default=0)
-  restored = checkpointer.restore(target, step, only=only, on_corrupt="fallback")
+  on_corrupt = "fallback" if step in (None, "latest") else "error"  # not for a step that was asked for
+  restored = checkpointer.restore(target, step, only=only, on_corrupt=on_corrupt)
   found = checkpointer.restored
   number = newest if found is None else found.step
   known = "data" in checkpointer.metadata(number).extra
@@ -117,7 +124,7 @@ def fit(
   start: Position | None = None,
   early_stop: EarlyStop | None = None,
   trackers: Sequence[Tracker] = (),
-  log_every: int = 1,
+  log_every: int | None = None,
   progress: bool | StepProgress = True,
   tokens: Callable[[Any], int] | None = None,
   flops: float | None = None,
@@ -155,23 +162,27 @@ def fit(
       others, such as a base beside its adapters, must be the same as when the run began.
     extra: returns more to save: trees of arrays, or JSON values, by name, but not `"data"`.
     resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts from step 0
-      when there is no checkpoint. On the same mesh the run continues bit for bit. After a checkpoint that
-      `fit` did not save, the data starts at its beginning, with a warning.
+      when there is no checkpoint, and passes over a damaged step with a warning. On the same mesh the run
+      continues bit for bit. After a checkpoint that `fit` did not save, the data starts at its beginning,
+      with a warning.
     start: the position of the model, from `resume_from`; advanced in place.
     early_stop: ends the run early.
     trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
       or any `(step, metrics) -> None`. Arrays among the metrics come as numpy.
-    log_every: steps in one record, which has their exactly weighted means.
+    log_every: steps in one record, which has their exactly weighted means; by default 1. Where it is given,
+      a log gets a line for each record, and otherwise about ten for the run, and one every 30 seconds.
     progress: whether to show a bar or lines; or a `StepProgress`.
-    tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted.
-    flops: floating point operations of a step on one device; by default those of the compiled step's matrix
-      products, where the peak is known.
+    tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted, for
+      `samples_per_second`.
+    flops: floating point operations of a step on one device; by default three times those of the matrix
+      products in the loss (one forward and two backward passes), divided by the devices of the model.
     peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
-      the step's FLOP/s relative to the peak. The default `flops` includes recomputation (hardware FLOPs
-      utilization, HFU); pass the model's own for MFU in the strict sense.
+      the step's FLOP/s relative to the peak. The default `flops` leaves out recomputation and what replicas
+      compute again; where most parameters are frozen it is too high: pass your own.
     profile: the first and last step to trace for xprof.
     profile_dir: the folder of the trace.
-    nonfinite: whether a loss that is not finite is an error.
+    nonfinite: whether a loss that is not finite is an error, and so is a step to save whose parameters are
+      not finite; it is not saved then.
     check_gradients: whether to check on the first batch, before training, that the step's gradients are the
       derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong ones are an error.
 
@@ -179,9 +190,9 @@ def fit(
     The last step, the metrics, and why it ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss that is not finite, wrong gradients where checked, a
-      step that returns no dict, an `extra` named `"data"`, an array among the metrics of an evaluation, or
-      options without a meaning.
+    TrainError: data that ends before `steps`, a loss or parameters to save that are not finite, wrong
+      gradients where checked, a step that returns no dict, an `extra` named `"data"`, an array among the
+      metrics of an evaluation, or options without a meaning.
     CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
       or restore.
 
@@ -202,23 +213,28 @@ def fit(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
       fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
     )
+  log_lines, log_every = log_every is not None, 1 if log_every is None else log_every
   every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
   _check_intervals(evaluate, every, save_every_minutes, profile)
   goodput = Goodput()
+  resumed = ""
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
+    resumed = f"resumed from step {start.step} of {checkpointer.directory}"
   _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
   if only is not None:
     saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
   at = start or Position()
   shown = progress
+  unit = "samples" if tokens is None else "tokens"
   if isinstance(shown, bool):
-    unit = "samples" if tokens is None else "tokens"
     console = None if progress else Console(quiet=True)
-    shown = StepProgress(steps, start=at.step, unit=unit, quiet=not progress, console=console)
+    shown = StepProgress(
+      steps, start=at.step, unit=unit, every_update=log_lines, quiet=not progress, console=console
+    )
   peak = _peak() if peak_flops is None else peak_flops
-  recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None)
+  recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None, unit)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
   saved_at = time.monotonic()
   first, compiles = at.step + 1, _compiles(step)
@@ -234,6 +250,8 @@ def fit(
     nonlocal saved, saved_at
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
+        if nonfinite == "error":
+          _require_finite(saved_roots(model, optimizer, only), at.step)
         own = extra() if extra is not None else {}
         if "data" in own:
           raise TrainError(
@@ -255,6 +273,8 @@ def fit(
     tracing = stack.enter_context(contextlib.ExitStack())
     profiled = profile or (0, 0)
     stack.push(recorder.fail)
+    if resumed:
+      shown.note(at.step, resumed)
     recorder.clock.start()
     while steps is None or at.step < steps:
       began = time.perf_counter()
@@ -289,7 +309,7 @@ def fit(
       compiles = _compiles(step)
       if compiled and peak:
         with goodput.spend("compile"):
-          work = _flops(step, model, optimizer, batch) if flops is None else flops
+          work = _flops(step, model, batch) if flops is None else flops
           recorder.ideal_seconds = work / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
       if save_every_minutes is not None:
@@ -323,9 +343,10 @@ def fit(
       done = "stopped after" if checkpointer is None else "saving"
       print(f"asked to end: {done} step {at.step}", flush=True)
     save()
-    if checkpointer is not None and stopped == "signal":
-      checkpointer.wait()
-  return FitResult(at.step, recorder.newest, recorder.history, stopped, goodput.seconds())
+    if checkpointer is not None:
+      with goodput.spend("checkpoint"):
+        checkpointer.wait()  # its error must not be lost at exit
+  return FitResult(at.step, recorder.newest, list(recorder.history), stopped, goodput.seconds())
 
 
 _END = object()
@@ -389,6 +410,35 @@ def _check_intervals(
     )
 
 
+def _require_finite(roots: Mapping[str, Mapping[str, Any]], number: int) -> None:
+  """Raises where a parameter is not finite, or the optimizer's state holds a NaN.
+
+  The loss of a step is that before its update: it may be finite when the gradient is not.
+  """
+  with no_mesh():
+    found = {
+      f"{root}/{path}": _is_sound(on_auto_axes(array), finite=root == "model")
+      for root, leaves in roots.items()
+      for path, leaf in leaves.items()
+      if root != "model" or isinstance(leaf, nnx.Param)
+      for array in jax.tree.leaves(value_of(leaf))
+      if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.inexact)
+    }
+  if bad := [name for name, sound in found.items() if not sound]:
+    raise TrainError(
+      f"step {number} is not saved: {bad[0]} is not finite.",
+      details=f"{len(bad)} of {len(found)} arrays hold a NaN or an infinity; the steps saved before are"
+      " untouched",
+      fix="resume from the newest of them with a lower learning rate or clipped gradients;"
+      ' optimizer=nxp.skip_nonfinite(...) leaves such updates out; nonfinite="continue" saves them.',
+    )
+
+
+@functools.partial(jax.jit, static_argnames="finite")
+def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
+  return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
+
+
 def _busy(metrics: Any) -> bool:
   """Whether the step that returned these is still running."""
   arrays: list[Any] = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
@@ -405,15 +455,39 @@ def _peak() -> float | None:
   return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
-def _flops(step: Any, model: Any, optimizer: Any, batch: Any) -> float:
-  """FLOPs of the compiled step on one device; nan for a step that is no `TrainStep`."""
+def _flops(step: Any, model: Any, batch: Any) -> float:
+  """FLOPs of a step on one device: three times the forward pass; nan for a step that is no `TrainStep`.
+
+  Counted from the trace: compilers rewrite matrix products beyond recognition.
+  """
   if not isinstance(step, TrainStep):
     return math.nan
-  found = cost(step.compiled(model, optimizer, batch).as_text())
-  if found.uncounted:
+  losses = step.options.loss_fn
+  graphdef, state = nnx.split(model)
+
+  def forward(state: Any, batch: Any) -> list[jax.Array]:
+    several = losses.values() if isinstance(losses, Mapping) else [losses]
+    found = [loss(nnx.merge(graphdef, state), batch) for loss in several]
+    return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
+
+  seen = Propagation()
+  try:
+    trace: Any = jax.make_jaxpr(forward)(state, batch)
+    seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
+  except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
     warnings.warn(
-      f"the recorded mfu is too low. {not_counted(found.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      f"no mfu is recorded: its loss cannot be counted ({type(error).__name__}: {error})."
+      "  Fix: fit(..., flops=...) of one device.",
       NnxParallelWarning,
       stacklevel=3,
     )
-  return float(found.flops)
+    return math.nan
+  if seen.uncounted:
+    warnings.warn(
+      f"the recorded mfu is too low. {not_counted(seen.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
+  arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+  devices = max((len(x.sharding.device_set) for x in arrays), default=1)
+  return 3.0 * sum(product.flops * product.times for product in seen.products) / devices

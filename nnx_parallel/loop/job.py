@@ -143,7 +143,7 @@ class Job:
     microbatches: int | None = None,
     **options: Any,
   ) -> Self:
-    """The job as it was at a checkpoint, in the layout of this plan; a damaged step is passed over.
+    """The job as it was at a checkpoint, in the layout of this plan; `"latest"` passes over a damaged step.
 
     Settings may differ from those of the checkpoint: `changes` lists them. Without `microbatches`, their
     number stays that of the checkpoint. If the model has parameters only, and the mesh splits the batch into
@@ -250,7 +250,7 @@ class Job:
 
   @property
   def unit(self) -> str:
-    """What `tokens_per_second` counts."""
+    """What the rate per second counts."""
     return "samples" if self.recipe.tokens is None else "tokens"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Self
 
@@ -9,19 +10,22 @@ import jax
 from rich import progress as bars
 from rich.console import Console
 
-TIMES = ("seconds", "tokens_per_second")
+RATES = ("tokens_per_second", "samples_per_second")
+TIMES = ("seconds", *RATES)
+LONGEST_SILENCE_S = 30.0  # in a log
 NARROW = 100  # columns; a narrower terminal shows no metric but the loss
 
 
 class StepProgress:
   """Progress of a training loop.
 
-  On a terminal: one line that is redrawn. Otherwise: about ten lines for the run.
+  On a terminal: one line that is redrawn. Otherwise: about ten lines for the run, and one every 30 seconds.
 
   Args:
     steps: the last step's number; None if unknown.
     start: the step that the run resumes from.
     unit: of the rate per second: `tokens`, `samples`.
+    every_update: whether a log gets a line for each update.
     quiet: whether to print the last step only.
     console: by default standard output, and nothing on other processes than the first;
       `rich.console.Console(quiet=True)` prints nothing.
@@ -40,12 +44,15 @@ class StepProgress:
     *,
     start: int = 0,
     unit: str = "tokens",
+    every_update: bool = False,
     quiet: bool = False,
     console: Console | None = None,
   ):
     self._steps, self._start, self._unit, self._quiet = steps, start, unit, quiet
     self._console = console or Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     self._every = max(1, (steps - start) // 10) if steps is not None else 100
+    self._every = 1 if every_update else self._every
+    self._next, self._printed = start + 1, time.monotonic()
     self._bar = self._make_bar() if self._console.is_terminal and not self._quiet else None
 
   def _make_bar(self) -> bars.Progress:
@@ -65,13 +72,14 @@ class StepProgress:
 
     Args:
       step: its number; the first is 1.
-      values: its metrics, `loss` among them, and the `seconds` and `tokens_per_second` of `StepClock`.
+      values: its metrics, `loss` among them, and what `StepClock` returns.
     """
     if self._bar is not None:
       if self._console.width < NARROW:
         values = {name: values[name] for name in ("loss", *TIMES) if name in values}
       self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values))
     elif step == self._steps or (not self._quiet and self._is_due(step)):
+      self._next, self._printed = (step // self._every + 1) * self._every, time.monotonic()
       self._console.print(f"{self._number(step)}  {self._text(values)}", markup=False)
 
   def note(self, step: int, text: str) -> None:
@@ -83,16 +91,19 @@ class StepProgress:
     return f"step {step}" if self._steps is None else f"step {step:{len(str(self._steps))}}/{self._steps}"
 
   def _is_due(self, step: int) -> bool:
-    return step == self._start + 1 or step % self._every == 0
+    # Not only where it is a multiple: there may be updates for some steps only.
+    return step >= self._next or time.monotonic() - self._printed >= LONGEST_SILENCE_S
 
   def _text(self, values: Mapping[str, float]) -> str:
     shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in (*TIMES, "mfu")]
     if "mfu" in values:
       shown.append(f"mfu {values['mfu']:.1%}")
-    rate = f"{values['tokens_per_second']:,.0f} {self._unit}/s"
     milliseconds = values["seconds"] * 1e3
     digits = 1 if milliseconds < 10 else 0
-    return "  ".join([*shown, rate, f"{milliseconds:.{digits}f} ms/step"])
+    rate = next((values[name] for name in RATES if name in values), None)
+    if rate is None:
+      return "  ".join([*shown, f"{values['seconds']:.1f} s with compilation"])
+    return "  ".join([*shown, f"{rate:,.0f} {self._unit}/s", f"{milliseconds:.{digits}f} ms/step"])
 
   def __enter__(self) -> Self:
     if self._bar is not None:

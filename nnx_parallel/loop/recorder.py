@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -20,6 +22,7 @@ from nnx_parallel.loop.timing import StepClock
 from nnx_parallel.train.losses import examples_in
 
 Tracker = Callable[[int, Mapping[str, Any]], object]
+KEPT = 10_000  # records in memory, of about 1 KB each
 
 
 @dataclasses.dataclass
@@ -102,14 +105,15 @@ class Recorder:
     early_stop: EarlyStop | None,
     finite: bool,
     evaluates: bool,
+    unit: str = "samples",
   ):
     self.at, self.shown, self.early_stop = at, shown, early_stop
     self.trackers, self.finite, self.evaluates = trackers, finite, evaluates
-    self.history: list[Record] = []
+    self.history: collections.deque[Record] = collections.deque(maxlen=KEPT)
     self.newest: Record = {}
     self.ended = False
     self.ideal_seconds = math.nan  # of a step at the peak of the chip
-    self.clock = StepClock()
+    self.clock = StepClock(unit=unit)
     self._sums, self._steps, self._tokens = MetricSums(), 0, 0
     self._late: Callable[[], None] | None = None
     self._before: Any = None
@@ -161,7 +165,8 @@ class Recorder:
 
   def of_step(self, number: int) -> Record:
     """All metrics that were recorded for one step."""
-    found = [record for record in self.history[-2:] if record["step"] == number]
+    newest = [*itertools.islice(reversed(self.history), 2)][::-1]
+    found = [record for record in newest if record["step"] == number]
     return {name: value for record in found for name, value in record.items() if name != "step"}
 
   def fail(self, kind: Any, error: BaseException | None, trace: Any) -> None:

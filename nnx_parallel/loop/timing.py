@@ -23,8 +23,8 @@ class StepClock:
     ['seconds', 'tokens_per_second']
   """
 
-  def __init__(self, window: int = 20):
-    self._started = False
+  def __init__(self, window: int = 20, unit: str = "tokens"):
+    self._rate, self._started = f"{unit}_per_second", False
     self._last = math.nan
     self._ticks: collections.deque[tuple[float, int, int]] = collections.deque(maxlen=window)
 
@@ -36,15 +36,16 @@ class StepClock:
     """Ends the time of one or more steps, which consumed so many tokens or samples.
 
     Returns:
-      `seconds` per step, and `tokens_per_second` over the window (of this tick alone for the first).
+      `seconds` per step, and `tokens_per_second` over the window; the first step, which compiles, has no
+      rate. Another `unit` has its own name.
     """
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
     if not self._started:
       self._started = True
-      return {"seconds": seconds / steps, "tokens_per_second": tokens / seconds}
+      return {"seconds": seconds / steps}
     self._ticks.append((seconds, tokens, steps))
-    return {"seconds": seconds / steps, "tokens_per_second": self.tokens_per_second}
+    return {"seconds": seconds / steps, self._rate: self.tokens_per_second}
 
   @property
   def step_seconds(self) -> float:

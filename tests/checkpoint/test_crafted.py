@@ -83,7 +83,6 @@ EDITS = {
   "keys of an unknown kind": leaf(dtype="key<fry>", encoding="key:none"),
   "a key that is none": leaf(encoding="key:threefry2x32"),
   "empty and not empty": leaf(encoding="empty"),
-  "an unknown field": leaf(colour="red"),
   "no shape": without("shape"),
   "no items": without("items"),
   "no step": without("step"),
@@ -98,6 +97,15 @@ EDITS = {
   "sizes of text": field(files={"a": "1"}),
   "values that are no float": field(extra={"a": {"__float__": "much"}}),
 }
+
+
+def test_fields_of_a_later_version_are_ignored(saved):
+  directory, trees = saved
+  wanted = Checkpointer(directory).metadata(2)
+  for edit in (leaf(colour="red"), field(colour="red"), head(colour="red")):
+    sign_again(directory / "2", edit)
+  assert Checkpointer(directory).metadata() == wanted
+  assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -202,7 +202,6 @@ def test_blocks_keep_to_their_size(shape, itemsize, budget):
 @pytest.mark.parametrize("block_bytes", [700, 1 << 20])
 def test_tiles_give_the_sums_of_the_whole(monkeypatch, shape, dtype, block_bytes):
   monkeypatch.setattr(room, "_TILE", 64)
-  monkeypatch.setattr(room, "_FEWEST_COLUMNS", 8)
   values = jnp.asarray(RNG.standard_normal(shape) * 50).astype(dtype)
   logical = (shape[0] - 1, *shape[1:])
   block = block_shape(logical, values.dtype.itemsize, block_bytes)
@@ -212,8 +211,62 @@ def test_tiles_give_the_sums_of_the_whole(monkeypatch, shape, dtype, block_bytes
   assert len(set(plain)) == len(plain)
 
 
-def test_a_large_array_is_not_copied_to_be_digested():
-  array = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
-  for block in ((2048, 1024), (512, 1024)):
-    program = _digest_whole.lower(array, (2048, 1024), block, by_tiles=True).compile()
+@pytest.mark.parametrize(
+  ("shape", "dtype"),
+  [
+    ((2048, 1024), "float32"),
+    ((1024, 131072), "float32"),
+    ((1 << 24,), "float32"),
+    ((1 << 24,), "uint8"),
+    ((1 << 20, 64), "float32"),
+    ((1 << 22, 3), "bfloat16"),
+    ((4096, 4096), "bool"),
+    ((1 << 20, 8), "complex64"),
+  ],
+)
+def test_a_large_array_is_not_copied_to_be_digested(shape, dtype):
+  array = jax.ShapeDtypeStruct(shape, dtype)
+  for block_bytes in (16 << 20, 1 << 20):
+    block = block_shape(shape, array.dtype.itemsize, block_bytes)
+    program = _digest_whole.lower(array, shape, block, by_tiles=True).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2 << 20
+
+
+@pytest.mark.parametrize(
+  ("shape", "dtype", "block", "digests"),
+  [
+    ((), "float32", (), (0,)),
+    ((100003,), "float32", (30000,), (957096865, 2379548754, 853751390, 2051922589)),
+    ((3, 70001), "bfloat16", (2, 70001), (1114647259, 3182312076)),
+    ((30000, 3), "int8", (30000, 3), (764304521,)),
+    ((300, 500), "bool", (100, 500), (3387202539, 699986649, 1105517066)),
+    (
+      (5, 9, 4000),
+      "complex64",
+      (1, 4, 4000),
+      (
+        614011691,
+        3578418201,
+        1129038274,
+        2452734565,
+        1661073352,
+        1706259625,
+        1056918508,
+        3647211189,
+        3839804805,
+        613646460,
+        358795357,
+        2486245348,
+        2387995046,
+        474668041,
+        2977395080,
+      ),
+    ),
+    ((40, 33, 60), "float64", (40, 33, 60), (4002805900,)),
+  ],
+)
+def test_digests_of_the_format_stay_as_they_are(shape, dtype, block, digests):
+  count = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(9)
+  numbers = count.astype(np.float64).reshape(shape)
+  values = numbers % 2 == 0 if dtype == "bool" else (numbers % 100).astype(jnp.dtype(dtype))
+  assert totals(digest(np.asarray(values), block=block)) == digests

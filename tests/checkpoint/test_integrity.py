@@ -1,5 +1,6 @@
 import re
 import shutil
+import threading
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ from benchmarks import torture
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.errors import CheckpointError
 
 
@@ -193,3 +195,21 @@ def test_the_item_that_is_not_wanted_may_be_gone(tmp_path):
   checkpointer.save(1, tree, {"mu": tree["w"]})
   shutil.rmtree(tmp_path / "1" / "optimizer")
   assert_same(checkpointer.restore(target_of(tree), optimizer="drop"), tree)
+
+
+def test_a_limit_on_threads_is_no_damage(saved, monkeypatch):
+  directory, trees = saved
+  start = threading.Thread.start
+
+  def limited(thread):
+    if thread.name.startswith("nnx_parallel-read"):
+      raise RuntimeError("can't start new thread")
+    start(thread)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(threading.Thread, "start", limited)
+    text = r"(?s)cannot read .*can.t start new thread.*no sign of damage"
+    with pytest.raises(CheckpointError, match=text) as error:
+      Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")
+  assert not isinstance(error.value, DamagedError)
+  assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])

@@ -69,6 +69,24 @@ def test_saving_and_restoring_keep_to_the_shards_and_the_budget(tmp_path):
 
 
 @pytest.mark.slow
+def test_arrays_of_any_shape_are_not_copied_to_be_digested(tmp_path):
+  body = """
+    shapes = {"wide": (128, 131072), "flat": (1 << 24,), "tall": (1 << 18, 64)}
+    tree = {name: jax.device_put(np.ones(shape, np.float32)) for name, shape in shapes.items()}
+    tree["flags"] = jax.device_put(np.ones((8192, 8192), np.bool_))
+    checkpointer = nxp.Checkpointer(folder, byte_budget=16 * MIB)
+    print(extra_peak(lambda: checkpointer.save(1, tree, overwrite=True)))
+    target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tree.items()}
+    del tree
+    print(extra_peak(lambda: checkpointer.restore(target)))
+  """
+  saved, restored = run(tmp_path, body)
+  largest, state, slack = 64, 256, 32
+  assert saved <= largest + slack  # it is written as a whole
+  assert restored <= state + largest + slack
+
+
+@pytest.mark.slow
 def test_state_in_host_memory_is_not_copied_to_be_saved(tmp_path):
   body = """
     rows = NamedSharding(mesh, P("a"), memory_kind="pinned_host")

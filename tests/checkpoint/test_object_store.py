@@ -1,5 +1,7 @@
 """A store without locks, fsync and renames: a local folder for which this package believes so."""
 
+import threading
+
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
@@ -124,3 +126,41 @@ def test_folders_of_others_and_complete_steps_are_left_alone(store):
 def test_a_store_that_nothing_here_can_open():
   with pytest.raises(CheckpointError, match=r"cannot open nowhere://run: no file system for it is installed"):
     Checkpointer("nowhere://run")
+
+
+class Crowd:
+  """A call that takes until another one is made at the same time, or a moment."""
+
+  def __init__(self, call):
+    self.call, self.inside, self.met, self.count = call, 0, threading.Event(), 0
+
+  def __call__(self, *arguments):
+    self.count, self.inside = self.count + 1, self.inside + 1
+    if self.inside > 1:
+      self.met.set()
+    self.met.wait(0.1)
+    self.inside -= 1
+    return self.call(*arguments)
+
+
+def test_the_store_is_asked_for_many_files_at_a_time(store, monkeypatch):
+  tree = arrays()
+  checkpointer = Checkpointer(store)
+
+  def crowded(owner, name, call):
+    with monkeypatch.context() as patch:
+      # Without the descriptor of a method.
+      crowd = Crowd(getattr(owner, name))
+      patch.setattr(owner, name, lambda *arguments: crowd(*arguments))
+      call()
+    return crowd
+
+  kind = type(checkpointer.directory)
+  assert crowded(folders, "sha256", lambda: checkpointer.save(1, tree)).met.is_set()
+  assert crowded(kind, "stat", lambda: checkpointer.save(2, tree)).met.is_set()
+  assert crowded(kind, "stat", lambda: checkpointer.latest()).met.is_set()
+  assert crowded(folders, "sha256", lambda: checkpointer.latest()).count == 0
+  restored = crowded(folders, "sha256", lambda: checkpointer.restore(target_of(tree)))
+  assert restored.met.is_set()
+  assert restored.count <= len(checkpointer.metadata().files)
+  assert_same(checkpointer.restore(target_of(tree)), tree)

@@ -149,6 +149,56 @@ def test_a_write_that_fails_on_one_process_is_an_error_on_all_at_once(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("worst", [0, 1])
+def test_a_disk_that_is_full_for_all_is_an_error_on_all(tmp_path, worst):
+  # One process cannot write its large array, and waits for the other to write its small one.
+  body = """
+    import os, resource
+    from nnx_parallel.checkpoint import store
+    patch(store, "_CLEAN_UP_S", 1.0)
+    everything = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    large = {"w": put(np.ones((64, 4096), np.float32), mesh, "a", "b")}
+    small = {"m": put(np.ones((64, 64), np.float32), mesh, "a", "b")}
+    checkpointer.save(1, large, small)
+    checkpointer.wait()
+
+    def attempt(saving):
+      try:
+        saving.save(2, large, small)
+        saving.wait()
+      except CheckpointError as error:
+        print("refused:", str(error))
+
+    for asynchronous in (False, True):
+      saving = Checkpointer(arguments[0], asynchronous=asynchronous)
+      room = 100 if process == int(arguments[1]) else 50_000
+      resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+      attempt(saving)
+      resource.setrlimit(resource.RLIMIT_FSIZE, everything)
+    mkdir = os.mkdir
+    def no_inodes(path, *rest):
+      if ".nnx-saving" in str(path):
+        raise OSError(28, "No space left on device")
+      mkdir(path, *rest)
+    if process == 0:
+      patch(os, "mkdir", no_inodes)
+    attempt(saving)
+    os.mkdir = mkdir
+    print("latest", saving.latest())
+    saving.save(3, large, small)
+    saving.wait()
+    print("after", saving.latest(), saving.verify())
+  """
+  first, second = run_two(START + textwrap.dedent(body), tmp_path, worst)
+  assert "refused: cannot save step 2 in" in first
+  assert "the disk is full" in first
+  for out in (first, second):
+    assert out.count("refused: ") == 3
+    assert out.count("File too large") >= 2
+    assert "latest 1\nafter 3 {}" in out
+
+
+@pytest.mark.slow
 def test_process_0_decides_what_is_latest_and_verify_leaves_none_waiting(tmp_path):
   body = """
     from nnx_parallel.checkpoint import folders, restore
@@ -164,7 +214,7 @@ def test_process_0_decides_what_is_latest_and_verify_leaves_none_waiting(tmp_pat
     if process == 1:
       def unreadable(*_, **__):
         raise CheckpointError("the disk of this process is away")
-      patch(restore, "_load", unreadable)
+      patch(restore, "_start", unreadable)
     try:
       print("went on", checkpointer.verify())
     except CheckpointError as error:

@@ -312,6 +312,17 @@ def test_host_arrays_of_any_byte_order_come_back_native(tmp_path):
     np.testing.assert_array_equal(again[name], values)
     assert again[name].dtype == values.dtype.newbyteorder("=")
   assert checkpointer.verify() == {}
+  for name, value in checkpointer.restore(tree).items():
+    np.testing.assert_array_equal(value, tree[name])
+
+
+@pytest.mark.parametrize("choice", [{"skip": ["*"]}, {"only": ["a"], "skip": ["a"]}])
+def test_a_restore_of_nothing_is_an_error(tmp_path, choice):
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, {"a": np.ones(2), "b": np.ones(2)})
+  with pytest.raises(CheckpointError, match=r"only= and skip= leave nothing of step 1 to restore\."):
+    checkpointer.restore({"a": np.zeros(2), "b": np.zeros(2)}, **choice)
+  assert checkpointer.restored is None
 
 
 @pytest.mark.parametrize(

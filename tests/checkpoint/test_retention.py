@@ -211,3 +211,19 @@ def test_latest_and_best_are_steps_to_restore(tmp_path):
     Checkpointer(tmp_path).restore(target_of(trees[1]), "best")
   with pytest.raises(CheckpointError, match="cannot find a step with the metric 'accuracy'"):
     Checkpointer(tmp_path, best="accuracy").restore(target_of(trees[1]), "best")
+
+
+def test_two_checkpointers_of_a_job_keep_each_other_s_steps(tmp_path):
+  tree = {"w": np.arange(4.0, dtype=np.float32)}
+  periodic, other = Checkpointer(tmp_path, max_to_keep=3), Checkpointer(tmp_path)
+  for step in (1, 2):
+    periodic.save(step, tree)
+  other.save(3, tree)
+  periodic.save(4, tree)
+  assert (periodic.steps(), periodic.latest(), periodic.metadata().parent) == ([2, 3, 4], 4, 3)
+  other.save(6, tree)
+  with pytest.raises(CheckpointError, match=r"cannot save step 5: .* holds newer steps"):
+    periodic.save(5, tree)
+  periodic.restore(tree, 2)  # goes back on purpose
+  periodic.save(3, tree, overwrite=True)
+  assert (periodic.latest(), periodic.metadata(3).parent) == (3, 2)

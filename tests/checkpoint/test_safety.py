@@ -1,4 +1,5 @@
 import concurrent.futures
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import checkpointer as checkpointer_module
 from nnx_parallel.checkpoint import folders, save, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli import main as cli
@@ -169,10 +171,28 @@ def test_only_what_a_step_left_is_swept(saved):
 
 def test_two_writers_do_not_meet(saved):
   directory, trees = saved
-  text = r"another job is writing there\.\n  held by process \d+ on "
-  with folders.writer_lock(folders.epath.Path(directory)), pytest.raises(CheckpointError, match=text):
-    Checkpointer(directory).save(3, trees[1])
+  text = r"another Checkpointer of this process is writing there\.\n  held by process \d+ on .*\n  Fix: wait"
+  with folders.writer_lock(folders.epath.Path(directory)):
+    with pytest.raises(CheckpointError, match=text):
+      Checkpointer(directory).save(3, trees[1])
+    (directory / folders.LOCK).write_text("process 1 on elsewhere\n")
+    text = r"another job is writing there\.\n  held by process 1 on elsewhere"
+    with pytest.raises(CheckpointError, match=text):
+      Checkpointer(directory).save(3, trees[1])
   Checkpointer(directory).save(3, trees[1])
+
+
+@pytest.mark.parametrize("number", [38, 95, 37])
+def test_a_disk_without_locks_is_written_to_with_one_warning(tmp_path, monkeypatch, number):
+  monkeypatch.setattr("fcntl.flock", broken(number))
+  checkpointer = Checkpointer(tmp_path)
+  with pytest.warns(UserWarning, match=r"has no file locks \(.*\), so nothing stops a second job"):
+    checkpointer.save(1, arrays())
+  checkpointer.save(2, arrays())
+  monkeypatch.setattr("fcntl.flock", broken(5))
+  with pytest.raises(CheckpointError, match="Input/output error"):
+    checkpointer.save(3, arrays())
+  assert checkpointer.steps() == [1, 2]
 
 
 def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
@@ -319,9 +339,9 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
   assert Checkpointer(tmp_path).latest() == 1
 
 
-def test_a_background_error_is_shown_at_exit(tmp_path):
+def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   code = """
-    import sys, jax.numpy as jnp
+    import atexit, sys, jax.numpy as jnp
     from nnx_parallel.checkpoint import folders
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
@@ -330,9 +350,64 @@ def test_a_background_error_is_shown_at_exit(tmp_path):
     kept.save(1, {"w": jnp.ones(4)})
     Checkpointer(sys.argv[2], asynchronous=True).save(2, {"w": jnp.ones(4)})  # collected before its save ends
   """
-  said = run(code, tmp_path / "kept", tmp_path / "gone").stderr
-  assert "cannot save step 1" in said
-  assert "cannot save step 2" in said
+  done = run(code, tmp_path / "kept", tmp_path / "gone")
+  assert "cannot save step 1" in done.stderr
+  assert "cannot save step 2" in done.stderr
+  assert done.returncode == 1
+  done = run(f"{textwrap.dedent(code)}\natexit.register(kept.close)", tmp_path / "kept", tmp_path / "gone")
+  assert (done.returncode, "cannot save step 1" in done.stderr) == (1, True)
+
+
+def test_a_save_after_the_script_has_ended_says_so(tmp_path):
+  code = """
+    import sys, threading, jax.numpy as jnp
+    from nnx_parallel.checkpoint.checkpointer import Checkpointer
+    checkpointer, tree = Checkpointer(sys.argv[1]), {"w": jnp.ones(4)}
+    def late():
+      threading.main_thread().join()
+      checkpointer.save(1, tree)
+    threading.Thread(target=late).start()
+  """
+  done = run(code, tmp_path)
+  assert "cannot save step 1: the script has ended, and Python starts no more threads." in done.stderr
+  assert done.returncode == 1
+
+
+def test_a_python_that_loses_saves_at_its_end_saves_at_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(checkpointer_module, "_LOSES_SAVES_AT_EXIT", True)
+  with pytest.warns(
+    UserWarning, match=r"asynchronous=True waits for each save on Python .*\n?.*Fix: Python 3"
+  ):
+    checkpointer = Checkpointer(tmp_path, asynchronous=True)
+  checkpointer.save(1, arrays())
+  assert checkpointer.steps() == [1]
+  Checkpointer(tmp_path).save(2, arrays())  # without a warning
+
+
+def test_each_of_two_threads_gets_the_outcome_of_its_own_save(saved):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  tree = {"b": trees[1]["b"]}
+  problems = []
+
+  def sound():
+    for step in range(10, 30):
+      try:
+        checkpointer.save(step, tree)
+      except CheckpointError as error:
+        problems.append(str(error))
+
+  thread = threading.Thread(target=sound)
+  thread.start()
+  refused = 0
+  while thread.is_alive():
+    with pytest.raises(CheckpointError, match="cannot save step 2: it exists"):
+      checkpointer.save(2, tree)
+    refused += 1
+  thread.join()
+  assert problems == []
+  assert refused
+  assert checkpointer.steps() == [1, 2, *range(10, 30)]
 
 
 def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, monkeypatch):
@@ -406,3 +481,83 @@ def test_killed_jobs_lose_nothing():
 
   killed = torture.kills(4, seed=3)  # one of each kind
   assert [kill for kill in killed if kill.problem] == []
+
+
+def test_a_step_is_saved_also_when_the_replaced_one_cannot_be_removed(saved, monkeypatch):
+  directory, trees = saved
+  checkpointer = Checkpointer(directory)
+  with monkeypatch.context() as patch:
+    patch.setattr(type(checkpointer.directory), "rmtree", broken(16))
+    with pytest.warns(UserWarning, match=r"2.nnx-replaced, left by .*, could not be removed: .*busy"):
+      checkpointer.save(2, trees[1], overwrite=True)
+  assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
+  checkpointer.save(3, trees[1])
+  assert names(directory) == ["1", "2", "3"]
+
+
+def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkeypatch):
+  directory, trees = saved
+  monkeypatch.setattr(save, "write", None)
+  (directory / "3").touch()
+  (directory / "4").symlink_to(directory / "nowhere")
+  for step in (3, 4):
+    with pytest.raises(CheckpointError, match=rf"cannot save step {step}: .*{step} is not a directory\."):
+      Checkpointer(directory).save(step, trees[1])
+
+
+def test_a_new_folder_s_name_is_made_durable_also_behind_a_link(tmp_path, monkeypatch):
+  synced, durable = [], folders.make_durable
+
+  def noted(paths):
+    synced.extend(map(os.fspath, paths := list(paths)))
+    durable(paths)
+
+  monkeypatch.setattr(folders, "make_durable", noted)
+  (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
+  checkpointer = Checkpointer(tmp_path / "link")
+  checkpointer.save(1, {"b": jnp.ones(2)})
+  assert {str(tmp_path), str(tmp_path / "disk")} <= {*synced}
+  assert Checkpointer(tmp_path / "disk" / "runs").steps() == [1]
+
+
+def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
+  monkeypatch.setattr(folders, "make_tree_durable", broken(24))
+  with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: too many files are open\."):
+    Checkpointer(tmp_path).save(1, arrays())
+  with (
+    pytest.raises(CheckpointError, match="too many files are open"),
+    folders.friendly_errors("save", tmp_path),
+  ):
+    raise ValueError("RESOURCE_EXHAUSTED: Error opening local file: Too many open files")
+
+
+def test_a_lock_file_that_is_removed_in_a_save_keeps_two_writers_apart(saved, monkeypatch):
+  directory, trees = saved
+  flock = fcntl.flock
+
+  def removed(file, how):
+    (directory / folders.LOCK).unlink()
+    flock(file, how)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(fcntl, "flock", removed)
+    with pytest.raises(CheckpointError, match=r"its lock file .* was removed"):
+      Checkpointer(directory).save(3, trees[1])
+  Checkpointer(directory).save(3, trees[1])
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path, monkeypatch):
+  checkpointer, tree = Checkpointer(tmp_path, max_to_keep=1), {"b": jnp.ones(2)}
+  with pytest.raises(CheckpointError, match=r"step=9223372036854775808 is not a step"):
+    checkpointer.save(2**63, tree)
+  with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
+    checkpointer.save(1, tree, metrics={"loss": 10**400})
+  with pytest.raises(CheckpointError, match=r"cannot save step 1: its 50,000 metrics take [\d,]+ bytes"):
+    checkpointer.save(1, tree, metrics={f"metric_{i:020}": 0.5 for i in range(50_000)})
+  with pytest.raises(CheckpointError, match=r"is no Unicode text"):
+    checkpointer.save(1, {"\ud800": jnp.ones(2)})
+  for step, clock in ((1, -1e9), (2, 1e12), (3, 0.0)):
+    monkeypatch.setattr(time, "time", lambda now=clock: now)
+    checkpointer.save(step, tree)
+    assert (checkpointer.steps(), checkpointer.latest()) == ([step], step)
+  assert_same(checkpointer.restore(tree), tree)

@@ -163,3 +163,42 @@ def test_a_single_array_is_a_tree_too(tmp_path, model):
   np.testing.assert_array_equal(checkpointer.restore(as_numpy=True)["model"][""], wanted)
   np.testing.assert_array_equal(checkpointer.restore_extra("ema", np.zeros(3, int)), np.arange(3))
   assert checkpointer.verify() == {}
+
+
+@pytest.mark.parametrize("pack", [lambda p: dict(zip(("actor", "target"), p, strict=True)), tuple])
+def test_several_models_move_to_another_mesh_by_their_plans(tmp_path, pack):
+  def plans(**axes):
+    mesh = nxp.make_mesh(**axes, devices=jax.devices()[: max(axes.values())])
+    made = lambda seed, tx: nxp.plan(lambda: linear(seed), mesh, nxp.fsdp(min_size=4), optimizer=tx)
+    return made(0, optax.adam(1e-2)), made(1, None)
+
+  actor, target = plans(fsdp=4)
+  model, optimizer = nxp.create_sharded_model(actor)
+  other = nxp.create_sharded_model(target)
+  checkpointer = Checkpointer(tmp_path)
+  models, optimizers = pack([model, other]), {"actor": optimizer}
+  optimizers = optimizers if isinstance(models, dict) else (optimizer, None)
+  checkpointer.save(1, models, optimizers)
+  moved = pack(plans(fsdp=2))
+  assert "fits" in str(checkpointer.diff(moved))
+  found, updates = checkpointer.restore(moved)
+  assert_equal((found, updates), (models, optimizers))
+  assert type(found) is type(models)
+  assert type(updates) is type(optimizers)
+  assert {len(x.sharding.device_set) for x in jax.tree.leaves(nnx.state(found))} == {2}
+  assert_equal(checkpointer.restore(moved, optimizer="drop"), models)
+  mixed = pack([moved[0] if isinstance(moved, tuple) else moved["actor"], other])
+  with pytest.raises(CheckpointError, match=r"a plan beside other targets: 1 of 2 .*\n  Fix: plans alone"):
+    checkpointer.restore(mixed)
+
+
+def test_another_optimizer_than_was_saved_may_be_made_anew(tmp_path):
+  def plan(tx):
+    return nxp.plan(lambda: linear(0), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=4), optimizer=tx)
+
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, *nxp.create_sharded_model(plan(optax.adam(1e-2))))
+  for other in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):
+    with pytest.raises(CheckpointError, match=r'optimizer="fresh"'):
+      checkpointer.restore(plan(other))
+    checkpointer.restore(plan(other), optimizer="fresh")

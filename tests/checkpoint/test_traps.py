@@ -136,7 +136,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):
 
   monkeypatch.setattr(folders, "sha256", fail)
   checkpointer = Checkpointer(directory)
-  assert checkpointer.latest() == 1
+  assert checkpointer.latest() == 2  # it looks at sizes only
   with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged: .* cannot be read"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -168,6 +169,18 @@ def test_plan_explains_one_variable(capsys):
 def test_plan_of_what_is_left(capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=-1,tensor=2", "--devices", "8"]) == 0
   assert "mesh data=4 x fsdp=1 x tensor=2 = 8 devices (cpu" in capsys.readouterr().out
+
+
+def test_the_answer_is_not_yes_when_the_reader_stops_before_it(monkeypatch):
+  def cut(*_):
+    raise BrokenPipeError
+
+  monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
+  monkeypatch.setattr(cli.sys, "stdout", types.SimpleNamespace(flush=cut, fileno=lambda: 1))
+  monkeypatch.setattr(cli.new, "run", cut)
+  assert cli.main(["new", "mine.py"]) == 141
+  monkeypatch.setattr(cli.new, "run", lambda _: 3)
+  assert cli.main(["new", "mine.py"]) == 3
 
 
 def test_a_reader_that_stops_is_no_error():

@@ -155,11 +155,67 @@ def test_wrong_usage_is_not_tried_again(code):
   assert launched(f"sys.exit({code})", restarts=5, pause=60)[0] == code
 
 
-def test_later_attempts_have_their_own_command():
-  lines: list[str] = []
-  job = Job(python("print('first'); sys.exit(1)"), python("print('again')"), restarts=2, pause=0)
-  assert launch(job, lines.append) == 0
-  assert lines[-1] == "[0] again"
+def test_attempts_after_a_step_have_their_own_command():
+  beat = "open(os.environ['NNX_PARALLEL_HEARTBEAT'], 'w').write('1')"
+  for first, last in ((beat, "[0] again"), ("", "[0] first")):
+    lines: list[str] = []
+    body = f"{first}\nprint('first', flush=True)\ntime.sleep(0.3)\nsys.exit(1)"
+    job = Job(python(body), python("print('again')"), restarts=1, pause=0)
+    assert launch(job, lines.append) == (first == "")
+    assert [line for line in lines if not line.startswith("--")][-1] == last
+
+
+def test_a_bar_that_is_redrawn_is_shown_and_a_line_without_an_end_is_cut():
+  code, lines = launched(
+    r"""
+    sys.stdout.write("\r 10%")
+    sys.stdout.flush()
+    sys.stdout.write("\r 20%\r 30%\n")
+    sys.stdout.flush()
+    sys.stdout.write("dos\r\n" + "x" * 200_000)
+    """,
+    processes=1,
+  )
+  assert code == 0
+  assert "[0]  30%" in lines
+  assert "[0] dos" in lines
+  assert "[0] " not in lines
+  assert sum(line.count("x") for line in lines) == 200_000
+  assert max(map(len, lines)) < 150_000
+
+
+def test_complaints_about_a_killed_process_come_behind_its_name():
+  body = """
+    if rank == 1:
+      time.sleep(0.5)
+      os.kill(os.getpid(), signal.SIGKILL)
+    print("works", flush=True)
+    time.sleep(0.4)
+    print("Traceback (most recent call last):", "gloo: connection closed by peer", sep=chr(10), flush=True)
+    time.sleep(60)
+  """
+  code, lines = launched(body)
+  assert code == 137
+  assert lines[0] == "[0] works"
+  assert lines[1].startswith("-- process 1 failed first: killed by SIGKILL")
+  assert lines[2] == "-- process 0: 2 more lines after that (--all-logs shows them)"
+  body = "print('Traceback (most recent call last):'); print('ValueError'); sys.exit(rank)"
+  assert "[1] ValueError" in launched(body)[1]
+
+
+def test_a_stopped_process_is_named():
+  code, lines = launched(
+    """
+    from pathlib import Path
+    if rank == 1:
+      time.sleep(0.2)
+    Path(os.environ["NNX_PARALLEL_HEARTBEAT"]).write_text("5")
+    os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else time.sleep(60)
+    """,
+    hang_after=1,
+  )
+  assert code == 1
+  assert lines[0].startswith("-- process 1 is stopped (SIGSTOP): no step for 1 s; last steps {0: 5, 1: 5}")
 
 
 def test_the_process_that_is_behind_is_named_when_no_step_is_made():
@@ -388,7 +444,7 @@ def losses(lines):
   [
     ("kill", "process 1 failed first: killed by SIGKILL", 5),
     ("coordinator", "failed first", 5),
-    ("stop", "hangs: no step for 4 s; last steps", 5),
+    ("stop", "is stopped (SIGSTOP): no step for 4 s; last steps", 5),
     ("disk", "File too large", 1),
     ("corrupt", "step 4 was passed over", 3),
     ("slow", "", 1),

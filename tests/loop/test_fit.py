@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.checkpoint import folders
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.recorder import Position
+from nnx_parallel.report.estimate.propagate import Propagation
 
 
 class Net(nnx.Module):
@@ -280,6 +282,51 @@ def test_a_loss_that_is_not_finite():
     fake([1.0, math.nan], steps=5)  # and not that the data ended
 
 
+def test_a_damaged_step_is_passed_over_only_by_latest(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=2, checkpointer=checkpointer, save_every=1)
+    next(path for path in tmp_path.glob("2/model/*/c/**/*") if path.is_file()).unlink()
+    with pytest.raises(nxp.errors.CheckpointError, match=r"step 2 is damaged"):
+      fit(steps=3, checkpointer=checkpointer, resume=2)
+    with pytest.warns(UserWarning, match=r"step 2 was passed over: step 2 is damaged"):
+      assert of_losses(fit(steps=2, checkpointer=checkpointer, resume="latest")).keys() == {2}
+
+
+@pytest.mark.parametrize("save_every", [2, None])
+def test_a_step_whose_parameters_are_nan_is_not_saved(tmp_path, save_every):
+  def batches(samples=0):
+    for i, batch in enumerate(endless(samples), start=samples // 16):
+      yield batch * (i != 3)
+
+  # Its gradient at zero is a nan, and its value is not.
+  step = nxp.train_step(lambda model, x: jnp.sqrt(jnp.square(x * model.up.kernel.sum()).sum()))
+  model, optimizer = nxp.create_sharded_model(plan())
+
+  def run(steps, **options):
+    options |= {"checkpointer": checkpointer, "plan": plan(), "progress": False, "resume": "latest"}
+    return nxp.fit(step, model, optimizer, batches, steps=steps, **options)
+
+  with nxp.Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+    run(2)
+    text = r"step 4 is not saved: model/up.kernel is not finite\.\n  \d of \d+ arrays .*\n  Fix: resume from"
+    with pytest.raises(nxp.errors.TrainError, match=text):
+      run(4, save_every=save_every)
+    assert checkpointer.steps() == [2]
+    restored, _ = checkpointer.restore((model, optimizer))
+    assert jnp.isfinite(restored.up.kernel[...]).all()
+    assert run(4, nonfinite="continue").step == 4
+    assert checkpointer.steps() == [4]
+
+
+def test_a_run_ends_with_the_error_of_its_last_background_save(tmp_path, monkeypatch):
+  def full(_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(folders, "make_tree_durable", full)
+  with pytest.raises(nxp.errors.CheckpointError, match=r"cannot save step 1 in .*: the disk is full"):
+    fit(steps=1, checkpointer=nxp.Checkpointer(tmp_path, asynchronous=True))
+
+
 def test_a_step_that_returns_no_metrics():
   step = lambda model, optimizer, batch: jnp.float32(batch)
   with pytest.raises(
@@ -320,8 +367,8 @@ def test_the_time_adds_up_and_utilisation_needs_a_peak():
   assert "mfu" not in result.metrics
   first, second, *_ = fit(steps=3, peak_flops=1e12).history
   assert "mfu" not in first  # it compiles
-  # A device has 2 rows of 16. Two products forward; a gradient of each kernel, and one of what is between.
-  assert second["mfu"] * 1e12 * second["seconds"] == pytest.approx(5 * 2 * 2 * 4 * 8)
+  # A device has 2 rows of 16. Two products forward, and twice as many backward.
+  assert second["mfu"] * 1e12 * second["seconds"] == pytest.approx(6 * 2 * 2 * 4 * 8)
   given = fit(steps=3, peak_flops=1e12, flops=1e3).history[1]
   assert given["mfu"] * 1e12 * given["seconds"] == pytest.approx(1e3)
 
@@ -337,6 +384,37 @@ def test_a_utilisation_without_all_flops_says_so():
     nxp.fit(
       nxp.train_step(called), *objects(), endless, plan=plan(), progress=False, steps=1, peak_flops=1e12
     )
+
+
+def test_what_cannot_be_counted_ends_no_run(monkeypatch):
+  def halved(model, x):
+    small = jax.lax.while_loop(lambda v: v > 0.75, lambda v: v / 2, jnp.abs(x).max())
+    return loss_fn(model, x) + jax.lax.stop_gradient(small)
+
+  step = nxp.train_step(halved)
+  run = functools.partial(nxp.fit, step, *objects(), endless, plan=plan(), progress=False, peak_flops=1e12)
+  second = run(steps=2).history[1]
+  assert second["mfu"] * 1e12 * second["seconds"] == pytest.approx(6 * 2 * 2 * 4 * 8)
+  monkeypatch.setattr(Propagation, "run", lambda *_: int("0.75"))
+  with pytest.warns(
+    nxp.NnxParallelWarning, match=r"no mfu is recorded: .*ValueError.*Fix: fit\(\.\.\., flops="
+  ):
+    assert "mfu" not in run(steps=2).metrics
+
+
+def test_memory_of_a_long_run_is_bounded(monkeypatch):
+  monkeypatch.setattr("nnx_parallel.loop.recorder.KEPT", 3)
+  seen = []
+  result = fake([1.0] * 9, trackers=[lambda step, _: seen.append(step)])
+  assert [record["step"] for record in result.history] == [7, 8, 9]
+  assert seen == [*range(1, 10)]
+
+
+def test_a_resumed_run_says_where_from(tmp_path, capsys):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=1, checkpointer=checkpointer)
+    nxp.fit(STEP, *objects(), endless, plan=plan(), steps=2, checkpointer=checkpointer, resume="latest")
+  assert capsys.readouterr().out.startswith(f"step 1/2  resumed from step 1 of {tmp_path}\n")
 
 
 def test_a_profile_of_two_steps(tmp_path):
@@ -434,11 +512,22 @@ def test_the_plan_says_what_names_of_activations_mean():
 def test_what_it_shows(capsys):
   step = lambda model, optimizer, batch: {"plain": 2.0, "loss": batch}
   score = lambda: {"loss": 0.25}
-  nxp.fit(step, None, None, [2.5, 1.5], steps=2, evaluate=score, tokens=lambda _: 100)
+  result = nxp.fit(step, None, None, [2.5, 1.5], steps=2, evaluate=score, tokens=lambda _: 100)
   lines = capsys.readouterr().out.splitlines()
   assert lines[0].startswith("step 1/2  loss 2.5000  plain 2.0000  ")
-  assert " tokens/s  " in lines[0]
+  assert lines[0].endswith(" s with compilation")
+  assert " tokens/s  " in lines[1]
   assert lines[2] == "step 2/2  eval_loss 0.2500"
+  assert "tokens_per_second" in result.metrics
+  assert "samples_per_second" in fake([1.0, 1.0]).metrics
+
+
+@pytest.mark.parametrize(("steps", "log_every"), [(120, 10), (140, 50), (200, 7)])
+def test_a_log_has_a_line_for_each_record_where_it_is_asked_for(capsys, steps, log_every):
+  step = lambda model, optimizer, batch: {"loss": 1.0}
+  nxp.fit(step, None, None, itertools.repeat(0), steps=steps, log_every=log_every)
+  shown = [int(line[5:].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
+  assert shown == sorted({1, *range(log_every, steps, log_every), steps})
 
 
 def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(capsys):

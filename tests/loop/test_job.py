@@ -37,7 +37,8 @@ def test_each_step_is_reported_once_in_order(recipe):
   records = []
   job.train(5, trackers=[lambda step, values: records.append((step, values))])
   assert [step for step, _ in records] == [1, 2, 3, 4, 5]
-  assert list(records[0][1]) == ["loss", "close", "grad_norm", "seconds", "tokens_per_second"]
+  assert list(records[0][1]) == ["loss", "close", "grad_norm", "seconds"]
+  assert list(records[1][1]) == ["loss", "close", "grad_norm", "seconds", "samples_per_second"]
   assert (job.step, job.samples, job.unit) == (5, 80, "samples")
   assert 0.0 <= records[0][1]["close"] <= 1.0
 

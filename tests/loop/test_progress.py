@@ -60,6 +60,21 @@ def test_a_terminal_gets_one_line_that_is_redrawn(width, close):
   assert len(last.rstrip()) <= width
 
 
+def test_updates_between_the_tenths_are_shown_and_so_is_a_long_run(monkeypatch):
+  now = iter(range(0, 10**6, 1))
+  monkeypatch.setattr("time.monotonic", lambda: next(now))
+  out = io.StringIO()
+  with StepProgress(140, console=Console(file=out)) as progress:
+    for step in (1, 50, 100, 140):
+      progress.update(step, VALUES)
+  assert [int(line[5:8]) for line in out.getvalue().splitlines()] == [1, 50, 100, 140]
+  out = io.StringIO()
+  with StepProgress(10**6, console=Console(file=out)) as progress:
+    for step in range(1, 100):  # a second each
+      progress.update(step, VALUES)
+  assert len(out.getvalue().splitlines()) == 4
+
+
 def test_short_steps_have_a_decimal():
   out = io.StringIO()
   with StepProgress(1, console=Console(file=out)) as progress:
