@@ -128,6 +128,16 @@ def test_experts_over_an_axis():
   )
 
 
+def test_a_number_of_experts_that_the_tensor_axis_does_not_divide(tmp_path):
+  folder = copy("mixtral", tmp_path, {"num_local_experts": 3})
+  (folder / "model.safetensors").unlink()
+  rules = [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
+  plan = nxp.plan(lambda: from_config(folder, nnx.Rngs(0)), nxp.make_mesh(fsdp=4, tensor=2), rules)
+  router = plan["layers.0.block_sparse_moe.gate.kernel"]
+  assert router.shape == (16, 3)
+  assert "tensor" not in tuple(router.spec)
+
+
 def test_onto_explicit_axes(tmp_path):
   plan = plan_of("qwen2", nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=True))
   weight_map = weight_map_of(REFERENCES / "qwen2")
