@@ -415,7 +415,8 @@ def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes
   for name, group in zip(names, groups, strict=True):
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for tensor, spec in group.items():
+    # Wide elements first, so that each array is aligned to its own; some readers need that.
+    for tensor, spec in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
       end = offset + _nbytes({tensor: spec})
       kind = _NAMES[np.dtype(spec.dtype)]
       header[tensor] = {"dtype": kind, "shape": list(spec.shape), "data_offsets": [offset, end]}
