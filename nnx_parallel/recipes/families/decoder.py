@@ -186,8 +186,8 @@ def _ropes(found: Mapping[str, Any]) -> tuple[Rope, Rope]:
 def _rope(given: Mapping[str, Any], theta: float, found: Mapping[str, Any]) -> Rope:
   kind = given.get("rope_type") or given.get("type") or "default"
   given = {"rope_theta": theta, **given, "rope_type": kind}
-  needed = _ROPE_KEYS.get(kind)
-  require(needed is not None, given, "rope_type")
+  require(kind in _ROPE_KEYS, given, "rope_type")
+  needed = _ROPE_KEYS[kind]
   if kind == "llama3":
     given = {"original_max_position_embeddings": found["max_position_embeddings"], **given}
   for key in given.keys() - {"rope_type", "type", *needed}:

@@ -233,7 +233,7 @@ WITHOUT_EFFECT_IN: dict[str, tuple[str, ...]] = {
   "t5": ("is_decoder", "n_positions"),
 }
 _MAY_BE_NULL = ("sliding_window", "num_key_value_heads")
-_KINDS = {
+_KINDS: dict[str, type[Any]] = {
   "rope_parameters": dict,
   "rope_scaling": dict,
   "id2label": dict,
@@ -282,8 +282,8 @@ def _is_without_effect(family: str, key: str, value: Any) -> bool:
 def _require_kind(family: str, key: str, value: Any, default: Any) -> None:
   if value is None and (default is None or (key in _MAY_BE_NULL and not family.startswith("gemma"))):
     return
-  kind = _KINDS.get(key) or (int if default is None else type(default))
-  kinds = {float: (int, float)}.get(kind, (kind,))
+  kind: type[Any] = _KINDS.get(key) or (int if default is None else type(default))
+  kinds = (int, float) if kind is float else (kind,)
   if key in ("image_size", "patch_size"):
     kinds = (int, list)
   if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):

@@ -365,14 +365,14 @@ def _planned(inputs: SearchInputs, candidate: Candidate) -> tuple[ShardingPlan, 
   return full, frozenset()
 
 
-def _splits(layout: ShardingPlan, sizes: Sizes) -> list[Any]:
+def _splits(layout: ShardingPlan, sizes: Mapping[str, int]) -> list[Any]:
   """The axes of the batch and of each leaf's dims that split something."""
   found = (axes_by_dim(leaf.spec, len(leaf.shape)) for leaf in layout.leaves)
   specs = [(tuple(layout.batch_axes),), *found]
   return [[tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec] for spec in specs]
 
 
-def _layout(inputs: SearchInputs, candidate: Candidate, sizes: Sizes) -> ShardingPlan:
+def _layout(inputs: SearchInputs, candidate: Candidate, sizes: Mapping[str, int]) -> ShardingPlan:
   rules = RuleSet.of(inputs.rules)
   rules = rules.replace(candidate.changes) if candidate.changes else rules
   place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}

@@ -84,7 +84,7 @@ class RuleVariant:
     return ""
 
 
-def mesh_text(sizes: Sizes, idle: Container[str] = ()) -> str:
+def mesh_text(sizes: Mapping[str, int], idle: Container[str] = ()) -> str:
   """Sizes of axes as arguments of `make_mesh`, without idle ones of size 1."""
   return ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis not in idle)
 
