@@ -158,4 +158,8 @@ def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _head_size(config: Mapping[str, Any]) -> int:
-  return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+  """The size of a head, with the defaults of transformers."""
+  family = config["model_type"]
+  width, heads = (768, 12) if family in ("bert", "vit") else (4096, 32)
+  known = config.get("head_dim") or {"qwen3": 128, "gemma": 256, "gemma3_text": 256}.get(family)
+  return known or config.get("hidden_size", width) // config.get("num_attention_heads", heads)
