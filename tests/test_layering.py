@@ -64,7 +64,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def room(module: str) -> str:
-  """`nnx_parallel.core.mesh` -> `layout`; the package itself is the empty room."""
+  """`nnx_parallel.core.mesh` -> `core`; the package itself is the empty room."""
   return [*module.split("."), ""][1]
 
 

@@ -100,6 +100,7 @@ def abstract_batch(recipe: Recipe, examples: int | None) -> Any:
     RecipeError: the recipe has no batches.
   """
   import jax
+  import numpy as np
 
   if recipe.batches is None:
     raise RecipeError(
@@ -107,7 +108,8 @@ def abstract_batch(recipe: Recipe, examples: int | None) -> Any:
     )
   first = next(iter(recipe.batches(0, split="train")))
 
-  def abstract(x: Any) -> jax.ShapeDtypeStruct:
+  def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    x = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
     shape = tuple(x.shape)
     return jax.ShapeDtypeStruct((examples or shape[0], *shape[1:]) if shape else shape, x.dtype)
 

@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     f"metrics     {out / 'metrics.jsonl'}\n"
     f"numbers     {out / RECORD}\n\n"
     "next:\n"
-    "  nnx-parallel plan text_lm --mesh data=16,fsdp=64,tensor=4\n"
+    "  nnx-parallel plan text_lm --mesh data=16,fsdp=64,tensor=4 --batch 1024 --chip v5e\n"
     "  nnx-parallel train text_lm --mesh data=4,fsdp=2 --text DIR --checkpoint DIR\n"
     "  nnx-parallel train digits --mesh data=8"
   )

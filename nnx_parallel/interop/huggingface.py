@@ -5,6 +5,7 @@ The tables are data: `huggingface.toml`. Their paths are those of `nnx_parallel.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.interop.safetensors import read_tensors
-from nnx_parallel.interop.weights import Rule, WeightMap
+from nnx_parallel.interop.safetensors import Tensor, read_tensors
+from nnx_parallel.interop.weights import Rule, WeightMap, is_real
 
 CONFIG = "config.json"
 TABLES = Path(__file__).with_name("huggingface.toml")
@@ -31,7 +32,9 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
       older and newer files have.
 
   Returns:
-    The weight map; arrays in the file have the dtype that `config.json` names, float32 without.
+    The weight map. An import takes arrays of any floating-point dtype of 16 bits or more. An export writes
+    each array with the dtype that it has in the folder. If no weights are there, it writes the dtype that
+    `config.json` names, else float32.
 
   Raises:
     CheckpointError: no `config.json`, or a family without a table.
@@ -50,16 +53,76 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
   folder = Path(folder)
   config = read_config(folder)
   table = _table(config, folder)
-  names = read_tensors(folder) if any(folder.glob("*.safetensors")) else ()
-  older = [(new, old) for new, old in table.get("older", ()) if names and not any(new in n for n in names)]
-  dtype = np.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
+  arrays = _arrays(folder)
+  default = np.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
   rules: list[Rule] = []
-  for file, model, *pattern in table["rules"]:
-    for new, old in older:
-      file = file.replace(new, old)
+  for name, model, *pattern in table["rules"]:
+    file = _renamed(table, arrays, name)
     sizes = {"d": _head_size(config)} if pattern and re.search(r"\bd\b", pattern[0]) else {}
+    stored = {one.dtype for one in _matching(file, arrays)}
+    dtype = stored.pop() if len(stored) == 1 and all(map(is_real, stored)) else default
     rules.append(Rule(file, model, *pattern, dtype=dtype, **sizes))
-  return WeightMap(*rules, ignore=table.get("ignore", ()))
+  same = [name for name, is_same in _tied(table, config, arrays).items() if is_same]
+  return WeightMap(*rules, ignore=[*table.get("ignore", ()), *same])
+
+
+def has_own_head(folder: str | os.PathLike[str]) -> bool | None:
+  """Whether a folder's weights have a head that differs from the embedding; None without weights.
+
+  Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
+  decide.
+
+  Raises:
+    CheckpointError: files or a `config.json` that cannot be read.
+  """
+  folder = Path(folder)
+  config, arrays = read_config(folder), _arrays(Path(folder))
+  return _tied(_table(config, folder), config, arrays).get(_HEAD) is False if arrays else None
+
+
+_HEAD = "lm_head.weight"
+_ROWS = 4096  # that are compared at once
+
+
+def _arrays(folder: Path) -> dict[str, Tensor]:
+  return read_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+
+
+def _renamed(table: Mapping[str, Any], arrays: Mapping[str, Tensor], name: str) -> str:
+  """The name in these files, which may be old."""
+  for new, old in table.get("older", ()) if arrays else ():
+    if not any(new in file for file in arrays):
+      name = name.replace(new, old)
+  return name
+
+
+def _matching(file: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
+  pattern = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(file)))
+  return [array for name, array in arrays.items() if pattern.fullmatch(name)]
+
+
+def _tied(
+  table: Mapping[str, Any], config: Mapping[str, Any], arrays: Mapping[str, Tensor]
+) -> dict[str, bool]:
+  """Whether stored arrays that the model ties to others equal them, by name."""
+  found: dict[str, bool] = {}
+  for name, other in table.get("tied", ()):
+    other = _renamed(table, arrays, other)
+    may_be_tied = name != _HEAD or config.get("tie_word_embeddings", True) or config["model_type"] == "t5"
+    if may_be_tied and name in arrays and other in arrays:
+      one, two = arrays[name], arrays[other]
+      found[name] = _is_same(one, two, one.file.stat().st_mtime_ns, two.file.stat().st_mtime_ns)
+  return found
+
+
+@functools.lru_cache(maxsize=64)
+def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
+  """Whether two arrays are equal; `changed`, when their files last did, is a part of the cache's key."""
+  del changed
+  if (one.shape, one.dtype) != (two.shape, two.dtype):
+    return False
+  parts = (slice(start, start + _ROWS) for start in range(0, one.shape[0], _ROWS))
+  return all(np.array_equal(one.read((part,)), two.read((part,))) for part in parts)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -70,6 +133,8 @@ def read_config(folder: Path) -> dict[str, Any]:
   """
   try:
     found = json.loads((folder / CONFIG).read_text())
+    if not isinstance(found, dict):
+      raise ValueError("it holds no object")
   except (OSError, ValueError) as error:
     raise CheckpointError(
       f"cannot read {folder / CONFIG}: {error}.",
@@ -93,4 +158,8 @@ def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _head_size(config: Mapping[str, Any]) -> int:
-  return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+  """The size of a head, with the defaults of transformers."""
+  family = config["model_type"]
+  width, heads = (768, 12) if family in ("bert", "vit") else (4096, 32)
+  known = config.get("head_dim") or {"qwen3": 128, "gemma": 256, "gemma3_text": 256}.get(family)
+  return known or config.get("hidden_size", width) // config.get("num_attention_heads", heads)

@@ -106,7 +106,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
   """Lists the arrays of a file, or of a folder with an index, without reading them.
 
   Args:
-    path: a `.safetensors` file, an index (`*.index.json`), or a folder that holds either.
+    path: a `.safetensors` file, an index (`*.index.json`), or a folder: its index, else its
+      `model.safetensors`, else all of its `.safetensors` files.
 
   Returns:
     The place of each array, by name.
@@ -300,7 +301,8 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
   if path.is_dir():
     if (path / INDEX).exists():
       return _files(path / INDEX)
-    found = sorted(path.glob("*.safetensors"))
+    single = path / SINGLE
+    found = [single] if single.exists() else sorted(path.glob("*.safetensors"))
   elif path.name.endswith(".index.json") and path.exists():
     index = _file_names(path)
     found = [path.parent / name for name in sorted(set(index.values()))]
@@ -413,7 +415,8 @@ def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes
   for name, group in zip(names, groups, strict=True):
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for tensor, spec in group.items():
+    # Wide elements first, so that each array is aligned to its own; some readers need that.
+    for tensor, spec in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
       end = offset + _nbytes({tensor: spec})
       kind = _NAMES[np.dtype(spec.dtype)]
       header[tensor] = {"dtype": kind, "shape": list(spec.shape), "data_offsets": [offset, end]}

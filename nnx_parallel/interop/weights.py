@@ -108,7 +108,8 @@ class Rule:
     file: name in the file; `{name}` stands for a number.
     model: path in the model, or several.
     pattern: of einops, from the file to the model; empty when the dims are the same.
-    dtype: of the array in the file, when the model has another.
+    dtype: of the array in the file, when the model has another. An export writes it. An import then casts
+      arrays of any floating-point dtype of 16 bits or more to the dtype of the model.
     **sizes: of axes in the pattern, where they do not follow from the array's shape.
 
   Raises:
@@ -562,13 +563,21 @@ def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str
     dtype = wanted[path].struct.dtype
     expected = encoding.dtype_name(group.rule.dtype or dtype)
     kinds = {str(tensor.dtype) for tensor in sources}
-    if layer < len(made) and (made[layer] != wanted[path].shape or kinds != {expected}):
+    is_cast = group.rule.dtype is not None and all(
+      is_real(kind) for kind in (dtype, *(t.dtype for t in sources))
+    )
+    if layer < len(made) and (made[layer] != wanted[path].shape or not (is_cast or kinds == {expected})):
       raise CheckpointError(
         f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(made[layer])} of "
         f"{', '.join(group.names[:3])}, the model has {encoding.dtype_name(dtype)}"
         f"{list(wanted[path].shape)}.",
         fix='correct the pattern of its rule, or name the dtype in the file: Rule(..., dtype="float32").',
       )
+
+
+def is_real(dtype: Any) -> bool:
+  """Whether it is of floating point and not of 8 bits, which need scales."""
+  return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 
 def random_state(model: object) -> set[str]:

@@ -68,7 +68,7 @@ class MetricsLog:
 
     Args:
       step: its number.
-      values: by name; what is not finite is written as null, an array as a list.
+      values: by name; what is not finite is written as null, an array as a list, text as text.
     """
     self._file.write(_line({"step": step, **values}))
     self._file.flush()
@@ -113,10 +113,12 @@ class TensorBoardLog:
 
     Args:
       step: its number.
-      values: by name; an array becomes a histogram of its values.
+      values: by name; an array becomes a histogram of its values, text an entry of text.
     """
     for name, value in values.items():
-      if np.ndim(value):
+      if isinstance(value, str):
+        self._writer.add_text(name, value, step)
+      elif np.ndim(value):
         self._writer.add_histogram(name, np.asarray(value, np.float32).ravel(), step)
       else:
         self._writer.add_scalar(name, float(value), step)
@@ -154,8 +156,8 @@ def _line(record: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
   if np.ndim(value):
     return [_plain(x) for x in np.asarray(value)]
-  value = value.item() if isinstance(value, np.generic | np.ndarray) else value
-  return value if math.isfinite(value) else None
+  value = value.item() if hasattr(value, "item") else value
+  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: str | Path) -> list[Record]:

@@ -207,7 +207,15 @@ def _as_set(row: Chip) -> Chip:
   share = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
   if row.platform != "gpu" or not share:
     return row
-  return dataclasses.replace(row, usable_bytes=int(row.hbm_bytes * min(1.0, float(share))))
+  try:
+    usable = int(row.hbm_bytes * min(1.0, float(share)))
+  except ValueError as error:
+    raise ReportError(
+      f"XLA_CLIENT_MEM_FRACTION={share} in the environment is not a number.",
+      details="JAX reads it as the share of a GPU's memory",
+      fix="XLA_CLIENT_MEM_FRACTION=0.75.",
+    ) from error
+  return dataclasses.replace(row, usable_bytes=usable)
 
 
 def traced_arithmetic(operands: Sequence[Any], precision: Any = None) -> str:

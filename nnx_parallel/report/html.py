@@ -116,6 +116,7 @@ def plan_page(
   head = f"{title} on {mesh} = {math.prod(sizes.values())} devices"
   held = format_bytes(plan.bytes_per_device())
   body = [f"<h1>{html.escape(head)}</h1>", f"<p>{len(leaves)} arrays, {held} per device.</p>"]
+  body += [f"<p>note: {html.escape(note)}</p>" for note in plan.notes]
   if memory is not None:
     head, (state, sentence) = _planned_verdict(head, memory)
     body.insert(1, f"<p class='verdict {state}'>{html.escape(sentence)}</p>")

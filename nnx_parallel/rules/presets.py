@@ -328,6 +328,7 @@ def llama(
       (("q_proj|query|wq", "kernel"), (embed, heads, ...)),
       (("(k|v)_proj|key|value|wk|wv", "kernel"), (embed, kv_heads, ...)),
       (("o_proj|out|wo", "kernel"), (heads, ..., embed)),
+      (("block_sparse_moe", "gate", "kernel"), (embed, None)),
       (("gate_proj|up_proj|gate|up|w1|w3", "kernel"), (embed, mlp)),
       (("down_proj|down|w2", "kernel"), (mlp, embed)),
       (("block_sparse_moe", "w1|w3"), (expert, embed, mlp)),

@@ -11,7 +11,6 @@ with the arguments of the model and its outputs, in float32.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def make(family: str) -> Any:
   config, model, arguments = FAMILIES[family]
   torch.manual_seed(0)
   made = getattr(transformers, model)(getattr(transformers, config)(**arguments))
-  if arguments.get("tie_word_embeddings") is False:  # transformers 5 ties those of T5 nevertheless
+  if arguments.get("tie_word_embeddings") is False:  # transformers 5 ties T5's head nevertheless
     made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
   with torch.no_grad():
     for weight in made.parameters():
@@ -180,10 +179,6 @@ def main() -> None:
     folder = ROOT / family
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    if FAMILIES[family][2].get("tie_word_embeddings") is False:  # as transformers 4 writes it
-      config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
-      config.pop("scale_decoder_outputs")
-      (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     np.savez_compressed(folder / "reference.npz", logits=outputs(model, family), **inputs(family))
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{family:12} {size / 1e3:5.1f} kB  {sum(p.numel() for p in model.parameters()):,} parameters")

@@ -70,7 +70,7 @@ def assert_same_file(folder, other):
 def copy(family, tmp_path, config=(), rename=lambda name: name, cast=lambda array: array):
   """A family's folder with other settings, and arrays under other names or of another dtype."""
   folder = tmp_path / "theirs"
-  folder.mkdir()
+  folder.mkdir(parents=True)
   found = json.loads((REFERENCES / family / "config.json").read_text()) | dict(config)
   (folder / "config.json").write_text(json.dumps(found))
   arrays = {rename(name): cast(array) for name, array in load(REFERENCES / family).items()}
@@ -128,6 +128,16 @@ def test_experts_over_an_axis():
   )
 
 
+def test_a_number_of_experts_that_the_tensor_axis_does_not_divide(tmp_path):
+  folder = copy("mixtral", tmp_path, {"num_local_experts": 3})
+  (folder / "model.safetensors").unlink()
+  rules = [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
+  plan = nxp.plan(lambda: from_config(folder, nnx.Rngs(0)), nxp.make_mesh(fsdp=4, tensor=2), rules)
+  router = plan["layers.0.block_sparse_moe.gate.kernel"]
+  assert router.shape == (16, 3)
+  assert "tensor" not in tuple(router.spec)
+
+
 def test_onto_explicit_axes(tmp_path):
   plan = plan_of("qwen2", nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=True))
   weight_map = weight_map_of(REFERENCES / "qwen2")
@@ -144,6 +154,85 @@ def test_a_file_in_bfloat16(tmp_path, param_dtype):
   assert model.lm_head.kernel.dtype == param_dtype
   export_safetensors(tmp_path / "out", model, weight_map_of(folder))
   assert_same_file(folder, tmp_path / "out")
+
+
+def test_other_dtypes_than_the_config_has(tmp_path):
+  folder = copy(
+    "qwen3",
+    tmp_path,
+    {"dtype": "bfloat16"},
+    cast=lambda array: array if array.ndim == 1 else array.astype(np.float16),
+  )
+  model = import_safetensors(folder, plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
+  assert model.lm_head.kernel.dtype == model.norm.scale.dtype == "float32"
+  np.testing.assert_array_equal(model.lm_head.kernel, load(folder)["lm_head.weight"].T.astype(np.float32))
+  export_safetensors(tmp_path / "out", model, weight_map_of(folder))
+  assert_same_file(folder, tmp_path / "out")
+
+
+def test_a_config_without_a_dtype(tmp_path):
+  folder = copy("qwen3", tmp_path, {"dtype": None}, cast=lambda array: array.astype(jnp.bfloat16))
+  model = import_safetensors(folder, plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
+  export_safetensors(tmp_path / "out", model, weight_map_of(folder))
+  assert_same_file(folder, tmp_path / "out")
+
+
+def test_quantized_arrays_are_refused(tmp_path):
+  folder = copy(
+    "qwen3",
+    tmp_path,
+    cast=lambda array: array.astype(jnp.float8_e4m3fn) if array.ndim == 2 else array,
+  )
+  with pytest.raises(CheckpointError, match=r"makes float8_e4m3fn\[64, 16\]"):
+    import_safetensors(folder, plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
+
+
+@pytest.mark.parametrize(
+  "other", ["model.fp16.safetensors", "consolidated.safetensors", "adapter_model.safetensors"]
+)
+def test_a_second_file_beside_the_model(tmp_path, other):
+  folder = copy("qwen2", tmp_path)
+  (folder / other).write_bytes(b"not read")
+  model = import_safetensors(
+    folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=2, data=2)), weight_map_of(folder)
+  )
+  assert_reference(model, "qwen2")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "t5"])
+def test_a_head_that_is_tied_and_also_stored(tmp_path, family):
+  folder = copy(family, tmp_path)
+  embedding = {"qwen2": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight", "t5": "shared.weight"}
+  arrays = load(folder)
+  path = folder / "model.safetensors"
+
+  def made():
+    rules = [PRESETS[family](), nxp.presets.fsdp_tensor(min_size=16)]
+    plan = nxp.plan(lambda: from_config(folder, nnx.Rngs(0)), nxp.make_mesh(fsdp=4, tensor=2), rules)
+    return import_safetensors(folder, plan, weight_map_of(folder))
+
+  safetensors.numpy.save_file(arrays | {"lm_head.weight": arrays[embedding[family]]}, path)
+  assert_reference(made(), family)
+  assert not hasattr(made(), "lm_head")
+  safetensors.numpy.save_file(arrays | {"lm_head.weight": 2 * arrays[embedding[family]]}, path)
+  want, inputs = reference(family)
+  np.testing.assert_allclose(made()(**inputs), 2 * want, rtol=1e-3, atol=1e-3)
+
+
+def test_another_array_that_is_tied_and_differs(tmp_path):
+  folder = copy("bert", tmp_path)
+  arrays = load(folder)
+  words = arrays["bert.embeddings.word_embeddings.weight"]
+  safetensors.numpy.save_file(
+    arrays | {"cls.predictions.decoder.weight": words}, folder / "model.safetensors"
+  )
+  plan = plan_of("bert", nxp.make_mesh(fsdp=2, tensor=4))
+  assert_reference(import_safetensors(folder, plan, weight_map_of(folder)), "bert")
+  safetensors.numpy.save_file(
+    arrays | {"cls.predictions.decoder.weight": words + 1}, folder / "model.safetensors"
+  )
+  with pytest.raises(CheckpointError, match=r"unused   cls\.predictions\.decoder\.weight"):
+    import_safetensors(folder, plan, weight_map_of(folder))
 
 
 def test_older_names(tmp_path):
@@ -177,6 +266,12 @@ def test_what_is_not_known(tmp_path):
   config = json.loads((REFERENCES / "llama" / "config.json").read_text())
   with pytest.raises(RecipeError, match="have no rope_type='yarn'"):
     Config.from_json(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}})
+  with pytest.raises(RecipeError, match="have no rope_type='dynamic'"):
+    Config.from_json(config | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+  odd = copy("llama", tmp_path / "odd", {"fast": "yes"})
+  with pytest.raises(RecipeError, match="has fast='yes', which the module of 'llama' does not follow"):
+    from_config(odd, nnx.Rngs(0))
+  from_config(odd, nnx.Rngs(0), ignore=["fast"])
 
 
 RECIPE = """
@@ -223,7 +318,7 @@ def test_a_dry_run_tells_what_does_not_fit(tmp_path, capsys):
     "qwen2",
     tmp_path,
     rename=lambda name: name.replace("layers.1.mlp.up", "layers.1.mlp.top"),
-    cast=lambda array: array.astype(np.float16) if array.shape == (64, 16) else array,
+    cast=lambda array: array.astype(np.int16) if array.shape == (64, 16) else array,
   )
   fates = import_fates(folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
   wrong = {row.what: row for row in fates.rows if row.what != "read"}
@@ -231,7 +326,7 @@ def test_a_dry_run_tells_what_does_not_fit(tmp_path, capsys):
   assert wrong["missing"].model == "layers.1.mlp.up_proj.kernel"
   assert wrong["missing"].note.startswith("needs model.layers.1.mlp.up_proj.weight")
   assert wrong["does not fit"].file == "model.embed_tokens.weight"
-  assert "makes float16[64,16]" in wrong["does not fit"].note.replace(", ", ",")
+  assert "makes int16[64,16]" in wrong["does not fit"].note.replace(", ", ",")
   (tmp_path / "mine.py").write_text(RECIPE.format(folder=str(folder)))
   steps = tmp_path / "steps"
   assert main(["import", str(folder), str(steps), str(tmp_path / "mine.py"), "--dry-run"]) == 3

@@ -95,6 +95,18 @@ def test_padding_is_cut_and_added(tmp_path):
   assert_same(import_safetensors(tmp_path / "out", plan), model)
 
 
+def test_arrays_are_aligned_to_their_elements(tmp_path):
+  model = {
+    "a": jnp.ones(1, bool),
+    "b": jnp.ones(3, jnp.bfloat16),
+    "c": jnp.ones(5),
+    "d": jnp.ones((), jnp.int8),
+  }
+  export_safetensors(tmp_path / "out", model)
+  for name, found in read_tensors(tmp_path / "out").items():
+    assert found.begin % found.dtype.itemsize == 0, name
+
+
 def test_files_of_others(tmp_path):
   theirs = {"kernel": RNG.standard_normal((8, 16), np.float32), "bias": np.zeros(16, np.float32)}
   safetensors.numpy.save_file({**theirs, "rope.inv_freq": np.ones(3)}, tmp_path / "m.safetensors")

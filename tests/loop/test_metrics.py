@@ -6,6 +6,7 @@ import json
 import math
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -72,6 +73,13 @@ def test_what_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path):
     log.write(1, {"loss": math.inf})
   assert json.loads(log.path.read_text()) == {"step": 1, "loss": None}
   assert math.isnan(read_metrics(log.path)[0]["loss"])
+
+
+def test_text_among_the_values_is_written_as_text(tmp_path):
+  with MetricsLog(tmp_path / "metrics.jsonl") as log:
+    log.write(1, {"phase": "warm-up", "loss": np.float32(0.5), "rate": jnp.float32(2), "steps": 3})
+  (found,) = read_metrics(tmp_path / "metrics.jsonl")
+  assert found == {"step": 1, "phase": "warm-up", "loss": 0.5, "rate": 2.0, "steps": 3}
 
 
 def test_arrays_that_are_not_finite_outlive_a_resume(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -283,3 +285,117 @@ def test_an_asynchronous_operation_moves_its_bytes_once(lines):
 def test_stored_programs_have_nothing_left_uncounted(backend):
   for path in (Path(__file__).parent / "programs").glob(f"{backend}*.hlo"):
     assert cost(path.read_text()).uncounted == {}, path
+
+
+# Any program ------------------------------------------------------------------------------------
+
+_FLOATS = ["float16", "bfloat16", "float32"]
+_DTYPES = [
+  *_FLOATS,
+  "int8",
+  "uint8",
+  "int16",
+  "uint16",
+  "int32",
+  "uint32",
+  "bool",
+  "complex64",
+  "float8_e4m3fn",
+  "float8_e5m2",
+  "int4",
+  "uint4",
+]
+
+
+def _part(rng, x, deep=0):
+  """Some operation on a (4, 4) array, as often of a loop or branch."""
+  kind = rng.choice(
+    [
+      "while",
+      "count",
+      "geometric",
+      "scan",
+      "cond",
+      "switch",
+      "dot",
+      "conv",
+      "cast",
+      "sort",
+      "gather",
+      "update",
+      "reduce",
+    ]
+  )
+  again = (lambda y: _part(rng, y, deep + 1)) if deep < 2 else (lambda y: y)
+  if kind == "while":
+    dtype, limit = rng.choice([*_FLOATS, "int32", "uint8"]), rng.choice([0.75, 3, 7.5, np.inf, 1e4])
+    limit = min(limit, 100) if "int" in dtype else limit
+    start = rng.choice([jnp.zeros((), dtype), jnp.sum(x != jnp.zeros_like(x)).astype(dtype)])
+    step = jnp.asarray(rng.choice([1, 2, 0.25]), dtype)
+    return jax.lax.while_loop(
+      lambda c: c[0] < jnp.asarray(limit, dtype),
+      lambda c: (c[0] + step, again(c[1]).astype(x.dtype)),
+      (start, x),
+    )[1]
+  if kind == "count":
+    return jax.lax.fori_loop(
+      rng.choice([0, -3, 2]),
+      rng.choice([4, 7, jnp.sum(x != jnp.zeros_like(x))]),
+      lambda i, y: again(y).astype(x.dtype),
+      x,
+    )
+  if kind == "geometric":
+    return jax.lax.while_loop(
+      lambda c: (c[0] > 1) & (c[0] < 1000),
+      lambda c: (c[0] * 3, again(c[1]).astype(x.dtype)),
+      (jnp.sum(x != jnp.zeros_like(x)), x),
+    )[1]
+  if kind == "scan":
+    return jax.lax.scan(lambda y, z: (again(y).astype(x.dtype), z), x, jnp.zeros((3, 2), x.dtype))[0]
+  if kind == "cond":
+    return jax.lax.cond(jnp.any(x != jnp.zeros_like(x)), lambda y: again(y).astype(x.dtype), lambda y: y, x)
+  if kind == "switch":
+    return jax.lax.switch(
+      jnp.sum(x != jnp.zeros_like(x)), [lambda y: y, lambda y: again(y).astype(x.dtype), lambda y: y.T], x
+    )
+  wide = x.astype("float32")
+  if kind == "dot":
+    return (jnp.matmul(x, x.T, preferred_element_type="int32") if x.dtype == "int8" else wide @ wide).astype(
+      x.dtype
+    )
+  if kind == "conv":
+    return jax.lax.conv(wide[None, None], wide[None, None, :3, :3], (1, 1), "SAME")[0, 0].astype(x.dtype)
+  if kind == "cast":
+    return x.astype(rng.choice(_DTYPES))
+  if kind == "sort":
+    return jnp.sort(wide, axis=rng.choice([0, 1])).astype(x.dtype)
+  if kind == "gather":
+    return x[jnp.argsort(wide[0])]
+  if kind == "update":
+    return jax.lax.dynamic_update_slice(
+      x, x[:2, :2], (jnp.sum(x != jnp.zeros_like(x)).astype("int32"), jnp.int32(0))
+    )
+  return (wide.sum(0, keepdims=True) + wide).astype(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_program_is_counted(seed):
+  rng = random.Random(seed)
+
+  def program(x):
+    for _ in range(5):
+      x = _part(rng, x)
+    return x
+
+  struct = jax.ShapeDtypeStruct((4, 4), rng.choice(_DTYPES))
+  assert cost(jax.jit(program).lower(struct).compile().as_text()).hbm_bytes >= 0
+
+
+@pytest.mark.parametrize("limit", [0.75, np.inf])
+def test_a_loop_up_to_a_real_number_is_of_unknown_length(limit):
+  def solve(x):
+    return jax.lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] * 2, c[1] @ c[1]), (jnp.sum(x), x))
+
+  found = cost(jax.jit(solve).lower(jax.ShapeDtypeStruct((8, 8), F32)).compile().as_text())
+  assert found.flops == 2 * 8**3
+  assert found.uncounted == {ENDLESS: 1}

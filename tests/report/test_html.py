@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import json
 import re
 import shutil
@@ -106,6 +107,17 @@ def test_equal_layers_are_one_row_of_a_plans_page():
   page = plan_page(nxp.plan(layers, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8)))
   assert "<td>*.kernel</td><td class=n>12</td><td>float32[8,8]</td><td>(-, fsdp)</td>" in page
   assert "<td>3.kernel</td>" not in page
+
+
+def test_a_plans_page_has_its_notes():
+  plan = nxp.plan(
+    lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+    nxp.abstract_mesh(fsdp=8),
+    [nxp.fsdp(), nxp.PathRules([("nothing", None)])],
+  )
+  assert plan.notes
+  for note in plan.notes:
+    assert f"<p>note: {html.escape(note)}</p>" in plan_page(plan)
 
 
 @pytest.mark.parametrize("name", ["report", "plan", "search"])

@@ -145,6 +145,38 @@ def test_a_model_that_names_no_sequence_is_not_searched_for_one():
 # Experts --------------------------------------------------------------------------------------
 
 
+class Dense(nnx.Module):
+  """One layer that the table of names knows, and one that it does not."""
+
+  def __init__(self):
+    self.q_proj = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
+    self.odd = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.odd(self.q_proj(x))
+
+
+def search_dense(topology, rules):
+  batch, squares = jax.ShapeDtypeStruct((8, 512), jnp.float32), lambda model, x: (model(x) ** 2).mean()
+  return search(Dense, squares, topology, batch=batch, rules=rules, optimizer=optax.adam(0.1), zero=0)
+
+
+def test_an_axis_that_splits_nothing_is_left_out_and_the_notes_of_the_plan_are_shown():
+  result = search_dense("cpu:8", [nxp.presets.gpt(), nxp.presets.fsdp_tensor(min_size=16)])
+  text = str(result)
+  assert "The axis 'expert' splits nothing of this model.\n" in text
+  assert "expert=" not in text
+  assert "without tensor parallelism, since no path rule names them: odd.kernel" in text
+
+
+def test_the_code_leaves_out_axes_of_size_one_that_the_rules_do_not_demand():
+  rules = [nxp.LogicalRules(batch=[("data", "fsdp"), "fsdp", "data"]), nxp.fsdp(min_size=16)]
+  result = search_dense("cpu:2", rules)
+  assert result.best.sizes == {"data": 1, "fsdp": 2}
+  assert result.code().startswith("mesh = nxp.make_mesh(fsdp=2)\n")
+  assert nxp.plan(Dense, nxp.abstract_mesh(fsdp=2), rules).batch_axes == ("fsdp",)
+
+
 def test_an_expert_axis_is_added_where_parameters_have_the_name():
   result = find(Experts)
   changed = [c for c in result.fitting if c.changes]

@@ -116,6 +116,12 @@ def test_a_gpu_has_the_memory_that_jax_may_take(monkeypatch, name):
   assert chip("v5e").usable_bytes == CHIPS["v5e"].usable_bytes
 
 
+def test_a_share_of_memory_that_is_not_a_number_is_named(monkeypatch):
+  monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "75%")
+  with pytest.raises(ReportError, match=r"XLA_CLIENT_MEM_FRACTION=75% in the environment is not a number"):
+    chip("h100")
+
+
 def test_targets_hold_the_figures_of_the_table():
   text = target_text(chip("h200"))
   assert f"device_memory_size: {chip('h200').hbm_bytes}" in text

@@ -17,6 +17,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
+from nnx_parallel.recipes.families.settings import settings
 
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values of a layer, (batch, length, kv_heads, head_dim)."""
@@ -116,71 +117,97 @@ class Config:
     Raises:
       RecipeError: a setting that this decoder does not have.
     """
-    family = found["model_type"]
-    heads = found["num_attention_heads"]
-    head_dim = found.get("head_dim") or found["hidden_size"] // heads
-    kinds = _kinds(found)
-    activation = found.get("hidden_activation") or found["hidden_act"]
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-      require(not found.get(key), found, key)
-    require(activation in ACTIVATIONS, found, "hidden_act")
-    bias = bool(found.get("attention_bias", family == "qwen2"))
+    found = settings(found)
+    family, heads = found["model_type"], found["num_attention_heads"]
+    head_dim = found["head_dim"] or found["hidden_size"] // heads
+    windows, ropes = _windows(found), _ropes(found)
+    name = "hidden_activation" if family == "gemma3_text" else "hidden_act"
+    activation = found[name]
+    require(activation in ACTIVATIONS, found, name)
+    kv_heads = found["num_key_value_heads"] or heads
+    require(heads % kv_heads == 0, found, "num_key_value_heads")
+    bias = found.get("attention_bias", family == "qwen2")
     return cls(
       vocab=found["vocab_size"],
       width=found["hidden_size"],
       hidden=found["intermediate_size"],
       heads=heads,
-      kv_heads=found.get("num_key_value_heads") or heads,
+      kv_heads=kv_heads,
       head_dim=head_dim,
-      ropes=tuple(_rope(found, kind) for kind in kinds),
-      windows=tuple(found["sliding_window"] if kind == "sliding_attention" else None for kind in kinds),
+      ropes=tuple(ropes[window is not None] for window in windows),
+      windows=windows,
       score_scale=found.get("query_pre_attn_scalar", head_dim) ** -0.5,
       eps=found["rms_norm_eps"],
-      activation="gelu_pytorch_tanh" if family == "gemma" else activation,
+      activation="gelu_pytorch_tanh" if (family, activation) == ("gemma", "gelu") else activation,
       qkv_bias=bias,
       out_bias=bias and family != "qwen2",
-      mlp_bias=bool(found.get("mlp_bias")),
+      mlp_bias=found.get("mlp_bias", False),
       qk_norm=family in ("qwen3", "gemma3_text"),
       gemma=family.startswith("gemma"),
       post_norms=family == "gemma3_text",
-      tied=found.get("tie_word_embeddings", family.startswith("gemma")),
+      tied=found["tie_word_embeddings"],
       experts=found.get("num_local_experts", 0),
       experts_per_token=found.get("num_experts_per_tok", 2),
       param_dtype=param_dtype,
     )
 
 
-def _kinds(found: Mapping[str, Any]) -> list[str]:
-  """What each layer attends to, as `layer_types` says; older files say it otherwise."""
-  depth = found["num_hidden_layers"]
-  if kinds := found.get("layer_types"):
-    return kinds
-  require(not found.get("use_sliding_window"), found, "use_sliding_window")
-  is_local = found.get("sliding_window") and "use_sliding_window" not in found
-  every = found.get("sliding_window_pattern", depth + 1)  # in Gemma 3, each sixth layer attends to all
-  return [
-    "sliding_attention" if is_local and (layer + 1) % every else "full_attention" for layer in range(depth)
-  ]
+def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
+  """The window of each layer; the keys that say it differ between the families."""
+  depth, window = found["num_hidden_layers"], found.get("sliding_window")
+  if "layer_types" not in found:
+    return (window,) * depth
+  if not found.get("use_sliding_window", True):
+    window = None
+  if every := found.get("sliding_window_pattern"):
+    is_local = [(layer + 1) % every for layer in range(depth)]
+  else:
+    is_local = [window is not None and layer >= found["max_window_layers"] for layer in range(depth)]
+  kinds = found["layer_types"] or ["sliding_attention" if local else "full_attention" for local in is_local]
+  is_known = len(kinds) == depth and set(kinds) <= {"sliding_attention", "full_attention"}
+  require(is_known and (window is not None or "sliding_attention" not in kinds), found, "layer_types")
+  return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(found: Mapping[str, Any], kind: str) -> Rope:
-  settings = found.get("rope_parameters") or {
-    "rope_theta": found.get("rope_theta", 10_000.0),
-    **(found.get("rope_scaling") or {}),
-  }
-  if kind == "sliding_attention" and "rope_local_base_freq" in found:
-    settings = {"rope_theta": found["rope_local_base_freq"]}
-  settings = settings.get(kind, settings)
-  name = settings.get("rope_type") or settings.get("type") or "default"
-  require(name in ("default", "linear", "llama3"), settings, "rope_type")
-  return Rope(
-    theta=settings["rope_theta"],
-    kind=name,
-    factor=settings.get("factor", 1.0),
-    low=settings.get("low_freq_factor", 1.0),
-    high=settings.get("high_freq_factor", 4.0),
-    length=settings.get("original_max_position_embeddings", 8192),
+def _ropes(found: Mapping[str, Any]) -> tuple[Rope, Rope]:
+  """The positions of layers that attend to all before them, and of layers with a window."""
+  given, scaling = found["rope_parameters"], found["rope_scaling"]
+  if found["model_type"] != "gemma3_text":
+    one = _rope(scaling or given or {}, found["rope_theta"], found)
+    return one, one
+  given = {"full_attention": {"rope_type": "default"}} if given is None else given
+  require(set(given) <= {"full_attention", "sliding_attention"}, found, "rope_parameters")
+  return (
+    _rope({**(given.get("full_attention") or {}), **(scaling or {})}, found["rope_theta"], found),
+    _rope(given.get("sliding_attention") or {}, found["rope_local_base_freq"], found),
   )
+
+
+def _rope(given: Mapping[str, Any], theta: float, found: Mapping[str, Any]) -> Rope:
+  kind = given.get("rope_type") or given.get("type") or "default"
+  given = {"rope_theta": theta, **given, "rope_type": kind}
+  require(kind in _ROPE_KEYS, given, "rope_type")
+  needed = _ROPE_KEYS[kind]
+  if kind == "llama3":
+    given = {"original_max_position_embeddings": found["max_position_embeddings"], **given}
+  for key in given.keys() - {"rope_type", "type", *needed}:
+    require(given[key] is None or (key, given[key]) == ("partial_rotary_factor", 1), given, key)
+  for key in needed:
+    require(isinstance(given.get(key), int | float), given, key)
+  return Rope(given["rope_theta"], kind, *(given[key] for key in needed[1:]))
+
+
+_ROPE_KEYS = {
+  "default": ("rope_theta",),
+  "linear": ("rope_theta", "factor"),
+  "llama3": (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+  ),
+}
 
 
 def require(holds: bool, found: Mapping[str, Any], key: str) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.recipes.families.decoder import ACTIVATIONS, require
+from nnx_parallel.recipes.families.settings import settings
 
 
 class Layer(nnx.Module):
@@ -47,6 +48,12 @@ def norm(found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str) -> nnx.Laye
   )
 
 
+def _pair(size: int | list[int]) -> tuple[int, int]:
+  """Height and width."""
+  height, width = (size, size) if isinstance(size, int) else size
+  return height, width
+
+
 class Bert(nnx.Module):
   """Logits of each token, (batch, seq, vocab), for int32 tokens (batch, seq), of which some are masked.
 
@@ -60,9 +67,7 @@ class Bert(nnx.Module):
   """
 
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
-    require(not found.get("is_decoder"), found, "is_decoder")
-    require(found.get("position_embedding_type", "absolute") == "absolute", found, "position_embedding_type")
-    require(found.get("tie_word_embeddings", True), found, "tie_word_embeddings")
+    found = settings(found)
     width, vocab = found["hidden_size"], found["vocab_size"]
     embed = functools.partial(nnx.Embed, features=width, param_dtype=param_dtype, rngs=rngs)
     self.token_embedding = embed(vocab)
@@ -108,14 +113,15 @@ class ViT(nnx.Module):
   """
 
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
-    require(found.get("qkv_bias", True), found, "qkv_bias")
-    width, patch = found["hidden_size"], found["patch_size"]
-    patches = (found["image_size"] // patch) ** 2
+    found = settings(found)
+    width, patch, image = found["hidden_size"], _pair(found["patch_size"]), _pair(found["image_size"])
+    patches = (image[0] // patch[0]) * (image[1] // patch[1])
+    labels = found["num_labels"] or len(found["id2label"] or (0, 1))
     self.patch_embed = nnx.Conv(
       found["num_channels"],
       width,
-      (patch, patch),
-      strides=(patch, patch),
+      patch,
+      strides=patch,
       padding="VALID",
       param_dtype=param_dtype,
       rngs=rngs,
@@ -127,7 +133,7 @@ class ViT(nnx.Module):
       [Layer(found, rngs, param_dtype, norm_first=True) for _ in range(found["num_hidden_layers"])]
     )
     self.norm = norm(found, rngs, param_dtype)
-    self.classifier = nnx.Linear(width, len(found["id2label"]), param_dtype=param_dtype, rngs=rngs)
+    self.classifier = nnx.Linear(width, labels, param_dtype=param_dtype, rngs=rngs)
 
   def __call__(self, pixel_values: jax.Array) -> jax.Array:
     """Logits of each image's classes."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.recipes.families.decoder import ACTIVATIONS, require
+from nnx_parallel.recipes.families.settings import settings
 
 
 class Attention(nnx.Module):
@@ -52,7 +53,7 @@ class Layer(nnx.Module):
     )
     self.ln_1, self.ln_2 = norm(), norm()
     self.attn = Attention(width, found["n_head"], rngs, param_dtype)
-    hidden = found.get("n_inner") or 4 * width
+    hidden = found["n_inner"] or 4 * width
     self.mlp = MLP(width, hidden, found["activation_function"], rngs, param_dtype)
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -74,15 +75,18 @@ class GPT2(nnx.Module):
   """
 
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+    found = settings(found)
     require(found["activation_function"] in ACTIVATIONS, found, "activation_function")
-    require(found.get("scale_attn_weights", True), found, "scale_attn_weights")
-    require(not found.get("scale_attn_by_inverse_layer_idx"), found, "scale_attn_by_inverse_layer_idx")
-    require(found.get("tie_word_embeddings", True), found, "tie_word_embeddings")
     width = found["n_embd"]
     self.wte = nnx.Embed(found["vocab_size"], width, param_dtype=param_dtype, rngs=rngs)
     self.wpe = nnx.Embed(found["n_positions"], width, param_dtype=param_dtype, rngs=rngs)
     self.h = nnx.List([Layer(found, rngs, param_dtype) for _ in range(found["n_layer"])])
     self.ln_f = nnx.LayerNorm(width, epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs)
+    self.tied = found["tie_word_embeddings"]
+    if not self.tied:
+      self.lm_head = nnx.Linear(
+        width, found["vocab_size"], use_bias=False, param_dtype=param_dtype, rngs=rngs
+      )
 
   def __call__(self, input_ids: jax.Array) -> jax.Array:
     """Logits for each position's next token."""
@@ -90,4 +94,5 @@ class GPT2(nnx.Module):
     x = self.wte(input_ids) + self.wpe(positions)
     for layer in self.h:
       x = layer(x)
-    return self.wte.attend(self.ln_f(x))
+    x = self.ln_f(x)
+    return self.wte.attend(x) if self.tied else self.lm_head(x)

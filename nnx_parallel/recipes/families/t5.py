@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.recipes.families.decoder import ACTIVATIONS, require
+from nnx_parallel.recipes.families.settings import settings
 
 
 class Attention(nnx.Module):
@@ -45,14 +46,19 @@ class MLP(nnx.Module):
   wi_1: nnx.Linear
 
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
-    gated, _, activation = found["feed_forward_proj"].rpartition("-")
-    self.activation = "gelu_new" if gated and activation == "gelu" else activation
-    require(self.activation in ACTIVATIONS, found, "feed_forward_proj")
+    kind = found["feed_forward_proj"]
+    require(kind.count("-") == kind.startswith("gated-"), found, "feed_forward_proj")
+    activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+    self.activation = found["dense_act_fn"] or activation
+    gated = kind.startswith("gated-") if found["is_gated_act"] is None else found["is_gated_act"]
+    require(
+      self.activation in ACTIVATIONS, found, "dense_act_fn" if found["dense_act_fn"] else "feed_forward_proj"
+    )
     width, hidden = found["d_model"], found["d_ff"]
     for name in ("wi_0", "wi_1") if gated else ("wi",):
       setattr(self, name, nnx.Linear(width, hidden, use_bias=False, param_dtype=param_dtype, rngs=rngs))
     self.wo = nnx.Linear(hidden, width, use_bias=False, param_dtype=param_dtype, rngs=rngs)
-    self.gated = bool(gated)
+    self.gated = gated
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps each position by itself."""
@@ -92,10 +98,10 @@ class Stack(nnx.Module):
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str, *, is_decoder: bool):
     cross = ("EncDecAttention",) if is_decoder else ()
     kinds = ("SelfAttention", *cross, "DenseReluDense")
-    depth = (is_decoder and found.get("num_decoder_layers")) or found["num_layers"]
+    depth = (is_decoder and found["num_decoder_layers"]) or found["num_layers"]
     self.block = nnx.List([Block(kinds, found, rngs, param_dtype) for _ in range(depth)])
     self.buckets = found["relative_attention_num_buckets"]
-    self.distance = found.get("relative_attention_max_distance", 128)
+    self.distance = found["relative_attention_max_distance"]
     self.block[0].layer[0].SelfAttention.relative_attention_bias = nnx.Embed(
       self.buckets, found["num_heads"], param_dtype=param_dtype, rngs=rngs
     )
@@ -146,9 +152,10 @@ class T5(nnx.Module):
   """
 
   def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+    found = settings(found)
     width, vocab = found["d_model"], found["vocab_size"]
-    self.tied = found.get("tie_word_embeddings", True)
-    self.scale = width**-0.5 if found.get("scale_decoder_outputs", self.tied) else 1.0
+    self.tied, scaled = found["tie_word_embeddings"], found["scale_decoder_outputs"]
+    self.scale = width**-0.5 if (self.tied if scaled is None else scaled) else 1.0
     self.shared = nnx.Embed(vocab, width, param_dtype=param_dtype, rngs=rngs)
     self.encoder = Stack(found, rngs, param_dtype, is_decoder=False)
     self.decoder = Stack(found, rngs, param_dtype, is_decoder=True)

@@ -16,7 +16,7 @@ from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sizes
-from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
+from nnx_parallel.report.estimate.workload import Workload, check_batch, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 
 CASES = 24
@@ -123,7 +123,8 @@ def memory_plan(
     The plan; print it, or read its `categories`.
 
   Raises:
-    ReportError: `microbatches` is not positive, or the chip is not in the table.
+    ReportError: `microbatches` is not positive, the chip is not in the table, or the batch has no array or
+      one that the layout and its microbatches cannot split evenly.
     TrainError: no such remat policy, no layer for it or for a pipeline, a batch that microbatches of a
       pipeline cannot split evenly, or gradients that cannot be scattered.
     SchemeError: no such axis of stages, or microbatches that do not fit them.
@@ -148,6 +149,7 @@ def memory_plan(
     plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=stages,
     microbatches=microbatches,
   )  # fmt: skip
+  check_batch(plan, batch, microbatches)
   sizes = axis_sizes(plan.mesh)
   near = (leaf for leaf in plan.leaves if not leaf.on_host)
   leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)

@@ -46,7 +46,13 @@ from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
-from nnx_parallel.report.estimate.workload import StagedWork, Workload, per_device, trace_workload
+from nnx_parallel.report.estimate.workload import (
+  StagedWork,
+  Workload,
+  check_batch,
+  per_device,
+  trace_workload,
+)
 from nnx_parallel.train.options import Gradients
 
 if TYPE_CHECKING:
@@ -165,7 +171,8 @@ def predict_time(
     The time and its terms; print it. See the top of this module for what it leaves out.
 
   Raises:
-    ReportError: the chip is not in the table.
+    ReportError: the chip is not in the table, or the batch has no array, or one that the layout and its
+      microbatches cannot split evenly.
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
 
   Example:
@@ -187,6 +194,7 @@ def predict_time(
     plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=stages,
     microbatches=microbatches,
   )  # fmt: skip
+  check_batch(plan, batch, microbatches)
   return step_time(
     work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
   )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.extend import core
 from jax.sharding import PartitionSpec
@@ -33,6 +35,7 @@ from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.constrain import scoped
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import (
   LayoutChange,
@@ -282,6 +285,7 @@ def trace_workload(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
     )
+  batch = abstract_batch(batch)
   changed = with_layers(loss, remat=remat, layers=layers) if pipeline is None else loss
   options = None if pipeline is None else LayerOptions(remat, pattern=layers, pipeline=pipeline)
   if options is not None:
@@ -341,6 +345,59 @@ def trace_workload(
     offload=False,
     staged=None if pipeline is None else _staged(traces, seen, _Traces(plan, loss, batch), pipeline.axis),
   )
+
+
+def abstract_batch(batch: Any) -> Any:
+  """The batch as `ShapeDtypeStruct`s; Python numbers are scalars.
+
+  Raises:
+    ReportError: no array in it.
+  """
+
+  def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+    return jax.ShapeDtypeStruct(
+      tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+    )
+
+  found = jax.tree.map(abstract, batch)
+  if not any(leaf.shape for leaf in jax.tree.leaves(found)):
+    raise ReportError(
+      f"the batch has no array: {batch!r:.80}.",
+      fix="pass arrays, or their shapes and dtypes: jax.ShapeDtypeStruct((16, 8), jnp.float32).",
+    )
+  return found
+
+
+def check_batch(plan: ShardingPlan, batch: Any, microbatches: int) -> None:
+  """Refuses a batch that a step with this plan could not split: an estimate of it would mislead.
+
+  Raises:
+    ReportError: the shards of the batch, in each microbatch, or another dim cannot be even.
+  """
+  sizes = axis_sizes(plan.mesh)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_batch(batch)):
+    counts = shard_counts(plan.batch_spec(len(leaf.shape)), len(leaf.shape), sizes)
+    name, parts = f"batch{jax.tree_util.keystr(path)}", (*counts[:1], microbatches)
+    each = math.prod(parts) if counts else 1
+    if counts and leaf.shape[0] % each:
+      rest = leaf.shape[0] % each
+      also = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
+      raise ReportError(
+        f"{name} has {leaf.shape[0]} examples, which {counts[0]} shards{also} cannot split evenly: this"
+        " layout cannot run.",
+        details=f"shape {leaf.shape}, mesh {sizes}",
+        fix=f"a global batch of {f'{leaf.shape[0] - rest} or ' if leaf.shape[0] > rest else ''}"
+        f"{leaf.shape[0] - rest + each}, or fewer shards{' or microbatches' if also else ''}.",
+      )
+    uneven = next((dim for dim, count in enumerate(counts) if leaf.shape[dim] % count), None)
+    if uneven is not None:
+      raise ReportError(
+        f"{name}: dim {uneven} has length {leaf.shape[uneven]}, which {counts[uneven]} shards cannot split"
+        " evenly: this layout cannot run.",
+        details=f"shape {leaf.shape}, mesh {sizes}",
+        fix="change the length, or the InputRules for this rank.",
+      )
 
 
 def _staged(traces: _Traces, seen: Propagation, plain: _Traces, axis: str) -> StagedWork:

@@ -101,6 +101,12 @@ class Instruction:
     return [int(n) for n in self.attribute(name).strip("{}").split(",") if n.strip()]
 
   @property
+  def number(self) -> int | None:
+    """The value of an integer constant; None for anything else."""
+    is_integer = self.opcode == "constant" and re.fullmatch(r"[su]\d+", self.shapes[0].dtype)
+    return int(self.arguments) if is_integer and re.fullmatch(r"-?\d+", self.arguments) else None
+
+  @property
   def called(self) -> tuple[str, ...]:
     """Names of the computations this instruction runs."""
     names = list(_CALLED.findall(self.rest))
@@ -189,8 +195,8 @@ class Program:
     if bound is None:
       return None
     index, limit = bound
-    start = _initial(loop, computation, index)
-    return None if start is None else max(1, -(-(limit - start) // _step(body, index)))
+    start, step = _initial(loop, computation, index), _step(body, index)
+    return None if start is None or step is None else max(1, -(-(limit - start) // step))
 
   def bound(self, loop: Instruction) -> tuple[int, int] | None:
     """The tuple index of a loop's counter and the limit, where its condition is `counter < limit`."""
@@ -211,9 +217,10 @@ class Program:
       return found
 
     left, right = (resolve(name) for name in test.operands[:2])
-    if left.opcode != "get-tuple-element" or right.opcode != "constant":
+    limit = right.number
+    if left.opcode != "get-tuple-element" or limit is None:
       return None
-    return int(left.attribute("index")), int(right.arguments)
+    return int(left.attribute("index")), limit
 
 
 def _initial(loop: Instruction, computation: Computation, index: int) -> int | None:
@@ -224,23 +231,22 @@ def _initial(loop: Instruction, computation: Computation, index: int) -> int | N
   start = computation.by_name[made.operands[index]]
   while start.opcode in ("copy", "bitcast", "convert") and start.operands:
     start = computation.by_name[start.operands[0]]
-  is_number = start.opcode == "constant" and re.fullmatch(r"-?\d+", start.arguments)
-  return int(start.arguments) if is_number else None
+  return start.number
 
 
-def _step(body: Computation, index: int) -> int:
-  """How far the counter moves in one pass; windowed matrix products on TPU advance by two."""
+def _step(body: Computation, index: int) -> int | None:
+  """How far the counter moves in one pass: by two in windowed products on TPU. None: not by a constant."""
   if body.root.opcode != "tuple":
     return 1
   at, step = body.by_name[body.root.operands[index]], 0
   while at.opcode in ("add", "copy", "bitcast"):
     sources = [body.by_name[name] for name in at.operands if name in body.by_name]
-    step += sum(int(s.arguments) for s in sources if s.opcode == "constant")
+    step += sum(s.number or 0 for s in sources)
     onward = [s for s in sources if s.opcode != "constant"]
     if not onward:
       break
     at = onward[0]
-  return max(1, step)
+  return max(1, step) if at.opcode in ("get-tuple-element", "parameter", "fusion", "constant") else None
 
 
 def parse(text: str) -> Program:

@@ -7,6 +7,7 @@ ZeRO stages, and optimizer state in the host's memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,17 +19,26 @@ import jax
 import optax
 from flax import nnx
 
+from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.core.text import format_bytes
-from nnx_parallel.errors import ReportError
+from nnx_parallel.errors import NnxParallelError, ReportError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
-from nnx_parallel.report.estimate.workload import parameter_parts, with_offload, with_zero
-from nnx_parallel.report.search.space import RuleVariant, Sizes, rule_variants, stage_variants
+from nnx_parallel.report.estimate.workload import abstract_batch, parameter_parts, with_offload, with_zero
+from nnx_parallel.report.search.space import (
+  RuleVariant,
+  Sizes,
+  mesh_text,
+  rule_variants,
+  searched_axes,
+  stage_variants,
+)
 from nnx_parallel.report.tables import not_counted, results_text
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
@@ -36,7 +46,7 @@ from nnx_parallel.train.step import train_step
 
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
-Fit = Literal["surely", "perhaps", "no"]
+Fit = Literal["likely", "borderline", "no"]
 _SAME_MEMORY = 0.005  # a ZeRO stage that saves less is dropped
 
 
@@ -53,12 +63,13 @@ class Candidate:
     changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
     memory_bytes: predicted need of one device.
     time: predicted time of the step.
-    fits: `"surely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`),
-      `"perhaps"` if only the prediction does, else `"no"`.
+    fits: `"likely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`, of
+      one model's test cases), `"borderline"` if only the prediction does, else `"no"`.
     report: the compiler's figures, where this candidate was compiled.
     compiled: the time of the compiled program, by its own FLOPs and collectives; see `program_time`.
     pipeline: the pipeline over the layers, or None.
     schedule: that of the pipeline: its stages, ticks and bubble.
+    idle: axes of size 1 that neither the model nor the rules need.
   """
 
   sizes: Mapping[str, int]
@@ -74,11 +85,12 @@ class Candidate:
   compiled: StepTime | None = None
   pipeline: Pipeline | None = None
   schedule: Schedule | None = None
+  idle: frozenset[str] = frozenset()
 
   @property
   def mesh_text(self) -> str:
-    """The axes that split something, as arguments of `make_mesh`."""
-    return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+    """The axes that the model or the rules need, as arguments of `make_mesh`."""
+    return mesh_text(self.sizes, self.idle)
 
   @property
   def refused(self) -> str:
@@ -96,15 +108,17 @@ class SearchResult:
 
   Attributes:
     machine: what was searched for.
-    fitting: candidates that fit by the memory plan: those that surely do, then those that perhaps do, each
+    fitting: candidates that fit by the memory plan: those that likely do, then borderline ones, each
       fastest first; times within `SAME_TIME` count as equal, and the smaller one comes first. Compiled ones
       come before the others.
     too_large: candidates that do not, smallest first.
     refused: reason -> number of mesh factorisations that it ruled out.
     best: the winner: the first of `fitting`, or with `compile_best` the fastest that compiled, fits
       and has no wrong result; None when there is none.
-    notes: axes that split nothing, compilers that are not installed, operations that were not counted.
+    notes: axes that split nothing, the notes of the winner's plan, compilers that are not installed,
+      operations that were not counted.
     layers: dotted paths of the layers, where they were given.
+    idle: axes of size 1 that the winner's code leaves out.
   """
 
   machine: Machine
@@ -114,6 +128,7 @@ class SearchResult:
   best: Candidate | None
   notes: tuple[str, ...] = ()
   layers: str | None = None
+  idle: frozenset[str] = frozenset()
 
   def pareto(self) -> tuple[Candidate, ...]:
     """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
@@ -143,7 +158,7 @@ class SearchResult:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     from nnx_parallel.report.search.text import winner_code
 
-    return winner_code(self.best, self.layers)
+    return winner_code(self.best, self.layers, self.idle)
 
   def to_json(self) -> str:
     """The winner, the Pareto front and the counts as JSON."""
@@ -183,7 +198,7 @@ class SearchInputs:
   init: Callable[[], Any]
   loss: Callable[[Any, Any], Any]
   rules: Any
-  optimizer: optax.GradientTransformation
+  optimizer: optax.GradientTransformation | None
   batch: Any
   machine: Machine
   layers: str | None = None
@@ -227,7 +242,7 @@ def search(
       over it, where they are named `layers` and the rules replicate that name. Not tried together with split
       sequences or experts.
     compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
-      enough of them, those that only perhaps fit included; they are then ordered by what was compiled. The
+      enough of them, borderline ones included; they are then ordered by what was compiled. The
       first of these that the machine's own compiler accepts wins, where that is installed; `notes` lists what
       was not. A layout that does not fit, or with a result that the compiler gets wrong (`report.faults`),
       comes behind the others and does not win.
@@ -278,7 +293,7 @@ def search(
       details=f"compile_best={compile_best}",
       fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
     )
-  target = read_machine(topology)
+  target, batch = read_machine(topology), abstract_batch(batch)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
   tried = rule_variants(init, loss, rules, optimizer, batch, remats, layers)
@@ -296,20 +311,74 @@ def search(
         refused[reason] = refused.get(reason, 0) + 1
         continue
       found += _candidates(variant, whole, target, batch, stages, places, max_microbatches)
-  fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "surely", speed(c)))
+  fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "likely", speed(c)))
   too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
+  inputs = SearchInputs(init, loss, rules, optimizer, batch, target, layers)
+  idle = _unneeded(inputs, tried[0].idle)
+  fitting, too_large = ([dataclasses.replace(c, idle=idle) for c in some] for some in (fitting, too_large))
   best = fitting[0] if fitting else None
-  notes = tuple(f"The axis {axis!r} splits nothing of this model: 1." for axis in tried[0].idle)
+  notes = tuple(
+    f"The axis {axis!r} splits nothing of this model{'' if axis in idle else ': 1'}."
+    for axis in tried[0].idle
+  )
   if set(remats) - set(tried[0].workloads):
     notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
   missed = not_counted(tried[0].work.uncounted)
   notes += (missed.rstrip(),) if missed else ()
   if compile_best and optimizer is not None:
-    inputs = SearchInputs(init, loss, rules, optimizer, batch, target, layers)
     chosen = sorted(fitting, key=speed)[:compile_best]
     fitting, best, more = compile_first(inputs, chosen, [c for c in fitting if c not in chosen])
     notes += more
-  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, layers)
+  if best is not None:
+    layout, idle = _planned(inputs, best)
+    notes += tuple(f"note of the winner's plan: {note}" for note in layout.notes)
+  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, layers, idle)
+
+
+def _unneeded(inputs: SearchInputs, axes: Sequence[str]) -> frozenset[str]:
+  """Those of some axes which split nothing that the rules do not demand."""
+  rules, found = RuleSet.of(inputs.rules), list[str]()
+  for axis in axes:
+    others = [other for other in searched_axes(rules) if other not in (*found, axis)]
+    with contextlib.suppress(NnxParallelError):
+      if others:
+        make_plan(inputs.init, abstract_mesh(dict.fromkeys(others, 2)), rules, uneven="replicate")
+        found.append(axis)
+  return frozenset(found)
+
+
+def _planned(inputs: SearchInputs, candidate: Candidate) -> tuple[ShardingPlan, frozenset[str]]:
+  """The plan of a candidate, on the fewest axes that give the same layout, and the axes left out."""
+  sizes = dict(candidate.sizes)
+  full = _layout(inputs, candidate, sizes)
+  ones = frozenset(axis for axis, size in sizes.items() if size == 1)
+  for idle in dict.fromkeys((ones, *(frozenset({axis}) for axis in sorted(ones)), candidate.idle)):
+    kept = {axis: size for axis, size in sizes.items() if axis not in idle}
+    if not idle or not kept:
+      continue
+    try:
+      fewer = _layout(inputs, candidate, kept)
+    except NnxParallelError:
+      continue
+    if _splits(fewer, sizes) == _splits(full, sizes):
+      return fewer, idle
+  return full, frozenset()
+
+
+def _splits(layout: ShardingPlan, sizes: Mapping[str, int]) -> list[Any]:
+  """The axes of the batch and of each leaf's dims that split something."""
+  found = (axes_by_dim(leaf.spec, len(leaf.shape)) for leaf in layout.leaves)
+  specs = [(tuple(layout.batch_axes),), *found]
+  return [[tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec] for spec in specs]
+
+
+def _layout(inputs: SearchInputs, candidate: Candidate, sizes: Mapping[str, int]) -> ShardingPlan:
+  rules = RuleSet.of(inputs.rules)
+  rules = rules.replace(candidate.changes) if candidate.changes else rules
+  place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
+  return make_plan(
+    inputs.init, abstract_mesh(dict(sizes)), rules, optimizer=inputs.optimizer, zero=candidate.zero, **place
+  )
 
 
 def _candidates(
@@ -349,23 +418,12 @@ def _candidates(
 def _fit(memory: int, usable: int) -> Fit:
   if memory > usable:
     return "no"
-  return "surely" if memory * ERROR_BAND[1] <= usable else "perhaps"
+  return "likely" if memory * ERROR_BAND[1] <= usable else "borderline"
 
 
 def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str) -> Candidate:
   """The candidate with the report of its compiled step, and its time by that."""
-  rules = RuleSet.of(inputs.rules)
-  rules = rules.replace(candidate.changes) if candidate.changes else rules
-  place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
-  layout = make_plan(
-    inputs.init,
-    abstract_mesh(dict(candidate.sizes)),
-    rules,
-    optimizer=inputs.optimizer,
-    zero=candidate.zero,
-    **place,
-  )
-
+  layout = _layout(inputs, candidate, candidate.sizes)
   step = train_step(
     inputs.loss,
     remat=candidate.remat,
@@ -386,7 +444,7 @@ def compile_first(
   """Compiles candidates for simulated devices, orders them by that, and has the first checked.
 
   Where the compiler of the machine is installed, it decides whether a candidate fits and computes the right
-  results. Where none of the chosen ones fits, the first of the others wins if it surely fits; but not where a
+  results. Where none of the chosen ones fits, the first of the others wins if it likely fits; but not where a
   compiled one computes wrong results, because the others may too.
 
   Returns:
@@ -417,7 +475,7 @@ def compile_first(
       notes.append(f"Not compiled for {target.text}: {missing}")
   wrong = [(c, c.report.faults) for c in done if c.report is not None and c.report.faults]
   notes += [f"{c.mesh_text}, microbatches={c.microbatches} is refused: {faults[0]}." for c, faults in wrong]
-  if best is None and not wrong and others and others[0].fits == "surely":
+  if best is None and not wrong and others and others[0].fits == "likely":
     best = others[0]
     notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
   return [*done, *others], best, tuple(notes)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,11 @@ class RuleVariant:
       if size % math.prod(sizes[axis] for axis in axes):
         return f"{where} of {size} does not divide over {'+'.join(axes)}"
     return ""
+
+
+def mesh_text(sizes: Mapping[str, int], idle: Container[str] = ()) -> str:
+  """Sizes of axes as arguments of `make_mesh`, without idle ones of size 1."""
+  return ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis not in idle)
 
 
 def rule_variants(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
 from nnx_parallel.core.text import format_bytes, format_seconds
 from nnx_parallel.layers.layers import Remat, RematName
 from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES
+from nnx_parallel.report.search.space import mesh_text
 from nnx_parallel.report.tables import render, results_text, usable_note
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ OTHER_COLUMNS = (*FRONT_COLUMNS[:_HOW], "why not")
 def search_text(result: SearchResult) -> str:
   """Counts, the Pareto front, why the others lost, and the code of the winner."""
   target = result.machine
-  sure = sum(candidate.fits == "surely" for candidate in result.fitting)
+  sure = sum(candidate.fits == "likely" for candidate in result.fitting)
   tried = len(result.fitting) + len(result.too_large)
   lines = [
     f"{tried} layouts for {target.devices} x {target.chip.name}, "
     f"{format_bytes(target.chip.usable_bytes)} usable each{usable_note(target.chip)}: "
-    f"{len(result.fitting)} fit by the memory plan, {sure} of them surely."
+    f"{len(result.fitting)} fit by the memory plan, {sure} of them likely."
   ]
   if sure < len(result.fitting) or result.best is None:
     lines.append(f"  In {CASES} test cases {BAND_TEXT}.")
@@ -57,13 +58,13 @@ def search_text(result: SearchResult) -> str:
     lines.append(render("Other meshes, at their best", OTHER_COLUMNS, others))
   lines += [table] if rows else []
   title = "The winner"
-  if result.best.report is None and result.best.fits == "perhaps":
-    title += " perhaps fits; check it with search(..., compile_best=1)"
+  if result.best.report is None and result.best.fits == "borderline":
+    title += " is a borderline fit; check it with search(..., compile_best=1)"
   lines += [f"{title}:", "", *("  " + line for line in result.code().splitlines())]
   return "\n".join(lines) + "\n"
 
 
-def winner_code(best: Candidate, layers: str | None = None) -> str:
+def winner_code(best: Candidate, layers: str | None = None, idle: Container[str] = ()) -> str:
   """A candidate as code to paste, for `init`, `loss`, `rules` and `optimizer`."""
   options = f", zero={best.zero}" if best.zero else ""
   options += ', optimizer_memory="pinned_host"' if best.offload else ""
@@ -74,7 +75,7 @@ def winner_code(best: Candidate, layers: str | None = None) -> str:
     changes = ", ".join(f"{key}={_axes(axes)}" for key, axes in best.changes.items())
     lines.append(f"rules = nxp.RuleSet.of(rules).replace({changes})")
   lines += [
-    f"mesh = nxp.make_mesh({best.mesh_text})",
+    f"mesh = nxp.make_mesh({mesh_text(best.sizes, idle)})",
     f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{options})",
     "model, state = nxp.create_sharded_model(plan)",
   ]
@@ -128,8 +129,8 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
     return candidate.refused
   if candidate.memory_bytes > usable:
     return f"does not fit: {format_bytes(candidate.memory_bytes)}"
-  if candidate.report is None and candidate.fits == "perhaps" and best.fits == "surely" and ratio < 0.995:
-    return f"perhaps fits; {1 / ratio:.2f} times faster"
+  if candidate.report is None and candidate.fits == "borderline" and best.fits == "likely" and ratio < 0.995:
+    return f"borderline fit; {1 / ratio:.2f} times faster"
   if candidate.compiled is not None and best.compiled is not None:
     slower = candidate.compiled.seconds / best.compiled.seconds
     if slower > 1:
