@@ -116,3 +116,24 @@ def test_a_cache_made_in_the_loss_is_named_with_its_mend():
     return value
 
   assert not hasattr(train(init, mended), "seen")
+
+
+def test_a_layout_in_another_spelling_is_no_reason_to_compile():
+  def init() -> nnx.Linear:
+    return nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  batch = nxp.shard_batch(np.ones((8, 32), np.float32), plan)
+  steps = nxp.train_step(square), nxp.eval_step(square)
+
+  def run() -> None:
+    steps[0](model, optimizer, batch)
+    steps[1](model, batch)
+
+  run()
+  nnx.update(model, jax.jit(lambda state: jax.tree.map(lambda x: x / 2, state))(nnx.state(model)))
+  assert model.kernel.get_value().sharding.spec == jax.P("fsdp") != plan["kernel"].spec
+  steps[1](model, batch)
+  run()
+  assert [len(step.compiles) for step in steps] == [1, 1]
