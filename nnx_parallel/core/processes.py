@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import re
 import socket
@@ -65,7 +66,7 @@ class Exchange:
 
 
 def missing_tasks(text: str) -> list[int]:
-  """The processes that the runtime's error names as missing at a barrier.
+  """The processes that the runtime's error names as missing at a barrier, or as dead.
 
   Example:
     >>> missing_tasks("UNAVAILABLE: Task 3 heartbeat timeout. This indicates that")
@@ -81,14 +82,22 @@ def _client() -> Any:
 
 
 def _wait(key: str, name: str, timeout: float) -> None:
+  client, here = _client(), f"{key}:here/"
+  mine = f"{here}{jax.process_index()}"
   try:
-    _client().wait_at_barrier(key, max(1, round(1000 * timeout)))
+    client.key_value_set(mine, "")
+    client.wait_at_barrier(key, max(1, round(1000 * timeout)))
   except RuntimeError as error:  # JaxRuntimeError is one
-    raise _not_together(name, timeout, str(error)) from error
+    missing = missing_tasks(str(error))
+    with contextlib.suppress(RuntimeError):  # the coordinator may be gone
+      came = {int(one.rpartition("/")[2]) for one, _ in client.key_value_dir_get(here)}
+      missing = sorted({*range(jax.process_count())} - came) or missing
+    raise _not_together(name, timeout, str(error), missing) from error
+  with contextlib.suppress(RuntimeError):
+    client.key_value_delete(mine)
 
 
-def _not_together(name: str, timeout: float, text: str) -> HostError:
-  missing = missing_tasks(text)
+def _not_together(name: str, timeout: float, text: str, missing: list[int]) -> HostError:
   who = f"processes {missing} did not come" if missing else "the processes did not come together"
   return HostError(
     f"{who} to {name!r} within {timeout:g} s.",
