@@ -13,20 +13,23 @@ from flax import errors, nnx
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.errors import TrainError
 
+_NO_LAYER = "the loss function"
+
 
 def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> Any:
   """`loss_fn(models, batch)` on traced arrays.
 
   Raises:
-    TrainError: it changes a Variable of a module that is no argument of the step; or a layer cannot run on
-      the Explicit axes of its mesh.
+    TrainError: it takes other arguments, or takes them in the other order; it changes a Variable of a module
+      that is no argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
+  _check_signature(loss_fn)
   with _Explained(loss_fn, models):
     return loss_fn(models, batch)
 
 
 class _Explained:
-  """Raises a `TrainError` from two errors of the body whose text names no module."""
+  """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
 
   def __init__(self, loss_fn: Callable[[Any, Any], Any], models: Any):
     self.loss_fn, self.models = loss_fn, models
@@ -45,6 +48,36 @@ class _Explained:
     # jax does not export this class.
     if kind is not None and kind.__name__ == "ShardingTypeError":
       raise _on_explicit_axes(_layer(self.models, trace), error) from error
+    if isinstance(error, TypeError) and str(error).endswith("object is not callable") and _is_own(trace):
+      raise TrainError(
+        "the loss function calls its second argument, which is the batch.",
+        details=_first_line(error),
+        fix="def loss_fn(model, batch): ..., in this order.",
+      ) from error
+    layer = _layer(self.models, trace)
+    if layer != _NO_LAYER and not isinstance(error, TrainError):
+      error.add_note(f"in the layer {layer}")
+
+
+def _check_signature(loss_fn: Callable[[Any, Any], Any]) -> None:
+  try:
+    signature = inspect.signature(loss_fn)
+  except (TypeError, ValueError):  # no Python function
+    return
+  try:
+    signature.bind(None, None)
+  except TypeError as error:
+    raise TrainError(
+      f"the loss function takes {signature}, and a step calls it with (model, batch).",
+      details=str(error),
+      fix="one batch of several arrays, and a loss function that unpacks it:\n"
+      "lambda model, batch: loss_fn(model, *batch)",
+    ) from None
+
+
+def _is_own(trace: TracebackType | None) -> bool:
+  """Whether an error was raised by the loss function itself, and not by what it called."""
+  return len(list(traceback.walk_tb(trace))) == 2
 
 
 def _first_line(error: BaseException) -> str:
@@ -79,7 +112,7 @@ def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
 def _layer(models: Any, trace: TracebackType | None) -> str:
   """The innermost layer of `models` on the stack of an error, and its line of code."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
-  shown = "the loss function"
+  shown = _NO_LAYER
   for frame, line in traceback.walk_tb(trace):
     module = frame.f_locals.get("self")
     if id(module) in paths:

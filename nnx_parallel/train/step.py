@@ -140,7 +140,7 @@ class TrainStep(_Step):
     super().__init__(options)
     self.reduction = ""
 
-  def __call__(self, model: Any, optimizer: Any, batch: Any) -> Metrics:
+  def __call__(self, model: Any, optimizer: Any = ABSENT, batch: Any = ABSENT, *more: Any) -> Metrics:
     """Updates `model` and `optimizer` in place with the gradients of one batch.
 
     Args:
@@ -150,6 +150,7 @@ class TrainStep(_Step):
       batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
         are laid out by the plan of the models, as `shard_batch` does; where the batch does not divide, each
         device computes all of it, and a warning says so.
+      *more: an error that shows the call: a batch of several arrays is one tuple or dict.
 
     Returns:
       Metrics on device, not waited for: `loss`, and what the loss function returned, as means over the batch.
@@ -157,6 +158,8 @@ class TrainStep(_Step):
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
     """
+    if batch is ABSENT or more:
+      raise _wrong_call(batch, more)
     bound = self._bound(model, optimizer)
     batch = bound.placed(batch)
     program = bound.program(batch)
@@ -438,6 +441,18 @@ def eval_step(
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   chosen = LayerOptions(None, roll, layers, attention, loss_parts, stages)
   return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
+
+
+def _wrong_call(batch: Any, more: Sequence[Any]) -> TrainError:
+  if batch is ABSENT:
+    return TrainError(
+      "a train step needs the model, its optimizer and a batch.",
+      fix="metrics = step(model, optimizer, batch)",
+    )
+  return TrainError(
+    f"a train step takes one batch, and got {1 + len(more)} arguments after the optimizer.",
+    fix="step(model, optimizer, (x, y)), with loss_fn(model, batch) that unpacks x, y = batch",
+  )
 
 
 def _warn_unplanned(labels: list[str]) -> None:

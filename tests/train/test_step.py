@@ -424,6 +424,16 @@ MISTAKES = {
     r"batch\['id'\] is a ndarray of <U1, which no program can take",
     "arrays of numbers only",
   ),
+  "no optimizer": (
+    lambda step, model, optimizer: step(model, {"x": X}),
+    "a train step needs the model, its optimizer and a batch",
+    "step(model, optimizer, batch)",
+  ),
+  "two batches": (
+    lambda step, model, optimizer: step(model, optimizer, X, X),
+    "a train step takes one batch, and got 2 arguments after the optimizer",
+    "step(model, optimizer, (x, y))",
+  ),
   "no examples": (
     lambda step, model, optimizer: step(model, optimizer, {"x": X[:0]}),
     r"batch\['x'\] holds no examples",
@@ -456,6 +466,45 @@ def test_a_mistake_in_a_call_is_named_and_the_state_stays(call, message, fix):
   assert fix in str(error.value).split("Fix: ")[1]
   step(model, optimizer, nxp.shard_batch({"x": X}, plan))
   assert int(optimizer.step[...]) == before + 1
+
+
+WRONG_LOSSES = {
+  "swapped": (
+    lambda batch, model: model(batch).sum(),
+    "calls its second argument",
+    "loss_fn(model, batch): ...",
+  ),
+  "two arrays": (
+    lambda model, x, y: x.sum(),
+    r"the loss function takes \(model, x, y\)",
+    "loss_fn(model, *batch)",
+  ),
+}
+
+
+@pytest.mark.parametrize(("loss", "message", "fix"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
+def test_a_loss_function_of_other_arguments_is_named(loss, message, fix):
+  _, plan, model, optimizer = small()
+  with pytest.raises(nxp.errors.TrainError, match=message) as error:
+    nxp.train_step(loss)(model, optimizer, nxp.shard_batch(X, plan))
+  assert fix in str(error.value).split("Fix: ")[1]
+
+
+def test_an_error_inside_a_layer_names_the_layer():
+  plan, model, optimizer = make()
+  batch = {name: x[:, :4] for name, x in data(plan).items()}
+  with pytest.raises(TypeError, match="dot_general") as error:
+    nxp.train_step(loss_fn)(model, optimizer, batch)
+  assert any("in the layer up (Linear, line" in note for note in error.value.__notes__)
+
+
+def test_microbatches_with_less_than_one_example_for_each_shard_are_refused():
+  plan, model, optimizer = make(mesh={"data": 4, "fsdp": 2, "tensor": 1})
+  with pytest.raises(
+    nxp.errors.TrainError, match="8 microbatches of 16 examples have 2 each, which 8 sh"
+  ) as error:
+    nxp.train_step(loss_fn, microbatches=8)(model, optimizer, data(plan))
+  assert "Fix: microbatches=2, or a global batch of 64" in str(error.value)
 
 
 def test_an_array_without_the_batch_dim_is_told_from_a_batch_that_does_not_divide():

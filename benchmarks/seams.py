@@ -1,0 +1,358 @@
+"""Searches for combinations of features that train other numbers than one device, or are refused falsely.
+
+    python benchmarks/seams.py --seeds 0:100
+    python benchmarks/seams.py --seeds 7:8 --show       one case, printed
+
+Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from its seed:
+features of a small decoder, a loss, options of the step, a mesh, and what follows the first steps. Its baseline
+is the same model and loss on one device with the same number of microbatches and no other option.
+
+A case is *right* when losses and parameters agree to 2e-4, *refused* when an error of the
+toolkit says what cannot be done and `TRUE` knows that it is so, and *wrong* otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("NPROC", "64")  # a collective holds one of XLA's threads for each device that waits
+os.environ.setdefault(
+  "XLA_FLAGS",
+  "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+  " --xla_llvm_disable_expensive_passes=true",
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import NnxParallelError
+
+BATCH, LENGTH, TOKENS = 8, 4, 12
+TOLERANCE = 2e-4
+
+FEATURES = (
+  "scale in layers", "tables in a tuple", "table in a dict", "integer table", "tied head", "shared layer",
+  "statistics", "dropout", "attention", "numbered attributes", "uneven width", "number in layers", "scan over layers",
+)  # fmt: skip
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+  "remat": (None, None, "full", "dots", nxp.Remat("full", every=2), nxp.Remat("full", group=2), "offload"),
+  "roll": ("auto", "auto", True),
+  "attention": (None, None, None, "blocks"),
+  "loss_parts": (None, None, None, 2),
+  "diagnostics": (False, True),
+}
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+  "data 4": {"data": 4},
+  "fsdp 4": {"fsdp": 4},
+  "data 2 x fsdp 2": {"data": 2, "fsdp": 2},
+  "data 2 x tensor 2": {"data": 2, "tensor": 2},
+  "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+  "data 2 x stage 2": {"data": 2, "stage": 2},
+}
+AFTER = ("nothing", "restored elsewhere", "replaced array", "another model", "evaluated")
+
+TRUE = (
+  (
+    r"finds no (attention|layer)|no attention",
+    lambda c: c.options["attention"] and "attention" not in c.features,
+  ),
+  (r"loss_parts", lambda c: c.options["loss_parts"] is not None),
+  (r"finds no|not rolled|no consecutive equal layers", lambda c: c.options["roll"] is True),
+  (r"pipeline|stage", lambda c: "stage" in LAYOUTS[c.layout]),
+  (r"zero=\d splits nothing|zero has no effect", lambda c: c.zero),
+  (r"microbatches of \d+ examples have", lambda c: c.microbatches > 1),
+  (
+    r"Remat|remat|offload",
+    lambda c: isinstance(c.options["remat"], nxp.Remat) or c.options["remat"] == "offload",
+  ),
+)
+"""Errors that are true, and for which cases: what was asked for cannot be done there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """What is combined; drawn from `seed`."""
+
+  seed: int
+  features: frozenset[str]
+  layers: int
+  loss: str
+  microbatches: int
+  options: Mapping[str, Any]
+  layout: str
+  zero: int
+  scaled: bool
+  after: str
+
+  @classmethod
+  def draw(cls, seed: int) -> Case:
+    """The case of a seed."""
+    rng = random.Random(seed)
+    features = frozenset(rng.sample(FEATURES, rng.choice((0, 1, 1, 2, 2, 3))))
+    if "scan over layers" in features:  # one class of stacked layers
+      features -= {"numbered attributes", "shared layer", "statistics", "dropout"}
+    options = {name: rng.choice(values) for name, values in OPTIONS.items()}
+    layout = rng.choice([*LAYOUTS])
+    return cls(
+      seed, features, rng.choice((2, 4)), rng.choice([*LOSSES]), rng.choice((1, 2, 4)), options, layout,
+      rng.choice((0, 0, 1, 2)), rng.random() < 0.15, rng.choice(AFTER),
+    )  # fmt: skip
+
+  def __str__(self) -> str:
+    chosen = {name: x for name, x in self.options.items() if x not in (None, "auto", False)}
+    return (
+      f"{self.seed}: {', '.join(sorted(self.features)) or 'plain'}; {self.layers} layers; loss {self.loss};"
+      f" microbatches {self.microbatches}; {chosen}; {self.layout}; zero {self.zero};"
+      f" {'loss scale; ' if self.scaled else ''}then {self.after}"
+    )
+
+
+class Tables(NamedTuple):
+  """Arrays in a container."""
+
+  sine: Any
+  cosine: Any
+
+
+class Block(nnx.Module):
+  """A layer with the features of a case."""
+
+  def __init__(self, width: int, features: frozenset[str], rngs: nnx.Rngs):
+    self.norm = nnx.LayerNorm(width, rngs=rngs)
+    self.up = nnx.Linear(width, 2 * width, rngs=rngs)
+    self.down = nnx.Linear(2 * width, width, rngs=rngs)
+    self.attend = (
+      nnx.MultiHeadAttention(2, width, rngs=rngs, decode=False) if "attention" in features else None
+    )
+    self.statistics = nnx.BatchNorm(width, rngs=rngs) if "statistics" in features else None
+    self.drop = nnx.Dropout(0.2, rngs=rngs) if "dropout" in features else None
+    self.scale = jnp.full((width,), 0.5) if "scale in layers" in features else None
+    self.factor = 0.5 if "number in layers" in features else 1.0
+    angles = jnp.arange(LENGTH * width, dtype=jnp.float32).reshape(LENGTH, width)
+    self.tables = (
+      nnx.data(Tables(jnp.sin(angles), jnp.cos(angles))) if "tables in a tuple" in features else None
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """`(..., LENGTH, width)` to the same shape."""
+    y = self.norm(x)
+    if self.tables is not None:
+      y = y * jnp.broadcast_to(self.tables.cosine, y.shape) + jnp.broadcast_to(self.tables.sine, y.shape)
+    if self.attend is not None:
+      y = y + self.attend(y)
+    if self.statistics is not None:
+      y = self.statistics(y)
+    y = self.down(jax.nn.gelu(self.up(y)))
+    if self.drop is not None:
+      y = self.drop(y)
+    if self.scale is not None:
+      y = y * jnp.broadcast_to(self.scale, y.shape)
+    return x + self.factor * y
+
+
+class Model(nnx.Module):
+  """A small decoder with the features of a case."""
+
+  def __init__(self, case: Case, rngs: nnx.Rngs):
+    has, width = case.features, 10 if "uneven width" in case.features else 8
+    self.embed = nnx.Embed(TOKENS, width, rngs=rngs)
+    self.order = jnp.arange(TOKENS)[::-1] if "integer table" in has else None
+    self.bias = nnx.data({"first": jnp.full((width,), 0.1)}) if "table in a dict" in has else None
+    self.count, self.named = case.layers, "numbered attributes" in has
+    self.stacked = "scan over layers" in has
+    if self.stacked:
+      self.blocks = nnx.vmap(lambda rngs: Block(width, has, rngs))(rngs.split(case.layers))
+    else:
+      blocks = [Block(width, has, rngs) for _ in range(case.layers)]
+      if "shared layer" in has:
+        blocks[-1] = blocks[0]
+      for n, block in enumerate(blocks) if self.named else ():
+        setattr(self, f"block_{n}", block)
+      self.blocks = None if self.named else nnx.List(blocks)
+    self.head = None if "tied head" in has else nnx.Linear(width, TOKENS, rngs=rngs)
+
+  def features(self, tokens: jax.Array) -> jax.Array:
+    """`(..., LENGTH, width)` of `(..., LENGTH)`."""
+    x = self.embed(tokens if self.order is None else self.order[tokens])
+    if self.bias is not None:
+      x = x + jnp.broadcast_to(self.bias["first"], x.shape)
+    if self.stacked:
+      return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+    for n in range(self.count):
+      x = getattr(self, f"block_{n}")(x) if self.named else self.blocks[n](x)
+    return x
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Logits `(..., LENGTH, TOKENS)` of tokens `(..., LENGTH)`."""
+    x = self.features(tokens)
+    return self.embed.attend(x) if self.head is None else self.head(x)
+
+
+def nats(model: Model, batch: Any) -> jax.Array:
+  """The loss of each token."""
+  return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+
+
+def contrast(model: Model, batch: Any) -> jax.Array:
+  """Each example against all others."""
+  z = model.features(batch["x"]).mean(-2)
+  return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z))).mean()
+
+
+def balance(model: Model, batch: Any) -> jax.Array:
+  """The product of two means over the batch, as in mixtures of experts."""
+  chances = jax.nn.softmax(model(batch["x"]))
+  return nats(model, batch).mean() + 4 * jnp.square(chances.mean((0, 1))).sum()
+
+
+def penalty(model: Model, batch: Any) -> jax.Array:
+  """A gradient inside the loss."""
+  slope = jax.grad(lambda s: (s * model.features(batch["x"])).mean())(jnp.float32(1.0))
+  return nats(model, batch).mean() + jnp.square(slope)
+
+
+LOSSES: Mapping[str, Callable[[Model, Any], Any]] = {
+  "mean": lambda m, b: nats(m, b).mean(),
+  "sum": lambda m, b: nats(m, b).sum(),
+  "weighted": lambda m, b: nxp.weighted((nats(m, b) * b["w"]).sum(), b["w"].sum()),
+  "masked mean": lambda m, b: (nats(m, b) * b["w"]).sum() / (1 + b["w"].sum()),
+  "logarithm of a mean": lambda m, b: jnp.log(nats(m, b).mean()),
+  "contrast": contrast,
+  "balance": balance,
+  "penalty": penalty,
+  "metrics": lambda m, b: (nats(m, b).mean(), {"hits": (m(b["x"]).argmax(-1) == b["y"]).mean()}),
+  "vmap": lambda m, b: jax.vmap(lambda x, y: nats(m, {"x": x[None], "y": y[None]}).mean())(
+    b["x"], b["y"]
+  ).mean(),
+  "map": lambda m, b: jax.lax.map(lambda x: jnp.square(m(x[None])).mean(), b["x"]).mean(),
+  "jit": lambda m, b: jax.jit(lambda x: jnp.square(m(x)).mean())(b["x"]),
+  "checkpoint": lambda m, b: jax.checkpoint(lambda x: jnp.square(m(x)).mean())(b["x"]),
+}
+INSIDE = ("vmap", "map", "jit", "checkpoint", "penalty")
+"""Losses that call the model inside a transform of JAX, which cannot write its statistics or random state."""
+
+
+def data() -> dict[str, np.ndarray]:
+  """A batch."""
+  rng = np.random.default_rng(0)
+  x, y = rng.integers(0, TOKENS, (2, BATCH, LENGTH)).astype(np.int32)
+  return {"x": x, "y": y, "w": (rng.random((BATCH, LENGTH)) < 0.5).astype(np.float32)}
+
+
+def planned(case: Case, sizes: Mapping[str, int], *, zero: int) -> nxp.ShardingPlan:
+  """The plan of the case on a mesh."""
+  mesh = nxp.make_mesh(dict(sizes), devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+  split = [axis for axis in ("tensor", "fsdp") if axis in sizes]
+  rules: list[Any] = [nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))]
+  rules.append(nxp.fsdp(tuple(split), min_size=16) if split else nxp.replicate())
+  tx = optax.sgd(0.05, momentum=0.9)  # Adam would amplify a gradient that is zero but for rounding
+  tx = nxp.with_loss_scale(tx, initial=8.0) if case.scaled else tx
+  return nxp.plan(lambda: Model(case, nnx.Rngs(0)), mesh, rules, optimizer=tx, zero=zero, uneven="next")
+
+
+def follow(
+  case: Case, step: Any, model: Any, optimizer: Any, plan: Any, batch: Any
+) -> tuple[Any, Any, list[float]]:
+  """What comes after the first steps; returns the model and the optimizer to compare, and losses."""
+  if case.after == "replaced array" and "table in a dict" in case.features:
+    model.bias = nnx.data({"first": model.bias["first"] * 2})
+  if case.after == "another model":
+    other = nxp.create_sharded_model(plan)
+    step(*other, batch)
+  losses = [float(step(model, optimizer, batch)["loss"])]
+  if case.after == "evaluated":
+    losses.append(float(nxp.eval_step(LOSSES[case.loss])(model, batch)["loss"]))
+  if case.after == "restored elsewhere":
+    elsewhere = planned(case, {"fsdp": 2}, zero=0)
+    with tempfile.TemporaryDirectory() as folder, nxp.Checkpointer(folder) as checkpointer:
+      checkpointer.save(1, model, optimizer)
+      model, optimizer = checkpointer.restore(elsewhere)
+    again = nxp.train_step(LOSSES[case.loss], microbatches=case.microbatches)
+    losses.append(float(again(model, optimizer, nxp.shard_batch(data(), elsewhere))["loss"]))
+  return model, optimizer, losses
+
+
+def trained(
+  case: Case, sizes: Mapping[str, int], options: Mapping[str, Any], zero: int
+) -> tuple[list[float], Any]:
+  """Losses and the state after some steps."""
+  plan = planned(case, sizes, zero=zero)
+  model, optimizer = nxp.create_sharded_model(plan)
+  nxp.check_layout(model, plan, optimizer=optimizer)
+  step = nxp.train_step(LOSSES[case.loss], microbatches=case.microbatches, **options)
+  batch = nxp.shard_batch(data(), plan)
+  found = [step(model, optimizer, batch) for _ in range(2)]
+  losses = [float(metrics["loss"]) for metrics in found]
+  model, _, more = follow(case, step, model, optimizer, plan, batch)
+  return losses + more, jax.device_get(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState))))
+
+
+def check(case: Case) -> str:
+  """The verdict, with its reason."""
+  if case.loss in INSIDE and case.features & {"statistics", "dropout", "scan over layers"}:
+    return "skipped: flax refuses to write Variables, or to scan, inside a transform of JAX"
+  options = dict(case.options)
+  if "stage" in LAYOUTS[case.layout]:
+    options["pipeline"] = "stage"
+  with contextlib.suppress(NnxParallelError):
+    wanted, state = trained(case, {"data": 1}, {}, 0)
+    try:
+      losses, found = trained(case, LAYOUTS[case.layout], options, case.zero)
+    except NnxParallelError as error:
+      text = f"{type(error).__name__}: {error}"
+      known = any(re.search(pattern, text) and holds(case) for pattern, holds in TRUE)
+      return f"{'refused' if known else 'FALSELY REFUSED'}: {text}"
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
+    off = max((float(abs(np.asarray(a, float) - b).max()) for a, b in pairs), default=0.0)
+    lost = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(wanted, losses, strict=True))
+    bad = not (lost < TOLERANCE and off < TOLERANCE)
+    return f"{'WRONG' if bad else 'right'}: losses {wanted} {losses}, parameters off by {off:.1e}"
+  return "WRONG: one device refused it"
+
+
+def main() -> None:
+  """Checks a range of seeds."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--seeds", default="0:50", help="first:end")
+  parser.add_argument("--show", action="store_true", help="print every case, and raise what it raises")
+  arguments = parser.parse_args()
+  first, end = map(int, arguments.seeds.split(":"))
+  counts: collections.Counter[str] = collections.Counter()
+  began = time.monotonic()
+  for seed in range(first, end):
+    case = Case.draw(seed)
+    if arguments.show:
+      print(case, flush=True)
+    try:
+      verdict = check(case)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+      if arguments.show:
+        raise
+      verdict = f"BROKEN: {type(error).__name__}: {error}"
+    kind = verdict.split(":")[0]
+    counts[kind] += 1
+    if arguments.show or kind not in ("right", "skipped"):
+      print(f"{case}\n  {verdict}", flush=True)
+  print(f"{dict(counts)} in {time.monotonic() - began:.0f} s")
+  sys.exit(any(kind not in ("right", "refused", "skipped") for kind in counts))
+
+
+if __name__ == "__main__":
+  main()
