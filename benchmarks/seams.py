@@ -3,7 +3,7 @@
     python benchmarks/seams.py --seeds 0:100
     python benchmarks/seams.py --seeds 7:8 --show       one case, printed
 
-Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from its seed:
+Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from a seed:
 features of a small decoder, a loss, options of the step, a mesh, and what follows the first steps. Its baseline
 is the same model and loss on one device with the same number of microbatches and no other option.
 
