@@ -23,6 +23,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
+from nnx_parallel.report.estimate.workload import batch_structs, check_batch
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import Collective, collectives, totals
 from nnx_parallel.report.program.compiler import (
@@ -251,7 +252,7 @@ def compile_report(
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
       as the plan, its compiler is not installed, or it refuses the program for another reason than memory;
-      or `step` is no step, or has no batch.
+      or `step` is no step; or the batch has no array, or one that the plan cannot split evenly.
 
   Example:
     >>> import jax
@@ -282,7 +283,9 @@ def compile_report(
       details=f"{len(args) or 'no'} other arguments were given after the plan",
       fix="compile_report(step, plan, batch=jax.ShapeDtypeStruct((512, 128), 'int32')); arrays work too.",
     )
+  batch = batch_structs(batch)
   here = _placed(plan, topology)
+  check_batch(here, batch)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
   # Nothing can run on a machine that is not here: the mesh is for what is traced.

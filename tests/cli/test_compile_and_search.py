@@ -257,6 +257,14 @@ def test_plan_ends_with_3_when_its_memory_does_not_fit(recipe, run):
   assert json.loads(done.out)
 
 
+def test_plan_refuses_a_batch_that_its_mesh_cannot_split(recipe, run):
+  done = run("plan", recipe, "--chip", "v5e", "--mesh", "fsdp=512")
+  assert done.code == 1
+  assert "batch has 256 examples, which 512 shards cannot split evenly: this layout cannot run." in done.err
+  assert "a global batch of 512, or fewer shards" in done.err
+  assert run("plan", recipe, "--chip", "v5e", "--mesh", "fsdp=512", "--batch", "512").code == 0
+
+
 def test_plan_without_a_chip_asks_for_nothing_but_a_model(tmp_path, run):
   path = tmp_path / "bare.py"
   path.write_text("from flax import nnx\ndef init():\n  return nnx.Linear(8, 8, rngs=nnx.Rngs(0))\n")

@@ -350,3 +350,13 @@ def test_a_report_is_whole_where_the_program_is_in_the_compilation_cache():
   assert compile_report(lowered).peak
   assert compile_report(lowered).peak
   assert jax.config.jax_enable_compilation_cache
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+  step, plan = nxp.train_step(layouts.loss), layouts.plan(fsdp=8)
+  with pytest.raises(
+    ReportError, match=r"has 12 examples, which 8 shards cannot split evenly: this layout cannot run"
+  ):
+    compile_report(step, plan, batch=jax.ShapeDtypeStruct((12, 16), "float32"), topology="cpu:8")
+  with pytest.raises(ReportError, match=r"the batch has no array: \(16, 8\)"):
+    compile_report(step, plan, batch=(16, 8), topology="cpu:8")

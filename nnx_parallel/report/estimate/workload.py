@@ -285,7 +285,7 @@ def trace_workload(
       f"an estimate reads the loss function, and got a {type(loss).__name__}.",
       fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
     )
-  batch = abstract_batch(batch)
+  batch = batch_structs(batch)
   changed = with_layers(loss, remat=remat, layers=layers) if pipeline is None else loss
   options = None if pipeline is None else LayerOptions(remat, pattern=layers, pipeline=pipeline)
   if options is not None:
@@ -347,7 +347,7 @@ def trace_workload(
   )
 
 
-def abstract_batch(batch: Any) -> Any:
+def batch_structs(batch: Any) -> Any:
   """The batch as `ShapeDtypeStruct`s; Python numbers are scalars.
 
   Raises:
@@ -369,14 +369,14 @@ def abstract_batch(batch: Any) -> Any:
   return found
 
 
-def check_batch(plan: ShardingPlan, batch: Any, microbatches: int) -> None:
-  """Refuses a batch that a step with this plan could not split: an estimate of it would mislead.
+def check_batch(plan: ShardingPlan, batch: Any, microbatches: int = 1) -> None:
+  """Refuses a batch that a step with this plan could not split: a report of it would mislead.
 
   Raises:
     ReportError: the shards of the batch, in each microbatch, or another dim cannot be even.
   """
   sizes = axis_sizes(plan.mesh)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_batch(batch)):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch_structs(batch)):
     counts = shard_counts(plan.batch_spec(len(leaf.shape)), len(leaf.shape), sizes)
     name, parts = f"batch{jax.tree_util.keystr(path)}", (*counts[:1], microbatches)
     each = math.prod(parts) if counts else 1

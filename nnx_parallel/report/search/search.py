@@ -30,7 +30,7 @@ from nnx_parallel.layout.plan import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
-from nnx_parallel.report.estimate.workload import abstract_batch, parameter_parts, with_offload, with_zero
+from nnx_parallel.report.estimate.workload import batch_structs, parameter_parts, with_offload, with_zero
 from nnx_parallel.report.search.space import (
   RuleVariant,
   Sizes,
@@ -293,7 +293,7 @@ def search(
       details=f"compile_best={compile_best}",
       fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
     )
-  target, batch = read_machine(topology), abstract_batch(batch)
+  target, batch = read_machine(topology), batch_structs(batch)
   refused: dict[str, int] = {}
   found: list[Candidate] = []
   tried = rule_variants(init, loss, rules, optimizer, batch, remats, layers)
