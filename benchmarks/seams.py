@@ -49,7 +49,8 @@ TOLERANCE = 2e-4
 
 FEATURES = (
   "scale in layers", "tables in a tuple", "table in a dict", "integer table", "tied head", "shared layer",
-  "statistics", "dropout", "attention", "numbered attributes", "uneven width", "number in layers", "scan over layers",
+  "statistics", "dropout", "attention", "numbered attributes", "uneven width", "number in layers",
+  "scan over layers",
 )  # fmt: skip
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
   "remat": (None, None, "full", "dots", nxp.Remat("full", every=2), nxp.Remat("full", group=2), "offload"),

@@ -138,12 +138,12 @@ class Parts(NamedTuple):
   """How the leaves of a template divide: Variables, raw arrays, and constants of a program.
 
   Attributes:
-    count: how many leaves there are.
+    leaves: how many there are.
     raw: the positions of raw arrays, which are arguments of a program and are not written back.
     constants: position -> NumPy array, or a Variable's value that is no array (optax's `MaskedNode`).
   """
 
-  count: int
+  leaves: int
   raw: tuple[int, ...]
   constants: Mapping[int, Any]
 
@@ -161,13 +161,13 @@ class Parts(NamedTuple):
   @property
   def variables(self) -> list[int]:
     """The positions of Variables with an array."""
-    return [i for i in range(self.count) if i not in self.constants and i not in {*self.raw}]
+    return [i for i in range(self.leaves) if i not in self.constants and i not in {*self.raw}]
 
   def join(self, arrays: Iterable[Any], raw: Iterable[Any]) -> list[Any]:
     """All leaves, from the arrays of the Variables and the raw arrays."""
     found = {**self.constants, **dict(zip(self.variables, arrays, strict=True))}
     found |= dict(zip(self.raw, raw, strict=True))
-    return [found[i] for i in range(self.count)]
+    return [found[i] for i in range(self.leaves)]
 
 
 def _blank(leaf: Any) -> Any:

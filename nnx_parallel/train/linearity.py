@@ -36,6 +36,7 @@ from nnx_parallel.core.jaxprs import (
   place_of,
   scan_counts,
 )
+from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.tiles import ELEMENTWISE
 
 _ROUNDING = 5e-3  # of a literal in bfloat16; scales that matter differ by a factor of 2 or more
@@ -192,7 +193,7 @@ class _Pair:
     """A number or an array that the traces hold."""
     if is_tracer(a) or (a is b and np.ndim(a)):
       return SAME if a is b else _mixed("it holds an array of its own for each number of examples")
-    if jax.dtypes.issubdtype(getattr(a, "dtype", np.float32), jax.dtypes.extended):
+    if hasattr(a, "dtype") and is_key(a.dtype):
       return SAME if a is b else _mixed("it holds a key of its own")
     one, two = np.asarray(a), np.asarray(b)
     if one.dtype == jax.dtypes.float0 or not (one.any() or two.any()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,7 @@ def trained_by(template: Template, models: Any, key: Any, wrt: Any) -> dict[Path
   leaves = {id(leaf): i for i, leaf in enumerate(template.leaves)}
   chosen = nnx.filterlib.to_predicate(wrt)
   own = variables(models if key is None else models[key])
-  return {path: leaves[id(leaf)] for path, leaf in own.items() if chosen(path, leaf)}
+  return {path: leaves[id(leaf)] for path, leaf in own.items() if chosen(cast(Any, path), leaf)}
 
 
 def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any]) -> None:

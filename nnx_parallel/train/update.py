@@ -148,7 +148,8 @@ def _update_once(
       return value if scale is None else scaled_in_backward(value, scale)
 
     factor = find_scale(optimizer)
-    state = nnx.from_flat_state(list(zip(places, leaves, strict=True)))
+    flat: Any = [*zip(places, leaves, strict=True)]
+    state = nnx.from_flat_state(flat)
     apply(optimizer, model, state, metrics["loss"], value_fn)
     if options.diagnostics:
       noted |= diagnostics(optimizer, own, factor, f"{key}/" if len(optimizers) > 1 else "")
