@@ -4,8 +4,8 @@
     python benchmarks/seams.py --seeds 7:8 --show       one case, printed
 
 Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from a seed:
-features of a small decoder, a loss, options of the step, a mesh, and what follows the first steps. Its baseline
-is the same model and loss on one device with the same number of microbatches and no other option.
+features of a small decoder, a loss, options of the step, a mesh, and what follows the first steps. Its
+baseline is the same model and loss on one device with the same number of microbatches and no other option.
 
 A case is *right* when losses and parameters agree to 2e-4, *refused* when an error of the
 toolkit says what cannot be done and `TRUE` knows that it is so, and *wrong* otherwise.

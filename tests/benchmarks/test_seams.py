@@ -1,0 +1,25 @@
+"""Generated combinations of features, options, meshes and losses: a fixed sample of `benchmarks/seams.py`."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from benchmarks.seams import LOSSES, Case, check
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 12, 16, 18])
+def test_a_combination_equals_one_device_or_is_refused_for_a_true_reason(seed):
+  assert check(Case.draw(seed)).split(":")[0] in ("right", "refused")
+
+
+def test_seeds_draw_the_same_cases_and_every_loss():
+  assert [str(Case.draw(n)) for n in range(9)] == [str(Case.draw(n)) for n in range(9)]
+  assert {Case.draw(n).loss for n in range(200)} == {*LOSSES}
