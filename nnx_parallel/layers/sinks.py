@@ -96,9 +96,10 @@ class _Sinks:
       if own is not None and not isinstance(x, core.Literal) and x.aval.shape[own] > 1:
         given = self._padded(x, own)
       return bind(eqn, [given], shape=shape)[0]
-    is_last = eqn is not None and dim == len(shape) - 1
-    if is_last and name == "reshape" and eqn.invars[0].aval.shape[-1:] == var.aval.shape[-1:]:
-      return self._padded(eqn.invars[0], len(eqn.invars[0].aval.shape) - 1).reshape(shape)
+    if eqn is not None and name == "reshape" and dim == len(shape) - 1:
+      (x,) = eqn.invars
+      if x.aval.ndim and x.aval.shape[-1] == var.aval.shape[-1]:
+        return self._padded(x, x.aval.ndim - 1).reshape(shape)
     place = _operand_of(eqn, dim) if name == "dot_general" else None
     if place is not None:
       inputs = [self._values[x] for x in eqn.invars]  # pyright: ignore[reportOptionalMemberAccess]
