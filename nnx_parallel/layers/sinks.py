@@ -53,13 +53,27 @@ class _Sinks:
     self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
     products = [eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "dot_general"]
     of_products = dependents(body, products)
+    largest = [eqn for eqn in body.eqns if eqn.primitive.name == "reduce_max"]
+    of_maxima = {(self._before(eqn.invars[0]), int(axis)) for eqn in largest for axis in eqn.params["axes"]}
     self.joins: dict[Any, Any] = {
-      eqn.outvars[0]: eqn for eqn in body.eqns if _is_join(eqn) and among(eqn.invars[0], of_products)
+      eqn.outvars[0]: eqn
+      for eqn in body.eqns
+      if _is_join(eqn)
+      and among(eqn.invars[0], of_products)
+      and (eqn.outvars[0], eqn.params["dimension"]) in of_maxima
     }
     self._joined = dependents(body, self.joins)
     self._values: dict[Any, Any] = {}
     # Weights of all keys, by those of which the sink's are cut off, and the dim of the keys.
     self._whole: dict[Any, tuple[Any, int]] = {}
+
+  def _before(self, var: Any) -> Any:
+    """What a value is in another dtype, or before something is subtracted from it; None for a number."""
+    while not isinstance(var, core.Literal) and (eqn := self._made.get(var)) is not None:
+      if eqn.primitive.name not in ("convert_element_type", "copy", "stop_gradient", "sub"):
+        break
+      var = eqn.invars[0]
+    return None if isinstance(var, core.Literal) else var
 
   def run(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     """The results of an operation."""

@@ -331,6 +331,17 @@ def others_too(q, k, v):
   return x
 
 
+def test_a_token_that_is_joined_to_others_is_no_sink():
+  def classified(q, k, v):
+    joined = jnp.concatenate([attend(q, k, v) @ K[0, :WIDTH, 0], jnp.ones((BATCH, 1, HEADS, WIDTH))], 1)
+    return jnp.tanh(joined)
+
+  changed = nxp.with_layers(loss_of(classified), attention=5)
+  names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(changed)([Q, K, V], np.float32(1)))]
+  assert "pad" not in names
+  assert "concatenate" in names
+
+
 def test_each_attention_that_is_left_is_said():
   def line(attention):
     used = LayersUsed()
