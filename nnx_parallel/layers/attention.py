@@ -62,7 +62,8 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
-from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims
+from nnx_parallel.layers.sinks import with_sinks_as_keys
+from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, without_shifts
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
@@ -73,6 +74,8 @@ WORDS: tuple[AttentionName, ...] = ("blocks", "fused", "ring", "all_to_all")
 OVER_AXIS = ("ring", "all_to_all")
 BLOCK = 512
 _INNER = (*CALLS, "scan", "while", "cond")
+_JUMPS = ("eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round")
+"""Operations whose result jumps."""
 _PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
 _SCALES = (*_PLACES, "neg")
 _PASSED = (*_PLACES, "stop_gradient")
@@ -120,7 +123,7 @@ class _Found:
       text += f"; as written: {'; '.join(dict.fromkeys(self.left))}"
     if self.kept:
       kept = ", ".join(dict.fromkeys(self.kept))
-      text += f"; its weights are read elsewhere too, so all of them exist: {kept}"
+      text += f"; its scores or weights are read elsewhere too, so all of them exist: {kept}"
     return text
 
 
@@ -418,7 +421,8 @@ def _way(attention: Attention) -> _Way:
 
 def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, _Found]]) -> Any:
   """The program with its attention computed another way. Equal layers get one program, which is made once."""
-  flat: Any = as_quotients(flattened(jaxpr, is_opened))
+  flat: Any = with_sinks_as_keys(flattened(jaxpr, is_opened), is_opened)
+  flat = as_quotients(without_shifts(flat))
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, Any] = {}
@@ -462,11 +466,28 @@ def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, 
   if here.taken:
     body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
     remaining = {id(eqn) for eqn in body.eqns}
-    here.kept += [_softmax(match) for match in matches if id(match.exp) in remaining]
+    here.kept += [_softmax(match) for match in matches if _exists(flat.jaxpr, match, remaining)]
   found.add(here)
   if not here.taken:
     return jaxpr
   return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
+
+
+def _exists(body: Any, match: _Softmax, remaining: set[int]) -> bool:
+  """Whether the exponentials of an attention are among the operations that remain, or its scores."""
+  if id(match.exp) in remaining:
+    return True
+  made, size = {out: eqn for eqn in body.eqns for out in eqn.outvars}, match.exp.outvars[0].aval.size
+  todo, seen = [*match.exp.invars], set[Any]()
+  while todo:
+    var = todo.pop()
+    if isinstance(var, core.Literal) or var in seen or var.aval.size < size or var not in made:
+      continue
+    seen.add(var)
+    if made[var].primitive.name == "dot_general" and id(made[var]) in remaining:
+      return True
+    todo += [] if made[var].primitive.name == "dot_general" else made[var].invars
+  return False
 
 
 def _form(body: Any, exp: Any) -> str:
@@ -808,11 +829,18 @@ def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: se
     and all(len(names & {name for name, _, _ in own}) == 1 for own in wanted)
   ]
   of_scores = dependents(body, {out for eqn in meets for out in eqn.outvars})
+  own = {var for var, _ in tiles.leaves if var in of_scores and var not in cut and is_inexact(var.aval)}
+  depends = dependents(body, own)
+  for eqn, _ in tiles.parts.values():
+    if eqn.primitive.name in _JUMPS and any(among(var, depends) for var in eqn.invars):
+      # A tile rounds its scores in another way: what equals the other operand may be found above or below it.
+      first = next(var for var in own if eqn.outvars[0] in dependents(body, {var}))
+      raise _NotByBlocks(
+        f"{text}: {described(eqn)} compares its scores with {described(tiles.made(first))}, which is computed"
+        " from all of a row"
+      )
   for var, labels in tiles.leaves:
     made = tiles.made(var)
-    if var in of_scores and var not in cut:
-      # A tile rounds its scores in another way: one that is compared with itself would be another key's.
-      raise _NotByBlocks(f"{text}: {described(made)} is computed from its own scores, all of a row at once")
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:

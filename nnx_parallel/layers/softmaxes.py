@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import among, call_equation, dependents, flattened, opened
+from nnx_parallel.core.jaxprs import among, call_equation, dependents, flattened, opened, without_unused
 from nnx_parallel.core.tiles import Labels, Untiled, pushed
 
 _SUMS = ("reduce_sum", "cumsum")
@@ -168,6 +168,34 @@ def as_quotients(flat: Any) -> Any:
   calls = {id(eqn) for eqn in new.values()}
   program = flat.replace(jaxpr=body.replace(eqns=[new.get(id(eqn), eqn) for eqn in body.eqns]))
   return flattened(program, lambda eqn: id(eqn) in calls)
+
+
+def without_shifts(flat: Any) -> Any:
+  """A closed flat program in which no maximum is subtracted from scores whose softmax does it again."""
+  body = opened(flat)
+  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+  readers: dict[Any, list[str]] = {}
+  for eqn in body.eqns:
+    for var in eqn.invars:
+      if not isinstance(var, core.Literal):
+        readers.setdefault(var, []).append(eqn.primitive.name)
+  same: dict[Any, Any] = {}
+  for eqn in body.eqns:
+    if eqn.primitive.name == "sub" and not any(isinstance(var, core.Literal) for var in eqn.invars):
+      (scores, shift), out = eqn.invars, eqn.outvars[0]
+      origin = _origin(shift, made)
+      largest = None if isinstance(origin, core.Literal) else made.get(origin)
+      is_largest = largest is not None and largest.primitive.name == "reduce_max"
+      is_largest = is_largest and largest.invars[0] is scores  # pyright: ignore[reportOptionalMemberAccess]
+      if is_largest and out not in body.outvars and sorted(readers.get(out, [])) == ["reduce_max", "sub"]:
+        same[out] = same.get(scores, scores)
+  if not same:
+    return flat
+  eqns = [
+    eqn.replace(invars=[x if isinstance(x, core.Literal) else same.get(x, x) for x in eqn.invars])
+    for eqn in body.eqns
+  ]
+  return without_unused(flat.replace(jaxpr=body.replace(eqns=eqns)))
 
 
 def _quotient(axes: tuple[int, ...], exponentials: Any, total: Any) -> list[Any]:

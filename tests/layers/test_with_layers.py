@@ -354,7 +354,7 @@ class Counting(Layer):
   """Gets an array of which it makes a number."""
 
   def __call__(self, x, n):
-    return super().__call__(x) * int(n)
+    return super().__call__(x) / int(n)
 
 
 def test_a_number_that_python_reads():
@@ -499,7 +499,7 @@ class Scanning(nnx.Module):
       return x, x.mean((1, 2))
 
     x, means = jax.lax.scan(layer, x, self.kernels[...], reverse=self.reverse)
-    return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).sum())
+    return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).mean() / self.depth)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -537,7 +537,7 @@ def test_a_group_of_a_scan_keeps_one_input():
 
     return jax.jit(jax.grad(value)).lower(state).compile().memory_analysis().temp_size_in_bytes
 
-  assert bytes_of("full") - bytes_of(nxp.Remat("full", group=8)) > 32 * x.nbytes
+  assert bytes_of("full") - bytes_of(nxp.Remat("full", group=8)) > 16 * x.nbytes
 
 
 @pytest.mark.parametrize(
