@@ -7,13 +7,14 @@ VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+SEEDS ?= 0:100
 
 SHELL := /bin/sh
 bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides lint format types bench torture soak fuzz setup setup-lint clean
+.PHONY: help demo test quick guides lint format types bench torture soak fuzz seams setup setup-lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -52,6 +53,9 @@ soak: setup  ## kills random processes of a supervised run at random moments, an
 
 fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)
 	@$(bin)/python benchmarks/fuzz.py --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
+
+seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
+	@$(bin)/python benchmarks/seams.py --seeds $(SEEDS)
 
 clean:  ## deletes $(VENV) and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"
