@@ -103,6 +103,7 @@ def check_values(
     LeafPair(item, path, _on_host(saved), path, saved)
     for item, record in manifest.items.items()
     for path, saved in record.leaves.items()
+    if saved.encoding != encoding.EMPTY
   ]
   with store.readers() as pool:
     for group in _groups(pairs[mine[0] :: mine[1]], byte_budget // 2):
@@ -113,9 +114,8 @@ def check_values(
       for leaf in group:
         try:
           found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
-          array = found.get(leaf.saved.folder)
-          digests = () if array is None else totals(digest(array, block=leaf.saved.block))
-          if digests and (problems := _wrong_values(step_dir, manifest, leaf, digests)):
+          digests = totals(digest(found[leaf.saved.folder], block=leaf.saved.block))
+          if problems := _wrong_values(step_dir, manifest, leaf, digests):
             raise damage(manifest.step, problems)
         except DamagedError as error:
           yield leaf.name, error.what
