@@ -26,7 +26,10 @@ def is_pick(eqn: Any) -> bool:
   if name not in ("gather", "scatter-add"):
     return False
   numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
-  before, last = tuple(range(len(shape) - 1)), (len(shape) - 1,)
+  last = (len(shape) - 1,)
+  # jax reads a dim of size 1 as a whole, and the others index by index.
+  before = tuple(d for d in range(len(shape) - 1) if shape[d] != 1)
+  ones = tuple(d for d in range(len(shape) - 1) if shape[d] == 1)
   moved = (
     (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims)
     if name == "gather"
@@ -37,8 +40,9 @@ def is_pick(eqn: Any) -> bool:
   )
   picked = eqn.outvars[0] if name == "gather" else eqn.invars[2]
   return (
-    tuple(map(tuple, moved)) == (last, last, ())
-    and tuple(numbers.operand_batching_dims) == before == tuple(batching)
+    tuple(map(tuple, moved)) == (last, last, ones)
+    and tuple(numbers.operand_batching_dims) == before
+    and tuple(batching) == tuple(range(len(before)))
     and picked.aval.shape == (*shape[:-1], 1)
     and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
     and params["mode"] == GatherScatterMode.FILL_OR_DROP
@@ -58,7 +62,8 @@ def picked(
   total: Callable[[jax.Array], jax.Array] = _sum_of_row,
 ) -> Results:
   """The results of such an operation; `total` sums each row."""
-  places = jax.lax.squeeze(indices, (indices.ndim - 1,))
+  full = indices.ndim > x.ndim  # else without the dims of size 1
+  places = jax.lax.squeeze(indices, (indices.ndim - 1,)) if full else indices.reshape(*x.shape[:-1], 1)
   where = struct(jax.typeof(x)).sharding
   columns = jax.lax.broadcasted_iota(places.dtype, x.shape, x.ndim - 1, out_sharding=where)
   chosen = columns == jnp.broadcast_to(places, x.shape)

@@ -1,0 +1,31 @@
+"""One element of each row by a comparison: the values and gradients of `take_along_axis`, for any shape."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_parallel.core.jaxprs import bind, equations, evaluate
+from nnx_parallel.core.picks import is_pick, picked
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (1, 5), (3, 4, 5), (1, 4, 5), (3, 1, 5), (1, 1, 5)])
+def test_a_pick_is_found_and_equal_also_with_dims_of_size_1(shape):
+  rng = np.random.default_rng(0)
+  x, weights = rng.normal(size=shape).astype(np.float32), rng.normal(size=(*shape[:-1], 1)).astype(np.float32)
+  indices = rng.integers(0, shape[-1], (*shape[:-1], 1)).astype(np.int32)
+  loss = lambda x: (jnp.take_along_axis(x, indices, -1) * weights).sum()
+  traced = jax.make_jaxpr(jax.value_and_grad(loss))(x)
+  assert [e.primitive.name for e in equations(traced.jaxpr) if is_pick(e)] == ["gather", "scatter-add"]
+
+  def run(eqn, inputs):
+    if is_pick(eqn):
+      return picked(eqn, *inputs)
+    if "jaxpr" in eqn.params:
+      return evaluate(eqn.params["jaxpr"], inputs, run)
+    return bind(eqn, inputs)
+
+  for ours, theirs in zip(evaluate(traced, [x], run), jax.value_and_grad(loss)(x), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
