@@ -316,6 +316,29 @@ def test_attributes_of_a_module_are_its_vars():
   assert [name for name in found if not name.startswith("_pytree__")] == ["_length", "0"]
 
 
+def test_the_class_of_a_module_can_be_replaced():
+  layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  kind = type("Marked", (nnx.Linear,), {"__call__": lambda self, x: -nnx.Linear.__call__(self, x)})
+  object.__setattr__(layer, "__class__", kind)
+  assert float(layer(jnp.ones((1, 2))).sum()) == -float(nnx.Linear.__call__(layer, jnp.ones((1, 2))).sum())
+
+
+def test_an_attention_of_flax_gives_its_function_query_key_value_and_a_mask_and_keeps_a_cache():
+  seen = []
+
+  def attend(query, key, value, mask=None, **options):
+    seen.append((query.shape, key.shape, value.shape, mask.shape))
+    return query
+
+  layer = nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+  layer(jnp.ones((3, 5, 8)), mask=jnp.ones((3, 1, 5, 5)))
+  assert seen == [((3, 5, 2, 4),) * 3 + ((3, 1, 5, 5),)]
+  assert (layer.decode, layer.attention_fn) == (False, attend)
+  layer.init_cache((3, 7, 8))
+  assert layer.cached_key.shape == layer.cached_value.shape == (3, 7, 2, 4)
+  assert layer.cache_index[...].shape == ()
+
+
 def test_an_attribute_that_comes_or_goes_replaces_the_table_of_a_module():
   """`train/binding.py` compares attributes by identity; this one changes with each module or array set."""
   module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

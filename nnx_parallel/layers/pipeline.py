@@ -3,7 +3,8 @@
 A *tick* is one scan step, in which each stage computes one microbatch by one *chunk* of its layers. Arrays
 have a dim of stages, split over the axis; `jax.vmap` over it makes each device compute its own stage. Then
 every result moves one stage up: one collective-permute of one microbatch. For the backward pass a tick keeps
-only what its stages got, as the memory of 1F1B asks, and computes the rest again.
+only the inputs of its stages, and computes the rest again. The inputs of all ticks are kept, so memory grows
+with the number of microbatches; it would not with the schedule 1F1B.
 
 Chunk `c` of the `stages * repeats` chunks lies on stage `c % stages`. Microbatches come in groups of one
 for each stage. A group goes through all chunks before the next one starts, so the result of the last stage
