@@ -531,9 +531,12 @@ def _pad(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
   operand, value = inputs
   if value.kind != "zero" and not (value.plain and operand.plain):
     raise _Mixed
-  if eqn.params["padding_config"] != other.params["padding_config"]:
+  config = eqn.params["padding_config"]
+  if config != other.params["padding_config"]:
     raise _Mixed
-  return _untouched(operand, eqn, other)
+  if operand.kind == "part" and tuple(config[operand.dim]) != (0, 0, 0):
+    raise _Mixed
+  return operand
 
 
 def _rev(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
@@ -665,6 +668,8 @@ def _scatter(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
     if updates.dim not in numbers.update_window_dims:
       return pair.join([table, Fact("sum", updates.scale)]) if adds else _fail()
     into = window[numbers.update_window_dims.index(updates.dim)]
+    if eqn.invars[0].aval.shape[into] != eqn.invars[2].aval.shape[updates.dim]:
+      raise _Mixed
     return pair.join([table, updates.at(into)])
   if updates.kind == "zero":
     return table
@@ -686,7 +691,8 @@ def _window(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
     return fact if linear and len(inputs) == 1 else _fail()
   if not linear and not fact.plain:
     raise _Mixed
-  single = params["window_dimensions"][fact.dim] == 1 and params["window_strides"][fact.dim] == 1
+  keys = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+  single = all(params[key][fact.dim] == 1 for key in keys if params.get(key))
   if not single or params["padding"][fact.dim] != (0, 0) or not all(x.plain for x in inputs[1:]):
     raise _Mixed
   return _along([x for x in inputs if x.kind == "part"]).times(fact.scale)

@@ -160,6 +160,11 @@ UNARY = {
   "normed": lambda x: x / (1 + jnp.sqrt((x**2).sum(-1, keepdims=True))),
   "times the mean": lambda x: x * x.mean(),
   "plus one": lambda x: x + jnp.ones_like(x),
+  "shifted": lambda x: jax.lax.pad(x, np.float32(0), ((1, -1, 0), (0, 0, 0), (0, 0, 0))),
+  "first half set": lambda x: x.at[: x.shape[0] // 2].set(0.0),
+  "first half added": lambda x: x.at[: x.shape[0] // 2].add(1.0),
+  "first columns set": lambda x: x.at[:, :2].multiply(2.0),
+  "pooled": lambda x: nnx.max_pool(x, (2,), (1,), "SAME"),
   "by its place": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None],
 }
 ENDS = {
