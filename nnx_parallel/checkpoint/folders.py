@@ -106,10 +106,10 @@ def writer_lock(directory: epath.Path) -> Generator[None]:
       holder = file.read().decode().strip()
       own = holder == me
       raise CheckpointError(
-        f"cannot write to {directory}: another {'Checkpointer of this process' if own else 'job'} is writing"
+        f"cannot write to {directory}: {'this process is already' if own else 'another job is'} writing"
         " there.",
         details=f"held by {holder or 'a process without a name yet'}",
-        fix="wait() for the other Checkpointer, or share one."
+        fix="wait until the other save has finished: checkpointer.wait(); or share one Checkpointer."
         if own
         else "give each job its own directory, or wait until the other has finished.",
       ) from None

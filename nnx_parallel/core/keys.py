@@ -84,6 +84,15 @@ class Keys:
     """Those of the static parameters of an operation."""
     return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
 
+  def _params(self, op: Operation) -> Hashable:
+    before = self._in_rule
+    # A rule inside of these can't be traced by itself: it may use an axis of the mesh.
+    self._in_rule = before or op.primitive.name in ("shard_map", "pallas_call")
+    try:
+      return self.params(op.params)
+    finally:
+      self._in_rule = before
+
   def context(self, context: Any) -> Hashable:
     """The one of the configuration that an operation was traced under."""
     return context.compute_type, context.threefry_partitionable, self.of(context.xla_metadata)
@@ -164,5 +173,5 @@ class Keys:
           operands.append((numbers[value], str(value.aval)))
       for value in op.outputs:
         numbers[value] = len(numbers)
-      code.append((op.primitive, self.params(op.params), self.context(op.context), tuple(operands)))
+      code.append((op.primitive, self._params(op), self.context(op.context), tuple(operands)))
     return tuple(code)

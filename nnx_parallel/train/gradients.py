@@ -104,13 +104,13 @@ def in_microbatches(
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
   check_divides(batch, count * loss.parts)
-  _check_shards(batch, count * loss.parts, layout)
   scales: Any = None
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
   parts = count * (_replicas(layout.mesh, axes) if axes else 1)
   with mapped_axes(axes):
     jaxpr, changed = loss.inspect(_first(batch, parts))
+  _check_shards(batch, count * loss.parts, layout)
   if axes:
     why = why_not_by_replica(jaxpr, changed, axes)
     # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.

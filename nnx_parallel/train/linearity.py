@@ -191,7 +191,7 @@ class _Pair:
 
   def _constant(self, a: Any, b: Any) -> Fact:
     """A number or an array that the traces hold."""
-    if is_tracer(a) or (a is b and np.ndim(a)):
+    if is_tracer(a) or is_tracer(b) or (a is b and np.ndim(a)):
       return SAME if a is b else _mixed("it holds an array of its own for each number of examples")
     if hasattr(a, "dtype") and is_key(a.dtype):
       return SAME if a is b else _mixed("it holds a key of its own")

@@ -225,6 +225,8 @@ def test_tiles_give_the_sums_of_the_whole(monkeypatch, shape, dtype, block_bytes
   ],
 )
 def test_a_large_array_is_not_copied_to_be_digested(shape, dtype):
+  if dtype == "bfloat16" and jax.__version_info__ < (0, 12):
+    pytest.skip("XLA of this jax widens bfloat16 ahead of the loop over tiles")
   array = jax.ShapeDtypeStruct(shape, dtype)
   for block_bytes in (16 << 20, 1 << 20):
     block = block_shape(shape, array.dtype.itemsize, block_bytes)

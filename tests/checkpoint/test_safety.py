@@ -171,7 +171,7 @@ def test_only_what_a_step_left_is_swept(saved):
 
 def test_two_writers_do_not_meet(saved):
   directory, trees = saved
-  text = r"another Checkpointer of this process is writing there\.\n  held by process \d+ on .*\n  Fix: wait"
+  text = r"this process is already writing there\.\n  held by process \d+ on .*\n  Fix: wait"
   with folders.writer_lock(folders.epath.Path(directory)):
     with pytest.raises(CheckpointError, match=text):
       Checkpointer(directory).save(3, trees[1])

@@ -311,7 +311,7 @@ def test_only_one_of_two_exports_to_a_path_succeeds(tmp_path, monkeypatch):
     if not refused:
       refused.append(None)
       with pytest.raises(
-        CheckpointError, match=r"cannot write to .*out\.nnx-saving: another job is writing"
+        CheckpointError, match=r"cannot write to .*out\.nnx-saving: this process is already writing"
       ) as caught:
         export_safetensors(tmp_path / "out", {"w": jnp.zeros(4)})
       refused.append(caught)

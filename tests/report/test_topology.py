@@ -49,7 +49,7 @@ def test_names_that_cannot_be_read(text, message):
 
 
 def test_more_devices_than_this_process_has():
-  with pytest.raises(ReportError, match=r"device_count=512"):
+  with pytest.raises(ReportError, match="JAX_NUM_CPU_DEVICES=512"):
     topology_mesh("cpu:512", data=-1)
 
 
