@@ -151,17 +151,19 @@ class Parts(NamedTuple):
   def of(cls, leaves: Sequence[Any]) -> Parts:
     """The parts of these leaves."""
     raw = tuple(i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
+    places = {*raw}
     others = {
       i: value_of(leaf)
       for i, leaf in enumerate(leaves)
-      if i not in {*raw} and not (isinstance(leaf, nnx.Variable) and jax.tree.leaves(leaf.get_raw_value()))
+      if i not in places and not (isinstance(leaf, nnx.Variable) and jax.tree.leaves(leaf.get_raw_value()))
     }
     return cls(len(leaves), raw, others)
 
   @property
   def variables(self) -> list[int]:
     """The positions of Variables with an array."""
-    return [i for i in range(self.leaves) if i not in self.constants and i not in {*self.raw}]
+    others = {*self.constants, *self.raw}
+    return [i for i in range(self.leaves) if i not in others]
 
   def join(self, arrays: Iterable[Any], raw: Iterable[Any]) -> list[Any]:
     """All leaves, from the arrays of the Variables and the raw arrays."""
@@ -271,18 +273,11 @@ class Binding:
         put(leaf, jax.device_put(value, where))
 
   def pin(self, which: Iterable[int]) -> None:
-    """Gives Variables (by their position in `read`) the pinned sharding, where theirs is equal to it.
-
-    `P("fsdp", None)` and `P("fsdp")` are one layout and two types to jax, which would compile again.
-    """
+    """Gives Variables (by their position in `read`) the pinned sharding, where theirs is equivalent to it."""
     for n in which:
-      where, value = self.shardings[self._own[n]], self.variables[n]._raw_value
-      own = _sharding_of(value)
-      if where is None or own is None or own == where or own.mesh != where.mesh:
-        continue
-      if own.is_equivalent_to(where, value.ndim):
-        # A copy: the array may have other holders, and the step donates it.
-        put(self.variables[n], jax.device_put(value, where, may_alias=False))
+      value = self.variables[n]._raw_value
+      # A copy: the array may have other holders, and the step donates it.
+      put(self.variables[n], as_pinned(value, self.shardings[self._own[n]], may_alias=False))
 
 
 class Watch:
@@ -494,6 +489,17 @@ def _where(value: Any, mesh: Any, planned: NamedSharding | None, own: NamedShard
       planned.shard_shape(value.shape)
       return planned
   return NamedSharding(mesh, PartitionSpec()) if own is None else own
+
+
+def as_pinned(value: Any, where: NamedSharding | None, **options: Any) -> Any:
+  """An array under the spelling of its layout that a program expects; itself where the layout is another.
+
+  `P("fsdp", None)` and `P("fsdp")` are one layout and two types to jax. `options` are for `jax.device_put`.
+  """
+  own = _sharding_of(value)
+  if where is None or own is None or own == where or own.mesh != where.mesh:
+    return value
+  return jax.device_put(value, where, **options) if own.is_equivalent_to(where, value.ndim) else value
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:

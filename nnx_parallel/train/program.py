@@ -29,6 +29,7 @@ from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import (
   RESTORE,
   Binding,
+  as_pinned,
   current_trace,
   deleted,
   exhaust,
@@ -414,7 +415,7 @@ class BoundStep:
   def evaluate(self, program: WatchedJit, batch: Any) -> tuple[list[Any], Metrics]:
     """Runs a program that changes nothing. Returns the arrays and the metrics."""
     pinned = zip(self.binding.read(), self.structure.variable_shardings, strict=True)
-    arrays, raw = [_as_written(x, where) for x, where in pinned], self.binding.raw
+    arrays, raw = [as_pinned(x, where) for x, where in pinned], self.binding.raw
     try:
       return [*arrays, *raw], program.jitted(arrays, raw, batch)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -577,11 +578,3 @@ def _difference(before: Signature, now: Signature) -> list[str]:
     for label in dict.fromkeys([*before, *now])
     if before.get(label) != now.get(label)
   ]
-
-
-def _as_written(x: Any, where: Any) -> Any:
-  """An array in another spelling of its own layout: `P("fsdp")` for `P("fsdp", None)`, two types to jax."""
-  own = getattr(x, "sharding", None)
-  if where is None or own == where or not isinstance(own, NamedSharding) or own.mesh != where.mesh:
-    return x
-  return jax.device_put(x, where) if own.is_equivalent_to(where, x.ndim) else x
