@@ -179,7 +179,8 @@ def generator(
       change for it; another attention must see that a token does not attend to those after it.
     slots: compute this many rows at a time, each with a cache and a position of its own; one that ends takes
       the next prompt. So there may be any number of prompts, and no row waits for the longest. The model is
-      called for one row, under `jax.vmap`: its caches are for a batch of 1. Beams are computed so too.
+      called for one row, under `jax.vmap`: its caches are for a batch of 1. With beams the model is called
+      for one row too; beams and slots together are an error.
     pipeline: the mesh axis of stages, each of which holds some of the layers and their caches. The batch is
       cut into as many groups as there are stages, which go round: each stage always works on one of them. The
       model is called for a group, so its caches are for a batch of that size. Weights that lie elsewhere are
