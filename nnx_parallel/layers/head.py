@@ -637,11 +637,11 @@ class _Apart:
 
   @classmethod
   def of(cls, tiles: Tiles, product: Any, count: int) -> _Apart | None:
-    """None for one group, or where the input has no gradient."""
+    """None for one group, for groups of one column, or where the input has no gradient."""
     out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
     given = list(zip(product.invars, wanted, strict=True))
     side = next((n for n, (_, own) in enumerate(given) if not own), None)
-    if count == 1 or side is None or not is_inexact(given[side][0].aval):
+    if count == 1 or side is None or not is_inexact(given[side][0].aval) or not given[1 - side][1]:
       return None
     return cls(product, count, out, given, side)
 
