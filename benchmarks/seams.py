@@ -314,6 +314,8 @@ def check(case: Case) -> str:
   """The verdict, with its reason."""
   if case.loss in INSIDE and case.features & {"statistics", "dropout", "scan over layers"}:
     return "skipped: flax refuses to write Variables, or to scan, inside a transform of JAX"
+  if {"scale in layers", "scan over layers"} <= case.features:
+    return "skipped: nnx.vmap under jit does not stack a plain array that a layer makes"
   options = dict(case.options)
   if "stage" in LAYOUTS[case.layout]:
     options["pipeline"] = "stage"

@@ -535,6 +535,19 @@ def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
   assert names.count("dot_general") == 4
 
 
+def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
+  # benchmarks/seams.py leaves such models out; a flax that stacks it makes them right
+  class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+      self.linear, self.scale = nnx.Linear(4, 4, rngs=rngs), jnp.ones(8)
+
+  def layers() -> nnx.Module:
+    return nnx.vmap(lambda rngs: Layer(rngs))(nnx.Rngs(0).split(3))
+
+  assert nnx.state(layers())["scale"].shape == (3, 8)
+  assert nnx.state(nnx.jit(layers)())["scale"].shape == (8,)
+
+
 def test_a_jit_within_a_trace_is_one_operation():
   """`core/jaxprs.py` puts a function of its own into a trace as such a call."""
   program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1, inline=False))(1.0).jaxpr
