@@ -541,11 +541,11 @@ def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
     def __init__(self, rngs: nnx.Rngs):
       self.linear, self.scale = nnx.Linear(4, 4, rngs=rngs), jnp.ones(8)
 
-  def layers() -> nnx.Module:
+  def layers() -> Layer:
     return nnx.vmap(lambda rngs: Layer(rngs))(nnx.Rngs(0).split(3))
 
-  assert nnx.state(layers())["scale"].shape == (3, 8)
-  assert nnx.state(nnx.jit(layers)())["scale"].shape == (8,)
+  assert layers().scale.shape == (3, 8)
+  assert nnx.jit(layers)().scale.shape == (8,)
 
 
 def test_a_jit_within_a_trace_is_one_operation():
