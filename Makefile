@@ -14,7 +14,7 @@ bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides lint format types bench torture soak fuzz seams setup setup-lint clean
+.PHONY: help demo test quick guides lint format types bench torture soak fuzz seams nightly setup setup-lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -56,6 +56,9 @@ fuzz: setup  ## searches for programs that a step gets wrong: random models unde
 
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
 	@$(bin)/python benchmarks/seams.py --seeds $(SEEDS)
+
+nightly:  ## every test and guide on each Python here, then the long searches (4 hours)
+	@.ci/run --nightly
 
 clean:  ## deletes $(VENV) and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis "$${XDG_CACHE_HOME:-$$HOME/.cache}/nnx_parallel-tests"

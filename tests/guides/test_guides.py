@@ -14,7 +14,17 @@ runner = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runner)
 
 
-@pytest.mark.parametrize("page", runner.pages(), ids=lambda page: page.name)
+OLDEST = ("README.md", "01-", "03-", "08-", "09-", "15-", "41-")
+"""The pages that CI also runs on the oldest Python, where figures are not compared; the others are slow."""
+
+
+def pages():
+  for page in runner.pages():
+    marks = () if page.name.startswith(OLDEST) else (pytest.mark.slow,)
+    yield pytest.param(page, marks=marks, id=page.name)
+
+
+@pytest.mark.parametrize("page", pages())
 def test_guide_runs(page, tmp_path):
   if page.name == "README.md":  # its script is the one that people keep in a folder and start again
     page = write(tmp_path, 2 * page.read_text())
