@@ -24,7 +24,7 @@ def pages():
     yield pytest.param(page, marks=marks, id=page.name)
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", [*pages()])
 def test_guide_runs(page, tmp_path):
   if page.name == "README.md":  # its script is the one that people keep in a folder and start again
     page = write(tmp_path, 2 * page.read_text())
