@@ -220,15 +220,66 @@ class Record:
     timed = [row for row in self.rows if "ratio" in row]
     valued = [row for row in self.rows if "value" in row]
     parts = [f"# {self.title}", f"`{self.command}`"]
-    if timed:
+    if compared := pivoted(timed, _ratio):
+      parts += ["Ratios to the case that shows a time, and their quartiles:", *compared]
+    elif timed:
       header = ("group", "case", "ratio", "quartiles", "median", "rounds", "baseline")
       parts.append(table(header, [_timed_cells(row) for row in timed]))
-    if valued:
-      rows = [(row["group"], row["case"], f"{row['value']:.6g} {row['unit']}") for row in valued]
-      parts.append(table(("group", "case", "value"), rows))
+    if tables := pivoted(valued, _figure):
+      parts += tables
+    elif valued:
+      parts.append(table(("group", "case", "value"), [(r["group"], r["case"], _figure(r)) for r in valued]))
     parts += self.notes
     parts.append(", ".join(f"{name} {value}" for name, value in where.items()))
     return "\n\n".join(parts) + "\n"
+
+
+COLUMNS = 14
+"""The most figures in a row of a table."""
+
+
+def pivoted(rows: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
+  """Tables with a row for each case and a column for each figure; none where each case has its own figures.
+
+  A figure is the part of a case after ": ", where all cases have one, else the case within its group. Cases
+  with figures that no table has start a new one.
+  """
+  last = {row["case"].rsplit(": ", 1)[-1] for row in rows}
+  split = all(": " in row["case"] for row in rows) and len(last) <= COLUMNS
+  cases: dict[tuple[str, ...], dict[str, str]] = {}
+  for row in rows:
+    *name, figure = row["case"].rsplit(": ", 1) if split else [row["case"]]
+    cases.setdefault((row["group"], *name), {})[figure] = cell(row)
+  tables: list[list[tuple[str, ...]]] = []
+  for key, figures in cases.items():
+    for keys in reversed(tables):
+      shown = {figure for other in keys for figure in cases[other]}
+      if shown & figures.keys() and len(shown | figures.keys()) <= COLUMNS:
+        keys.append(key)
+        break
+    else:
+      tables.append([key])
+  if 2 * len(tables) > len(cases):
+    return []
+  return [_pivot({key: cases[key] for key in keys}) for keys in tables]
+
+
+def _figure(row: Mapping[str, Any]) -> str:
+  return f"{row['value']:.6g} {row['unit']}".rstrip()
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+  if row["case"] == row["baseline"]:
+    return _duration(row["median_seconds"])
+  low, high = row["ratio_quartiles"]
+  return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _pivot(cases: Mapping[tuple[str, ...], Mapping[str, str]]) -> str:
+  figures = list(dict.fromkeys(figure for found in cases.values() for figure in found))
+  names = ("group", "case")[: max(map(len, cases))]
+  rows = [(*key, *(found.get(figure, "") for figure in figures)) for key, found in cases.items()]
+  return table((*names, *figures), rows)
 
 
 def _timed_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -41,6 +41,22 @@ def test_each_timing_is_for_one_call():
   assert timings["a"].seconds == (2.0, 2.0, 2.0)
 
 
+def test_cases_with_the_same_figures_are_rows_of_one_table():
+  record = Record("toy", "Toys", command="make toys")
+  for group, bytes_sent in (("dp", 3), ("fsdp", 4)):
+    timings = {"plain": Timing("plain", (2e-3, 2e-3)), "ours": Timing("ours", (3e-3, 3e-3))}
+    record.compare(timings, baseline="plain", group=group)
+    record.value("sent", bytes_sent, "GiB", group=group)
+    record.value("need", 2 * bytes_sent, "GiB", group=group)
+  page = record.markdown({})
+  assert (
+    "| group | plain | ours |\n| --- | --- | --- |\n| dp | 2 ms | 1.50 (1.50 to 1.50) |\n| fsdp |" in page
+  )
+  assert (
+    "| group | sent | need |\n| --- | --- | --- |\n| dp | 3 GiB | 6 GiB |\n| fsdp | 4 GiB | 8 GiB |" in page
+  )
+
+
 def test_record_is_written_as_json_and_markdown(tmp_path):
   record = Record("toy", "Time of a toy", command="python benchmarks/toy.py", notes=["Two cores."])
   timings = {"plain": Timing("plain", (2e-3, 2e-3)), "ours": Timing("ours", (3e-3, 3e-3))}
