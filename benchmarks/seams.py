@@ -76,6 +76,8 @@ TRUE = (
   ),
   (r"loss_parts", lambda c: c.options["loss_parts"] is not None),
   (r"finds no|not rolled|no consecutive equal layers", lambda c: c.options["roll"] is True),
+  # One module that is called twice is a layer where layers="blocks.*" says so.
+  (r"finds no layer in the loss", lambda c: "shared layer" in c.features and c.layers == 2),
   (r"pipeline|stage", lambda c: "stage" in LAYOUTS[c.layout]),
   (r"zero=\d splits nothing|zero has no effect", lambda c: c.zero),
   (r"microbatches of \d+ examples have", lambda c: c.microbatches > 1),
