@@ -220,15 +220,17 @@ class Record:
     timed = [row for row in self.rows if "ratio" in row]
     valued = [row for row in self.rows if "value" in row]
     parts = [f"# {self.title}", f"`{self.command}`"]
-    if compared := pivoted(timed, _ratio):
+    if compared := pivoted(timed, ratio_text):
       parts += ["Ratios to the case that shows a time, and their quartiles:", *compared]
     elif timed:
       header = ("group", "case", "ratio", "quartiles", "median", "rounds", "baseline")
       parts.append(table(header, [_timed_cells(row) for row in timed]))
-    if tables := pivoted(valued, _figure):
+    if tables := pivoted(valued, figure_text):
       parts += tables
     elif valued:
-      parts.append(table(("group", "case", "value"), [(r["group"], r["case"], _figure(r)) for r in valued]))
+      parts.append(
+        table(("group", "case", "value"), [(r["group"], r["case"], figure_text(r)) for r in valued])
+      )
     parts += self.notes
     parts.append(", ".join(f"{name} {value}" for name, value in where.items()))
     return "\n\n".join(parts) + "\n"
@@ -264,11 +266,11 @@ def pivoted(rows: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]
   return [_pivot({key: cases[key] for key in keys}) for keys in tables]
 
 
-def _figure(row: Mapping[str, Any]) -> str:
+def figure_text(row: Mapping[str, Any]) -> str:
   return f"{row['value']:.6g} {row['unit']}".rstrip()
 
 
-def _ratio(row: Mapping[str, Any]) -> str:
+def ratio_text(row: Mapping[str, Any]) -> str:
   if row["case"] == row["baseline"]:
     return _duration(row["median_seconds"])
   low, high = row["ratio_quartiles"]

@@ -1,0 +1,227 @@
+"""Writes `benchmarks/README.md`: the figures that people look for, read from the records.
+
+    python benchmarks/headlines.py
+
+Each record in `benchmarks/results` has all figures of one benchmark, its notes, hardware, date and versions.
+This page has a few of them, as tables; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.harness import RESULTS, ROOT, figure_text, ratio_text, table
+
+PAGE = ROOT / "benchmarks" / "README.md"
+
+HEAD = """# Measured
+
+Every figure here is read from a record in [results](results) by `python benchmarks/headlines.py`. Each record
+says how to measure it again, on which hardware, and when. All machines were virtual, with two CPU cores;
+devices were simulated, and programs for TPUs and GPUs were compiled by their own compilers and not run.
+**No accelerator was timed.** Ratios compare cases that took turns in one process: medians, with quartiles in
+the records."""
+
+
+class Row(NamedTuple):
+  """A row of a table: what it is, and a figure for each column."""
+
+  name: str
+  figures: tuple[str, ...]
+
+
+class Headline(NamedTuple):
+  """A table, with what it shows and the record that it is from."""
+
+  title: str
+  text: str
+  record: str
+  columns: tuple[str, ...]
+  rows: Callable[[], Sequence[Row]]
+
+
+@functools.cache
+def record(name: str) -> Mapping[str, Any]:
+  """A record, as JSON."""
+  return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def figure(name: str, group: str, case: str) -> str:
+  """One figure of a record: a value, a ratio, or the time of a baseline."""
+  found = [row for row in record(name)["rows"] if (row["group"], row["case"]) == (group, case)]
+  if not found:
+    raise KeyError(f"{name}: no row {group!r}, {case!r}")
+  return figure_text(found[0]) if "value" in found[0] else ratio_text(found[0]).split(" (")[0]
+
+
+def steps() -> list[Row]:
+  """Host time of one step."""
+  name, flat = "step_host", "jax.jit, flat list"
+  ours = ("by hand, live", "nxp.train_step")
+  flax = ("nnx.jit_partial", "nnx.cached_partial", "nnx.jit")
+  groups = [f"{n} Variables, {on}" for on in ("1 device", "8 devices") for n in (100, 1000)]
+  return [
+    Row(
+      group,
+      (
+        figure(name, group, flat),
+        *(figure(name, group, case) for case in ours),
+        *(figure(name, f"{group}: flax", case) for case in flax),
+      ),
+    )
+    for group in groups
+  ]
+
+
+def whole_steps() -> list[Row]:
+  """Time of whole steps."""
+  groups = [f"4-layer transformer, {layout}" for layout in ("dp", "ZeRO-1", "fsdp", "tp", "fsdp x tp")]
+  cases = ("by hand", "nxp.train_step")
+  return [Row(group, tuple(figure("step_whole", group, case) for case in cases)) for group in groups]
+
+
+def creation() -> list[Row]:
+  """Time until a model's arrays are there."""
+  cases = ("nnx.jit constructor", "jax.jit, out_shardings", "create_sharded_model",
+           "create_sharded_model, second start")  # fmt: skip
+  groups = ("auto axes, 4 blocks", "auto axes, 12 blocks", "auto axes, 24 blocks")
+  return [Row(group, tuple(figure("creation", group, case) for case in cases)) for group in groups]
+
+
+def decoder() -> list[Row]:
+  """Memory and bytes of an 8B decoder."""
+  where = "tpu:v5e:4x4, fsdp 16, depth 32, "
+  cases = {
+    "written by hand for this machine": "by hand",
+    "plain, as it is": "plain",
+    "plain, attention by blocks": "plain, blocks",
+    "plain, attention by blocks, loss by parts": "plain, blocks and parts",
+  }
+  figures = ("need per device", "temporaries", "sent", "matrix FLOPs per device")
+  rows = [
+    Row(name, tuple(figure("plain_8b", where + case, f) for f in figures)) for name, case in cases.items()
+  ]
+  maxtext = "tpu:v5e:4x4, fsdp 16, MaxText defaults"
+  return [
+    *rows,
+    Row("MaxText, defaults", (figure("report_8b", maxtext, "need per device, fits"), "", "", "")),
+  ]
+
+
+def checkpoints() -> list[Row]:
+  """Times of saves and restores."""
+  rows = {
+    "save": ("write", "raw write"),
+    "background save": ("wait for a background save", "copy to the host"),
+    "restore, same mesh": ("read", "raw read"),
+    "restore, columns, 8 devices": ("read", "raw read"),
+    "import of safetensors": ("read", "raw read"),
+  }
+  return [
+    Row(
+      name,
+      (
+        baseline,
+        *(figure("checkpoint", group, case) for case in (baseline, f"{name}, Orbax", f"{name}, ours")),
+      ),
+    )
+    for name, (group, baseline) in rows.items()
+  ]
+
+
+def searches() -> list[Row]:
+  """How often something was wrong."""
+  kills, soak = record("torture"), record("soak")["rows"]
+  fuzz = {row["group"]: row for row in record("fuzz")["rows"] if row["case"] == "programs"}
+  wrong = {row["group"]: row["value"] for row in record("fuzz")["rows"] if row["case"] == "wrong"}
+  soaked = {row["case"]: f"{row['value']:g}" for row in soak}
+  return [
+    *(
+      Row(f"random models and layouts, a {how}", (f"{fuzz[key]['value']:g}", f"{wrong.get(key, 0):g}"))
+      for how, key in (
+        ("plain jax.jit step", "plain, jax 0.12.0.1, Shardy, Auto"),
+        ("step of nxp.train_step", "toolkit, jax 0.12.0.1, Shardy, Auto"),
+      )
+    ),
+    Row(
+      "runs killed at a random moment, checkpoints restored",
+      (f"{sum(kills['kills'].values())}", f"{kills['lost or wrong after a kill']}"),
+    ),
+    Row(
+      "bytes of checkpoints changed, restored",
+      (f"{sum(kills['corruptions'].values())}", f"{kills['corruptions'].get('wrong', 0)}"),
+    ),
+    Row("signals to processes of a supervised run", (soaked["all"], soaked["problems"])),
+  ]
+
+
+HEADLINES = (
+  Headline(
+    "What a step adds on the host",
+    "Time until the step returns, for a model of many small Variables, as ratios to `jax.jit` of a flat list"
+    " of arrays: `by hand` also reads and writes live Variables.",
+    "step_host",
+    ("", "jax.jit", "by hand", "nxp.train_step", "nnx.jit_partial", "nnx.cached_partial", "nnx.jit"),
+    steps,
+  ),
+  Headline(
+    "Whole steps",
+    "AdamW on 8 simulated devices. `By hand` has no flax in it, and the same layouts, pinned and donated.",
+    "step_whole",
+    ("", "by hand", "nxp.train_step"),
+    whole_steps,
+  ),
+  Headline(
+    "Creating a model in shards",
+    "A transformer of 256-wide blocks, on fsdp=4 x tensor=2, compilation included. A second start finds its"
+    " programs in JAX's cache.",
+    "creation",
+    ("", "nnx.jit", "jax.jit, out_shardings", "create_sharded_model", "second start"),
+    creation,
+  ),
+  Headline(
+    "A decoder of 8B parameters, compiled for 16 TPU v5e",
+    "16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute, layers recomputed. `Plain` is a"
+    " loop over an `nnx.List`, unedited, whose layers `nxp.train_step` finds. MaxText: see report_8b.",
+    "plain_8b",
+    ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
+    decoder,
+  ),
+  Headline(
+    "Checkpoints",
+    "2 GB of parameters and Adam moments on 8 simulated devices, as ratios to moving the same bytes.",
+    "checkpoint",
+    ("", "baseline", "its time", "Orbax", "nxp.Checkpointer"),
+    checkpoints,
+  ),
+  Headline(
+    "Searches for what is wrong",
+    "A program is wrong where its loss or gradients differ from one device by more than rounding explains.",
+    "fuzz",
+    ("", "tried", "wrong or lost"),
+    searches,
+  ),
+)
+
+
+def page() -> str:
+  """The page."""
+  parts = [HEAD]
+  for headline in HEADLINES:
+    rows = [(row.name, *row.figures) for row in headline.rows()]
+    parts += [
+      f"## {headline.title}",
+      f"{headline.text} [All figures](results/{headline.record}.md).",
+      table(headline.columns, rows),
+    ]
+  titles = {path.stem: path.read_text().splitlines()[0][2:] for path in sorted(RESULTS.glob("*.md"))}
+  parts += ["## All records", "\n".join(f"- [{stem}](results/{stem}.md): {t}" for stem, t in titles.items())]
+  return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+  PAGE.write_text(page())
+  print(PAGE)

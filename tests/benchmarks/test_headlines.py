@@ -1,0 +1,9 @@
+"""The page of headline figures is what the records say."""
+
+from __future__ import annotations
+
+from benchmarks.headlines import PAGE, page
+
+
+def test_the_page_is_made_of_the_records():
+  assert PAGE.read_text() == page(), "python benchmarks/headlines.py writes it"
