@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from nnx_parallel.core.figures import BLUE, PALETTE, RED, draw_grid, new_figure, open_axes, plain
-from nnx_parallel.core.text import format_bytes, format_seconds
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.estimate.roofline import compiled_time
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Picture = Literal["memory", "treemap", "devices", "collectives", "timeline"]
 
 _BYTES = tuple((1024.0**n, name) for n, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
-_SECONDS = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
 
 
 class Bar(NamedTuple):
@@ -87,14 +86,14 @@ def collectives_figure(report: CompileReport) -> Figure:
 
 def time_figure(time: StepTime) -> Figure:
   """The terms of a step: those that overlap start together; what waits follows them."""
-  items = [Bar(name, seconds, format_seconds(seconds), "overlaps") for name, seconds in time.terms().items()]
+  items = [Bar(name, seconds, time.share(seconds), "overlaps") for name, seconds in time.terms().items()]
   at = max(time.terms().values())
   waits = {f"{name} (waiting)": seconds for name, seconds in time.waiting.items()}
-  for name, seconds in (waits | {"sending not hidden": time.exposed}).items():
+  for name, seconds in (waits | {"exposed communication": time.exposed}).items():
     if seconds:
-      items.append(Bar(name, seconds, format_seconds(seconds), "waited for", at))
+      items.append(Bar(name, seconds, time.share(seconds), "waited for", at))
       at += seconds
-  return bars(items, "time of a step", _SECONDS)
+  return bars(items, "share of a step", ((time.seconds / 100 or 1.0, "%"),))
 
 
 def devices_figure(axes: Mapping[str, int]) -> Figure:
@@ -204,18 +203,18 @@ def search_figure(result: SearchResult) -> Figure:
   others = [c for c in result.fitting[:1500] if c.time.seconds <= slowest and id(c) not in joined]
   most = max(c.memory_bytes for c in (*front, *others))
   space, space_unit = _unit(most, _BYTES)
-  seconds, seconds_unit = _unit(max(c.time.seconds for c in (*front, *others)), _SECONDS)
+  fastest = front[0].time.seconds
   figure = new_figure(height=5.0)
   axes: Any = figure.subplots()
 
   def points(found: Sequence[Candidate], name: str, **style: Any) -> None:
-    places = ([c.memory_bytes / space for c in found], [c.time.seconds / seconds for c in found])
+    places = ([c.memory_bytes / space for c in found], [c.time.seconds / fastest for c in found])
     axes.plot(*places, label=name, **style)
 
   points(others, "slower for their memory", marker=".", linestyle="", color=BLUE, alpha=0.5)
   points(front, "fastest for their memory", marker="o", color=RED)
   for best, name, marker in ((front[0], "fastest", "*"), (front[-1], "smallest", "s")):
-    figures = f"{format_bytes(best.memory_bytes)}, {format_seconds(best.time.seconds)}"
+    figures = f"{format_bytes(best.memory_bytes)}, {best.time.seconds / fastest:.2f}"
     points(
       [best], f"{name}: {best.mesh_text}; {figures}", marker=marker, markersize=10, linestyle="", color=RED
     )
@@ -224,7 +223,7 @@ def search_figure(result: SearchResult) -> Figure:
   axes.set_xlabel(
     f"memory per device ({space_unit})" + _mark(axes, result.machine.chip.usable_bytes, most, space)
   )
-  axes.set_ylabel(f"predicted time of a step ({seconds_unit})")
+  axes.set_ylabel("predicted time of a step, relative to the fastest")
   figure.legend(loc="outside lower left", frameon=False, fontsize=9)
   open_axes(axes)
   return figure

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nnx_parallel.core.figures import INSTALL, can_draw, svg_text
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import format_array, format_bytes, format_seconds, format_spec
+from nnx_parallel.core.text import format_array, format_bytes, format_spec
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report.estimate.roofline import compiled_time
@@ -171,14 +171,21 @@ def _drawn(draw: Callable[[], Figure], text: str = "") -> str:
 
 
 def _time(time: StepTime) -> str:
-  note = f"{format_seconds(time.seconds)} by the roofline model, bound by {time.binds}. "
+  note = f"Shares of the step's time by the roofline model; it is bound by {time.binds}. "
   note = f"<p>{html.escape(note + not_counted(time.uncounted))}</p>"
   return note + _drawn(lambda: time_figure(time), str(time))
 
 
 def search_page(result: SearchResult) -> str:
   """The page of a search: every candidate by memory and time, the front as a table, the winner's code."""
-  from nnx_parallel.report.search.text import FRONT_COLUMNS, OTHER_COLUMNS, front_rows, other_rows
+  from nnx_parallel.report.search.text import (
+    FRONT_COLUMNS,
+    OTHER_COLUMNS,
+    OTHERS,
+    PARETO,
+    front_rows,
+    other_rows,
+  )
 
   tried = len(result.fitting) + len(result.too_large)
   refused = [(str(count), why) for why, count in result.refused.items()]
@@ -191,8 +198,8 @@ def search_page(result: SearchResult) -> str:
     return _page("Search", [*body, "<p class='verdict short'>No layout is proposed.</p>"])
   body += [
     _section("Memory against time, up to four times the best", _drawn(lambda: search_figure(result))),
-    _table("Fastest for their memory", FRONT_COLUMNS, front_rows(result)),
-    _table("Other meshes, at their best", OTHER_COLUMNS, other_rows(result)),
+    _table(PARETO, FRONT_COLUMNS, front_rows(result)),
+    _table(OTHERS, OTHER_COLUMNS, other_rows(result)),
     _table("Left out", ("meshes>", "why"), refused),
     _section("Predicted step of the winner", _time(best.time)),
     _section("The winner", f"<pre>{html.escape(result.code())}</pre>"),

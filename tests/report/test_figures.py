@@ -76,15 +76,16 @@ def test_what_is_usable_far_away_is_said_in_words():
 def test_waiting_starts_where_the_longest_overlapping_term_ends():
   figure = time_figure(TIME)
   ends = ((0, 2), (0, 1), (0, 1.5), (2, 3), (3, 3.15))
-  assert drawn_bars(figure) == [(pytest.approx(start), pytest.approx(end)) for start, end in ends]
-  assert figure.axes[0].get_xlabel() == "time of a step (ms)"
-  assert {"overlaps", "waited for", "sending not hidden", "tensor (waiting)"} <= set(texts(figure))
+  share = 100 / 3.15
+  assert drawn_bars(figure) == [pytest.approx((start * share, end * share)) for start, end in ends]
+  assert figure.axes[0].get_xlabel() == "share of a step (%)"
+  assert {"overlaps", "waited for", "exposed communication", "tensor (waiting)"} <= set(texts(figure))
 
 
 def test_a_report_has_each_picture(report):
   kinds = {f"{kind} over {axes}" for kind, axes in report.bytes_by("kind", "axes")}
   assert kinds <= set(texts(report.picture("collectives")))
-  assert "time of a step (us)" in texts(report.picture("timeline"))
+  assert "share of a step (%)" in texts(report.picture("timeline"))
   assert {str(n) for n in range(8)} <= set(texts(report.picture("devices")))
   assert {"parameters", "optimizer", "working memory"} <= set(texts(report.picture("memory")))
   assert {"up.kernel\n8 KiB", "batch\n64 KiB", "model: 16 KiB per device"} <= set(
@@ -151,7 +152,7 @@ def test_a_search_is_a_cloud_with_its_front():
   assert fastest.get_ydata()[0] == min(front.get_ydata())
   assert smallest.get_xdata()[0] == min(front.get_xdata())
   shown = texts(figure)
-  assert "predicted time of a step (us)" in shown
+  assert "predicted time of a step, relative to the fastest" in shown
   assert any(f"fastest: {found.pareto()[0].mesh_text}" in text for text in shown)
 
 

@@ -76,8 +76,8 @@ def test_a_page_is_complete_and_loads_nothing(pages, name):
   assert found.tags.count("svg") == {"report": 5, "plan": 4, "search": 2}[name]
   expected = {
     "search": [
-      "Fastest for their memory",
-      "Other meshes, at their best",
+      "Pareto front of memory and time; times are relative to the fastest",
+      "Best candidate of each other mesh",
       "Predicted step of the winner",
       "The winner",
     ],

@@ -39,7 +39,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import Shown, format_seconds
+from nnx_parallel.core.text import Shown
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
@@ -68,7 +68,10 @@ LATENCY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class StepTime(Shown):
-  """Predicted time of one step, in seconds.
+  """Predicted time of one step, in seconds of a model: good for comparing layouts, not for a date.
+
+  It prints shares of the step and no seconds: the model is no better than one constant for each chip where it
+  was compared with published runs.
 
   Attributes:
     compute: arithmetic.
@@ -128,12 +131,16 @@ class StepTime(Shown):
 
     shares = {name: count / (self.flops or 1) for name, count in self.arithmetic.items()}
     mix = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
-    rows = [(name, format_seconds(seconds), "") for name, seconds in self.terms().items()]
-    rows[0] = ("compute", format_seconds(self.compute), mix)
-    rows += [(name, format_seconds(seconds), "waited for") for name, seconds in self.waiting.items()]
-    rows.append(("sending not hidden", format_seconds(self.exposed), ""))
-    rows.append(("step", format_seconds(self.seconds), f"bound by {self.binds}, MFU {100 * self.mfu:.0f} %"))
-    return render("Predicted step", ("what", "time>", ""), rows) + not_counted(self.uncounted)
+    rows = [(name, self.share(seconds), "") for name, seconds in self.terms().items()]
+    rows[0] = ("compute", self.share(self.compute), mix)
+    rows += [(name, self.share(seconds), "waited for") for name, seconds in self.waiting.items()]
+    rows.append(("exposed communication", self.share(self.exposed), ""))
+    rows.append(("step", "100 %", f"bound by {self.binds}"))
+    return render("Predicted step", ("what", "share>", ""), rows) + not_counted(self.uncounted)
+
+  def share(self, seconds: float) -> str:
+    """A part of the step's time, in percent."""
+    return f"{100 * seconds / self.seconds if self.seconds else 0:.0f} %"
 
   def terms(self) -> dict[str, float]:
     """Seconds of each term that overlaps with the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
-from nnx_parallel.core.text import format_bytes, format_seconds
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.layers.layers import Remat, RematName
 from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES
 from nnx_parallel.report.search.space import mesh_text
@@ -15,18 +15,11 @@ if TYPE_CHECKING:
   from nnx_parallel.report.search.search import Candidate, SearchResult
 
 FRONT_COLUMNS = (
-  "mesh",
-  "parts>",
-  "remat",
-  "ZeRO>",
-  "besides",
-  "memory>",
-  "fits",
-  "step>",
-  "MFU>",
-  "bound by",
-)
+  "mesh", "microbatches>", "remat", "ZeRO>", "options", "memory>", "fits", "time>", "bound by",
+)  # fmt: skip
 _HOW = 5  # columns that say how a candidate runs
+PARETO = "Pareto front of memory and time; times are relative to the fastest"
+OTHERS = "Best candidate of each other mesh"
 OTHER_COLUMNS = (*FRONT_COLUMNS[:_HOW], "why not")
 
 
@@ -45,17 +38,19 @@ def search_text(result: SearchResult) -> str:
   lines += [f"  left out, {count} meshes: {why}" for why, count in _largest(result.refused)]
   lines += [f"  {note}" for note in result.notes]
   compiled = [c for c in result.fitting if c.report is not None and c.compiled is not None]
-  rows = [(*_row(c)[:_HOW], *_compiled(c)) for c in compiled]
-  table = render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "results", "step>"), rows)
+  quickest = min((c.compiled.seconds for c in compiled if c.compiled is not None), default=1.0)
+  fastest = _fastest(result)
+  rows = [(*_row(c, fastest)[:_HOW], *_compiled(c, quickest)) for c in compiled]
+  table = render("Compiled", (*FRONT_COLUMNS[:_HOW], "compiler needs>", "fits", "results", "time>"), rows)
   if result.best is None:
-    smallest = [_row(c) for c in result.too_large[:3]]
+    smallest = [_row(c, fastest) for c in result.too_large[:3]]
     nothing = render("Nothing fits. The smallest", FRONT_COLUMNS, smallest)
     return "\n".join([*lines, table if rows else nothing])
   front = front_rows(result)[:10]
-  lines += ["", render("Fastest for their memory (Pareto front)", FRONT_COLUMNS, front)]
+  lines += ["", render(PARETO, FRONT_COLUMNS, front)]
   others = other_rows(result)[:8]
   if others:
-    lines.append(render("Other meshes, at their best", OTHER_COLUMNS, others))
+    lines.append(render(OTHERS, OTHER_COLUMNS, others))
   lines += [table] if rows else []
   title = "The winner"
   if result.best.report is None and result.best.fits == "borderline":
@@ -99,13 +94,20 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
   """The Pareto front, one row of `FRONT_COLUMNS` for each candidate."""
-  return [_row(candidate) for candidate in result.pareto()]
+  return [_row(candidate, _fastest(result)) for candidate in result.pareto()]
 
 
 def other_rows(result: SearchResult) -> list[tuple[str, ...]]:
   """Each other mesh at its best, and why it lost: one row of `OTHER_COLUMNS` for each."""
   best, usable = result.best, result.machine.chip.usable_bytes
-  return [(*_row(c)[:_HOW], _why(c, best, usable)) for c in _other_meshes(result)] if best else []
+  if best is None:
+    return []
+  return [(*_row(c, 1.0)[:_HOW], _why(c, best, usable)) for c in _other_meshes(result)]
+
+
+def _fastest(result: SearchResult) -> float:
+  """Seconds of the fastest candidate that fits, or of all of them."""
+  return min((c.time.seconds for c in result.fitting or result.too_large), default=1.0)
 
 
 def _largest(refused: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -147,15 +149,15 @@ def _why(candidate: Candidate, best: Candidate, usable: int) -> str:
   return "as fast and as large: a tie"
 
 
-def _compiled(candidate: Candidate) -> tuple[str, ...]:
+def _compiled(candidate: Candidate, quickest: float) -> tuple[str, ...]:
   report, time = candidate.report, candidate.compiled
   if report is None or time is None:
     return ("", "", "", "")
   fits = "yes" if report.fits else "no"
-  return format_bytes(report.need_bytes), fits, results_text(report.results), format_seconds(time.seconds)
+  return format_bytes(report.need_bytes), fits, results_text(report.results), f"{time.seconds / quickest:.2f}"
 
 
-def _besides(candidate: Candidate) -> str:
+def _options(candidate: Candidate) -> str:
   """Offload, a pipeline, and the names that are split differently from the user's rules."""
   words = ["offload"] if candidate.offload else []
   if candidate.schedule is not None:
@@ -166,16 +168,15 @@ def _besides(candidate: Candidate) -> str:
   return ", ".join(words)
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
+def _row(candidate: Candidate, fastest: float) -> tuple[str, ...]:
   return (
     candidate.mesh_text,
     str(candidate.microbatches),
     str(candidate.remat),
     str(candidate.zero),
-    _besides(candidate),
+    _options(candidate),
     format_bytes(candidate.memory_bytes),
     candidate.fits,
-    format_seconds(candidate.time.seconds),
-    f"{100 * candidate.time.mfu:.0f} %",
+    f"{candidate.time.seconds / fastest:.2f}",
     candidate.time.binds,
   )
