@@ -37,7 +37,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.recorder import EarlyStop
   from nnx_parallel.loop.sums import MetricSums, evaluate
   from nnx_parallel.loop.task import Task, task
-  from nnx_parallel.report.budgets import assert_collectives, assert_fits
   from nnx_parallel.report.chips import Chip, chip
   from nnx_parallel.report.compile_report import CompileReport, compile_report
   from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
@@ -115,8 +114,6 @@ __all__ = [
   "TrainStep",
   "abstract_mesh",
   "all_gather_matmul",
-  "assert_collectives",
-  "assert_fits",
   "balanced_bias",
   "barrier",
   "batches",

@@ -25,7 +25,7 @@ from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.workload import batch_structs, check_batch
 from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.collectives import Collective, collectives, totals
+from nnx_parallel.report.program.collectives import KINDS, Collective, collectives, totals
 from nnx_parallel.report.program.compiler import (
   Compiled,
   MemoryStats,
@@ -65,6 +65,20 @@ class Argument:
   donated: bool
 
 
+class Sent(NamedTuple):
+  """What some collectives of a step send.
+
+  Attributes:
+    bytes: payload per step: what the devices of each group hold together, global bytes.
+    per_device: bytes that each device sends in a step.
+    count: runs per step.
+  """
+
+  bytes: int
+  per_device: int
+  count: int
+
+
 class BatchSplit(NamedTuple):
   """The mesh axes that split the batch, and the name of the step's argument."""
 
@@ -98,7 +112,7 @@ class CompileReport:
     peak: arrays in memory, besides the arguments, at the moment of the highest use; largest first.
     reshards: tensors that the compiler replicates although their layout is split.
     seconds: time the compiler took.
-    quantities: global sizes in bytes that budgets can name: `params`, `optimizer`, `batch`.
+    quantities: global sizes in bytes, to compare `sent` with: `params`, `optimizer`, `batch`.
     examples: of one microbatch on one device, or None where that is unknown.
     batch_split: devices between which the plan splits the batch, or None without a plan.
     results: the step's results as the partitioned program computes them, against the program before it was
@@ -148,6 +162,43 @@ class CompileReport:
   def kept(self) -> tuple[Argument, ...]:
     """Arguments whose memory is not reused, largest first."""
     return tuple(argument for argument in self.arguments if not argument.donated)
+
+  def sent(self, kind: str | None = None, *, axis: str | None = None) -> Sent:
+    """What the step sends, for budgets in a project's own tests.
+
+    Args:
+      kind: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`,
+        `"collective-broadcast"`, or None for every kind.
+      axis: only collectives over this mesh axis, alone or with others.
+
+    Returns:
+      Bytes and runs per step. `report.quantities` has the bytes to compare with: `params`, `optimizer`,
+      `batch`.
+
+    Raises:
+      ReportError: there is no such kind or axis.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import AxisType
+      >>> from jax.sharding import NamedSharding
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+      >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+      >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
+      >>> report.sent("all-reduce", axis="data").count, report.sent("all-gather").bytes
+      (1, 0)
+    """
+    for value, known, what in ((kind, KINDS, "collective"), (axis, self.axes, "mesh axis")):
+      if value is not None and value not in known:
+        raise ReportError(
+          f"there is no {what} {value!r}.", details=f"known: {', '.join(known)}", fix="one of these."
+        )
+    chosen = [c for c in self.collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
+    return Sent(
+      sum(c.total_bytes for c in chosen), sum(c.sent_bytes for c in chosen), sum(c.times for c in chosen)
+    )
 
   def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
     """Payload bytes per step, grouped by fields of `Collective`, largest first.

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from benchmarks.layouts import CASES
 from nnx_parallel.errors import ReportError
-from nnx_parallel.report.budgets import assert_collectives, assert_fits
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import _need, compile_report
 from nnx_parallel.report.program.collectives import KINDS
@@ -147,7 +146,10 @@ def test_what_fills_the_memory_is_named_by_its_line():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
   found = case.report("cpu:8")
-  assert_collectives(found, **{f"{key}_bytes": f"=={size}" for key, size in case.least.items()})
+  for key, size in case.least.items():
+    kind = next(kind for kind in KINDS if key.startswith(kind.replace("-", "_")))
+    axis = key.removeprefix(kind.replace("-", "_")).removeprefix("_") or None
+    assert found.sent(kind, axis=axis).bytes == size, key
   kinds = {kind for kind in KINDS if any(key.startswith(kind.replace("-", "_")) for key in case.least)}
   assert {c.kind for c in found.collectives} == kinds
   assert (found.faults, found.results.unknown) == ((), {})
@@ -160,37 +162,16 @@ def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
 # Budgets --------------------------------------------------------------------------------------
 
 
-def test_a_broken_budget_lists_what_was_sent(fsdp):
-  with pytest.raises(ReportError, match="breaks its communication budget") as error:
-    assert_collectives(fsdp, all_gather_bytes="<=params/2", all_reduce_count=0)
-  text = str(error.value)
-  assert f"all_gather_bytes = {layouts.PARAMS} bytes (64 KiB), budget <=params/2" in text
-  assert "all_reduce_count = " in text
-  assert "all-gather over fsdp: 1 x 32 KiB from " in text
-
-
-@pytest.mark.parametrize(
-  ("limits", "message"),
-  [
-    ({"all_gathers_bytes": 0}, "cannot read the budget 'all_gathers_bytes'"),
-    ({"all_gather_model_bytes": 0}, "axes data, fsdp, tensor"),
-    ({"all_gather_bytes": "params"}, "cannot read the limit 'params'"),
-    ({"all_gather_bytes": "<=2*parms"}, "cannot read 'parms'"),
-    ({"all_gather_bytes": "<=2*"}, "cannot read the limit '<=2*'"),
-  ],
-)
-def test_budgets_that_cannot_be_read(fsdp, limits, message):
-  with pytest.raises(ReportError, match=message.replace("*", r"\*")):
-    assert_collectives(fsdp, **limits)
-
-
-def test_fits_or_says_by_how_much_not(fsdp):
-  assert_fits(fsdp)
-  assert_fits(fsdp, "v5e")
-  with pytest.raises(ReportError, match="no figures for the chip 'h1000'"):
-    assert_fits(fsdp, "h1000")
-  with pytest.raises(ReportError, match=r"needs .* per device, 1 KiB usable"):
-    assert_fits(fsdp, dataclasses.replace(chip("h100"), usable_bytes=1024))
+def test_what_a_step_sends_by_kind_and_axis(fsdp):
+  gathered = fsdp.sent("all-gather", axis="fsdp")
+  assert (gathered.bytes, fsdp.quantities["params"]) == (layouts.PARAMS, layouts.PARAMS)
+  assert gathered.per_device < gathered.bytes
+  assert fsdp.sent("all-gather", axis="data") == (0, 0, 0)
+  assert fsdp.sent().count == sum(c.times for c in fsdp.collectives)
+  with pytest.raises(ReportError, match=r"no collective 'all-gathers'(.|\n)*known: all-gather, all-reduce"):
+    fsdp.sent("all-gathers")
+  with pytest.raises(ReportError, match=r"no mesh axis 'model'(.|\n)*known: data, fsdp, tensor"):
+    fsdp.sent(axis="model")
 
 
 # The right measure, warnings, and what cannot be compiled ---------------------------------------

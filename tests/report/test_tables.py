@@ -35,7 +35,9 @@ COLUMNS = nxp.PathRules([("embed_tokens.embedding", ("tensor", "fsdp"))])
 # that is split by rows, and what is found is exchanged. The tensor axis sums activations on top.
 @pytest.mark.parametrize("rules", [(), (COLUMNS,)], ids=["by rows", "by columns"])
 @pytest.mark.parametrize(
-  ("sizes", "budget"), [({"fsdp": 8, "tensor": 1}, "<=2.6*params"), ({"fsdp": 4, "tensor": 2}, "<=14*params")]
+  ("sizes", "budget"), [({"fsdp": 8, "tensor": 1}, 2.6), ({"fsdp": 4, "tensor": 2}, 14)]
 )
 def test_a_language_model_sends_weights(sizes, budget, rules):
-  nxp.assert_collectives(compiled(sizes, *rules), all_bytes=budget, all_fsdp_bytes="<=2.6*params")
+  report = compiled(sizes, *rules)
+  assert report.sent().bytes <= budget * report.quantities["params"]
+  assert report.sent(axis="fsdp").bytes <= 2.6 * report.quantities["params"]
