@@ -14,7 +14,7 @@ import numpy as np
 from nnx_parallel.core.figures import BLUE, PALETTE, RED, draw_grid, new_figure, open_axes, plain
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError
-from nnx_parallel.report.estimate.roofline import compiled_time
+from nnx_parallel.report.estimate.roofline import compiled_time, share_of
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -86,12 +86,12 @@ def collectives_figure(report: CompileReport) -> Figure:
 
 def time_figure(time: StepTime) -> Figure:
   """The terms of a step: those that overlap start together; what waits follows them."""
-  items = [Bar(name, seconds, time.share(seconds), "overlaps") for name, seconds in time.terms().items()]
+  items = [Bar(name, seconds, share_of(time, seconds), "overlaps") for name, seconds in time.terms().items()]
   at = max(time.terms().values())
   waits = {f"{name} (waiting)": seconds for name, seconds in time.waiting.items()}
   for name, seconds in (waits | {"exposed communication": time.exposed}).items():
     if seconds:
-      items.append(Bar(name, seconds, time.share(seconds), "waited for", at))
+      items.append(Bar(name, seconds, share_of(time, seconds), "waited for", at))
       at += seconds
   return bars(items, "share of a step", ((time.seconds / 100 or 1.0, "%"),))
 

@@ -131,20 +131,21 @@ class StepTime(Shown):
 
     shares = {name: count / (self.flops or 1) for name, count in self.arithmetic.items()}
     mix = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
-    rows = [(name, self.share(seconds), "") for name, seconds in self.terms().items()]
-    rows[0] = ("compute", self.share(self.compute), mix)
-    rows += [(name, self.share(seconds), "waited for") for name, seconds in self.waiting.items()]
-    rows.append(("exposed communication", self.share(self.exposed), ""))
+    rows = [(name, share_of(self, seconds), "") for name, seconds in self.terms().items()]
+    rows[0] = ("compute", share_of(self, self.compute), mix)
+    rows += [(name, share_of(self, seconds), "waited for") for name, seconds in self.waiting.items()]
+    rows.append(("exposed communication", share_of(self, self.exposed), ""))
     rows.append(("step", "100 %", f"bound by {self.binds}"))
     return render("Predicted step", ("what", "share>", ""), rows) + not_counted(self.uncounted)
-
-  def share(self, seconds: float) -> str:
-    """A part of the step's time, in percent."""
-    return f"{100 * seconds / self.seconds if self.seconds else 0:.0f} %"
 
   def terms(self) -> dict[str, float]:
     """Seconds of each term that overlaps with the others."""
     return {"compute": self.compute, "memory": self.memory, **self.overlapped}
+
+
+def share_of(time: StepTime, seconds: float) -> str:
+  """A part of a step's time, in percent."""
+  return f"{100 * seconds / time.seconds if time.seconds else 0:.0f} %"
 
 
 def predict_time(
