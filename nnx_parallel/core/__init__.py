@@ -1,1 +1,1 @@
-"""What every other room builds on: traces, Variables and paths, mesh axes, padding, text, figures."""
+"""What every other package builds on: traces, Variables and paths, mesh axes, padding, text, figures."""

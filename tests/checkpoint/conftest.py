@@ -1,4 +1,4 @@
-"""Checkpoints on disk for the tests of this room."""
+"""Checkpoints on disk for the tests of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values are compared bit for bit in this room, so its programs are compiled as users have them."""
+"""Values are compared bit for bit in this package, so its programs are compiled as users have them."""
 
 import jax
 import pytest

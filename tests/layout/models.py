@@ -1,4 +1,4 @@
-"""Small modules with the features of real ones, shared by the tests of this room."""
+"""Small modules with the features of real ones, shared by the tests of this package."""
 
 from __future__ import annotations
 

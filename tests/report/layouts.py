@@ -1,4 +1,4 @@
-"""The MLP of the benchmark whose communication is known by hand: used by several tests of this room."""
+"""The MLP of the benchmark whose communication is known by hand: used by several tests of this package."""
 
 from __future__ import annotations
 

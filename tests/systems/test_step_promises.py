@@ -1,4 +1,4 @@
-"""Promises about steps that are kept by no one room: what is restored is donated, what cannot be is said."""
+"""Promises about steps that are kept by no single package: what is restored is donated, what cannot be is said."""
 
 from __future__ import annotations
 
