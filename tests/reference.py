@@ -18,7 +18,7 @@ Every public name of `import nnx_parallel as nxp`: how it is called, and what it
 rest: each argument, what is returned, what is raised, and an example that runs.
 `python tests/test_public_surface.py --update` writes this page.
 """
-ROOMS = {
+PACKAGES = {
   "core": "Meshes",
   "rules": "Declare",
   "layout": "Plan",
@@ -86,9 +86,9 @@ def entry(name: str, value: Any) -> Iterator[str]:
 
 def reference(module: types.ModuleType) -> str:
   """The page."""
-  sections: dict[str, list[str]] = {room: [] for room in ROOMS}
+  sections: dict[str, list[str]] = {package: [] for package in PACKAGES}
   for name, value in public_objects(module):
     home = value.__name__ if inspect.ismodule(value) else value.__module__
     sections[home.split(".")[1]] += entry(name, value)
-  body = (f"## {title}\n\n" + "\n".join(sections[room]) for room, title in ROOMS.items())
+  body = (f"## {title}\n\n" + "\n".join(sections[package]) for package, title in PACKAGES.items())
   return f"{HEAD}\n" + "\n".join(body)

@@ -1,4 +1,4 @@
-"""The rooms of the package import downwards only; importing the package changes nothing."""
+"""The packages of the package import downwards only; importing the package changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER = (
   {"recipes"},
   {"cli"},
 )
-LEVEL = {room: level for level, group in enumerate(ORDER) for room in group}
+LEVEL = {package: level for level, group in enumerate(ORDER) for package in group}
 
 # (importer, imported) pairs of siblings that may, each with its reason.
 SIBLINGS: dict[tuple[str, str], str] = {
@@ -63,8 +63,8 @@ def module_name(path: Path, root: Path) -> str:
   return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str) -> str:
-  """`nnx_parallel.core.mesh` -> `core`; the package itself is the empty room."""
+def package_of(module: str) -> str:
+  """`nnx_parallel.core.mesh` -> `core`; the package itself is the empty package."""
   return [*module.split("."), ""][1]
 
 
@@ -100,20 +100,20 @@ def imports_of(path: Path, root: Path, modules: set[str]) -> Iterator[Import]:
 
 def complaint(found: Import) -> str | None:
   """What is wrong with one import, or None."""
-  source, target = room(found.importer), room(found.target)
+  source, target = package_of(found.importer), package_of(found.target)
   if source == target:
     return None
   if not target:
     return None if source in USES_PUBLIC_API else f"{found}: only {sorted(USES_PUBLIC_API)} may"
   if any(part.startswith("_") for part in (*found.target.split("."), found.name or "")):
-    return f"{found}: private to its room"
+    return f"{found}: private to its package"
   if source == "testing" and target == "cli":
     return f"{found}: cli is the top"
   if source in ("", "testing", "__main__"):
     return None
   unknown = [r for r in (source, target) if r not in LEVEL]
   if unknown:
-    return f"{found}: room {unknown[0]!r} is not in ORDER"
+    return f"{found}: package {unknown[0]!r} is not in ORDER"
   if LEVEL[target] > LEVEL[source]:
     return f"{found}: {target} is above {source}"
   if LEVEL[target] == LEVEL[source] and (source, target) not in SIBLINGS:
@@ -125,8 +125,8 @@ def cycle(imports: list[Import]) -> list[str]:
   """One cycle of modules, or nothing. An import inside a function counts: it only hides a cycle."""
   graph: dict[str, set[str]] = {}
   for found in imports:
-    # `nnx_parallel/__init__.py` is above all rooms, so what uses the public API is not below it.
-    if not found.types_only and found.target != found.importer and room(found.target):
+    # `nnx_parallel/__init__.py` is above all packages, so what uses the public API is not below it.
+    if not found.types_only and found.target != found.importer and package_of(found.target):
       graph.setdefault(found.importer, set()).add(found.target)
   try:
     graphlib.TopologicalSorter(graph).prepare()
@@ -144,7 +144,7 @@ def problems(root: Path) -> list[str]:
   return wrong + ([f"cycle: {' -> '.join(loop)}"] if loop else [])
 
 
-def test_rooms_import_downwards_only():
+def test_packages_import_downwards_only():
   assert problems(PACKAGE) == []
 
 
@@ -180,11 +180,11 @@ PLANTED = {
   ),
   "private": (
     {"create/make.py": "from nnx_parallel.layout.plan import _hidden", "layout/plan.py": ""},
-    ["nnx_parallel.create.make:1 imports nnx_parallel.layout.plan: private to its room"],
+    ["nnx_parallel.create.make:1 imports nnx_parallel.layout.plan: private to its package"],
   ),
-  "new room": (
+  "new package": (
     {"train/step.py": "from nnx_parallel.helpers.text import f", "helpers/text.py": ""},
-    ["nnx_parallel.train.step:1 imports nnx_parallel.helpers.text: room 'helpers' is not in ORDER"],
+    ["nnx_parallel.train.step:1 imports nnx_parallel.helpers.text: package 'helpers' is not in ORDER"],
   ),
   "the top": (
     {"core/mesh.py": "import nnx_parallel as nxp"},

@@ -1,4 +1,4 @@
-"""Promises about steps that are kept by no single package: what is restored is donated, what cannot be is said."""
+"""Promises that no single package keeps: what is restored is donated, and what cannot be donated is said."""
 
 from __future__ import annotations
 
