@@ -21,13 +21,12 @@ from jax.extend import core
 from jax.sharding import AxisType
 
 from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
   call_equation,
   dependents,
-  evaluate,
-  flattened,
   is_inexact,
   traced,
   without_unused,
@@ -418,7 +417,7 @@ class _Rewriting:
       TrainError: one of them has columns.
       Untiled: an operation that needs them all.
     """
-    found = evaluate(flat, inputs, self._run)
+    found = interpret(flat, inputs, self._run)
     logits = self._product.outvars[0].aval
     for x, var in zip(found, flat.jaxpr.outvars, strict=True):
       if isinstance(x, _Logits):

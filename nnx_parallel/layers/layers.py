@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.interpret import flattened, forwarded, interpret
 from nnx_parallel.core.jaxprs import (
   CALLS,
   as_function,
@@ -27,9 +28,6 @@ from nnx_parallel.core.jaxprs import (
   called,
   constants,
   equations,
-  evaluate,
-  flattened,
-  forwarded,
   gradient_of,
   is_checkpoint,
   is_inexact,
@@ -671,7 +669,7 @@ def _has_products(jaxpr: Any) -> bool:
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
-  return evaluate(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
+  return interpret(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
 
 
 def _run(

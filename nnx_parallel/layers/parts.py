@@ -16,7 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import among, forwarded, is_inexact, nbytes, place_of, placed, scan_counts
+from nnx_parallel.core.interpret import forwarded
+from nnx_parallel.core.jaxprs import among, is_inexact, nbytes, place_of, placed, scan_counts
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, repeats_layers
 from nnx_parallel.layers.roll import Around, Chain, Rolled, Run, RunInUnit

@@ -22,17 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import (
-  among,
-  called,
-  constants,
-  forwarded,
-  is_inexact,
-  nbytes,
-  opened,
-  placed,
-  programs,
-)
+from nnx_parallel.core.interpret import forwarded
+from nnx_parallel.core.jaxprs import among, called, constants, is_inexact, nbytes, opened, placed, programs
 from nnx_parallel.core.keys import identity
 from nnx_parallel.layers.mark import is_marked, kind_of_layer, layer_of
 

@@ -18,17 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.jaxprs import (
-  CALLS,
-  among,
-  bind,
-  constants,
-  dependents,
-  flattened,
-  is_inexact,
-  nbytes,
-  opened,
-)
+from nnx_parallel.core.interpret import flattened
+from nnx_parallel.core.jaxprs import CALLS, among, bind, constants, dependents, is_inexact, nbytes, opened
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
