@@ -65,7 +65,9 @@ def given(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _same)
   return values
 
 
-def run(eqns: Iterable[Any], values: Values, rule: Rule = bind, lift: Callable[[Any], Any] = _same) -> None:
+def run_operations(
+  eqns: Iterable[Any], values: Values, rule: Rule = bind, lift: Callable[[Any], Any] = _same
+) -> None:
   """Runs operations in order, with the source line and name stack of each; adds their results to `values`."""
 
   def step(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
@@ -94,7 +96,7 @@ def interpret(
     lift: makes such a value of an array, for literals and constants.
   """
   values = given(jaxpr, inputs, lift)
-  run(opened(jaxpr).eqns, values, rule, lift)
+  run_operations(opened(jaxpr).eqns, values, rule, lift)
   return [read(var, values, lift) for var in opened(jaxpr).outvars]
 
 

@@ -23,7 +23,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,44 +128,61 @@ def held(
   named = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
   positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
 
-  def flows_of(args: Any) -> list[Flow]:
-    if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
-      return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
-    batch, rest = args[batch_at], args[batch_at + 1 :]
-    pairs = zip(jax.tree.leaves(args[:batch_at]), shardings, strict=True)
-    found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
-    for x in jax.tree.leaves(batch):
-      known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
-      spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh))) if known else (None,) * x.ndim
-      first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
-      second = spec[1:2]
-      if positions and second:
-        second = [(*dict.fromkeys((*axes_of(spec[1]), *positions)), _POSITIONS)]
-      found.append(_flow(x, (*first, *second, *spec[2:]), data=True))
-    return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
-
   @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
   def changed(*args: Any) -> Any:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
-    leaves, flows = jax.tree.leaves(args), flows_of(args)
-    used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
-    stored = used & _names([flow for flow in flows if not flow.data])
-    kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
-    mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
-    nothing_to_confuse = len(used) < 2 and not stored & {*(split or ())} and not positions
-    if nothing_to_confuse or relaxed > 1:
-      flows = [
-        flow if mended and not flow.data else _unsplit(x) for x, flow in zip(leaves, flows, strict=True)
-      ]
-    if mended or any(flow.data for flow in flows):
-      batch = frozenset(used.intersection(split or ()))
-      rewriting = _Rewriting(mesh, batch, stored, positions, moves=not relaxed)
-      results, _ = rewriting(closed, leaves, flows)
+    leaves = jax.tree.leaves(args)
+    if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
+      flows = [_flow(x, (), data=False) for x in leaves]
     else:
-      results = core.jaxpr_as_fun(closed)(*leaves)
+      before, batch, rest = (jax.tree.leaves(some) for some in _around(args, batch_at))
+      flows = [
+        *(_flow(x, getattr(at, "spec", ()), data=False) for x, at in zip(before, shardings, strict=True)),
+        *(_flow_of_batch(x, inputs, axis_sizes(mesh), positions) for x in batch),
+        *(_flow(x, (), data=False) for x in rest),
+      ]
+    rewriting, flows = _rewriting(closed, flows, mesh, split or (), positions, relaxed)
+    results = core.jaxpr_as_fun(closed)(*leaves) if rewriting is None else rewriting(closed, leaves, flows)[0]
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
   return changed
+
+
+def _around(args: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
+  """The arguments before one, it, and those after it."""
+  return args[:n], args[n], args[n + 1 :]
+
+
+def _flow_of_batch(x: Any, inputs: RuleSet, sizes: Mapping[str, int], positions: tuple[str, ...]) -> Flow:
+  """The layout of an array of the batch, with the dims of its examples and positions marked."""
+  known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
+  spec = tuple(input_spec(inputs, jax.numpy.ndim(x), sizes)) if known else (None,) * x.ndim
+  first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
+  second = spec[1:2]
+  if positions and second:
+    second = [(*dict.fromkeys((*axes_of(spec[1]), *positions)), _POSITIONS)]
+  return _flow(x, (*first, *second, *spec[2:]), data=True)
+
+
+def _rewriting(
+  closed: Any,
+  flows: list[Flow],
+  mesh: Any,
+  split: Sequence[str],
+  positions: tuple[str, ...],
+  relaxed: int,
+) -> tuple[_Rewriting | None, list[Flow]]:
+  """What rewrites a trace, None if nothing has to be, and the layouts of its inputs that it is told."""
+  used = {axis for axis in (*split, *_names(flows)) if mesh.shape.get(axis, 1) > 1}
+  stored = used & _names([flow for flow in flows if not flow.data])
+  kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
+  mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
+  nothing_to_confuse = len(used) < 2 and not stored & {*split} and not positions
+  if nothing_to_confuse or relaxed > 1:
+    flows = [flow if mended and not flow.data else Flow(((),) * len(flow.axes), data=False) for flow in flows]
+  if not mended and not any(flow.data for flow in flows):
+    return None, flows
+  return _Rewriting(mesh, frozenset(used.intersection(split)), stored, positions, moves=not relaxed), flows
 
 
 def _names(flows: Flows) -> set[str]:
