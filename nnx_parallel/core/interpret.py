@@ -57,11 +57,11 @@ def read(var: Any, values: Mapping[Any, Any], lift: Callable[[Any], Any] = _same
   return lift(var.val) if isinstance(var, core.Literal) else values[var]
 
 
-def given(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _same) -> Values:
-  """The values of a program's constants and inputs, by variable."""
+def values_of(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _same) -> Values:
+  """The values of a program's constants and of its first inputs, or all, by variable."""
   body = opened(jaxpr)
   values: Values = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
-  values.update(zip(body.invars, inputs, strict=True))
+  values.update(zip(body.invars[: len(inputs)], inputs, strict=True))
   return values
 
 
@@ -95,7 +95,7 @@ def interpret(
     rule: gives the results of an operation, or `DEFAULT`: those of the operation itself, for arrays.
     lift: makes such a value of an array, for literals and constants.
   """
-  values = given(jaxpr, inputs, lift)
+  values = values_of(jaxpr, inputs, lift)
   run_operations(opened(jaxpr).eqns, values, rule, lift)
   return [read(var, values, lift) for var in opened(jaxpr).outvars]
 
@@ -192,7 +192,7 @@ NO_FACTS: Facts[None] = Facts(lambda _: None, lambda eqn, _: [None] * len(eqn.ou
 
 def facts_of(jaxpr: Any, inputs: Sequence[F], facts: Facts[F]) -> dict[Any, F]:
   """What is known of each variable of a program, given what is known of its inputs."""
-  known = given(jaxpr, inputs, facts.constant)
+  known = values_of(jaxpr, inputs, facts.constant)
   _walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
   return known
 
@@ -361,21 +361,21 @@ _POSITIONS: Facts[Any] = Facts(
 
 
 def without_copies(jaxpr: Any) -> Any:
-  """A closed jaxpr in which the results of operations that are inputs of these are read as those inputs.
+  """A jaxpr, closed or not, that reads what an operation returns of its inputs as these inputs.
 
   `nnx.jit` returns every Variable that it gets.
   """
+  if opened(jaxpr) is not jaxpr:
+    return jaxpr.replace(jaxpr=without_copies(opened(jaxpr)))
   same: dict[Any, Any] = {}
 
-  def seen(var: Any) -> Any:
-    return var if isinstance(var, core.Literal) else same.get(var, var)
+  def seen(some: Sequence[Any]) -> list[Any]:
+    return [var if is_literal(var) else same.get(var, var) for var in some]
 
   eqns: list[Any] = []
-  for eqn in opened(jaxpr).eqns:
-    eqns.append(eqn.replace(invars=[seen(var) for var in eqn.invars]))
-    for out, position in zip(eqn.outvars, facts_after(eqn, range(len(eqn.invars)), _POSITIONS), strict=True):
-      if position is not None:
-        same[out] = eqns[-1].invars[position]
-  return jaxpr.replace(
-    jaxpr=opened(jaxpr).replace(eqns=eqns, outvars=[seen(var) for var in opened(jaxpr).outvars])
-  )
+  for eqn in jaxpr.eqns:
+    inputs = seen(eqn.invars)
+    eqns.append(eqn.replace(invars=inputs))
+    positions = facts_after(eqn, range(len(inputs)), _POSITIONS)
+    same.update((out, inputs[n]) for out, n in zip(eqn.outvars, positions, strict=True) if n is not None)
+  return jaxpr.replace(eqns=eqns, outvars=seen(jaxpr.outvars))

@@ -235,14 +235,19 @@ def call_equation(
   return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
 
 
+def operations_behind(eqns: Sequence[Any], wanted: Iterable[Any], *, effects: bool = False) -> list[Any]:
+  """The operations, in order, that some variables need; and those with effects, if asked for."""
+  used = {var for var in wanted if not isinstance(var, core.Literal)}
+  kept: list[Any] = []
+  for eqn in reversed(eqns):
+    if (effects and eqn.effects) or not used.isdisjoint(eqn.outvars):
+      kept.append(eqn)
+      used.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+  return kept[::-1]
+
+
 def without_unused(jaxpr: Any) -> Any:
   """A jaxpr, closed or not, without the operations whose results nobody reads."""
   if opened(jaxpr) is not jaxpr:
     return jaxpr.replace(jaxpr=without_unused(opened(jaxpr)))
-  used: set[Any] = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
-  kept: list[Any] = []
-  for eqn in reversed(jaxpr.eqns):
-    if eqn.effects or not used.isdisjoint(eqn.outvars):
-      kept.append(eqn)
-      used.update(var for var in eqn.invars if not isinstance(var, core.Literal))
-  return jaxpr.replace(eqns=kept[::-1])
+  return jaxpr.replace(eqns=operations_behind(jaxpr.eqns, jaxpr.outvars, effects=True))

@@ -18,7 +18,7 @@ import jax
 import optax
 
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.interpret import Facts, facts_of, given, read, run_operations
+from nnx_parallel.core.interpret import Facts, facts_of, read, run_operations, values_of
 from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.optimizer_layout import parameters_of
@@ -108,7 +108,7 @@ def _run_in_groups(
   closed, shape = jax.make_jaxpr(run, return_shape=True)(grads, near, params)
   before, after = (len(jax.tree.leaves(x)) for x in (grads, params))
   of_inputs = [*[0] * before, *groups, *[0] * after]
-  values = given(closed, [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)])
+  values = values_of(closed, [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)])
   levels = facts_of(closed, of_inputs, _LEVELS)
   operations: list[list[Any]] = [[] for _ in range(max(groups) + 1)]
   for eqn in closed.jaxpr.eqns:
