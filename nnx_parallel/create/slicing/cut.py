@@ -27,12 +27,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.classes import Forest
-from nnx_parallel.core.keys import Keys, Operation, operation
+from nnx_parallel.core.jaxprs import CALLS, bind, called
+from nnx_parallel.core.keys import Keys
 
 FLOATS = 64
 COUNTS = 4096
 """Arrays of at most `FLOATS` floats, or `COUNTS` keys or integers (one per layer), are evaluated first."""
-_CALLS = ("jit", "pjit", "closed_call")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-  """An array between two operations of an opened call."""
+  """A variable of an opened call: the same call may be opened many times."""
 
   aval: Any
 
@@ -69,7 +69,7 @@ class Slice:
 
   outputs: tuple[int, ...]
   results: tuple[Any, ...]
-  operations: tuple[Operation, ...]
+  operations: tuple[Any, ...]
   inputs: tuple[Any, ...]
   key: Hashable
 
@@ -85,7 +85,7 @@ class Cut:
     groups: lists of equal slices.
   """
 
-  prologue: tuple[Operation, ...]
+  prologue: tuple[Any, ...]
   constants: dict[Any, Any]
   given: dict[int, Any]
   groups: tuple[tuple[Slice, ...], ...]
@@ -116,7 +116,7 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
 
 
-def evaluate(operations: Iterable[Operation], values: dict[Any, Any], *, isolated: bool = False) -> None:
+def evaluate(operations: Iterable[Any], values: dict[Any, Any], *, isolated: bool = False) -> None:
   """Runs operations in order, each under its own configuration, and adds their results to `values`.
 
   Args:
@@ -126,16 +126,17 @@ def evaluate(operations: Iterable[Operation], values: dict[Any, Any], *, isolate
       floating-point operations that eager execution rounds one by one.
   """
   for op in operations:
-    operands = [read(value, values) for value in op.inputs]
-    # Eagerly only what changes values: a mesh would run tiny operations on all devices.
-    partitionable = jax.threefry_partitionable(op.context.threefry_partitionable)
-    with op.context.manager if isolated else partitionable:
-      results = op.primitive.bind(*operands, **op.primitive.get_bind_params(op.params))
-    if not op.primitive.multiple_results:
-      results = [results]
-    if isolated and not op.compiled and any(_is_float(value) for value in op.outputs):
+    operands = [read(value, values) for value in op.invars]
+    if isolated:
+      results = bind(op, operands)
+    else:
+      # Only what changes values: a mesh would run tiny operations on all devices.
+      with jax.threefry_partitionable(op.ctx.threefry_partitionable):
+        results = op.primitive.bind(*operands, **op.primitive.get_bind_params(op.params))
+      results = results if op.primitive.multiple_results else [results]
+    if isolated and not _is_compiled(op) and any(_is_float(value) for value in op.outvars):
       results = jax.lax.optimization_barrier(list(results))
-    values.update(zip(op.outputs, results, strict=True))
+    values.update(zip(op.outvars, results, strict=True))
 
 
 def read(value: Any, values: dict[Any, Any]) -> Any:
@@ -150,32 +151,31 @@ class _Program:
 
   def __init__(self, phases: Sequence[Phase], outputs: Sequence[int]):
     self.constants: dict[Any, Any] = {}
-    self.operations: list[Operation] = []
+    self.operations: list[Any] = []
     made: list[Any] = []
     for phase in phases:
       jaxpr = phase.program.jaxpr
       self.constants.update(zip(jaxpr.constvars, phase.program.consts, strict=True))
       names = dict(zip(jaxpr.invars, (made[i] for i in phase.reads), strict=True))
       for eqn in jaxpr.eqns:
-        inputs = [_rename(value, names) for value in eqn.invars]
-        self.operations.append(operation(eqn, inputs, eqn.outvars))
+        self.operations.append(eqn.replace(invars=[_rename(value, names) for value in eqn.invars]))
       made += [_rename(value, names) for value in jaxpr.outvars]
     self.results: list[Any] = [made[i] for i in outputs]
 
-  def split(self) -> tuple[list[Operation], list[tuple[tuple[int, ...], list[Operation]]]]:
+  def split(self) -> tuple[list[Any], list[tuple[tuple[int, ...], list[Any]]]]:
     """The operations to evaluate first; and for each slice, its outputs and its operations."""
     known: set[Any] = set(self.constants)
-    first: list[Operation] = []
+    first: list[Any] = []
     maker: dict[Any, int] = {}
     for i, op in enumerate(self.operations):
       if _comes_first(op, known):
         first.append(op)
-        known.update(op.outputs)
+        known.update(op.outvars)
       else:
-        maker.update(dict.fromkeys(op.outputs, i))
+        maker.update(dict.fromkeys(op.outvars, i))
     slices = Forest()
     owner: dict[int, int] = {}
-    members: dict[int, tuple[list[int], list[Operation]]] = {}
+    members: dict[int, tuple[list[int], list[Any]]] = {}
     for position, result in enumerate(self.results):
       slices.new()
       todo = [result]
@@ -185,7 +185,7 @@ class _Program:
           continue
         i = maker[value]
         if i not in owner:
-          todo += self.operations[i].inputs
+          todo += self.operations[i].invars
         slices.unite(position, owner.setdefault(i, position))
     for position, result in enumerate(self.results):
       if not isinstance(result, jex.Literal) and result in maker:
@@ -194,57 +194,60 @@ class _Program:
       members[slices.root(owner[i])][1].append(self.operations[i])
     return first, [(tuple(outputs), operations) for outputs, operations in members.values()]
 
-  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Operation]]]) -> bool:
+  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Any]]]) -> bool:
     """Replaces calls that make several Variables (a compiled sub-constructor) by what is in them."""
     shared = {
       id(op)
       for outputs, operations in members
       if len(outputs) > 1
       for op in operations
-      if op.primitive.name in _CALLS and len(op.outputs) > 1
+      if op.primitive.name in CALLS and len(op.outvars) > 1
     }
     if not shared:
       return False
     renamed: dict[Any, Any] = {}
-    opened: list[Operation] = []
+    opened: list[Any] = []
     for op in self.operations:
-      inputs = tuple(_rename(value, renamed) for value in op.inputs)
-      op = dataclasses.replace(op, inputs=inputs) if id(op) not in shared else op
-      opened += [op] if id(op) not in shared else self._open(op, inputs, renamed)
+      inputs = [_rename(value, renamed) for value in op.invars]
+      opened += self._open(op, inputs, renamed) if id(op) in shared else [op.replace(invars=inputs)]
     self.operations = opened
     self.results = [_rename(value, renamed) for value in self.results]
     return True
 
-  def _open(self, call: Operation, inputs: tuple[Any, ...], renamed: dict[Any, Any]) -> list[Operation]:
-    inner = call.params["jaxpr"]
+  def _open(self, call: Any, inputs: list[Any], renamed: dict[Any, Any]) -> list[Any]:
+    inner = called(call)
     names: dict[Any, Any] = dict(zip(inner.jaxpr.invars, inputs, strict=True))
     for variable, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
       names[variable] = Value(variable.aval)
       self.constants[names[variable]] = constant
-    operations: list[Operation] = []
+    operations: list[Any] = []
     for eqn in inner.jaxpr.eqns:
       read_by = [_rename(value, names) for value in eqn.invars]
       # The same body may be inlined many times, so each copy gets new variables.
       names.update((made, Value(made.aval)) for made in eqn.outvars)
-      made_by = [names[made] for made in eqn.outvars]
-      operations.append(operation(eqn, read_by, made_by, compiled=True))
+      operations.append(eqn.replace(invars=read_by, outvars=[names[made] for made in eqn.outvars]))
     results = [_rename(value, names) for value in inner.jaxpr.outvars]
-    renamed.update(zip(call.outputs, results, strict=True))
+    renamed.update(zip(call.outvars, results, strict=True))
     return operations
 
 
-def _comes_first(op: Operation, known: set[Any]) -> bool:
-  values = [value for value in op.inputs if not isinstance(value, jex.Literal)]
+def _comes_first(op: Any, known: set[Any]) -> bool:
+  values = [value for value in op.invars if not isinstance(value, jex.Literal)]
   if not all(value in known for value in values):
     return False
-  if op.compiled and any(_is_float(value) for value in op.outputs):
+  if _is_compiled(op) and any(_is_float(value) for value in op.outvars):
     return False  # alone, its rounding could differ from that inside the user's compiled call
-  return all(is_tiny(value.aval) for value in (*values, *op.outputs))
+  return all(is_tiny(value.aval) for value in (*values, *op.outvars))
 
 
 def is_tiny(aval: Any) -> bool:
   """Whether an array of this shape and dtype is evaluated first; slices get all of it."""
   return math.prod(aval.shape) <= (FLOATS if jnp.issubdtype(aval.dtype, np.inexact) else COUNTS)
+
+
+def _is_compiled(op: Any) -> bool:
+  """Whether an operation comes from a call that the user compiled: its numbers were constants there too."""
+  return any(isinstance(value, Value) for value in op.outvars)
 
 
 def _is_float(value: Any) -> bool:
@@ -258,13 +261,13 @@ def _rename(value: Any, names: dict[Any, Any]) -> Any:
 def _slice(
   program: _Program,
   outputs: tuple[int, ...],
-  operations: list[Operation],
+  operations: list[Any],
   shardings: list[NamedSharding],
   keys: Keys,
 ) -> Slice:
   numbers: dict[Any, int] = {}
   inputs: list[Any] = []
-  code = keys.code(operations, numbers, inputs)
+  code = keys.code(operations, numbers, inputs, _is_compiled)
   results = tuple(program.results[i] for i in outputs)
   targets = tuple((s.spec, s.memory_kind, numbers[r]) for s, r in zip(shardings, results, strict=True))
   return Slice(outputs, results, tuple(operations), tuple(inputs), (code, targets))
