@@ -38,8 +38,7 @@ F = TypeVar("F")
 DEFAULT: Any = object()
 """What a rule gives for an operation that it leaves to the walk."""
 Values = dict[Any, Any]
-Step = Callable[[Any, list[Any]], Sequence[Any]]
-Rule = Step
+Rule = Callable[[Any, list[Any]], Sequence[Any]]
 """`(operation, values of its inputs) -> values of its results`, or `DEFAULT`."""
 
 
@@ -78,7 +77,7 @@ def run_operations(
   _walk(eqns, values, step, lift)
 
 
-def _walk(eqns: Iterable[Any], values: Values, step: Step, lift: Callable[[Any], Any]) -> None:
+def _walk(eqns: Iterable[Any], values: Values, step: Rule, lift: Callable[[Any], Any]) -> None:
   for eqn in eqns:
     results = step(eqn, [read(var, values, lift) for var in eqn.invars])
     values.update(zip(eqn.outvars, results, strict=True))
@@ -217,7 +216,7 @@ def through(
     eqn: the operation.
     inputs: what is known of its inputs.
     inside: what is known of the results of one of its programs, given what is known of the inputs. For a loop
-      it is asked until what the loop carries stays the same; its last answers hold.
+      it is asked until what the loop carries stays the same, and `join` has to let it; its last answers hold.
     facts: how they go through loops and branches.
   """
   wires, known = wiring(eqn), list(inputs)
@@ -273,46 +272,51 @@ class Interpreter(Generic[F]):
   def default(self, eqn: Any, inputs: list[Any], facts: list[F]) -> tuple[Sequence[Any], Sequence[F]]:
     """The results of an operation with its programs under the rule, and what is known of them."""
     if not is_walked(eqn):
-      return bind(eqn, inputs), self._facts.follow(eqn, facts)
+      return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
     if eqn.primitive.name == "shard_map":
       return self._mapped(eqn, inputs, facts)
-    new: dict[str, dict[int, Any]] = {}
+    new: dict[Inner, Any] = {}
 
     def inside(inner: Inner, facts: list[F]) -> list[F]:
-      program, found = self._retraced(inner.program, facts)
-      new.setdefault(inner.key, {})[id(inner)] = program
+      new[inner], found = self._retraced(inner.program, facts)
       return found
 
     found = through(eqn, facts, inside, self._facts)
-    changed = {
-      key: tuple(some.values()) if key == "branches" else next(iter(some.values()))
-      for key, some in new.items()
-    }
+    changed = {inner.key: program for inner, program in new.items()}
+    if "branches" in changed:
+      changed["branches"] = tuple(new.values())
     return bind(eqn, inputs, **changed), found
 
   def _retraced(self, program: Any, facts: list[F]) -> tuple[Any, list[F]]:
     key = id(program), *facts
     if key not in self._done:
-      found: list[F] = []
-
-      def body(*inputs: Any) -> list[Any]:
-        results, found[:] = self(program, inputs, facts)
-        return results
-
-      made = traced(body, program)
+      function, found = self._function(program, facts)
+      made = traced(function, program)
       self._done[key] = opened(made) if opened(program) is program else made, found, program
     return self._done[key][:2]
 
   def _mapped(self, eqn: Any, inputs: list[Any], facts: list[F]) -> tuple[Sequence[Any], list[F]]:
-    params, found = eqn.params, list[F]()
+    params = eqn.params
+    function, found = self._function(params["jaxpr"], facts)
+    mapped = jax.shard_map(
+      function,
+      mesh=params["mesh"],
+      in_specs=tuple(params["in_specs"]),
+      out_specs=list(params["out_specs"]),
+      axis_names=params["newly_manual_axes"],
+      check_vma=params["check_vma"],
+    )
+    return mapped(*inputs), found
 
-    def body(*inputs: Any) -> list[Any]:
-      results, found[:] = self(params["jaxpr"], inputs, facts)
+  def _function(self, program: Any, facts: list[F]) -> tuple[Callable[..., list[Any]], list[F]]:
+    """A program as a function of arrays, and what is known of its results once it has been traced."""
+    found: list[F] = []
+
+    def function(*inputs: Any) -> list[Any]:
+      results, found[:] = self(program, inputs, facts)
       return results
 
-    names = {"axis_names": params["newly_manual_axes"], "check_vma": params["check_vma"]}
-    specs = {"in_specs": tuple(params["in_specs"]), "out_specs": list(params["out_specs"])}
-    return jax.shard_map(body, mesh=params["mesh"], **specs, **names)(*inputs), found
+    return function, found
 
 
 def is_walked(eqn: Any) -> bool:

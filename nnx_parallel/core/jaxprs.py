@@ -50,6 +50,11 @@ def is_checkpoint(eqn: Any) -> bool:
   return eqn.primitive.name in _CHECKPOINTS or (_OBJECT in eqn.params and "policy" in params_of(eqn))
 
 
+def is_call(eqn: Any) -> bool:
+  """Whether an operation calls a program and does nothing else, as `jax.jit` does."""
+  return eqn.primitive.name in CALLS
+
+
 def opened(jaxpr: Any) -> Any:
   """The jaxpr itself, closed or not."""
   return getattr(jaxpr, "jaxpr", jaxpr)
@@ -114,11 +119,13 @@ def programs(eqn: Any) -> list[Any]:
   return [x for x in values if hasattr(opened(x), "eqns")]
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-  """Every equation of a jaxpr, those of inner jaxprs included."""
+def equations(jaxpr: Any, enters: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
+  """Every equation of a jaxpr, those of inner jaxprs included, or of the inner jaxprs of some equations."""
   for eqn in opened(jaxpr).eqns:
     yield eqn
-    yield from inner_equations(eqn)
+    if enters(eqn):
+      for program in programs(eqn):
+        yield from equations(program, enters)
 
 
 def inner_equations(eqn: Any) -> Iterator[Any]:
@@ -148,12 +155,14 @@ def rules(jaxpr: Any) -> Iterator[Any]:
 
   Not those of a `shard_map`: without it they can't be traced.
   """
-  for eqn in opened(jaxpr).eqns:
-    if eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn):
-      yield eqn
-    elif eqn.primitive.name not in ("shard_map", "pallas_call"):
-      for program in programs(eqn):
-        yield from rules(program)
+
+  def is_one(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn)
+
+  def enters(eqn: Any) -> bool:
+    return not is_one(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
+
+  return filter(is_one, equations(jaxpr, enters))
 
 
 def has_rule(eqn: Any) -> bool:

@@ -29,10 +29,10 @@ from nnx_parallel.core.jaxprs import (
   constants,
   equations,
   gradient_of,
+  is_call,
   is_checkpoint,
   is_inexact,
   is_tracer,
-  opened,
   params_of,
   place_of,
   rules,
@@ -641,18 +641,14 @@ def _offloaded(body: Body, *, in_scan: bool) -> Body:
 
 def has_layers(jaxpr: Any) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
-  for eqn in opened(jaxpr).eqns:
-    name = eqn.primitive.name
-    if is_checkpoint(eqn) or name == "scan":
-      return True
-    if name in CALLS and (is_marked(eqn) or has_layers(called(eqn))):
-      return True
-  return False
+  return any(
+    is_checkpoint(eqn) or eqn.primitive.name == "scan" or is_marked(eqn) for eqn in equations(jaxpr, is_call)
+  )
 
 
 def _is_opened(eqn: Any) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
-  return eqn.primitive.name in CALLS and not is_marked(eqn) and calls_layers(eqn.params["jaxpr"])
+  return is_call(eqn) and not is_marked(eqn) and calls_layers(called(eqn))
 
 
 def _is_layer(eqn: Any) -> bool:
@@ -662,10 +658,7 @@ def _is_layer(eqn: Any) -> bool:
 
 def _has_products(jaxpr: Any) -> bool:
   """Whether a program has products outside of scans and checkpoints."""
-  return any(
-    eqn.primitive.name in _PRODUCTS or (eqn.primitive.name in CALLS and _has_products(called(eqn)))
-    for eqn in opened(jaxpr).eqns
-  )
+  return any(eqn.primitive.name in _PRODUCTS for eqn in equations(jaxpr, is_call))
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
@@ -678,7 +671,7 @@ def _run(
   name = eqn.primitive.name
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
-  if name in CALLS:
+  if is_call(eqn):
     if in_layer or not _is_layer(eqn):
       return _evaluate(called(eqn), inputs, policy, in_layer)
     return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)

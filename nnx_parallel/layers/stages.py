@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.interpret import Values, flattened, is_literal, read, run_operations, values_of
-from nnx_parallel.core.jaxprs import CALLS, among, dependents, is_inexact, nbytes, opened, operations_behind
+from nnx_parallel.core.jaxprs import among, dependents, is_call, is_inexact, nbytes, opened, operations_behind
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
@@ -174,7 +174,7 @@ class Staged(Parts):
   @functools.cached_property
   def _flat(self) -> Any:
     """The program without calls: what a call gives may depend on some of its inputs only."""
-    return flattened(self.rolled.jaxpr, lambda eqn: eqn.primitive.name in CALLS)
+    return flattened(self.rolled.jaxpr, is_call)
 
   def _count_steps(self) -> list[Any]:
     """The operations that compute the new value of what changes apart from the batch and the layers.

@@ -35,13 +35,13 @@ from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter
 from nnx_parallel.core.jaxprs import (
-  CALLS,
   HELD,
   bind,
   called,
   constants,
   equations,
   inner_equations,
+  is_call,
   is_checkpoint,
   opened,
   programs,
@@ -225,9 +225,9 @@ class _Rewriting(Interpreter[Flow]):
     """The results of an operation with constraints, and their layouts; see `Interpreter`."""
     if not _is_plain(eqn):
       return bind(eqn, inputs), self._followed(eqn, flows)
-    if eqn.primitive.name in CALLS and not _places(eqn.params):
+    if is_call(eqn) and not _places(eqn.params):
       return self(called(eqn), inputs, flows)
-    if eqn.primitive.name in ("scan", "while", "cond", *CALLS) or is_checkpoint(eqn):
+    if eqn.primitive.name in ("scan", "while", "cond") or is_call(eqn) or is_checkpoint(eqn):
       return DEFAULT
     results, found = self._placed(eqn, inputs, flows)
     if self._is_held(eqn, flows, found) and eqn.outvars[0] not in self._own:
@@ -462,7 +462,7 @@ def _is_plain(eqn: Any) -> bool:
   """
   inner = programs(eqn)
   arrays = all(isinstance(var.aval, ShapedArray) for x in inner for var in opened(x).invars)
-  own = eqn.primitive.name not in CALLS and any(map(_has_arrays, inner))
+  own = not is_call(eqn) and any(map(_has_arrays, inner))
   if arrays and not own:
     return True
   if any(map(_is_faulty, inner_equations(eqn))):

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.classes import Forest
-from nnx_parallel.core.jaxprs import CALLS, bind, called
+from nnx_parallel.core.jaxprs import bind, called, is_call
 from nnx_parallel.core.keys import Keys
 
 FLOATS = 64
@@ -201,7 +201,7 @@ class _Program:
       for outputs, operations in members
       if len(outputs) > 1
       for op in operations
-      if op.primitive.name in CALLS and len(op.outvars) > 1
+      if is_call(op) and len(op.outvars) > 1
     }
     if not shared:
       return False
