@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.interpret import flattened, forwarded, interpret
+from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   CALLS,
   as_function,
@@ -526,8 +526,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
       fix='roll="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
   used.done, used.reasons = (*lines, *used.done), tuple(reasons)
-  # `nnx.jit`, `nnx.remat` and `nnx.scan` return every array of a module.
-  return [x if n is None else leaves[n] for x, n in zip(found, forwarded(traced), strict=True)]
+  return found
 
 
 def _of_arrays(program: Callable[..., list[Any]], jaxpr: Any, where: str, *inputs: Any) -> list[Any]:

@@ -225,7 +225,7 @@ class _Rewriting(Interpreter[Flow]):
     """The results of an operation with constraints, and their layouts; see `Interpreter`."""
     if not _is_plain(eqn):
       return bind(eqn, inputs), self._followed(eqn, flows)
-    if is_call(eqn) and not _places(eqn.params):
+    if is_call(eqn) and not _places(eqn.params) and not constants(called(eqn)):
       return self(called(eqn), inputs, flows)
     if eqn.primitive.name in ("scan", "while", "cond") or is_call(eqn) or is_checkpoint(eqn):
       return DEFAULT
@@ -455,30 +455,20 @@ def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
 
 
 def _is_plain(eqn: Any) -> bool:
-  """Whether its inner programs can be traced anew: they take arrays only, and carry none of their own.
+  """Whether its inner programs take arrays only, so that they can be traced anew.
 
   Raises:
-    TrainError: they cannot, and hold a kernel gradient that XLA gets wrong.
+    TrainError: they do not, and hold a kernel gradient that XLA gets wrong.
   """
-  inner = programs(eqn)
-  arrays = all(isinstance(var.aval, ShapedArray) for x in inner for var in opened(x).invars)
-  own = not is_call(eqn) and any(map(_has_arrays, inner))
-  if arrays and not own:
+  if all(isinstance(var.aval, ShapedArray) for inner in programs(eqn) for var in opened(inner).invars):
     return True
   if any(map(_is_faulty, inner_equations(eqn))):
     raise TrainError(
-      f"a grouped convolution is in a {eqn.primitive.name} whose program holds constant arrays.",
+      f"a grouped convolution is in a {eqn.primitive.name} that takes something else than arrays.",
       details="XLA would compute a wrong kernel gradient, and the program cannot be traced anew",
-      fix="pass the arrays as arguments of the function, or keep them in the model as nnx.Variable.",
+      fix="take the convolution out of it, or give it arrays as arguments.",
     )
   return False
-
-
-def _has_arrays(jaxpr: Any) -> bool:
-  """Whether a program, or one inside it, carries arrays as constants."""
-  return bool(len(constants(jaxpr))) or any(
-    _has_arrays(x) for eqn in opened(jaxpr).eqns for x in programs(eqn)
-  )
 
 
 def _unsplit(x: Any) -> Flow:
