@@ -13,7 +13,7 @@ How the programs inside an operation are connected with it is known in one place
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -138,19 +138,17 @@ class Wiring:
 
   inner: Sequence[Inner] = ()
   carried: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
-  rows: range = range(0)
-  stacked: range = range(0)
+  rows: Collection[int] = ()
+  stacked: Collection[int] = ()
 
 
 def wiring(eqn: Any) -> Wiring:
   """How the programs inside an operation are connected with it."""
   name, params, count = eqn.primitive.name, params_of(eqn), len(eqn.invars)
   if name == "scan":
-    counts = scan_counts(eqn)
-    first = counts.constants + counts.carried
-    carried = {n: counts.constants + n for n in range(counts.carried)}
+    _, carried, rows = scan_counts(eqn).split(range(count))
     inner = [Inner("jaxpr", params["jaxpr"], range(count))]
-    return Wiring(inner, carried, range(first, count), range(counts.carried, len(eqn.outvars)))
+    return Wiring(inner, dict(enumerate(carried)), {*rows}, range(len(carried), len(eqn.outvars)))
   if name == "while":
     asked, fixed = params["cond_nconsts"], params["body_nconsts"]
     state = range(asked + fixed, count)

@@ -30,6 +30,11 @@ class ScanCounts:
   constants: int
   carried: int
 
+  def split(self, some: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The constants, the carried values and the rows among the inputs, or something of each input."""
+    first = self.constants + self.carried
+    return [*some[: self.constants]], [*some[self.constants : first]], [*some[first:]]
+
 
 def params_of(eqn: Any) -> Any:
   """The parameters of an operation, also of one that jax keeps in an object: `jax_remat3` and its like."""

@@ -707,14 +707,13 @@ def _parts_of(
 ) -> tuple[Body, list[Any], list[Any]]:
   """A step of a scan, what it carries first, and its rows."""
   counts = scan_counts(eqn)
-  first, last = counts.constants, counts.constants + counts.carried
-  fixed = inputs[:first]
+  fixed, first, rows = counts.split(inputs)
 
   def step(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     out = body(*fixed, *carry, *row)
     return list(out[: counts.carried]), list(out[counts.carried :])
 
-  return step, inputs[first:last], inputs[last:]
+  return step, first, rows
 
 
 def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:

@@ -247,8 +247,7 @@ def _is_loop(eqn: Any) -> bool:
 
 def has_layer_rows(eqn: Any) -> bool:
   """Whether a scan may be one over layers: it has floating rows, two or more."""
-  counts = scan_counts(eqn)
-  rows = eqn.invars[counts.constants + counts.carried :]
+  _, _, rows = scan_counts(eqn).split(eqn.invars)
   return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
 
 
@@ -256,26 +255,22 @@ def _scan(rolled: Rolled, n: int, how: Treatment) -> Loop:
   """The layers of a scan."""
   eqn = rolled.eqns[n]
   counts, length = scan_counts(eqn), eqn.params["length"]
-  inputs = [*eqn.invars]
-  first = counts.constants + counts.carried
+  fixed, carried, rows = counts.split(eqn.invars)
+  keys = counts.split(range(len(eqn.invars)))
   body = how.in_scan(eqn)
 
   def layer(carry: Sequence[Any], given: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
-    out = body(
-      *[
-        carry[k - counts.constants] if counts.constants <= k < first else given[k] for k in range(len(inputs))
-      ]
-    )
+    out = body(*(given[k] for k in keys[0]), *carry, *(given[k] for k in keys[2]))
     return [*out[: counts.carried]], dict(enumerate(out[counts.carried :]))
 
   return Loop(
     numbers=frozenset((n,)),
     length=length,
     name=f"a scan of {length}",
-    same=dict(enumerate(inputs[: counts.constants])),
-    carried=inputs[counts.constants : first],
+    same=dict(zip(keys[0], fixed, strict=True)),
+    carried=carried,
     final={var: k for k, var in enumerate(eqn.outvars[: counts.carried])},
-    rows=dict(enumerate(inputs[first:], first)),
+    rows=dict(zip(keys[2], rows, strict=True)),
     made=dict(enumerate(eqn.outvars[counts.carried :])),
     layer=layer,
   )
