@@ -64,6 +64,13 @@ def values_of(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _s
   return values
 
 
+def walk(eqns: Iterable[Any], values: Values, step: Rule, lift: Callable[[Any], Any] = _same) -> None:
+  """Adds the results of operations, in order, to `values`: what `step` gives for each of them."""
+  for eqn in eqns:
+    results = step(eqn, [read(var, values, lift) for var in eqn.invars])
+    values.update(zip(eqn.outvars, results, strict=True))
+
+
 def run_operations(
   eqns: Iterable[Any], values: Values, rule: Rule = bind, lift: Callable[[Any], Any] = _same
 ) -> None:
@@ -74,13 +81,7 @@ def run_operations(
       found = rule(eqn, inputs)
       return bind(eqn, inputs) if found is DEFAULT else found
 
-  _walk(eqns, values, step, lift)
-
-
-def _walk(eqns: Iterable[Any], values: Values, step: Rule, lift: Callable[[Any], Any]) -> None:
-  for eqn in eqns:
-    results = step(eqn, [read(var, values, lift) for var in eqn.invars])
-    values.update(zip(eqn.outvars, results, strict=True))
+  walk(eqns, values, step, lift)
 
 
 def interpret(
@@ -190,7 +191,7 @@ NO_FACTS: Facts[None] = Facts(lambda _: None, lambda eqn, _: [None] * len(eqn.ou
 def facts_of(jaxpr: Any, inputs: Sequence[F], facts: Facts[F]) -> dict[Any, F]:
   """What is known of each variable of a program, given what is known of its inputs."""
   known = values_of(jaxpr, inputs, facts.constant)
-  _walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
+  walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
   return known
 
 
@@ -249,9 +250,7 @@ class Interpreter(Generic[F]):
     facts: how facts go through operations, loops and branches.
   """
 
-  def __init__(
-    self, rule: Callable[[Any, list[Any], list[F]], tuple[Sequence[Any], Sequence[F]]], facts: Facts[F]
-  ):
+  def __init__(self, rule: Callable[[Any, list[Any], list[F]], Any], facts: Facts[F]):
     self._rule, self._facts = rule, facts
     self._done: dict[Hashable, tuple[Any, list[F], Any]] = {}  # with the program, so that its id stays
 
@@ -330,12 +329,12 @@ def is_walked(eqn: Any) -> bool:
 def rewritten(jaxpr: Any, rule: Rule) -> Any:
   """The closed jaxpr of a program under a rule, also inside calls, loops, branches and custom rules."""
 
-  def paired(eqn: Any, inputs: list[Any], facts: list[None]) -> tuple[Sequence[Any], Sequence[None]]:
+  def paired(eqn: Any, inputs: list[Any], _: list[None]) -> Any:
     found = rule(eqn, inputs)
     return found if found is DEFAULT else (found, [None] * len(eqn.outvars))
 
-  walk = Interpreter(paired, NO_FACTS)
-  return traced(lambda *inputs: walk(jaxpr, inputs, [None] * len(inputs))[0], jaxpr)
+  interpreter = Interpreter(paired, NO_FACTS)
+  return traced(lambda *inputs: interpreter(jaxpr, inputs, [None] * len(inputs))[0], jaxpr)
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
@@ -378,6 +377,6 @@ def without_copies(jaxpr: Any) -> Any:
   for eqn in jaxpr.eqns:
     inputs = seen(eqn.invars)
     eqns.append(eqn.replace(invars=inputs))
-    positions = facts_after(eqn, range(len(inputs)), _POSITIONS)
+    positions: Sequence[Any] = facts_after(eqn, range(len(inputs)), _POSITIONS)
     same.update((out, inputs[n]) for out, n in zip(eqn.outvars, positions, strict=True) if n is not None)
   return jaxpr.replace(eqns=eqns, outvars=seen(jaxpr.outvars))

@@ -21,12 +21,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.classes import Forest
+from nnx_parallel.core.interpret import is_literal, walk
 from nnx_parallel.core.jaxprs import bind, called, is_call
 from nnx_parallel.core.keys import Keys
 
@@ -50,7 +50,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-  """A variable of an opened call: the same call may be opened many times."""
+  """A variable in place of a number, or of one in an opened call: a call may be opened many times."""
 
   aval: Any
 
@@ -121,29 +121,23 @@ def evaluate(operations: Iterable[Any], values: dict[Any, Any], *, isolated: boo
 
   Args:
     operations: in order.
-    values: variable -> array, or id of a literal -> its replacement.
+    values: variable -> array.
     isolated: for operations under `jit`: use the full context of each, and keep the compiler from merging
       floating-point operations that eager execution rounds one by one.
   """
-  for op in operations:
-    operands = [read(value, values) for value in op.invars]
-    if isolated:
-      results = bind(op, operands)
-    else:
-      # Only what changes values: a mesh would run tiny operations on all devices.
-      with jax.threefry_partitionable(op.ctx.threefry_partitionable):
-        results = op.primitive.bind(*operands, **op.primitive.get_bind_params(op.params))
-      results = results if op.primitive.multiple_results else [results]
-    if isolated and not _is_compiled(op) and any(_is_float(value) for value in op.outvars):
-      results = jax.lax.optimization_barrier(list(results))
-    values.update(zip(op.outvars, results, strict=True))
 
+  def eager(op: Any, inputs: list[Any]) -> Sequence[Any]:
+    # Only what changes values: a mesh would run tiny operations on all devices.
+    with jax.threefry_partitionable(op.ctx.threefry_partitionable):
+      results = op.primitive.bind(*inputs, **op.primitive.get_bind_params(op.params))
+    return results if op.primitive.multiple_results else [results]
 
-def read(value: Any, values: dict[Any, Any]) -> Any:
-  """The array of a variable; a literal that nothing replaces is the number itself."""
-  if isinstance(value, jex.Literal):
-    return values.get(id(value), value.val)
-  return values[value]
+  def alone(op: Any, inputs: list[Any]) -> Sequence[Any]:
+    results = bind(op, inputs)
+    rounds = not _is_compiled(op) and any(_is_float(value) for value in op.outvars)
+    return jax.lax.optimization_barrier([*results]) if rounds else results
+
+  walk(operations, values, alone if isolated else eager)
 
 
 class _Program:
@@ -181,14 +175,14 @@ class _Program:
       todo = [result]
       while todo:
         value = todo.pop()
-        if isinstance(value, jex.Literal) or value not in maker:
+        if is_literal(value) or value not in maker:
           continue
         i = maker[value]
         if i not in owner:
           todo += self.operations[i].invars
         slices.unite(position, owner.setdefault(i, position))
     for position, result in enumerate(self.results):
-      if not isinstance(result, jex.Literal) and result in maker:
+      if not is_literal(result) and result in maker:
         members.setdefault(slices.root(position), ([], []))[0].append(position)
     for i in sorted(owner):
       members[slices.root(owner[i])][1].append(self.operations[i])
@@ -232,7 +226,7 @@ class _Program:
 
 
 def _comes_first(op: Any, known: set[Any]) -> bool:
-  values = [value for value in op.invars if not isinstance(value, jex.Literal)]
+  values = [value for value in op.invars if not is_literal(value)]
   if not all(value in known for value in values):
     return False
   if _is_compiled(op) and any(_is_float(value) for value in op.outvars):
@@ -255,7 +249,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _rename(value: Any, names: dict[Any, Any]) -> Any:
-  return value if isinstance(value, jex.Literal) else names.get(value, value)
+  return value if is_literal(value) else names.get(value, value)
 
 
 def _slice(
