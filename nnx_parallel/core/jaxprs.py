@@ -230,7 +230,9 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 def traced(function: Callable[..., Any], like: Any) -> Any:
   """The closed jaxpr of a function of flat arrays with the types of the inputs of another."""
-  return jax.make_jaxpr(function)(*[struct(var.aval) for var in opened(like).invars])
+  avals = [var.aval for var in opened(like).invars]
+  # In a `shard_map` a type also says over which axes values differ.
+  return jax.make_jaxpr(function)(*[aval if aval.mat.varying else struct(aval) for aval in avals])
 
 
 def call_equation(

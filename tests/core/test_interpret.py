@@ -101,7 +101,11 @@ def walked(function, rule, *args):
   return jax.jit(jax.extend.core.jaxpr_as_fun(rewritten(jax.make_jaxpr(function)(*args), rule)))(*args)[0]
 
 
-PROGRAMS = [[kind] for kind in KINDS] + [random_kinds(seed, list(KINDS)) for seed in range(12)]
+PROGRAMS = [
+  *([kind] for kind in KINDS),
+  *(["shard_map", kind] for kind in KINDS if kind not in ("shard_map", "constants")),
+  *(random_kinds(seed, list(KINDS)) for seed in range(8)),
+]
 
 
 @pytest.mark.parametrize("kinds", PROGRAMS, ids=" ".join)
