@@ -133,7 +133,7 @@ def test_jaxprs_are_rebuilt_by_replace():
 
 
 def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
-  """`core/jaxprs.py` (`evaluated`) and `train/hold.py` run a trace operation by operation."""
+  """`core/interpret.py` runs a trace operation by operation."""
   closed = jax.make_jaxpr(lambda x: x + 1)(X)
   (eqn,) = closed.jaxpr.eqns
   literal = next(v for v in eqn.invars if isinstance(v, jex.Literal))
@@ -144,7 +144,7 @@ def test_jaxprs_are_run_and_hold_literals_and_arrays_of_one_kind():
 
 
 def test_an_operation_can_be_run_as_if_from_its_own_line():
-  """`core/jaxprs.py` (`evaluated`): a report names the user's line and names, not those of this package."""
+  """`core/interpret.py`: a report names the user's line and names, not those of this package."""
   (eqn,) = jax.make_jaxpr(jax.named_scope("scope")(jnp.sin))(X).eqns
 
   def again(x):

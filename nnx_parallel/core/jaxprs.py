@@ -1,4 +1,4 @@
-"""Reads, evaluates and rewrites traces (jaxprs), in the forms of all supported versions of jax."""
+"""Facts about the operations of traces (jaxprs), in the forms of all supported versions of jax."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class ScanCounts:
   constants: int
   carried: int
 
+  def split(self, some: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The constants, the carried values and the rows among the inputs, or something of each input."""
+    first = self.constants + self.carried
+    return [*some[: self.constants]], [*some[self.constants : first]], [*some[first:]]
+
 
 def params_of(eqn: Any) -> Any:
   """The parameters of an operation, also of one that jax keeps in an object: `jax_remat3` and its like."""
@@ -50,6 +55,11 @@ def is_checkpoint(eqn: Any) -> bool:
   return eqn.primitive.name in _CHECKPOINTS or (_OBJECT in eqn.params and "policy" in params_of(eqn))
 
 
+def is_call(eqn: Any) -> bool:
+  """Whether an operation calls a program and does nothing else, as `jax.jit` does."""
+  return eqn.primitive.name in CALLS
+
+
 def opened(jaxpr: Any) -> Any:
   """The jaxpr itself, closed or not."""
   return getattr(jaxpr, "jaxpr", jaxpr)
@@ -65,34 +75,6 @@ def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
   inner = opened(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
-
-
-def evaluate(
-  jaxpr: Any,
-  inputs: Sequence[Any],
-  run: Callable[[Any, list[Any]], Sequence[Any]],
-  lift: Callable[[Any], Any] = lambda x: x,
-) -> list[Any]:
-  """Evaluates a jaxpr one operation at a time, with the source line and name stack of each.
-
-  Args:
-    jaxpr: the program, closed or not.
-    inputs: one value for each of its inputs.
-    run: `(operation, values of its inputs) -> values of its results`; `bind` runs it as it is.
-    lift: makes such a value of an array, for literals and constants.
-  """
-  body = opened(jaxpr)
-  values: dict[Any, Any] = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
-  values.update(zip(body.invars, inputs, strict=True))
-
-  def read(var: Any) -> Any:
-    return lift(var.val) if isinstance(var, core.Literal) else values[var]
-
-  for eqn in body.eqns:
-    with placed(eqn):
-      results = run(eqn, [read(v) for v in eqn.invars])
-    values.update(zip(eqn.outvars, results, strict=True))
-  return [read(v) for v in body.outvars]
 
 
 def placed(eqn: Any) -> contextlib.AbstractContextManager[None]:
@@ -142,11 +124,13 @@ def programs(eqn: Any) -> list[Any]:
   return [x for x in values if hasattr(opened(x), "eqns")]
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-  """Every equation of a jaxpr, those of inner jaxprs included."""
+def equations(jaxpr: Any, enters: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
+  """Every equation of a jaxpr, those of inner jaxprs included, or of the inner jaxprs of some equations."""
   for eqn in opened(jaxpr).eqns:
     yield eqn
-    yield from inner_equations(eqn)
+    if enters(eqn):
+      for program in programs(eqn):
+        yield from equations(program, enters)
 
 
 def inner_equations(eqn: Any) -> Iterator[Any]:
@@ -176,12 +160,14 @@ def rules(jaxpr: Any) -> Iterator[Any]:
 
   Not those of a `shard_map`: without it they can't be traced.
   """
-  for eqn in opened(jaxpr).eqns:
-    if eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn):
-      yield eqn
-    elif eqn.primitive.name not in ("shard_map", "pallas_call"):
-      for program in programs(eqn):
-        yield from rules(program)
+
+  def is_one(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn)
+
+  def enters(eqn: Any) -> bool:
+    return not is_one(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
+
+  return filter(is_one, equations(jaxpr, enters))
 
 
 def has_rule(eqn: Any) -> bool:
@@ -195,9 +181,9 @@ def among(var: Any, some: Container[Any]) -> bool:
 
 
 def dependents(jaxpr: Any, first: Iterable[Any]) -> set[Any]:
-  """Some variables of a program, and those that depend on them."""
+  """Some variables of a program, or of a list of its operations, and those that depend on them."""
   found = {*first}
-  for eqn in opened(jaxpr).eqns:
+  for eqn in getattr(opened(jaxpr), "eqns", jaxpr):
     if any(among(var, found) for var in eqn.invars):
       found.update(eqn.outvars)
   return found
@@ -211,35 +197,6 @@ def is_tracer(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
   """Whether an array may have a gradient."""
   return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def forwarded(jaxpr: Any) -> list[int | None]:
-  """For each output, the position of the input that it is equal to; None for computed outputs.
-
-  Also through calls, checkpoints and scans: `nnx.remat` and `nnx.scan` return every Variable that they got.
-  """
-  body = opened(jaxpr)
-  source: dict[Any, int] = {var: position for position, var in enumerate(body.invars)}
-  for eqn in body.eqns:
-    for out, position in zip(eqn.outvars, _forwarded_by(eqn), strict=True):
-      var = None if position is None else eqn.invars[position]
-      if not isinstance(var, core.Literal) and var in source:
-        source[out] = source[var]
-  return [None if isinstance(var, core.Literal) else source.get(var) for var in body.outvars]
-
-
-def _forwarded_by(eqn: Any) -> list[int | None]:
-  name = eqn.primitive.name
-  if name in CALLS or is_checkpoint(eqn):
-    return forwarded(called(eqn))
-  if name != "scan":
-    return [None] * len(eqn.outvars)
-  counts = scan_counts(eqn)
-  inside = forwarded(eqn.params["jaxpr"])
-  carries, rows = inside[: counts.carried], inside[counts.carried :]
-  kept: list[int | None] = [p if p == counts.constants + n else None for n, p in enumerate(carries)]
-  first = counts.constants + counts.carried
-  return kept + [p if p is not None and p >= first else None for p in rows]
 
 
 def nbytes(x: Any) -> int:
@@ -262,37 +219,6 @@ def _rank(var: Any) -> int:
   return len(var.aval.shape)
 
 
-def rewritten(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-  """A jaxpr, closed or not, with some operations replaced, also inside loops, branches and calls.
-
-  `change` gives the replacement of an operation, with the same inputs and outputs. Where it gives None, the
-  operation stays, and its inner programs are rewritten.
-  """
-  if opened(jaxpr) is not jaxpr:
-    return jaxpr.replace(jaxpr=rewritten(opened(jaxpr), change))
-  return jaxpr.replace(eqns=[_rewritten_equation(eqn, change) for eqn in jaxpr.eqns])
-
-
-def _rewritten_equation(eqn: Any, change: Callable[[Any], Any]) -> Any:
-  new = change(eqn)
-  if new is not None:
-    return new
-  inside = {
-    key: _rewritten_param(value, change) for key, value in params_of(eqn).items() if _holds_program(value)
-  }
-  return eqn.replace(params=changed_params(eqn, inside)) if inside else eqn
-
-
-def _rewritten_param(value: Any, change: Callable[[Any], Any]) -> Any:
-  return tuple(rewritten(v, change) for v in value) if isinstance(value, tuple) else rewritten(value, change)
-
-
-def _holds_program(value: Any) -> bool:
-  if isinstance(value, tuple):
-    return bool(value) and all(map(_holds_program, value))
-  return hasattr(opened(value), "eqns")
-
-
 def struct(aval: Any) -> jax.ShapeDtypeStruct:
   """The shape and dtype of a variable, and its sharding on Explicit axes."""
   where = getattr(aval, "sharding", None)
@@ -304,16 +230,9 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 def traced(function: Callable[..., Any], like: Any) -> Any:
   """The closed jaxpr of a function of flat arrays with the types of the inputs of another."""
-  return jax.make_jaxpr(function)(*[struct(var.aval) for var in opened(like).invars])
-
-
-def flattened(jaxpr: Any, opens: Callable[[Any], bool]) -> Any:
-  """A closed jaxpr with the operations of some calls in their place."""
-
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    return evaluate(called(eqn), inputs, run) if opens(eqn) else bind(eqn, inputs)
-
-  return traced(lambda *inputs: evaluate(jaxpr, inputs, run), jaxpr)
+  avals = [var.aval for var in opened(like).invars]
+  # In a `shard_map` a type also says over which axes values differ.
+  return jax.make_jaxpr(function)(*[aval if aval.mat.varying else struct(aval) for aval in avals])
 
 
 def call_equation(
@@ -332,14 +251,19 @@ def call_equation(
   return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
 
 
+def operations_behind(eqns: Sequence[Any], wanted: Iterable[Any], *, effects: bool = False) -> list[Any]:
+  """The operations, in order, that some variables need; and those with effects, if asked for."""
+  used = {var for var in wanted if not isinstance(var, core.Literal)}
+  kept: list[Any] = []
+  for eqn in reversed(eqns):
+    if (effects and eqn.effects) or not used.isdisjoint(eqn.outvars):
+      kept.append(eqn)
+      used.update(var for var in eqn.invars if not isinstance(var, core.Literal))
+  return kept[::-1]
+
+
 def without_unused(jaxpr: Any) -> Any:
   """A jaxpr, closed or not, without the operations whose results nobody reads."""
   if opened(jaxpr) is not jaxpr:
     return jaxpr.replace(jaxpr=without_unused(opened(jaxpr)))
-  used: set[Any] = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
-  kept: list[Any] = []
-  for eqn in reversed(jaxpr.eqns):
-    if eqn.effects or not used.isdisjoint(eqn.outvars):
-      kept.append(eqn)
-      used.update(var for var in eqn.invars if not isinstance(var, core.Literal))
-  return jaxpr.replace(eqns=kept[::-1])
+  return jaxpr.replace(eqns=operations_behind(jaxpr.eqns, jaxpr.outvars, effects=True))

@@ -21,34 +21,6 @@ _DERIVATIVES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
-  """One operation of a trace.
-
-  Attributes:
-    primitive: what it does.
-    params: its static parameters.
-    context: the trace-time configuration it ran under.
-    inputs: variables, or literals: numbers written in the program.
-    outputs: variables.
-    compiled: it comes from inside a call that the user compiled, so its numbers were constants there too.
-  """
-
-  primitive: Any
-  params: dict[str, Any]
-  context: Any
-  inputs: tuple[Any, ...]
-  outputs: tuple[Any, ...]
-  compiled: bool = False
-
-
-def operation(
-  eqn: Any, inputs: Iterable[Any], outputs: Iterable[Any], *, compiled: bool = False
-) -> Operation:
-  """An operation of a trace, with its own or other variables."""
-  return Operation(eqn.primitive, eqn.params, eqn.ctx, tuple(inputs), tuple(outputs), compiled)
-
-
 def identity(jaxpr: Any) -> Hashable:
   """What tells a program from others, with constants by value, and gradients that have rules of their own."""
   return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
@@ -84,12 +56,12 @@ class Keys:
     """Those of the static parameters of an operation."""
     return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
 
-  def _params(self, op: Operation) -> Hashable:
+  def _params(self, eqn: Any) -> Hashable:
     before = self._in_rule
     # A rule inside of these can't be traced by itself: it may use an axis of the mesh.
-    self._in_rule = before or op.primitive.name in ("shard_map", "pallas_call")
+    self._in_rule = before or eqn.primitive.name in ("shard_map", "pallas_call")
     try:
-      return self.params(op.params)
+      return self.params(eqn.params)
     finally:
       self._in_rule = before
 
@@ -133,8 +105,7 @@ class Keys:
     jaxpr = opened(body)
     numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     shapes = [str(value.aval) for value in numbers]
-    inner = [operation(eqn, eqn.invars, eqn.outvars, compiled=True) for eqn in jaxpr.eqns]
-    code = self.code(inner, numbers, [])
+    code = self.code(jaxpr.eqns, numbers, [], fixed=lambda _: True)
     results = tuple(
       self.literal(value) if isinstance(value, core.Literal) else numbers[value] for value in jaxpr.outvars
     )
@@ -153,14 +124,23 @@ class Keys:
     finally:
       self._in_rule = False
 
-  def code(self, operations: Iterable[Operation], numbers: dict[Any, int], inputs: list[Any]) -> Hashable:
-    """The operations with numbers in place of variables; what none of them makes is added to `inputs`."""
+  def code(
+    self, eqns: Iterable[Any], numbers: dict[Any, int], inputs: list[Any], fixed: Callable[[Any], bool]
+  ) -> Hashable:
+    """What operations do, with numbers in place of variables.
+
+    Args:
+      eqns: the operations.
+      numbers: the number of each variable that is known; those of the others are added.
+      inputs: gets the variables that no operation makes, and the literals that are none of the program.
+      fixed: whether the literals of an operation are part of what it does.
+    """
     code: list[Hashable] = []
-    for op in operations:
+    for eqn in eqns:
       operands: list[Hashable] = []
-      for value in op.inputs:
+      for value in eqn.invars:
         if isinstance(value, core.Literal):
-          if op.compiled:
+          if fixed(eqn):
             operands.append(self.literal(value))
             continue
           inputs.append(value)
@@ -171,7 +151,7 @@ class Keys:
           numbers[value] = len(numbers)
           inputs.append(value)
           operands.append((numbers[value], str(value.aval)))
-      for value in op.outputs:
+      for value in eqn.outvars:
         numbers[value] = len(numbers)
-      code.append((op.primitive, self._params(op), self.context(op.context), tuple(operands)))
+      code.append((eqn.primitive, self._params(eqn), self.context(eqn.ctx), tuple(operands)))
     return tuple(code)

@@ -25,25 +25,16 @@ def is_pick(eqn: Any) -> bool:
   name, params = eqn.primitive.name, eqn.params
   if name not in ("gather", "scatter-add"):
     return False
-  numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
+  shape = eqn.invars[0].aval.shape
   last = (len(shape) - 1,)
   # jax reads a dim of size 1 as a whole, and the others index by index.
   before = tuple(d for d in range(len(shape) - 1) if shape[d] != 1)
   ones = tuple(d for d in range(len(shape) - 1) if shape[d] == 1)
-  moved = (
-    (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims)
-    if name == "gather"
-    else (numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims, numbers.update_window_dims)
-  )
-  batching = (
-    numbers.start_indices_batching_dims if name == "gather" else numbers.scatter_indices_batching_dims
-  )
-  picked = eqn.outvars[0] if name == "gather" else eqn.invars[2]
+  element = eqn.outvars[0] if name == "gather" else eqn.invars[2]
   return (
-    tuple(map(tuple, moved)) == (last, last, ones)
-    and tuple(numbers.operand_batching_dims) == before
-    and tuple(batching) == tuple(range(len(before)))
-    and picked.aval.shape == (*shape[:-1], 1)
+    # Of the window, of what is indexed, and of the batch, for a look-up as for an addition.
+    tuple(map(tuple, params["dimension_numbers"])) == (ones, last, last, before, tuple(range(len(before))))
+    and element.aval.shape == (*shape[:-1], 1)
     and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
     and params["mode"] == GatherScatterMode.FILL_OR_DROP
     and (name != "gather" or params["fill_value"] is None or math.isnan(params["fill_value"]))

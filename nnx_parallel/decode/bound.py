@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of, without
-from nnx_parallel.core.jaxprs import forwarded
+from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few

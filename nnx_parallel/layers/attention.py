@@ -26,6 +26,7 @@ from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
 from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
   CALLS,
   among,
@@ -35,7 +36,6 @@ from nnx_parallel.core.jaxprs import (
   changed_params,
   dependents,
   equations,
-  flattened,
   has_rule,
   is_checkpoint,
   is_inexact,

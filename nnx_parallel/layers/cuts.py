@@ -9,7 +9,8 @@ import jax
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import bind, evaluate, opened, traced, without_unused
+from nnx_parallel.core.interpret import interpret
+from nnx_parallel.core.jaxprs import bind, opened, traced, without_unused
 from nnx_parallel.core.tiles import ELEMENTWISE
 
 
@@ -22,7 +23,7 @@ def with_cut_weights(flat: Any) -> Any:
   cuts = _Cuts(flat)
   if not any(map(cuts.is_cut, opened(flat).eqns)):
     return flat
-  return without_unused(traced(lambda *inputs: evaluate(flat, inputs, cuts.run), flat))
+  return without_unused(traced(lambda *inputs: interpret(flat, inputs, cuts.run), flat))
 
 
 class _Cuts:

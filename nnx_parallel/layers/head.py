@@ -21,13 +21,12 @@ from jax.extend import core
 from jax.sharding import AxisType
 
 from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
   call_equation,
   dependents,
-  evaluate,
-  flattened,
   is_inexact,
   traced,
   without_unused,
@@ -418,7 +417,7 @@ class _Rewriting:
       TrainError: one of them has columns.
       Untiled: an operation that needs them all.
     """
-    found = evaluate(flat, inputs, self._run)
+    found = interpret(flat, inputs, self._run)
     logits = self._product.outvars[0].aval
     for x, var in zip(found, flat.jaxpr.outvars, strict=True):
       if isinstance(x, _Logits):
@@ -603,9 +602,9 @@ class _Rewriting:
       for node in (node for nodes in ends for node in nodes):
         tiles.need(*node, depends.__contains__)
       kinds = [self.kinds[eqn.params["name"]] for eqn in now]
-      function, leaves = _function(tiles, kinds, ends, now, _Apart.of(tiles, product, self._apart))
+      statistics = _Statistics(tiles, kinds, ends, now, _Apart.of(tiles, product, self._apart))
       made = [out for eqn in now for out in eqn.outvars]
-      new = call_equation(function, [var for var, _ in leaves], made, product)
+      new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
       others = [eqn for eqn in body.eqns if eqn not in now]
       ahead = [eqn for eqn in others if not any(among(var, after) for var in eqn.invars)]
@@ -655,79 +654,105 @@ class _Apart:
     return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
 
 
-def _function(
-  tiles: Tiles,
-  kinds: Sequence[_Kind],
-  ends: Sequence[Sequence[Node]],
-  calls: Sequence[Any],
-  apart: _Apart | None,
-) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
-  """Statistics as a function of its leaves, and those."""
-  grid = tiles.grid
-  floats = [node for node in tiles.leaves if is_inexact(node[0].aval)]
-  others = [node for node in tiles.leaves if not is_inexact(node[0].aval)]
-  nodes = [*floats, *others]
+class _Statistics:
+  """Some statistics, computed by parts of the columns, as a function of flat arrays.
 
-  def given_to(known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:
+  Args:
+    tiles: of what they are computed from.
+    kinds: theirs.
+    ends: what each of them takes.
+    calls: the operations in whose place they stand.
+    apart: the head, where devices have gradients of its input of their own.
+
+  Attributes:
+    leaves: what the function takes.
+  """
+
+  def __init__(
+    self,
+    tiles: Tiles,
+    kinds: Sequence[_Kind],
+    ends: Sequence[Sequence[Node]],
+    calls: Sequence[Any],
+    apart: _Apart | None,
+  ):
+    self._tiles, self._grid, self._kinds, self._ends = tiles, tiles.grid, kinds, ends
+    self._calls, self._apart = calls, apart
+    self._floats = [node for node in tiles.leaves if is_inexact(node[0].aval)]
+    self._others = [node for node in tiles.leaves if not is_inexact(node[0].aval)]
+    self.leaves = [*self._floats, *self._others]
+
+  def function(self) -> Callable[..., Sequence[Any]]:
+    """The function, with a gradient that computes the tiles again."""
+
+    @jax.custom_vjp
+    def statistics(*given: Any) -> list[list[Any]]:
+      return self._forward(*given)
+
+    def with_kept(*given: Any) -> tuple[list[list[Any]], Any]:
+      found = self._forward(*given)
+      return found, (given, found)
+
+    statistics.defvjp(with_kept, self._backward)
+
+    def loss_in_parts(*given: Any) -> list[Any]:
+      return jax.tree.leaves(statistics(*given))
+
+    return loss_in_parts
+
+  def _taken(self, known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:
     """Each kind, with the tiles that it takes."""
-    for kind, wanted in zip(kinds, ends, strict=True):
-      xs = [tiles.value(var, own, known, places) for var, own in wanted]
+    for kind, wanted in zip(self._kinds, self._ends, strict=True):
+      xs = [self._tiles.value(var, own, known, places) for var, own in wanted]
       rows = zip(xs, wanted, kind.stale, strict=False)
-      yield kind, [x if stale is None else grid.fresh(x, own, places, stale) for x, (_, own), stale in rows]
+      yield (
+        kind,
+        [x if stale is None else self._grid.fresh(x, own, places, stale) for x, (_, own), stale in rows],
+      )
 
-  def forward(*arrays: Any) -> list[Any]:
-    rows = grid.tiles()
+  def _forward(self, *arrays: Any) -> list[Any]:
+    rows = self._grid.tiles()
     *given, row = tied([*arrays, *rows.values()])
 
     def body(state: list[list[Any]], places: Any) -> tuple[list[list[Any]], None]:
-      known = {node: grid.take(x, node[1], places) for node, x in zip(nodes, given, strict=True)}
-      pairs = zip(given_to(known, places), state, strict=True)
-      return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in pairs], None
+      pairs = zip(self.leaves, given, strict=True)
+      known = {node: self._grid.take(x, node[1], places) for node, x in pairs}
+      taken = zip(self._taken(known, places), state, strict=True)
+      return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in taken], None
 
     start = [
       [filled(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=True)]
-      for kind, eqn in zip(kinds, calls, strict=True)
+      for kind, eqn in zip(self._kinds, self._calls, strict=True)
     ]
     return jax.lax.scan(body, start, {_COLUMNS: row})[0]
 
-  def backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+  def _backward(self, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     given, found = kept
-    known_of, at = jax.tree.structure(found), len(others)
     arriving = [
-      (g[kind.derived], ()) for kind, g in zip(kinds, cotangent, strict=True) if kind.derived is not None
+      (g[kind.derived], ())
+      for kind, g in zip(self._kinds, cotangent, strict=True)
+      if kind.derived is not None
     ]
-
-    def part(places: Any, fixed: Sequence[Any], *inputs: Any) -> list[Any]:
-      known = dict(zip(nodes, (*inputs, *fixed[:at]), strict=True))
-      if apart is not None:
-        known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
-      totals = jax.tree.unflatten(known_of, fixed[at:])
-      pairs = zip(given_to(known, places), totals, strict=True)
-      return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]
-
-    pairs = [(x, own) for x, (_, own) in zip(given, nodes, strict=True)]
-    first, rest = pairs[: len(floats)], pairs[len(floats) :]
+    pairs = [(x, own) for x, (_, own) in zip(given, self.leaves, strict=True)]
+    first, rest = pairs[: len(self._floats)], pairs[len(self._floats) :]
     fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    copied = None if apart is None else floats.index(apart.given[apart.side])
-    if apart is not None and copied is not None:
+    copied = None
+    if self._apart is not None:
+      copied = self._floats.index(self._apart.given[self._apart.side])
       x = first[copied][0]
-      first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
-    results = gradients(part, first, fixed, arriving, grid)
+      first[copied] = jnp.broadcast_to(x[None], (self._apart.count, *x.shape)), ()
+    part = functools.partial(self._part, jax.tree.structure(found))
+    results = gradients(part, first, fixed, arriving, self._grid)
     if copied is not None:
       results[copied] = results[copied].sum(0)
-    return (*results, *[None] * len(others))
+    return (*results, *[None] * len(self._others))
 
-  @jax.custom_vjp
-  def statistics(*given: Any) -> list[list[Any]]:
-    return forward(*given)
-
-  def with_kept(*given: Any) -> tuple[list[list[Any]], Any]:
-    found = forward(*given)
-    return found, (given, found)
-
-  statistics.defvjp(with_kept, lambda kept, cotangent: backward(kept, cotangent))
-
-  def loss_in_parts(*given: Any) -> list[Any]:
-    return jax.tree.leaves(statistics(*given))
-
-  return loss_in_parts, nodes
+  def _part(self, form: Any, places: Any, fixed: Sequence[Any], *inputs: Any) -> list[Any]:
+    """What a part of the columns adds to the statistics, given those of all columns."""
+    apart, count = self._apart, len(self._others)
+    known = dict(zip(self.leaves, (*inputs, *fixed[:count]), strict=True))
+    if apart is not None:
+      known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
+    totals = jax.tree.unflatten(form, fixed[count:])
+    pairs = zip(self._taken(known, places), totals, strict=True)
+    return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   CALLS,
   as_function,
@@ -27,14 +28,11 @@ from nnx_parallel.core.jaxprs import (
   called,
   constants,
   equations,
-  evaluate,
-  flattened,
-  forwarded,
   gradient_of,
+  is_call,
   is_checkpoint,
   is_inexact,
   is_tracer,
-  opened,
   params_of,
   place_of,
   rules,
@@ -528,8 +526,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
       fix='roll="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
   used.done, used.reasons = (*lines, *used.done), tuple(reasons)
-  # `nnx.jit`, `nnx.remat` and `nnx.scan` return every array of a module.
-  return [x if n is None else leaves[n] for x, n in zip(found, forwarded(traced), strict=True)]
+  return found
 
 
 def _of_arrays(program: Callable[..., list[Any]], jaxpr: Any, where: str, *inputs: Any) -> list[Any]:
@@ -643,18 +640,14 @@ def _offloaded(body: Body, *, in_scan: bool) -> Body:
 
 def has_layers(jaxpr: Any) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
-  for eqn in opened(jaxpr).eqns:
-    name = eqn.primitive.name
-    if is_checkpoint(eqn) or name == "scan":
-      return True
-    if name in CALLS and (is_marked(eqn) or has_layers(called(eqn))):
-      return True
-  return False
+  return any(
+    is_checkpoint(eqn) or eqn.primitive.name == "scan" or is_marked(eqn) for eqn in equations(jaxpr, is_call)
+  )
 
 
 def _is_opened(eqn: Any) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
-  return eqn.primitive.name in CALLS and not is_marked(eqn) and calls_layers(eqn.params["jaxpr"])
+  return is_call(eqn) and not is_marked(eqn) and calls_layers(called(eqn))
 
 
 def _is_layer(eqn: Any) -> bool:
@@ -664,14 +657,11 @@ def _is_layer(eqn: Any) -> bool:
 
 def _has_products(jaxpr: Any) -> bool:
   """Whether a program has products outside of scans and checkpoints."""
-  return any(
-    eqn.primitive.name in _PRODUCTS or (eqn.primitive.name in CALLS and _has_products(called(eqn)))
-    for eqn in opened(jaxpr).eqns
-  )
+  return any(eqn.primitive.name in _PRODUCTS for eqn in equations(jaxpr, is_call))
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
-  return evaluate(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
+  return interpret(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
 
 
 def _run(
@@ -680,7 +670,7 @@ def _run(
   name = eqn.primitive.name
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
-  if name in CALLS:
+  if is_call(eqn):
     if in_layer or not _is_layer(eqn):
       return _evaluate(called(eqn), inputs, policy, in_layer)
     return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
@@ -717,14 +707,13 @@ def _parts_of(
 ) -> tuple[Body, list[Any], list[Any]]:
   """A step of a scan, what it carries first, and its rows."""
   counts = scan_counts(eqn)
-  first, last = counts.constants, counts.constants + counts.carried
-  fixed = inputs[:first]
+  fixed, first, rows = counts.split(inputs)
 
   def step(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     out = body(*fixed, *carry, *row)
     return list(out[: counts.carried]), list(out[counts.carried :])
 
-  return step, inputs[first:last], inputs[last:]
+  return step, first, rows
 
 
 def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:

@@ -148,9 +148,9 @@ def is_or_has_layers(eqn: Any) -> bool:
 
 def repeats_layers(eqn: Any) -> bool:
   """Whether a scan calls the same layers in each step, as `jax.lax.map` does with a model."""
-  body, counts = opened(eqn.params["jaxpr"]), scan_counts(eqn)
-  rows = {var for var in body.invars[counts.constants + counts.carried :] if is_inexact(var.aval)}
-  found = [*_reads_of_layers(body, rows)]
+  body = opened(eqn.params["jaxpr"])
+  _, _, rows = scan_counts(eqn).split(body.invars)
+  found = [*_reads_of_layers(body, {var for var in rows if is_inexact(var.aval)})]
   return bool(found) and not all(found)
 
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 
-from nnx_parallel.core.jaxprs import among, forwarded, is_inexact, nbytes, place_of, placed, scan_counts
+from nnx_parallel.core.interpret import Values, is_literal, read, run_operations
+from nnx_parallel.core.jaxprs import among, dependents, is_inexact, nbytes, place_of, scan_counts
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, repeats_layers
 from nnx_parallel.layers.roll import Around, Chain, Rolled, Run, RunInUnit
 
-Values = dict[Any, Any]
 Key = Any
 """What names an input or a result of one layer: its position, in a chain also that of the call."""
 
@@ -142,9 +141,8 @@ class Parts:
   def __init__(self, rolled: Rolled, ends: Ends, how: Treatment, loop: Loop):
     self.rolled, self.ends, self.how, self.loop = rolled, ends, how, loop
     self.eqns, self.inputs = rolled.eqns, [*rolled.body.invars]
-    self.outputs = [rolled.seen(var) for var in rolled.body.outvars]
-    same = forwarded(rolled.jaxpr)
-    self.changed = {o: i for o, i in ends.states.items() if same[o] != i}
+    self.outputs = [*rolled.body.outvars]
+    self.changed = {o: i for o, i in ends.states.items() if self.outputs[o] is not self.inputs[i]}
     self.kept = {o for o in ends.states if o not in self.changed}
     outside = [n for n in range(len(self.eqns)) if n not in loop.numbers]
     self.read = {*self.reads(outside)} | {
@@ -161,10 +159,9 @@ class Parts:
     Raises:
       TrainError: each layer reads something of its own that depends on the batch.
     """
-    loop, last = self.loop, len(self.eqns) - 1
+    loop = self.loop
     made = {*loop.final, *(var for some in loop.made.values() for var in each_of(some))}
-    after = self.rolled.tainted(made, -1, last)
-    varies = self.rolled.tainted({*varying}, -1, last)
+    after, varies = dependents(self.eqns, made), dependents(self.eqns, varying)
     self.fixed: list[int] = []
     self.before: list[int] = []
     self.after: list[int] = []
@@ -183,15 +180,11 @@ class Parts:
 
   def reads(self, numbers: Iterable[int]) -> list[Any]:
     """The variables that some operations read, in order: programs of all processes must be equal."""
-    return [*dict.fromkeys(self.rolled.seen(var) for n in numbers for var in variables(self.eqns[n].invars))]
+    return [*dict.fromkeys(var for n in numbers for var in variables(self.eqns[n].invars))]
 
   def evaluate(self, numbers: Iterable[int], values: Values) -> None:
     """Evaluates some operations, and adds their results to the values."""
-    for n in numbers:
-      eqn = self.eqns[n]
-      with placed(eqn):
-        inputs = [read(self.rolled.seen(var), values) for var in eqn.invars]
-        values.update(zip(eqn.outvars, self.how.run(eqn, inputs), strict=True))
+    run_operations([self.eqns[n] for n in numbers], values, self.how.run)
 
   def stacked(self, key: Key, values: Values) -> Any:
     """A row of all layers, `[layers, ...]`, narrower where they only read it cast."""
@@ -254,8 +247,7 @@ def _is_loop(eqn: Any) -> bool:
 
 def has_layer_rows(eqn: Any) -> bool:
   """Whether a scan may be one over layers: it has floating rows, two or more."""
-  counts = scan_counts(eqn)
-  rows = eqn.invars[counts.constants + counts.carried :]
+  _, _, rows = scan_counts(eqn).split(eqn.invars)
   return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
 
 
@@ -263,26 +255,22 @@ def _scan(rolled: Rolled, n: int, how: Treatment) -> Loop:
   """The layers of a scan."""
   eqn = rolled.eqns[n]
   counts, length = scan_counts(eqn), eqn.params["length"]
-  inputs = [rolled.seen(var) for var in eqn.invars]
-  first = counts.constants + counts.carried
+  fixed, carried, rows = counts.split(eqn.invars)
+  keys = counts.split(range(len(eqn.invars)))
   body = how.in_scan(eqn)
 
   def layer(carry: Sequence[Any], given: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
-    out = body(
-      *[
-        carry[k - counts.constants] if counts.constants <= k < first else given[k] for k in range(len(inputs))
-      ]
-    )
+    out = body(*(given[k] for k in keys[0]), *carry, *(given[k] for k in keys[2]))
     return [*out[: counts.carried]], dict(enumerate(out[counts.carried :]))
 
   return Loop(
     numbers=frozenset((n,)),
     length=length,
     name=f"a scan of {length}",
-    same=dict(enumerate(inputs[: counts.constants])),
-    carried=inputs[counts.constants : first],
+    same=dict(zip(keys[0], fixed, strict=True)),
+    carried=carried,
     final={var: k for k, var in enumerate(eqn.outvars[: counts.carried])},
-    rows=dict(enumerate(inputs[first:], first)),
+    rows=dict(zip(keys[2], rows, strict=True)),
     made=dict(enumerate(eqn.outvars[counts.carried :])),
     layer=layer,
   )
@@ -293,16 +281,6 @@ def each_of(some: Any) -> list[Any]:
   return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
 
 
-def is_literal(var: Any) -> bool:
-  """Whether an input of an operation is a constant in the trace."""
-  return isinstance(var, core.Literal)
-
-
 def variables(some: Iterable[Any]) -> Iterator[Any]:
   """Those that are no constants."""
   return (var for var in some if not is_literal(var))
-
-
-def read(var: Any, values: Values) -> Any:
-  """The value of an input of an operation."""
-  return var.val if is_literal(var) else values[var]

@@ -15,24 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
-from nnx_parallel.core.jaxprs import (
-  among,
-  called,
-  constants,
-  forwarded,
-  is_inexact,
-  nbytes,
-  opened,
-  placed,
-  programs,
-)
+from nnx_parallel.core.interpret import Values, is_literal, read, run_operations, values_of, without_copies
+from nnx_parallel.core.jaxprs import among, called, dependents, is_inexact, nbytes, opened, programs
 from nnx_parallel.core.keys import identity
 from nnx_parallel.layers.mark import is_marked, kind_of_layer, layer_of
 
@@ -52,7 +42,7 @@ class Chain:
     inner: input -> the result of an earlier call of its unit.
     carried: input -> the result of the unit before.
     same: inputs that are one value in all units; those in none of the three are rows.
-    tainted: the variables that depend on a result of the chain.
+    dependents: the variables that depend on a result of the chain.
     scan: whether it is one scan.
   """
 
@@ -60,7 +50,7 @@ class Chain:
   inner: dict[Place, Place]
   carried: dict[Place, Place]
   same: set[Place]
-  tainted: set[Any]
+  dependents: set[Any]
   scan: bool = False
 
 
@@ -122,15 +112,10 @@ class Rolled:
   """
 
   def __init__(self, jaxpr: Any, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
-    self.jaxpr, self.body = jaxpr, opened(jaxpr)
+    self.jaxpr = without_copies(jaxpr)
+    self.body = opened(self.jaxpr)
     self.eqns: list[Any] = list(self.body.eqns)
-    # `nnx.jit` returns every Variable that it gets: a result that is an input is that variable.
-    self._alias: dict[Any, Any] = {}
     marks = [n for n, eqn in enumerate(self.eqns) if is_marked(eqn)]
-    for n in marks:
-      for out, position in zip(self.eqns[n].outvars, forwarded(called(self.eqns[n])), strict=True):
-        if position is not None:
-          self._alias[out] = self.seen(self.eqns[n].invars[position])
     bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
     identities = {key: identity(body) for key, body in bodies.items()}
     self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
@@ -170,34 +155,26 @@ class Rolled:
       in_unit: evaluates the calls in chains, given their number in the unit too.
       around: is put around the program of a unit, a function of what is carried and of the rows.
     """
-    values: dict[Any, Any] = dict(zip(self.body.constvars, constants(self.jaxpr), strict=True))
-    values.update(zip(self.body.invars, inputs, strict=True))
+    values = values_of(self.jaxpr, inputs)
     done: set[int] = set()
 
-    def read(var: Any) -> Any:
-      return var.val if isinstance(var, core.Literal) else values[self.seen(var)]
-
     def evaluate(numbers: Collection[int]) -> None:
-      for n in numbers:
-        if n not in done:
-          eqn = self.eqns[n]
-          with placed(eqn):
-            values.update(zip(eqn.outvars, run(eqn, [read(var) for var in eqn.invars]), strict=True))
-          done.add(n)
+      run_operations([self.eqns[n] for n in numbers if n not in done], values, run)
+      done.update(numbers)
 
     for n in range(len(self.eqns)):
       chain = self.chains.get(n)
       if chain is not None and n not in done:
         calls = {m for unit in chain.units for m in unit}
         between = range(n, max(calls))
-        evaluate([m for m in between if m not in calls and not chain.tainted & {*self.eqns[m].outvars}])
-        found = self._run(chain, read, in_unit, around)
+        evaluate([m for m in between if m not in calls and not chain.dependents & {*self.eqns[m].outvars}])
+        found = self._run(chain, values, in_unit, around)
         done |= calls
         values.update(self._joint(found, values, done) if chain.scan else found)
       evaluate([n])
     # What the program did not change is the input itself.
-    given = dict(zip(self.body.invars, inputs, strict=True))
-    return [given[var] if _is_var(var) and var in given else read(var) for var in self.body.outvars]
+    values.update(zip(self.body.invars, inputs, strict=True))
+    return [read(var, values) for var in self.body.outvars]
 
   def _stacked(self, chain: Chain) -> int:
     """The bytes of a chain's rows: two shared layers in turn have none as units of two."""
@@ -217,19 +194,15 @@ class Rolled:
       return ""  # nobody takes them for equal
     if self._programs[before] != self._programs[after]:
       return f"{names} differ{_difference(called(first), called(second))}"
-    tainted = self.tainted({*first.outvars}, before, after)
-    between = [eqn for eqn in self.eqns[before + 1 : after] if tainted & {*eqn.outvars}]
-    used = [eqn for eqn in between if {*eqn.outvars} & {self.seen(v) for v in second.invars if _is_var(v)}]
+    later = self.dependents(first.outvars, before, after)
+    between = [eqn for eqn in self.eqns[before + 1 : after] if later & {*eqn.outvars}]
+    used = [eqn for eqn in between if any(among(var, eqn.outvars) for var in second.invars)]
     if used:
       return f"{used[-1].primitive.name} between {names} changes what the second one gets"
     return f"{names} read other results of the calls before them than their neighbours, or one is left over"
 
-  def seen(self, var: Any) -> Any:
-    """The variable that this one is."""
-    return var if isinstance(var, core.Literal) else self._alias.get(var, var)
-
   def _inputs(self, unit: Sequence[int]) -> dict[Place, Any]:
-    return {(c, j): self.seen(var) for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
+    return {(c, j): var for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
 
   def _results(self, unit: Sequence[int]) -> dict[Any, Place]:
     return {var: (c, p) for c, n in enumerate(unit) for p, var in enumerate(self.eqns[n].outvars)}
@@ -244,31 +217,27 @@ class Rolled:
       if any(self._programs[n] != self._programs[m] for n, m in zip(unit, first, strict=True)):
         break
       own, wanted = self._results(unit), self._inputs(unit)
-      tainted = self.tainted(chain.tainted | own.keys(), after, unit[-1])
+      later = self.dependents(chain.dependents | own.keys(), after, unit[-1])
       inner = {place: own[var] for place, var in wanted.items() if among(var, own)}
       carried = {place: before[var] for place, var in wanted.items() if among(var, before)}
       linked = inner.keys() | carried.keys()
-      if any(among(var, tainted) for place, var in wanted.items() if place not in linked):
+      if any(among(var, later) for place, var in wanted.items() if place not in linked):
         break
       same = {place for place, var in wanted.items() if _is_same(var, given[place])} - linked
       if start == 0:
-        chain.units, chain.inner, chain.tainted = [unit], inner, tainted
+        chain.units, chain.inner, chain.dependents = [unit], inner, later
       elif inner != chain.inner or (start > period and carried != chain.carried):
         break
       else:
         chain.units.append(unit)
-        chain.carried, chain.tainted = carried, tainted
+        chain.carried, chain.dependents = carried, later
         chain.same = same if start == period else chain.same & same
       before, after = own, unit[-1]
     return chain
 
-  def tainted(self, known: set[Any], after: int, last: int) -> set[Any]:
-    """The variables up to an operation that depend on known ones."""
-    found = {*known}
-    for eqn in self.eqns[after + 1 : last + 1]:
-      if any(among(self.seen(var), found) for var in eqn.invars):
-        found.update(eqn.outvars)
-    return found
+  def dependents(self, known: Iterable[Any], after: int, last: int) -> set[Any]:
+    """Some variables, and those up to an operation that depend on them."""
+    return dependents(self.eqns[after + 1 : last + 1], known)
 
   def wires(self, chain: Chain) -> Wires:
     """How the units of a chain are connected with each other and with the rest of the program."""
@@ -307,43 +276,39 @@ class Rolled:
 
     return body
 
-  def stack(self, chain: Chain, wires: Wires, place: Place, read: Callable[[Any], Any]) -> Any:
+  def _stack(self, chain: Chain, wires: Wires, place: Place, values: Values) -> Any:
     """A row of all units, `[units, ...]`."""
     dtype = self.read_as(chain.units[0][place[0]], place[1])
-    values = [read(unit[place]) for unit in wires.inputs]
-    return jnp.stack(values if dtype is None else [value.astype(dtype) for value in values])
+    rows = [read(unit[place], values) for unit in wires.inputs]
+    return jnp.stack(rows if dtype is None else [row.astype(dtype) for row in rows])
 
-  def _run(self, chain: Chain, read: Callable[[Any], Any], run: RunInUnit, around: Around) -> dict[Any, Any]:
+  def _run(self, chain: Chain, values: Values, run: RunInUnit, around: Around) -> Values:
     """The results of a chain's calls that are used elsewhere."""
     wires = self.wires(chain)
     first = wires.inputs[0]
-    step = around(chain, self.unit(chain, wires, run, {place: read(first[place]) for place in chain.same}))
-    carry = [read(first[slot]) for slot in wires.slots]
+    same = {place: read(first[place], values) for place in chain.same}
+    step = around(chain, self.unit(chain, wires, run, same))
+    carry = [read(first[slot], values) for slot in wires.slots]
     if chain.scan:
-      rows = [self.stack(chain, wires, place, read) for place in wires.rows]
+      rows = [self._stack(chain, wires, place, values) for place in wires.rows]
       carry, ys = jax.lax.scan(step, carry, rows, length=len(wires.inputs))
     else:
       made = []
       for unit in wires.inputs:
-        carry, y = step(carry, [read(unit[place]) for place in wires.rows])
+        carry, y = step(carry, [read(unit[place], values) for place in wires.rows])
         made.append(y)
       ys = list(zip(*made, strict=True))
     return wires.found(carry, dict(zip(wires.stacked, ys, strict=True)))
 
-  def _joint(self, found: dict[Any, Any], values: dict[Any, Any], done: Collection[int]) -> dict[Any, Any]:
+  def _joint(self, found: Values, values: Values, done: Collection[int]) -> Values:
     """The results of a chain, and what single operations read after it; their gradients come together.
 
     So the gradients of a head are complete before the backward pass of the layers starts. A compiler that
     computes them after it keeps the gradient of all logits meanwhile.
     """
     apart = {n for chain in self.chains.values() for unit in chain.units for n in unit} | {*done}
-    reads = {
-      self.seen(var)
-      for n, eqn in enumerate(self.eqns)
-      if n not in apart
-      for var in eqn.invars
-      if _is_var(var)
-    }
+    rest = [eqn for n, eqn in enumerate(self.eqns) if n not in apart]
+    reads = {var for eqn in rest for var in eqn.invars if not is_literal(var)}
     later = {var: x for var, x in values.items() if var in reads}
     tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
     return {**found, **dict(zip(tied, _with_joint_gradients(*tied.values()), strict=True))}
@@ -351,8 +316,7 @@ class Rolled:
   def used(self, calls: Collection[int]) -> set[Any]:
     """The variables that are read outside of these calls."""
     readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
-    found = (self.seen(var) for some in (*readers, self.body.outvars) for var in some)
-    return {var for var in found if not isinstance(var, core.Literal)}
+    return {var for some in (*readers, self.body.outvars) for var in some if not is_literal(var)}
 
   def read_as(self, call: int, position: int) -> Any:
     """The narrower dtype to which a call casts an input before all else; None where it does not."""
@@ -419,7 +383,7 @@ def _without(some: list[str], others: list[str]) -> list[str]:
 
 def _told(eqn: Any) -> str:
   """An operation with its numbers and plain parameters."""
-  numbers = [f"{var.val}" for var in eqn.invars if isinstance(var, core.Literal)]
+  numbers = [f"{var.val}" for var in eqn.invars if is_literal(var)]
   plain = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if k != "name" and _is_plain(v)]
   return textwrap.shorten(" ".join([eqn.primitive.name, *numbers, *plain]), 80, placeholder=" ...")
 
@@ -428,11 +392,7 @@ def _is_plain(x: Any) -> bool:
   return isinstance(x, (bool, int, float, str)) or (isinstance(x, tuple) and all(map(_is_plain, x)))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-def _is_var(var: Any) -> bool:
-  return not isinstance(var, core.Literal)
-
-
 def _is_same(a: Any, b: Any) -> bool:
-  if isinstance(a, core.Literal) and isinstance(b, core.Literal):
+  if is_literal(a) and is_literal(b):
     return bool(a.val == b.val)
   return a is b

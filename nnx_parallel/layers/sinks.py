@@ -14,16 +14,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import (
-  among,
-  bind,
-  dependents,
-  evaluate,
-  flattened,
-  opened,
-  traced,
-  without_unused,
-)
+from nnx_parallel.core.interpret import flattened, interpret
+from nnx_parallel.core.jaxprs import among, bind, dependents, opened, traced, without_unused
 from nnx_parallel.core.tiles import ELEMENTWISE
 
 
@@ -37,7 +29,7 @@ def with_sinks_as_keys(flat: Any, opens: Callable[[Any], bool]) -> Any:
   sinks = _Sinks(flat)
   if not sinks.joins:
     return flat
-  program = traced(lambda *inputs: evaluate(flat, inputs, sinks.run), flat)
+  program = traced(lambda *inputs: interpret(flat, inputs, sinks.run), flat)
   return without_unused(flattened(program, opens))
 
 

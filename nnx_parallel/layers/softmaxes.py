@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.jaxprs import among, call_equation, dependents, flattened, opened, without_unused
+from nnx_parallel.core.interpret import flattened
+from nnx_parallel.core.jaxprs import among, call_equation, dependents, opened, without_unused
 from nnx_parallel.core.tiles import Labels, Untiled, pushed
 
 _SUMS = ("reduce_sum", "cumsum")

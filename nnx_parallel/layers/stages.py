@@ -18,33 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.jaxprs import (
-  CALLS,
-  among,
-  bind,
-  constants,
-  dependents,
-  flattened,
-  is_inexact,
-  nbytes,
-  opened,
-)
+from nnx_parallel.core.interpret import Values, flattened, is_literal, read, run_operations, values_of
+from nnx_parallel.core.jaxprs import among, dependents, is_call, is_inexact, nbytes, opened, operations_behind
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
-from nnx_parallel.layers.parts import (
-  Ends,
-  Loop,
-  Parts,
-  Treatment,
-  Values,
-  each_of,
-  find_loop,
-  is_literal,
-  read,
-  variables,
-)
+from nnx_parallel.layers.parts import Ends, Loop, Parts, Treatment, each_of, find_loop, variables
 from nnx_parallel.layers.pipeline import Piped, Pipeline, Schedule, size_along
 from nnx_parallel.layers.roll import Rolled
 
@@ -118,7 +98,7 @@ class Staged(Parts):
     if not layers:
       return ""
     given = {*self.inputs[: self.ends.model]}
-    read_by = {self.rolled.seen(var) for eqn in layers for var in variables(eqn.invars)}
+    read_by = {var for eqn in layers for var in variables(eqn.invars)}
     size = format_bytes(sum(nbytes(var.aval) for var in given & read_by))
     names = few(list(dict.fromkeys(layer_of(eqn) for eqn in layers if is_marked(eqn))) or ["others"])
     return f"; outside of the pipeline, computed by each stage: {names}, weights of {size}"
@@ -130,9 +110,8 @@ class Staged(Parts):
       model: the arrays of the model.
       parts: arrays `[microbatches, ...]`.
     """
-    loop, rolled, count = self.loop, self.rolled, self.ends.model
-    fixed: Values = dict(zip(rolled.body.constvars, constants(rolled.jaxpr), strict=True))
-    fixed.update(zip(self.inputs[:count], model, strict=True))
+    loop, count = self.loop, self.ends.model
+    fixed = values_of(self.rolled.jaxpr, model)
     self.evaluate(self.fixed, fixed)
     piped = Piped(self.schedule, self.options.axis, self.mesh, self._layer(fixed))
     starts, ends = self._count(model)
@@ -195,7 +174,7 @@ class Staged(Parts):
   @functools.cached_property
   def _flat(self) -> Any:
     """The program without calls: what a call gives may depend on some of its inputs only."""
-    return flattened(self.rolled.jaxpr, lambda eqn: eqn.primitive.name in CALLS)
+    return flattened(self.rolled.jaxpr, is_call)
 
   def _count_steps(self) -> list[Any]:
     """The operations that compute the new value of what changes apart from the batch and the layers.
@@ -211,34 +190,26 @@ class Staged(Parts):
     of_batch = [
       body.invars[n] for n, var in enumerate(self.inputs) if n >= self.ends.model or var in changing
     ]
-    tainted = dependents(body, of_batch)
-    if wrong := [i for o, i in self.alone.items() if among(body.outvars[o], tainted)]:
+    of_batch = dependents(body, of_batch)
+    if wrong := [i for o, i in self.alone.items() if among(body.outvars[o], of_batch)]:
       raise TrainError(
         "a Variable outside of the layers changes with the batch, so that a pipeline cannot compute"
         " microbatches at the same time.",
         details=", ".join(str(self.inputs[i].aval) for i in wrong[:4]) + ": batch statistics, for example",
         fix="a layer without them there (GroupNorm, LayerNorm); or microbatches= without pipeline=.",
       )
-    needed = {var for o in self.alone for var in variables([body.outvars[o]])}
-    steps: list[Any] = []
-    for eqn in reversed(body.eqns):
-      if not needed.isdisjoint(eqn.outvars):
-        steps.append(eqn)
-        needed.update(variables(eqn.invars))
-    return steps[::-1]
+    return operations_behind(body.eqns, [body.outvars[o] for o in self.alone])
 
   def _count(self, model: Sequence[Any]) -> tuple[Values, Values]:
     """What each microbatch starts with, `[microbatches, ...]`, and what is left after the last one."""
     if not self.alone:
       return {}, {}
     body = opened(self._flat)
-    known: Values = dict(zip(body.constvars, constants(self._flat), strict=True))
-    known.update(zip(body.invars[: self.ends.model], model, strict=True))
+    known = values_of(self._flat, model)
 
     def advance(counts: list[Any], _: None) -> tuple[list[Any], list[Any]]:
       values = known | {body.invars[i]: x for i, x in zip(self.alone.values(), counts, strict=True)}
-      for eqn in self._steps:
-        values.update(zip(eqn.outvars, bind(eqn, [read(v, values) for v in eqn.invars]), strict=True))
+      run_operations(self._steps, values)
       return [read(body.outvars[o], values) for o in self.alone], counts
 
     first = [model[i] for i in self.alone.values()]

@@ -15,22 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of, without
-from nnx_parallel.core.jaxprs import constants, nbytes
+from nnx_parallel.core.interpret import Values, is_literal, read, values_of
+from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.parts import (
-  Ends,
-  Key,
-  Loop,
-  Parts,
-  Treatment,
-  Values,
-  each_of,
-  is_literal,
-  read,
-)
+from nnx_parallel.layers.parts import Ends, Key, Loop, Parts, Treatment, each_of
 from nnx_parallel.layers.pipeline import Piped, Schedule, size_along, staged
 from nnx_parallel.layers.roll import Rolled
 
@@ -125,8 +116,7 @@ class Stream(Parts):
       model: the arrays of the model.
       states: input -> the state that each group starts with.
     """
-    values: Values = dict(zip(self.rolled.body.constvars, constants(self.rolled.jaxpr), strict=True))
-    values.update(zip(self.inputs[: self.ends.model], model, strict=True))
+    values = values_of(self.rolled.jaxpr, model)
     values.update({self.inputs[i]: states[i] for i in self.constant})
     self.evaluate(self.fixed, values)
     piped, rows = self._piped(values), self.loop.rows
@@ -177,10 +167,10 @@ class Stream(Parts):
     """
     stages = self.schedule.stages
     enters, leaves = tick % stages, (tick + 1) % stages
-    given = self._enter(ready, {i: x[enters] for i, x in going.alone.items()}, entering)
+    entered = self._enter(ready, {i: x[enters] for i, x in going.alone.items()}, entering)
     piped = self._piped(ready.values)
     old = {key: going.layers[i] for key, i in self.first.items()}
-    ring, new, (final, _) = piped.turn(given, going.ring, ready.rows, old, tick, passes)
+    ring, new, (final, _) = piped.turn(entered, going.ring, ready.rows, old, tick, passes)
     layers = {i: self._laid(key, new[key]) for key, i in self.first.items()}
     values = self._before(ready, {i: x[leaves] for i, x in going.alone.items()}, leaving)
     values.update({var: final[n] for var, n in self.loop.final.items()})

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
-import jax.extend.core as jex
 import optax
 
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.jaxprs import bind
+from nnx_parallel.core.interpret import Facts, facts_of, read, run_operations, values_of
 from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.optimizer_layout import parameters_of
@@ -107,36 +106,32 @@ def _run_in_groups(
   # Traced for its equations; these transfers are never used, and so never made.
   near = [jax.device_put(leaf, Space.Device) if _on_host(leaf) else leaf for leaf in leaves]
   closed, shape = jax.make_jaxpr(run, return_shape=True)(grads, near, params)
-  jaxpr = closed.jaxpr
-  first = len(jax.tree.leaves(grads))
-  inputs = [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)]
-  when: dict[Any, int] = dict.fromkeys(jaxpr.constvars, 0)
-  for i, var in enumerate(jaxpr.invars):
-    when[var] = groups[i - first] if first <= i < first + len(leaves) else 0
-  equations: list[list[Any]] = [[] for _ in range(max(groups) + 1)]
-  for eqn in jaxpr.eqns:
-    level = max((when[v] for v in eqn.invars if not isinstance(v, jex.Literal)), default=0)
-    when |= dict.fromkeys(eqn.outvars, level)
-    equations[level].append(eqn)
-  values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-  values |= {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if not when[v]}
-  updates, state = jax.tree.unflatten(jax.tree.structure(shape), jaxpr.outvars)
+  before, after = (len(jax.tree.leaves(x)) for x in (grads, params))
+  of_inputs = [*[0] * before, *groups, *[0] * after]
+  values = values_of(closed, [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)])
+  levels = facts_of(closed, of_inputs, _LEVELS)
+  operations: list[list[Any]] = [[] for _ in range(max(groups) + 1)]
+  for eqn in closed.jaxpr.eqns:
+    operations[max((read(var, levels, _LEVELS.constant) for var in eqn.invars), default=0)].append(eqn)
+  updates, state = jax.tree.unflatten(jax.tree.structure(shape), closed.jaxpr.outvars)
+  held = closed.jaxpr.invars[before : before + len(leaves)]
   returned: list[list[jax.Array]] = []
   result: dict[int, Any] = {}
-  for level, members in enumerate(equations):
-    mine = [i for i, group in enumerate(groups) if level and group == level]
-    fetched = _fetch([leaves[i] for i in mine], returned[-_AHEAD] if len(returned) >= _AHEAD else [])
-    values |= {jaxpr.invars[first + i]: x for i, x in zip(mine, fetched, strict=True)}
-    for eqn in members:
-      _evaluate(eqn, values)
-    done = [i for i, v in enumerate(state) if i not in result and _known(v, values)]
+  for level, members in enumerate(operations):
+    mine = [var for var, group in zip(held, groups, strict=True) if level and group == level]
+    earlier = returned[-_AHEAD] if len(returned) >= _AHEAD else []
+    values |= zip(mine, _fetch([values[var] for var in mine], earlier), strict=True)
+    run_operations(members, values)
+    done = [
+      i for i, var in enumerate(state) if i not in result and read(var, levels, _LEVELS.constant) <= level
+    ]
     for i in done:
-      value = _read(state[i], values)
+      value = read(state[i], values)
       result[i] = jax.device_put(value, Space.Host) if groups[i] else value
     if level:
       returned.append([result[i] for i in done if groups[i]])
   new = jax.tree.unflatten(structure, [result[i] for i in range(len(state))])
-  return jax.tree.map(lambda v: _read(v, values), updates), new
+  return jax.tree.map(lambda var: read(var, values), updates), new
 
 
 def _fetch(leaves: list[Any], after: list[jax.Array]) -> list[jax.Array]:
@@ -146,13 +141,7 @@ def _fetch(leaves: list[Any], after: list[jax.Array]) -> list[jax.Array]:
   return [jax.device_put(leaf, Space.Device) for leaf in leaves]
 
 
-def _evaluate(eqn: Any, values: dict[Any, Any]) -> None:
-  values |= zip(eqn.outvars, bind(eqn, [_read(v, values) for v in eqn.invars]), strict=True)
-
-
-def _known(var: Any, values: dict[Any, Any]) -> bool:
-  return isinstance(var, jex.Literal) or var in values
-
-
-def _read(var: Any, values: dict[Any, Any]) -> Any:
-  return var.val if isinstance(var, jex.Literal) else values[var]
+_LEVELS: Facts[int] = Facts(
+  constant=lambda _: 0, follow=lambda eqn, some: [max(some, default=0)] * len(eqn.outvars), join=max
+)
+"""The group of state that a value needs, the last of them."""

@@ -8,15 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.jaxprs import (
-  as_function,
-  bind,
-  called,
-  equations,
-  inner_equations,
-  opened,
-  rewritten,
-)
+from nnx_parallel.core.interpret import DEFAULT, rewritten
+from nnx_parallel.core.jaxprs import as_function, bind, called, equations, inner_equations, opened
 
 
 def own_rules(jaxpr: Any) -> dict[str, bool]:
@@ -35,13 +28,13 @@ def without_own_rules(jaxpr: Any) -> Any:
   The rule of a function that rounds is kept, because it differs from the derivative on purpose.
   """
 
-  def passed(eqn: Any) -> Any:
+  def rule(eqn: Any, inputs: list[Any]) -> Any:
     if not eqn.primitive.name.startswith(_RULE):
-      return None
-    inner = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
-    return _in_place_of(eqn, jax.jit(inner))
+      return DEFAULT
+    function = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
+    return function(*inputs)
 
-  return rewritten(jaxpr, passed)
+  return rewritten(jaxpr, rule)
 
 
 def _at_its_word(eqn: Any) -> Callable[..., Any]:
@@ -72,10 +65,11 @@ def _at_its_word(eqn: Any) -> Callable[..., Any]:
 
 def without_stops(jaxpr: Any) -> Any:
   """The same program with copies in place of `jax.lax.stop_gradient`."""
-  return rewritten(
-    jaxpr,
-    lambda eqn: _in_place_of(eqn, jax.jit(jnp.positive)) if eqn.primitive.name == "stop_gradient" else None,
-  )
+
+  def rule(eqn: Any, inputs: list[Any]) -> Any:
+    return [jnp.positive(*inputs)] if eqn.primitive.name == "stop_gradient" else DEFAULT
+
+  return rewritten(jaxpr, rule)
 
 
 def rounds(eqn: Any) -> bool:
@@ -88,12 +82,6 @@ def _is_rounding(eqn: Any) -> bool:
     return eqn.primitive.name in ("round", "floor", "ceil")
   before, after = (var.aval.dtype for var in (*eqn.invars, *eqn.outvars))
   return jnp.issubdtype(before, jnp.floating) and after.itemsize == 1 and after.kind != "b"
-
-
-def _in_place_of(eqn: Any, function: Callable[..., Any]) -> Any:
-  """A call of a function that takes the place of an operation."""
-  (made,) = jax.make_jaxpr(function)(*[var.aval for var in eqn.invars]).eqns
-  return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 _RULE = "custom_vjp_call"

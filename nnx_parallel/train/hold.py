@@ -23,7 +23,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,20 +33,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
+from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter
 from nnx_parallel.core.jaxprs import (
-  CALLS,
   HELD,
   bind,
   called,
   constants,
   equations,
-  evaluate,
   inner_equations,
+  is_call,
   is_checkpoint,
   opened,
   programs,
-  scan_counts,
-  struct,
 )
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.picks import is_pick, picked
@@ -130,45 +128,61 @@ def held(
   named = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
   positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
 
-  def flows_of(args: Any) -> list[Flow]:
-    if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
-      return [_flow(x, (), data=False) for x in jax.tree.leaves(args)]
-    batch, rest = args[batch_at], args[batch_at + 1 :]
-    pairs = zip(jax.tree.leaves(args[:batch_at]), shardings, strict=True)
-    found = [_flow(x, tuple(getattr(where, "spec", ())), data=False) for x, where in pairs]
-    for x in jax.tree.leaves(batch):
-      known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
-      spec = tuple(input_spec(inputs, jax.numpy.ndim(x), axis_sizes(mesh))) if known else (None,) * x.ndim
-      first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
-      second = spec[1:2]
-      if positions and second:
-        second = [(*dict.fromkeys((*axes_of(spec[1]), *positions)), _POSITIONS)]
-      found.append(_flow(x, (*first, *second, *spec[2:]), data=True))
-    return [*found, *(_flow(x, (), data=False) for x in jax.tree.leaves(rest))]
-
   @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
   def changed(*args: Any) -> Any:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
-    leaves, flows = jax.tree.leaves(args), flows_of(args)
-    used = {axis for axis in (*(split or ()), *_names(flows)) if mesh.shape.get(axis, 1) > 1}
-    stored = used & _names([flow for flow in flows if not flow.data])
-    kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
-    mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
-    nothing_to_confuse = len(used) < 2 and not stored & {*(split or ())} and not positions
-    if nothing_to_confuse or relaxed > 1:
-      flows = [
-        flow if mended and not flow.data else _unsplit(x)[1] for x, flow in zip(leaves, flows, strict=True)
-      ]
-    if mended or any(flow.data for flow in flows):
-      batch = frozenset(used.intersection(split or ()))
-      results, _ = _Rewriting(mesh, batch, stored, positions, moves=not relaxed).evaluate(
-        closed, leaves, flows
-      )
+    leaves = jax.tree.leaves(args)
+    if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
+      flows = [_flow(x, (), data=False) for x in leaves]
     else:
-      results = core.jaxpr_as_fun(closed)(*leaves)
+      before, batch, rest = (jax.tree.leaves(some) for some in _around(args, batch_at))
+      flows = [
+        *(_flow(x, getattr(at, "spec", ()), data=False) for x, at in zip(before, shardings, strict=True)),
+        *(_flow_of_batch(x, inputs, axis_sizes(mesh), positions) for x in batch),
+        *(_flow(x, (), data=False) for x in rest),
+      ]
+    rewriting, flows = _rewriting(closed, flows, mesh, split or (), positions, relaxed)
+    results = core.jaxpr_as_fun(closed)(*leaves) if rewriting is None else rewriting(closed, leaves, flows)[0]
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
   return changed
+
+
+def _around(args: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
+  """The arguments before one, it, and those after it."""
+  return args[:n], args[n], args[n + 1 :]
+
+
+def _flow_of_batch(x: Any, inputs: RuleSet, sizes: Mapping[str, int], positions: tuple[str, ...]) -> Flow:
+  """The layout of an array of the batch, with the dims of its examples and positions marked."""
+  known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
+  spec = tuple(input_spec(inputs, jax.numpy.ndim(x), sizes)) if known else (None,) * x.ndim
+  first = [(*axes_of(spec[0]), _EXAMPLES)] if spec else []
+  second = spec[1:2]
+  if positions and second:
+    second = [(*dict.fromkeys((*axes_of(spec[1]), *positions)), _POSITIONS)]
+  return _flow(x, (*first, *second, *spec[2:]), data=True)
+
+
+def _rewriting(
+  closed: Any,
+  flows: list[Flow],
+  mesh: Any,
+  split: Sequence[str],
+  positions: tuple[str, ...],
+  relaxed: int,
+) -> tuple[_Rewriting | None, list[Flow]]:
+  """What rewrites a trace, None if nothing has to be, and the layouts of its inputs that it is told."""
+  used = {axis for axis in (*split, *_names(flows)) if mesh.shape.get(axis, 1) > 1}
+  stored = used & _names([flow for flow in flows if not flow.data])
+  kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
+  mended = any(_is_faulty(e) or (kernels and _is_convolution(e)) for e in equations(closed.jaxpr))
+  nothing_to_confuse = len(used) < 2 and not stored & {*split} and not positions
+  if nothing_to_confuse or relaxed > 1:
+    flows = [flow if mended and not flow.data else Flow(((),) * len(flow.axes), data=False) for flow in flows]
+  if not mended and not any(flow.data for flow in flows):
+    return None, flows
+  return _Rewriting(mesh, frozenset(used.intersection(split)), stored, positions, moves=not relaxed), flows
 
 
 def _names(flows: Flows) -> set[str]:
@@ -179,7 +193,7 @@ def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
   return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data, weight=not data)
 
 
-class _Rewriting:
+class _Rewriting(Interpreter[Flow]):
   """Evaluates a trace once more, with constraints added.
 
   Args:
@@ -196,48 +210,35 @@ class _Rewriting:
     self.moves = moves
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self.positions = positions
-    self._met: set[int] = set()
+    self._met: dict[int, Any] = {}  # with the array, so that its id stays
     self._tables: dict[tuple[int, ...], Axes] = {}
     self._kernels: set[tuple[int, ...]] = set()
-    self._done: dict[Any, tuple[Any, list[Flow]]] = {}
+    self._own: set[Any] = set()
+    super().__init__(self._run, Facts(_unsplit, self._followed, _either, _of_row, _of_rows))
 
-  def evaluate(self, jaxpr: Any, inputs: Sequence[Any], flows: Flows) -> tuple[list[Any], list[Flow]]:
+  def __call__(self, jaxpr: Any, inputs: Sequence[Any], facts: Flows) -> tuple[list[Any], list[Flow]]:
     """The results of a trace with constraints, and their layouts."""
-    placed = _constrained(opened(jaxpr))
+    self._own |= _constrained(opened(jaxpr))
+    return super().__call__(jaxpr, inputs, facts)
 
-    def run(eqn: Any, arriving: list[tuple[Any, Flow]]) -> list[tuple[Any, Flow]]:
-      inputs, flows = [x for x, _ in arriving], [flow for _, flow in arriving]
-      results, found = self._run(eqn, inputs, flows)
-      if self._is_held(eqn, flows, found) and eqn.outvars[0] not in placed:
-        results = [self._laid(results[0], found[0].axes)]
-      return list(zip(results, found, strict=True))
-
-    pairs = evaluate(jaxpr, list(zip(inputs, flows, strict=True)), run, _unsplit)
-    return [x for x, _ in pairs], [flow for _, flow in pairs]
-
-  def _run(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
-    name, params = eqn.primitive.name, eqn.params
-    if _is_faulty(eqn):
-      return [_by_hand(eqn, self.mesh)(*inputs)], self._followed(eqn, flows)
+  def _run(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> Any:
+    """The results of an operation with constraints, and their layouts; see `Interpreter`."""
     if not _is_plain(eqn):
       return bind(eqn, inputs), self._followed(eqn, flows)
-    if name in CALLS:
-      if not _places(params):
-        return self.evaluate(called(eqn), inputs, flows)
-      inner, found = self._retraced(params["jaxpr"], flows)
-      return bind(eqn, inputs, jaxpr=inner), found
-    if is_checkpoint(eqn):
-      program = called(eqn)
-      inner, found = self._retraced(program, flows)
-      return bind(eqn, inputs, jaxpr=opened(inner) if opened(program) is program else inner), found
-    if name == "scan":
-      return self._scan(eqn, inputs, flows)
-    if name == "while":
-      return self._while(eqn, inputs, flows)
-    if name == "cond":
-      branches = [self._retraced(branch, flows[1:]) for branch in params["branches"]]
-      followed = max((flows for _, flows in branches), key=lambda flows: sum(flow.data for flow in flows))
-      return bind(eqn, inputs, branches=tuple(inner for inner, _ in branches)), followed
+    if is_call(eqn) and not _places(eqn.params) and not constants(called(eqn)):
+      return self(called(eqn), inputs, flows)
+    if eqn.primitive.name in ("scan", "while", "cond") or is_call(eqn) or is_checkpoint(eqn):
+      return DEFAULT
+    results, found = self._placed(eqn, inputs, flows)
+    if self._is_held(eqn, flows, found) and eqn.outvars[0] not in self._own:
+      results = [self._laid(results[0], found[0].axes)]
+    return results, found
+
+  def _placed(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+    """The results of an operation without programs, with operands and results moved, and their layouts."""
+    name = eqn.primitive.name
+    if _is_faulty(eqn):
+      return [_by_hand(eqn, self.mesh)(*inputs)], self._followed(eqn, flows)
     if name == "shard_map":
       if any(map(_is_faulty, inner_equations(eqn))):
         _check_manual(eqn, self.mesh)
@@ -399,10 +400,11 @@ class _Rewriting:
     """
     if not self.others or not (flow.names & self.batch) - kept:
       return x
-    if flow.value in self._met:
+    again = id(x) in self._met
+    self._met[id(x)] = x
+    if again:
       # Else XLA would gather it once, and keep it from the forward to the backward pass.
       x = jax.lax.optimization_barrier(x)
-    self._met.add(flow.value)
     return self._laid(x, self._apart(flow.axes, kept))
 
   def _apart(self, dims: Axes, kept: frozenset[str] = frozenset()) -> Axes:
@@ -419,43 +421,6 @@ class _Rewriting:
     with jax.named_scope(HELD):
       return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
-  def _retraced(self, jaxpr: Any, flows: Flows) -> tuple[Any, list[Flow]]:
-    """An inner program with constraints, and the layouts of its results; made once for each layout."""
-    key = id(jaxpr), *flows
-    if key not in self._done:
-      found: list[Flow] = []
-
-      def body(*inputs: Any) -> list[Any]:
-        results, out = self.evaluate(jaxpr, inputs, _of_new_values(flows))
-        found[:] = out
-        return results
-
-      made = jax.make_jaxpr(body)(*[struct(var.aval) for var in opened(jaxpr).invars])
-      self._done[key] = made, found
-    inner, found = self._done[key]
-    return inner, _of_new_values(found)
-
-  def _scan(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
-    counts = scan_counts(eqn)
-    first = counts.constants + counts.carried
-    fixed, carry = flows[: counts.constants], flows[counts.constants : first]
-    rows = [Flow(flow.axes[1:], flow.data, flow.weight) for flow in flows[first:]]
-    inner, after = self._retraced(eqn.params["jaxpr"], [*fixed, *carry, *rows])
-    # A carry that starts as zeros takes the axes that the body gives it.
-    settled = [old if old.names else new for old, new in zip(carry, after[: counts.carried], strict=True)]
-    if settled != carry:
-      inner, after = self._retraced(eqn.params["jaxpr"], [*fixed, *settled, *rows])
-    stacked = [Flow(((), *flow.axes), flow.data, flow.weight) for flow in after[counts.carried :]]
-    return bind(eqn, inputs, jaxpr=inner), [*settled, *stacked]
-
-  def _while(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
-    params = eqn.params
-    skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-    state = flows[skipped + consts :]
-    asked, _ = self._retraced(params["cond_jaxpr"], [*flows[:skipped], *state])
-    body, after = self._retraced(params["body_jaxpr"], [*flows[skipped : skipped + consts], *state])
-    return bind(eqn, inputs, cond_jaxpr=asked, body_jaxpr=body), after
-
 
 def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
   """The layout with some axes on one dim, or on none, and on no other."""
@@ -463,9 +428,17 @@ def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
   return tuple((*dim, *moved) if n == to else dim for n, dim in enumerate(rest))
 
 
-def _of_new_values(flows: Flows) -> list[Flow]:
-  """The flows of other values with the same layouts, as in another call of a program."""
-  return [Flow(flow.axes, flow.data, flow.weight) for flow in flows]
+def _either(one: Flow, other: Flow) -> Flow:
+  """The layout of a value that is one of two: a carry that starts as zeros takes that of the body's."""
+  return one if one.names else other
+
+
+def _of_row(_: Any, flow: Flow) -> Flow:
+  return Flow(flow.axes[1:], flow.data, flow.weight)
+
+
+def _of_rows(_: Any, flow: Flow) -> Flow:
+  return Flow(((), *flow.axes), flow.data, flow.weight)
 
 
 def _summed(product: Meeting, flows: Flows, *, of_data: bool = False) -> set[str]:
@@ -482,35 +455,25 @@ def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
 
 
 def _is_plain(eqn: Any) -> bool:
-  """Whether its inner programs can be traced anew: they take arrays only, and carry none of their own.
+  """Whether its inner programs take arrays only, so that they can be traced anew.
 
   Raises:
-    TrainError: they cannot, and hold a kernel gradient that XLA gets wrong.
+    TrainError: they do not, and hold a kernel gradient that XLA gets wrong.
   """
-  inner = programs(eqn)
-  arrays = all(isinstance(var.aval, ShapedArray) for x in inner for var in opened(x).invars)
-  own = eqn.primitive.name not in CALLS and any(map(_has_arrays, inner))
-  if arrays and not own:
+  if all(isinstance(var.aval, ShapedArray) for inner in programs(eqn) for var in opened(inner).invars):
     return True
   if any(map(_is_faulty, inner_equations(eqn))):
     raise TrainError(
-      f"a grouped convolution is in a {eqn.primitive.name} whose program holds constant arrays.",
+      f"a grouped convolution is in a {eqn.primitive.name} that takes something else than arrays.",
       details="XLA would compute a wrong kernel gradient, and the program cannot be traced anew",
-      fix="pass the arrays as arguments of the function, or keep them in the model as nnx.Variable.",
+      fix="take the convolution out of it, or give it arrays as arguments.",
     )
   return False
 
 
-def _has_arrays(jaxpr: Any) -> bool:
-  """Whether a program, or one inside it, carries arrays as constants."""
-  return bool(len(constants(jaxpr))) or any(
-    _has_arrays(x) for eqn in opened(jaxpr).eqns for x in programs(eqn)
-  )
-
-
-def _unsplit(x: Any) -> tuple[Any, Flow]:
-  """A constant, which depends neither on the batch nor on parameters."""
-  return x, Flow(((),) * jax.numpy.ndim(x), data=False)
+def _unsplit(x: Any) -> Flow:
+  """The layout of a constant, which depends neither on the batch nor on parameters."""
+  return Flow(((),) * jax.numpy.ndim(x), data=False)
 
 
 def _constrained(body: Any) -> set[Any]:

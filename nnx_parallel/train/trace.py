@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.jaxprs import equations, forwarded, inner_equations
+from nnx_parallel.core.interpret import forwarded
+from nnx_parallel.core.jaxprs import equations, inner_equations
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_parallel.core.jaxprs import bind, equations, evaluate
+from nnx_parallel.core.interpret import DEFAULT, interpret, rewritten
+from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.picks import is_pick, picked
 
 
@@ -20,12 +21,6 @@ def test_a_pick_is_found_and_equal_also_with_dims_of_size_1(shape):
   traced = jax.make_jaxpr(jax.value_and_grad(loss))(x)
   assert [e.primitive.name for e in equations(traced.jaxpr) if is_pick(e)] == ["gather", "scatter-add"]
 
-  def run(eqn, inputs):
-    if is_pick(eqn):
-      return picked(eqn, *inputs)
-    if "jaxpr" in eqn.params:
-      return evaluate(eqn.params["jaxpr"], inputs, run)
-    return bind(eqn, inputs)
-
-  for ours, theirs in zip(evaluate(traced, [x], run), jax.value_and_grad(loss)(x), strict=True):
+  found = rewritten(traced, lambda eqn, inputs: picked(eqn, *inputs) if is_pick(eqn) else DEFAULT)
+  for ours, theirs in zip(interpret(found, [x]), jax.value_and_grad(loss)(x), strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -177,3 +177,30 @@ def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name,
   capfd.readouterr()
   expected = replicated(plain.lower(model, optimizer, batch).compile())
   assert replicated(nxp.train_step(loss).lower(plan, batch=batch).compile()) <= expected
+
+
+TABLE = jnp.linspace(0.5, 1.5, 4)
+
+
+@jax.jit
+def scaled(x):
+  return jnp.sin(x * TABLE)
+
+
+def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient():
+  mesh = nxp.make_mesh(data=2, model=4)
+
+  def loss(kernel, x):
+    def step(x, _):
+      y = jax.lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
+      )
+      return jax.checkpoint(scaled)(y), None
+
+    return jax.lax.scan(step, x, None, length=2)[0].sum()
+
+  rng = np.random.default_rng(0)
+  kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
+  placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+  found = jax.jit(nxp.with_right_gradients(jax.grad(loss), mesh))(kernel, placed)
+  np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.interpret import is_literal, read
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import is_key
-from nnx_parallel.create.slicing.cut import FLOATS, Cut, Slice, evaluate, is_tiny, read
+from nnx_parallel.create.slicing.cut import FLOATS, Cut, Slice, Value, evaluate, is_tiny
 from nnx_parallel.layout.resolve import add_axes
 
 IN_FLIGHT = 64 * 2**20
@@ -150,11 +150,13 @@ def lower_slice(part: Slice, inputs: Inputs, shardings: Sequence[NamedSharding])
 
   def run(*arrays: jax.Array) -> list[jax.Array]:
     values: dict[Any, Any] = {}
+    numbers = {id(value): Value(value.aval) for value in part.inputs if is_literal(value)}
     for value, array in zip(part.inputs, arrays, strict=True):
       if is_key(value.aval.dtype):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(inputs.host(value)))
-      values[id(value) if isinstance(value, jex.Literal) else value] = array
-    evaluate(part.operations, values, isolated=True)
+      values[numbers[id(value)] if is_literal(value) else value] = array
+    named = [op.replace(invars=[numbers.get(id(v), v) for v in op.invars]) for op in part.operations]
+    evaluate(named, values, isolated=True)
     return [read(result, values) for result in part.results]
 
   arguments = [_abstract(value, inputs.sharding(value, part)) for value in part.inputs]

@@ -21,18 +21,18 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.classes import Forest
-from nnx_parallel.core.keys import Keys, Operation, operation
+from nnx_parallel.core.interpret import is_literal, walk
+from nnx_parallel.core.jaxprs import bind, called, is_call
+from nnx_parallel.core.keys import Keys
 
 FLOATS = 64
 COUNTS = 4096
 """Arrays of at most `FLOATS` floats, or `COUNTS` keys or integers (one per layer), are evaluated first."""
-_CALLS = ("jit", "pjit", "closed_call")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-  """An array between two operations of an opened call."""
+  """A variable in place of a number, or of one in an opened call: a call may be opened many times."""
 
   aval: Any
 
@@ -69,7 +69,7 @@ class Slice:
 
   outputs: tuple[int, ...]
   results: tuple[Any, ...]
-  operations: tuple[Operation, ...]
+  operations: tuple[Any, ...]
   inputs: tuple[Any, ...]
   key: Hashable
 
@@ -85,7 +85,7 @@ class Cut:
     groups: lists of equal slices.
   """
 
-  prologue: tuple[Operation, ...]
+  prologue: tuple[Any, ...]
   constants: dict[Any, Any]
   given: dict[int, Any]
   groups: tuple[tuple[Slice, ...], ...]
@@ -116,33 +116,28 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
 
 
-def evaluate(operations: Iterable[Operation], values: dict[Any, Any], *, isolated: bool = False) -> None:
+def evaluate(operations: Iterable[Any], values: dict[Any, Any], *, isolated: bool = False) -> None:
   """Runs operations in order, each under its own configuration, and adds their results to `values`.
 
   Args:
     operations: in order.
-    values: variable -> array, or id of a literal -> its replacement.
+    values: variable -> array.
     isolated: for operations under `jit`: use the full context of each, and keep the compiler from merging
       floating-point operations that eager execution rounds one by one.
   """
-  for op in operations:
-    operands = [read(value, values) for value in op.inputs]
-    # Eagerly only what changes values: a mesh would run tiny operations on all devices.
-    partitionable = jax.threefry_partitionable(op.context.threefry_partitionable)
-    with op.context.manager if isolated else partitionable:
-      results = op.primitive.bind(*operands, **op.primitive.get_bind_params(op.params))
-    if not op.primitive.multiple_results:
-      results = [results]
-    if isolated and not op.compiled and any(_is_float(value) for value in op.outputs):
-      results = jax.lax.optimization_barrier(list(results))
-    values.update(zip(op.outputs, results, strict=True))
 
+  def eager(op: Any, inputs: list[Any]) -> Sequence[Any]:
+    # Only what changes values: a mesh would run tiny operations on all devices.
+    with jax.threefry_partitionable(op.ctx.threefry_partitionable):
+      results = op.primitive.bind(*inputs, **op.primitive.get_bind_params(op.params))
+    return results if op.primitive.multiple_results else [results]
 
-def read(value: Any, values: dict[Any, Any]) -> Any:
-  """The array of a variable; a literal that nothing replaces is the number itself."""
-  if isinstance(value, jex.Literal):
-    return values.get(id(value), value.val)
-  return values[value]
+  def alone(op: Any, inputs: list[Any]) -> Sequence[Any]:
+    results = bind(op, inputs)
+    rounds = not _is_compiled(op) and any(_is_float(value) for value in op.outvars)
+    return jax.lax.optimization_barrier([*results]) if rounds else results
+
+  walk(operations, values, alone if isolated else eager)
 
 
 class _Program:
@@ -150,96 +145,93 @@ class _Program:
 
   def __init__(self, phases: Sequence[Phase], outputs: Sequence[int]):
     self.constants: dict[Any, Any] = {}
-    self.operations: list[Operation] = []
+    self.operations: list[Any] = []
     made: list[Any] = []
     for phase in phases:
       jaxpr = phase.program.jaxpr
       self.constants.update(zip(jaxpr.constvars, phase.program.consts, strict=True))
       names = dict(zip(jaxpr.invars, (made[i] for i in phase.reads), strict=True))
       for eqn in jaxpr.eqns:
-        inputs = [_rename(value, names) for value in eqn.invars]
-        self.operations.append(operation(eqn, inputs, eqn.outvars))
+        self.operations.append(eqn.replace(invars=[_rename(value, names) for value in eqn.invars]))
       made += [_rename(value, names) for value in jaxpr.outvars]
     self.results: list[Any] = [made[i] for i in outputs]
 
-  def split(self) -> tuple[list[Operation], list[tuple[tuple[int, ...], list[Operation]]]]:
+  def split(self) -> tuple[list[Any], list[tuple[tuple[int, ...], list[Any]]]]:
     """The operations to evaluate first; and for each slice, its outputs and its operations."""
     known: set[Any] = set(self.constants)
-    first: list[Operation] = []
+    first: list[Any] = []
     maker: dict[Any, int] = {}
     for i, op in enumerate(self.operations):
       if _comes_first(op, known):
         first.append(op)
-        known.update(op.outputs)
+        known.update(op.outvars)
       else:
-        maker.update(dict.fromkeys(op.outputs, i))
+        maker.update(dict.fromkeys(op.outvars, i))
     slices = Forest()
     owner: dict[int, int] = {}
-    members: dict[int, tuple[list[int], list[Operation]]] = {}
+    members: dict[int, tuple[list[int], list[Any]]] = {}
     for position, result in enumerate(self.results):
       slices.new()
       todo = [result]
       while todo:
         value = todo.pop()
-        if isinstance(value, jex.Literal) or value not in maker:
+        if is_literal(value) or value not in maker:
           continue
         i = maker[value]
         if i not in owner:
-          todo += self.operations[i].inputs
+          todo += self.operations[i].invars
         slices.unite(position, owner.setdefault(i, position))
     for position, result in enumerate(self.results):
-      if not isinstance(result, jex.Literal) and result in maker:
+      if not is_literal(result) and result in maker:
         members.setdefault(slices.root(position), ([], []))[0].append(position)
     for i in sorted(owner):
       members[slices.root(owner[i])][1].append(self.operations[i])
     return first, [(tuple(outputs), operations) for outputs, operations in members.values()]
 
-  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Operation]]]) -> bool:
+  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Any]]]) -> bool:
     """Replaces calls that make several Variables (a compiled sub-constructor) by what is in them."""
     shared = {
       id(op)
       for outputs, operations in members
       if len(outputs) > 1
       for op in operations
-      if op.primitive.name in _CALLS and len(op.outputs) > 1
+      if is_call(op) and len(op.outvars) > 1
     }
     if not shared:
       return False
     renamed: dict[Any, Any] = {}
-    opened: list[Operation] = []
+    opened: list[Any] = []
     for op in self.operations:
-      inputs = tuple(_rename(value, renamed) for value in op.inputs)
-      op = dataclasses.replace(op, inputs=inputs) if id(op) not in shared else op
-      opened += [op] if id(op) not in shared else self._open(op, inputs, renamed)
+      inputs = [_rename(value, renamed) for value in op.invars]
+      opened += self._open(op, inputs, renamed) if id(op) in shared else [op.replace(invars=inputs)]
     self.operations = opened
     self.results = [_rename(value, renamed) for value in self.results]
     return True
 
-  def _open(self, call: Operation, inputs: tuple[Any, ...], renamed: dict[Any, Any]) -> list[Operation]:
-    inner = call.params["jaxpr"]
+  def _open(self, call: Any, inputs: list[Any], renamed: dict[Any, Any]) -> list[Any]:
+    inner = called(call)
     names: dict[Any, Any] = dict(zip(inner.jaxpr.invars, inputs, strict=True))
     for variable, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
       names[variable] = Value(variable.aval)
       self.constants[names[variable]] = constant
-    operations: list[Operation] = []
+    operations: list[Any] = []
     for eqn in inner.jaxpr.eqns:
       read_by = [_rename(value, names) for value in eqn.invars]
       # The same body may be inlined many times, so each copy gets new variables.
       names.update((made, Value(made.aval)) for made in eqn.outvars)
-      made_by = [names[made] for made in eqn.outvars]
-      operations.append(operation(eqn, read_by, made_by, compiled=True))
+      operations.append(eqn.replace(invars=read_by, outvars=[names[made] for made in eqn.outvars]))
     results = [_rename(value, names) for value in inner.jaxpr.outvars]
-    renamed.update(zip(call.outputs, results, strict=True))
+    renamed.update(zip(call.outvars, results, strict=True))
     return operations
 
 
-def _comes_first(op: Operation, known: set[Any]) -> bool:
-  values = [value for value in op.inputs if not isinstance(value, jex.Literal)]
+def _comes_first(op: Any, known: set[Any]) -> bool:
+  values = [value for value in op.invars if not is_literal(value)]
   if not all(value in known for value in values):
     return False
-  if op.compiled and any(_is_float(value) for value in op.outputs):
+  if _is_compiled(op) and any(_is_float(value) for value in op.outvars):
     return False  # alone, its rounding could differ from that inside the user's compiled call
-  return all(is_tiny(value.aval) for value in (*values, *op.outputs))
+  return all(is_tiny(value.aval) for value in (*values, *op.outvars))
 
 
 def is_tiny(aval: Any) -> bool:
@@ -247,24 +239,29 @@ def is_tiny(aval: Any) -> bool:
   return math.prod(aval.shape) <= (FLOATS if jnp.issubdtype(aval.dtype, np.inexact) else COUNTS)
 
 
+def _is_compiled(op: Any) -> bool:
+  """Whether an operation comes from a call that the user compiled: its numbers were constants there too."""
+  return any(isinstance(value, Value) for value in op.outvars)
+
+
 def _is_float(value: Any) -> bool:
   return jnp.issubdtype(value.aval.dtype, np.inexact)
 
 
 def _rename(value: Any, names: dict[Any, Any]) -> Any:
-  return value if isinstance(value, jex.Literal) else names.get(value, value)
+  return value if is_literal(value) else names.get(value, value)
 
 
 def _slice(
   program: _Program,
   outputs: tuple[int, ...],
-  operations: list[Operation],
+  operations: list[Any],
   shardings: list[NamedSharding],
   keys: Keys,
 ) -> Slice:
   numbers: dict[Any, int] = {}
   inputs: list[Any] = []
-  code = keys.code(operations, numbers, inputs)
+  code = keys.code(operations, numbers, inputs, _is_compiled)
   results = tuple(program.results[i] for i in outputs)
   targets = tuple((s.spec, s.memory_kind, numbers[r]) for s, r in zip(shardings, results, strict=True))
   return Slice(outputs, results, tuple(operations), tuple(inputs), (code, targets))

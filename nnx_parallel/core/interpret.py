@@ -1,0 +1,382 @@
+"""Interprets traces (jaxprs): one walk through the operations of a program, whatever is wanted of them.
+
+A rule says what happens to an operation. Where it gives `DEFAULT`, the walk goes on by itself:
+- `interpret` runs a program with arrays, or with values that stand for arrays. Default: the operation itself.
+- `facts_of` follows what is known of values, without values. Default: what the operation's own programs say;
+  a loop is walked until what it carries stays the same.
+- `Interpreter` does both, also inside calls, checkpoints, loops, branches, custom rules and `shard_map`:
+  their programs are traced anew under the rule. `rewritten` is that for a rule without facts.
+
+How the programs inside an operation are connected with it is known in one place, `wiring`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax.core import ShapedArray
+from jax.extend import core
+
+from nnx_parallel.core.jaxprs import (
+  CALLS,
+  bind,
+  called,
+  constants,
+  has_rule,
+  is_checkpoint,
+  opened,
+  params_of,
+  placed,
+  scan_counts,
+  traced,
+)
+
+F = TypeVar("F")
+DEFAULT: Any = object()
+"""What a rule gives for an operation that it leaves to the walk."""
+Values = dict[Any, Any]
+Rule = Callable[[Any, list[Any]], Sequence[Any]]
+"""`(operation, values of its inputs) -> values of its results`, or `DEFAULT`."""
+
+
+def _same(x: Any) -> Any:
+  return x
+
+
+def is_literal(var: Any) -> bool:
+  """Whether an input of an operation is a number that is written in the program."""
+  return isinstance(var, core.Literal)
+
+
+def read(var: Any, values: Mapping[Any, Any], lift: Callable[[Any], Any] = _same) -> Any:
+  """The value of an input of an operation; `lift` makes such a value of an array, for literals."""
+  return lift(var.val) if isinstance(var, core.Literal) else values[var]
+
+
+def values_of(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _same) -> Values:
+  """The values of a program's constants and of its first inputs, or all, by variable."""
+  body = opened(jaxpr)
+  values: Values = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
+  values.update(zip(body.invars[: len(inputs)], inputs, strict=True))
+  return values
+
+
+def walk(eqns: Iterable[Any], values: Values, step: Rule, lift: Callable[[Any], Any] = _same) -> None:
+  """Adds the results of operations, in order, to `values`: what `step` gives for each of them."""
+  for eqn in eqns:
+    results = step(eqn, [read(var, values, lift) for var in eqn.invars])
+    values.update(zip(eqn.outvars, results, strict=True))
+
+
+def run_operations(
+  eqns: Iterable[Any], values: Values, rule: Rule = bind, lift: Callable[[Any], Any] = _same
+) -> None:
+  """Runs operations in order, with the source line and name stack of each; adds their results to `values`."""
+
+  def step(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    with placed(eqn):
+      found = rule(eqn, inputs)
+      return bind(eqn, inputs) if found is DEFAULT else found
+
+  walk(eqns, values, step, lift)
+
+
+def interpret(
+  jaxpr: Any, inputs: Sequence[Any], rule: Rule = bind, lift: Callable[[Any], Any] = _same
+) -> list[Any]:
+  """The results of a program, one operation at a time.
+
+  Args:
+    jaxpr: the program, closed or not.
+    inputs: one value for each of its inputs.
+    rule: gives the results of an operation, or `DEFAULT`: those of the operation itself, for arrays.
+    lift: makes such a value of an array, for literals and constants.
+  """
+  values = values_of(jaxpr, inputs, lift)
+  run_operations(opened(jaxpr).eqns, values, rule, lift)
+  return [read(var, values, lift) for var in opened(jaxpr).outvars]
+
+
+def flattened(jaxpr: Any, opens: Callable[[Any], bool]) -> Any:
+  """A closed jaxpr with the operations of some calls in their place."""
+
+  def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    return interpret(called(eqn), inputs, rule) if opens(eqn) else DEFAULT
+
+  return traced(lambda *inputs: interpret(jaxpr, inputs, rule), jaxpr)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inner:
+  """A program that an operation runs.
+
+  Attributes:
+    key: the parameter of the operation that holds it; the branches of a cond have one.
+    program: it, closed or not.
+    inputs: for each of its inputs, the position among those of the operation.
+    gives: whether its results are those of the operation; the condition of a while gives none.
+  """
+
+  key: str
+  program: Any
+  inputs: Sequence[int]
+  gives: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wiring:
+  """How the programs that an operation runs are connected with it.
+
+  Attributes:
+    inner: the programs; none of an operation that JAX runs as one piece (a kernel).
+    carried: in a loop, a result -> the input that it is in the next step.
+    rows: inputs that a scan reads row by row.
+    stacked: results that a scan makes row by row.
+  """
+
+  inner: Sequence[Inner] = ()
+  carried: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+  rows: Collection[int] = ()
+  stacked: Collection[int] = ()
+
+
+def wiring(eqn: Any) -> Wiring:
+  """How the programs inside an operation are connected with it."""
+  name, params, count = eqn.primitive.name, params_of(eqn), len(eqn.invars)
+  if name == "scan":
+    _, carried, rows = scan_counts(eqn).split(range(count))
+    inner = [Inner("jaxpr", params["jaxpr"], range(count))]
+    return Wiring(inner, dict(enumerate(carried)), {*rows}, range(len(carried), len(eqn.outvars)))
+  if name == "while":
+    asked, fixed = params["cond_nconsts"], params["body_nconsts"]
+    state = range(asked + fixed, count)
+    condition = Inner("cond_jaxpr", params["cond_jaxpr"], [*range(asked), *state], gives=False)
+    body = Inner("body_jaxpr", params["body_jaxpr"], range(asked, count))
+    return Wiring([condition, body], dict(enumerate(state)))
+  if name == "cond":
+    return Wiring([Inner("branches", branch, range(1, count)) for branch in params["branches"]])
+  if name in (*CALLS, "shard_map") or is_checkpoint(eqn) or has_rule(eqn):
+    key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None)
+    return Wiring([] if key is None else [Inner(key, called(eqn), range(count))])
+  return Wiring()
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts(Generic[F]):
+  """What is known of values, and how it goes through operations, loops and branches.
+
+  Attributes:
+    constant: what is known of an array that stands in the program, given the array.
+    follow: `(operation, facts of its inputs) -> facts of its results`. It may give `DEFAULT` for an operation
+      that runs programs: what is known of the results of these.
+    join: what is known of a value that is one of two: the results of two branches, or what a loop carries
+      first and what it carries after a step.
+    row: what is known of a row in a scan, given the scan and what is known of all rows.
+    stack: the same in the other direction.
+  """
+
+  constant: Callable[[Any], F]
+  follow: Callable[[Any, list[F]], Sequence[F]]
+  join: Callable[[F, F], F]
+  row: Callable[[Any, F], F] = lambda _, fact: fact
+  stack: Callable[[Any, F], F] = lambda _, fact: fact
+
+
+NO_FACTS: Facts[None] = Facts(lambda _: None, lambda eqn, _: [None] * len(eqn.outvars), lambda *_: None)
+
+
+def facts_of(jaxpr: Any, inputs: Sequence[F], facts: Facts[F]) -> dict[Any, F]:
+  """What is known of each variable of a program, given what is known of its inputs."""
+  known = values_of(jaxpr, inputs, facts.constant)
+  walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
+  return known
+
+
+def facts_after(eqn: Any, inputs: Sequence[F], facts: Facts[F]) -> Sequence[F]:
+  """What is known of the results of an operation."""
+
+  def inside(inner: Inner, inputs: list[F]) -> list[F]:
+    known = facts_of(inner.program, inputs, facts)
+    return [read(var, known, facts.constant) for var in opened(inner.program).outvars]
+
+  found = facts.follow(eqn, [*inputs])
+  return through(eqn, inputs, inside, facts) if found is DEFAULT else found
+
+
+def through(
+  eqn: Any, inputs: Sequence[F], inside: Callable[[Inner, list[F]], Sequence[F]], facts: Facts[F]
+) -> list[F]:
+  """What is known of the results of an operation that runs programs.
+
+  Args:
+    eqn: the operation.
+    inputs: what is known of its inputs.
+    inside: what is known of the results of one of its programs, given what is known of the inputs. For a loop
+      it is asked until what the loop carries stays the same, and `join` has to let it; its last answers hold.
+    facts: how they go through loops and branches.
+  """
+  wires, known = wiring(eqn), list(inputs)
+  while True:
+    arriving = [facts.row(eqn, fact) if n in wires.rows else fact for n, fact in enumerate(known)]
+    found = [inside(inner, [arriving[n] for n in inner.inputs]) for inner in wires.inner]
+    results = [list(some) for inner, some in zip(wires.inner, found, strict=True) if inner.gives]
+    met = {n: facts.join(known[n], results[0][out]) for out, n in wires.carried.items()}
+    if all(known[n] == fact for n, fact in met.items()):
+      break
+    known = [met.get(n, fact) for n, fact in enumerate(known)]
+  joined = results[0]
+  for others in results[1:]:
+    joined = [facts.join(a, b) for a, b in zip(joined, others, strict=True)]
+  for out, fact in enumerate(joined):
+    if out in wires.carried:
+      joined[out] = known[wires.carried[out]]
+    elif out in wires.stacked:
+      joined[out] = facts.stack(eqn, fact)
+  return joined
+
+
+class Interpreter(Generic[F]):
+  """Runs programs with a fact beside each value, also inside the programs that operations run.
+
+  Each of these is traced anew, once for each combination of facts. What cannot be traced anew runs as it is:
+  see `is_walked`. The derivative of a custom rule stays as it is.
+
+  Args:
+    rule: `(operation, values of its inputs, their facts) -> (values of its results, their facts)`; or
+      `DEFAULT`: the operation as it is, but its programs under this rule.
+    facts: how facts go through operations, loops and branches.
+  """
+
+  def __init__(self, rule: Callable[[Any, list[Any], list[F]], Any], facts: Facts[F]):
+    self._rule, self._facts = rule, facts
+    self._done: dict[Hashable, tuple[Any, list[F], Any]] = {}  # with the program, so that its id stays
+
+  def __call__(self, jaxpr: Any, inputs: Sequence[Any], facts: Sequence[F]) -> tuple[list[Any], list[F]]:
+    """The results of a program, and what is known of them."""
+
+    def step(eqn: Any, pairs: list[tuple[Any, F]]) -> list[tuple[Any, F]]:
+      inputs, facts = [x for x, _ in pairs], [fact for _, fact in pairs]
+      found = self._rule(eqn, inputs, facts)
+      return list(zip(*(self.default(eqn, inputs, facts) if found is DEFAULT else found), strict=True))
+
+    pairs = list(zip(inputs, facts, strict=True))
+    found = interpret(jaxpr, pairs, step, lambda x: (x, self._facts.constant(x)))
+    return [x for x, _ in found], [fact for _, fact in found]
+
+  def default(self, eqn: Any, inputs: list[Any], facts: list[F]) -> tuple[Sequence[Any], Sequence[F]]:
+    """The results of an operation with its programs under the rule, and what is known of them."""
+    if not is_walked(eqn):
+      return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
+    if eqn.primitive.name == "shard_map":
+      return self._mapped(eqn, inputs, facts)
+    new: dict[Inner, Any] = {}
+
+    def inside(inner: Inner, facts: list[F]) -> list[F]:
+      new[inner], found = self._retraced(inner.program, facts)
+      return found
+
+    found = through(eqn, facts, inside, self._facts)
+    changed = {inner.key: program for inner, program in new.items()}
+    if "branches" in changed:
+      changed["branches"] = tuple(new.values())
+    return bind(eqn, inputs, **changed), found
+
+  def _retraced(self, program: Any, facts: list[F]) -> tuple[Any, list[F]]:
+    key = id(program), *facts
+    if key not in self._done:
+      function, found = self._function(program, facts)
+      made = traced(function, program)
+      self._done[key] = opened(made) if opened(program) is program else made, found, program
+    return self._done[key][:2]
+
+  def _mapped(self, eqn: Any, inputs: list[Any], facts: list[F]) -> tuple[Sequence[Any], list[F]]:
+    params = eqn.params
+    function, found = self._function(params["jaxpr"], facts)
+    mapped = jax.shard_map(
+      function,
+      mesh=params["mesh"],
+      in_specs=tuple(params["in_specs"]),
+      out_specs=list(params["out_specs"]),
+      axis_names=params["newly_manual_axes"],
+      check_vma=params["check_vma"],
+    )
+    return mapped(*inputs), found
+
+  def _function(self, program: Any, facts: list[F]) -> tuple[Callable[..., list[Any]], list[F]]:
+    """A program as a function of arrays, and what is known of its results once it has been traced."""
+    found: list[F] = []
+
+    def function(*inputs: Any) -> list[Any]:
+      results, found[:] = self(program, inputs, facts)
+      return results
+
+    return function, found
+
+
+def is_walked(eqn: Any) -> bool:
+  """Whether an operation runs programs that can be traced anew: they take arrays only.
+
+  A custom rule that JAX keeps in an object (`call_hi_primitive`) can't.
+  """
+  inner = wiring(eqn).inner
+  arrays = all(isinstance(var.aval, ShapedArray) for some in inner for var in opened(some.program).invars)
+  return bool(inner) and arrays and all(some.key != "traced" for some in inner)
+
+
+def rewritten(jaxpr: Any, rule: Rule) -> Any:
+  """The closed jaxpr of a program under a rule, also inside calls, loops, branches and custom rules."""
+
+  def paired(eqn: Any, inputs: list[Any], _: list[None]) -> Any:
+    found = rule(eqn, inputs)
+    return found if found is DEFAULT else (found, [None] * len(eqn.outvars))
+
+  interpreter = Interpreter(paired, NO_FACTS)
+  return traced(lambda *inputs: interpreter(jaxpr, inputs, [None] * len(inputs))[0], jaxpr)
+
+
+def forwarded(jaxpr: Any) -> list[int | None]:
+  """For each output, the position of the input that it is equal to; None for computed outputs.
+
+  Also through calls, checkpoints, loops and branches: `nnx.remat` and `nnx.scan` return every Variable that
+  they got. What a custom rule returns has another gradient.
+  """
+  known = facts_of(jaxpr, range(len(opened(jaxpr).invars)), _POSITIONS)
+  return [read(var, known, _POSITIONS.constant) for var in opened(jaxpr).outvars]
+
+
+def _returned(eqn: Any, _: Any) -> Any:
+  inside = eqn.primitive.name in (*CALLS, "scan", "while", "cond") or is_checkpoint(eqn)
+  return DEFAULT if inside else [None] * len(eqn.outvars)
+
+
+_POSITIONS: Facts[Any] = Facts(
+  constant=lambda _: None,
+  follow=_returned,
+  join=lambda a, b: a if a == b else None,
+  row=lambda eqn, fact: ("row", id(eqn), fact),
+  stack=lambda eqn, fact: fact[2] if isinstance(fact, tuple) and fact[:2] == ("row", id(eqn)) else None,
+)
+
+
+def without_copies(jaxpr: Any) -> Any:
+  """A jaxpr, closed or not, that reads what an operation returns of its inputs as these inputs.
+
+  `nnx.jit` returns every Variable that it gets.
+  """
+  if opened(jaxpr) is not jaxpr:
+    return jaxpr.replace(jaxpr=without_copies(opened(jaxpr)))
+  same: dict[Any, Any] = {}
+
+  def seen(some: Sequence[Any]) -> list[Any]:
+    return [var if is_literal(var) else same.get(var, var) for var in some]
+
+  eqns: list[Any] = []
+  for eqn in jaxpr.eqns:
+    inputs = seen(eqn.invars)
+    eqns.append(eqn.replace(invars=inputs))
+    positions: Sequence[Any] = facts_after(eqn, range(len(inputs)), _POSITIONS)
+    same.update((out, inputs[n]) for out, n in zip(eqn.outvars, positions, strict=True) if n is not None)
+  return jaxpr.replace(eqns=eqns, outvars=seen(jaxpr.outvars))
