@@ -25,6 +25,7 @@ ROOMS = {
   "create": "Create",
   "layers": "Layers",
   "train": "Train",
+  "verify": "Verify",
   "schemes": "Schemes",
   "decode": "Generation",
   "hosts": "Batches and hosts",

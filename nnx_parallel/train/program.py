@@ -45,8 +45,8 @@ from nnx_parallel.train.hold import RELAXED, held, is_refused
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs, terms
 from nnx_parallel.train.options import LossFn, StepOptions, is_scattered
-from nnx_parallel.train.subject import Subject
 from nnx_parallel.train.update import keyed, update
+from nnx_parallel.verify.subject import Subject
 
 logger = logging.getLogger("nnx_parallel")
 

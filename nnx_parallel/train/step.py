@@ -23,12 +23,12 @@ from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
-from nnx_parallel.train.check_gradients import checked
-from nnx_parallel.train.gradient_check import GradientCheck, merged
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import BoundStep, Compile, Structure, WatchedJit, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
+from nnx_parallel.verify.check_gradients import checked
+from nnx_parallel.verify.gradient_check import GradientCheck, merged
 
 
 class _Step:
