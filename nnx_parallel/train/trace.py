@@ -14,10 +14,11 @@ from nnx_parallel.core.jaxprs import equations, forwarded, inner_equations
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
-from nnx_parallel.train.binding import Template, check_plain_attributes, plain_attributes
+from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
 from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.watch import check_plain_attributes, plain_attributes
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
 """`(trained, rest, batch) -> (what to differentiate, (terms, assigned arrays by position, weight))`.
