@@ -201,9 +201,12 @@ class Binding:
       elif move and i not in self.template.constants:
         leaf.set_raw_value(jax.device_put(value, where))
 
-  def is_pinned(self) -> bool:
-    """Whether every array has its pinned sharding; 100 nanoseconds for each."""
-    return self.mesh is None or [getattr(x, "sharding", None) for x in self.read()] == self.variable_shardings
+  def are_pinned(self, arrays: list[Any]) -> bool:
+    """Whether arrays, in the order of `read`, have the pinned shardings; 50 nanoseconds for each."""
+    try:
+      return self.mesh is None or [x.sharding for x in arrays] == self.variable_shardings
+    except AttributeError:  # an array of NumPy
+      return False
 
   def pin(self) -> bool:
     """Gives Variables the pinned sharding, where theirs is equivalent to it; whether all have it then."""
@@ -213,7 +216,7 @@ class Binding:
       pinned = as_pinned(value, where, may_alias=False)
       if pinned is not value:
         variable.set_raw_value(pinned)
-    return self.is_pinned()
+    return self.are_pinned(self.read())
 
 
 RESTORE = "restore the last checkpoint: model, optimizer = nxp.Checkpointer(directory).restore(plan)"

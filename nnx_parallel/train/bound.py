@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -90,9 +91,13 @@ class Bound:
       raise inside_a_program()
     self._check_last()
     binding, program = self.binding, self.structure.program(batch)
-    as_planned, known = binding.is_pinned() or binding.pin(), program.traced
+    known, as_planned = program.traced, True
     try:
       arrays = owned(binding.variables)
+      if not binding.are_pinned(arrays):  # somebody wrote arrays of another layout
+        del arrays
+        as_planned = binding.pin()
+        arrays = owned(binding.variables)
       (metrics,) = run(program.jitted, binding.variables, arrays, binding.raw, batch)
     except BaseException as error:
       return self._failed(error, program, self.update, batch)
@@ -103,7 +108,7 @@ class Bound:
     """Runs an evaluation, which changes nothing."""
     binding, program = self.binding, self.structure.program(batch)
     arrays, known = binding.read(), program.traced
-    as_planned = binding.is_pinned()
+    as_planned = binding.are_pinned(arrays)
     if not as_planned:
       arrays = [as_pinned(x, where) for x, where in zip(arrays, binding.variable_shardings, strict=True)]
     try:
@@ -148,13 +153,15 @@ class Bound:
   def placed(self, batch: Any) -> Any:
     """The batch with host arrays laid out by the plan of the models, where that splits them evenly."""
     mesh, scope = self.structure.mesh, self.structure.scope
-    if mesh is None or mesh.size == 1 or scope is None or all(map(is_placed, jax.tree.leaves(batch))):
+    if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
     if jax.process_count() > 1:  # a host array may be this process's share, or the whole batch
       return batch
     rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
 
     def place(x: Any) -> Any:
+      if not jnp.ndim(x):  # `jit` replicates it, which takes less time
+        return x
       loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
       if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
         return x
