@@ -506,7 +506,7 @@ def test_jax_tells_a_job_when_it_is_asked_to_end():
 
 
 def test_rates_of_an_optimizer_are_found_by_name():
-  """`train/diagnostics.py` finds what `optax.inject_hyperparams` keeps, also in Variables."""
+  """`train/losses.py` finds what `optax.inject_hyperparams` keeps, also in Variables."""
   tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
   optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
   ((_, rate),) = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate")

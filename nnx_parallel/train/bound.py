@@ -25,7 +25,7 @@ from nnx_parallel.train.gradients import batch_axes_of
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.mistakes import explain
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.program import Program, Structure, inside
+from nnx_parallel.train.program import Structure, inside
 from nnx_parallel.train.update import keyed
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.subject import Subject
@@ -100,7 +100,10 @@ class Bound:
         arrays = owned(binding.variables)
       (metrics,) = run(program.jitted, binding.variables, arrays, binding.raw, batch)
     except BaseException as error:
-      return self._failed(error, program, self.update, batch)
+      if not program.relax(error):
+        self._explain(error, batch)
+        raise
+      return self.update(batch)
     self._loss = next(iter(metrics.values()))
     return metrics, None if as_planned and program.traced == known else self._news(arrays, batch)
 
@@ -114,7 +117,10 @@ class Bound:
     try:
       metrics = program.jitted(arrays, binding.raw, batch)
     except (TypeError, ValueError, RuntimeError) as error:
-      return self._failed(error, program, self.evaluate, batch)
+      if not program.relax(error):
+        self._explain(error, batch)
+        raise
+      return self.evaluate(batch)
     return metrics, None if as_planned and program.traced == known else self._news(arrays, batch)
 
   def traced(self, batch: Any) -> Any:
@@ -125,12 +131,9 @@ class Bound:
     found = self.structure.news([*arrays, *self.binding.raw], batch)
     return found if found is None else found or self.reasons
 
-  def _failed(self, error: BaseException, program: Program, again: Callable[[Any], Any], batch: Any) -> Any:
-    """Runs the step again with fewer constraints, where XLA refused them; else says why it failed."""
-    if program.relax(error):
-      return again(batch)
-    explain(error, self.structure.argument_labels, [*self.binding.read(), *self.binding.raw], batch)
-    raise error
+  def _explain(self, error: BaseException, batch: Any) -> None:
+    arrays = [*self.binding.read(), *self.binding.raw]
+    explain(error, self.structure.argument_labels, arrays, batch)
 
   def _check_last(self) -> None:
     """Raises what went wrong on the devices in the last step, once it is known.

@@ -130,11 +130,18 @@ def differentiable(
     )
     return traced, ([wanted["loss"]] * len(grads), means)
 
-  paths = [template.paths[i] for i in trained]
-  fixed = paths, template, order, inspect, gradient, used, options.microbatches // options.turns
-  if scale is None:
-    return Differentiable(chosen, train, others, *fixed)
-  return Differentiable(_scaled(chosen), train, [*others, scale], *fixed)
+  return Differentiable(
+    objective=chosen if scale is None else _scaled(chosen),
+    train=train,
+    others=others if scale is None else [*others, scale],
+    paths=[template.paths[i] for i in trained],
+    template=template,
+    order=order,
+    inspect=inspect,
+    gradient=gradient,
+    layers=used,
+    parts=options.microbatches // options.turns,
+  )
 
 
 def _pipelined(
