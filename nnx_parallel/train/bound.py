@@ -25,7 +25,7 @@ from nnx_parallel.train.gradients import batch_axes_of
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.mistakes import explain
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.program import Structure, inside
+from nnx_parallel.train.program import Program, Structure, inside, is_placed
 from nnx_parallel.train.update import keyed
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.subject import Subject
@@ -91,7 +91,7 @@ class Bound:
       raise inside_a_program()
     self._check_last()
     binding, program = self.binding, self.structure.program(batch)
-    known, as_planned = program.traced, True
+    as_planned = True
     try:
       arrays = owned(binding.variables)
       if not binding.are_pinned(arrays):  # somebody wrote arrays of another layout
@@ -105,12 +105,12 @@ class Bound:
         raise
       return self.update(batch)
     self._loss = next(iter(metrics.values()))
-    return metrics, None if as_planned and program.traced == known else self._news(arrays, batch)
+    return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
   def evaluate(self, batch: Any) -> tuple[Metrics, News]:
     """Runs an evaluation, which changes nothing."""
     binding, program = self.binding, self.structure.program(batch)
-    arrays, known = binding.read(), program.traced
+    arrays = binding.read()
     as_planned = binding.are_pinned(arrays)
     if not as_planned:
       arrays = [as_pinned(x, where) for x, where in zip(arrays, binding.variable_shardings, strict=True)]
@@ -121,13 +121,14 @@ class Bound:
         self._explain(error, batch)
         raise
       return self.evaluate(batch)
-    return metrics, None if as_planned and program.traced == known else self._news(arrays, batch)
+    return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
   def traced(self, batch: Any) -> Any:
     """The traced program for a batch, live or abstract."""
     return self.structure.program(batch).jitted.trace(self.binding.read(), self.binding.raw, batch)
 
-  def _news(self, arrays: list[Any], batch: Any) -> News:
+  def _news(self, program: Program, arrays: list[Any], batch: Any) -> News:
+    program.is_known = True
     found = self.structure.news([*arrays, *self.binding.raw], batch)
     return found if found is None else found or self.reasons
 
@@ -203,11 +204,6 @@ class Bound:
       if (ndim := getattr(value_of(leaf), "ndim", 0)) and where is not None and where.is_fully_replicated
       if path not in planned or not where.is_equivalent_to(planned[path], ndim)
     ]
-
-
-def is_placed(x: Any) -> bool:
-  """Whether an array lies on a mesh."""
-  return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def _comparable(x: Any) -> Any:

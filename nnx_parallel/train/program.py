@@ -61,11 +61,11 @@ class Program:
 
   Attributes:
     jitted: what `jax.jit` made.
-    traced: how often it was traced.
+    is_known: whether its last trace was accounted for: set by the step, and unset by a trace.
   """
 
   def __init__(self, runs: Sequence[Callable[..., Any]], shardings: Any):
-    self.traced = 0
+    self.is_known = True
     self._options: dict[str, Any] = {}
     if shardings is not None:
       self._options = {"donate_argnums": 0, "out_shardings": [*shardings, None]}
@@ -75,7 +75,7 @@ class Program:
   def _jit(self, run: Callable[..., Any]) -> Any:
     @functools.wraps(run)
     def traced(*args: Any) -> Any:
-      self.traced += 1
+      self.is_known = False
       return run(*args)
 
     return jax.jit(traced, **self._options)

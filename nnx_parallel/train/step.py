@@ -22,10 +22,10 @@ from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
 from nnx_parallel.train.binding import check_outside
-from nnx_parallel.train.bound import Bound, News, is_placed
+from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
-from nnx_parallel.train.program import Compile, Structure, logger
+from nnx_parallel.train.program import Compile, Structure, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
 from nnx_parallel.verify.check_gradients import checked

@@ -228,8 +228,8 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
     plain_update(optimizer, model, grads, extra)
 
 
-# Arguments beside `value`, `grad` and `value_fn`, by the state of the transformation that needs them. optax has
-# no way to ask a transformation for them, and line searches refuse what they do not know.
+# Arguments beside `value`, `grad` and `value_fn`, by the state of the transformation that needs them: optax
+# cannot say which a transformation needs, and line searches refuse what they do not know.
 _NEEDED_BY_STATE: dict[type, tuple[str, Callable[[Any], Any]]] = {
   optax.contrib.SAMState: ("grad_fn", lambda value_fn: lambda params, _: jax.grad(value_fn)(params)),
   optax.contrib.HutchinsonState: ("obj_fn", lambda value_fn: value_fn),  # of Sophia
