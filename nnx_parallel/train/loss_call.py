@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +30,7 @@ def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> An
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: Callable[[Any, Any], Any], models: Any) -> Iterator[None]:
+def _explained(loss_fn: Callable[[Any, Any], Any], models: Any) -> Generator[None]:
   """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
   try:
     yield
