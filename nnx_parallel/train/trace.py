@@ -116,9 +116,26 @@ def differentiable(
       )
     return traced.jaxpr, changed
 
+  return Differentiable(
+    objective=chosen if scale is None else _scaled(chosen),
+    train=train,
+    others=others if scale is None else [*others, scale],
+    paths=[template.paths[i] for i in trained],
+    template=template,
+    order=order,
+    inspect=inspect,
+    gradient=_gradient(chosen, train, others),
+    layers=used,
+    parts=options.microbatches // options.turns,
+  )
+
+
+def _gradient(objective: Objective, train: list[Any], others: list[Any]) -> Callable[[Any], Any]:
+  """`Differentiable.gradient` of an objective."""
+
   def gradient(part: Any) -> tuple[Any, tuple[list[str], Terms]]:
     def run(train: list[Any], part: Any) -> Any:
-      grads, (found, _, _) = jax.grad(chosen, has_aux=True)(train, others, part)
+      grads, (found, _, _) = jax.grad(objective, has_aux=True)(train, others, part)
       return grads, found
 
     traced, (grads, found) = jax.make_jaxpr(run, return_shape=True)(train, part)
@@ -130,18 +147,7 @@ def differentiable(
     )
     return traced, ([wanted["loss"]] * len(grads), means)
 
-  return Differentiable(
-    objective=chosen if scale is None else _scaled(chosen),
-    train=train,
-    others=others if scale is None else [*others, scale],
-    paths=[template.paths[i] for i in trained],
-    template=template,
-    order=order,
-    inspect=inspect,
-    gradient=gradient,
-    layers=used,
-    parts=options.microbatches // options.turns,
-  )
+  return gradient
 
 
 def _pipelined(
