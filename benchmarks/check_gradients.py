@@ -39,8 +39,8 @@ from benchmarks.harness import RESULTS, Record, measure
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.loop.job import plan_recipe
 from nnx_parallel.loop.loader import load_recipe
-from nnx_parallel.train.check_gradients import Looks, checked, subject_of
-from nnx_parallel.train.subject import Subject
+from nnx_parallel.verify.check_gradients import Looks, checked, subject_of
+from nnx_parallel.verify.subject import Subject
 from tests.layout.families import GPT, T5, Llama, ViT
 from tests.layout.models import LM
 
@@ -144,7 +144,7 @@ class Case:
     if self.options is None:
       return subject_of(nxp.create_sharded_model(self.plan), batch, loss or self.loss, nnx.Param)
     model, optimizer = nxp.create_sharded_model(self.plan)
-    bound = nxp.train_step(loss or self.loss, **self.options)._bound(model, optimizer)
+    bound = nxp.train_step(loss or self.loss, **self.options)._bind(model, optimizer)
     return bound.subject(loss or self.loss, {None: nnx.Param}, batch)
 
   @property
@@ -279,7 +279,7 @@ def cost_of(record: Record, dtype: str, remat: Any) -> None:
   model, optimizer = nxp.create_sharded_model(plan)
   batch = nxp.shard_batch(tokens, plan)
   step = nxp.train_step(token_loss, remat=remat)
-  subject = step._bound(model, optimizer).subject(token_loss, {None: nnx.Param}, batch)
+  subject = step._bind(model, optimizer).subject(token_loss, {None: nnx.Param}, batch)
   group = f"{dtype}, remat {remat or 'none'}"
   cases = {
     "train step": lambda: step(model, optimizer, batch),

@@ -31,7 +31,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, plan
   from nnx_parallel.layout.resolve import resolve_spec
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
-  from nnx_parallel.loop.check_step import StepCheck, StepDifference, check_step
   from nnx_parallel.loop.fit import FitResult, fit
   from nnx_parallel.loop.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.loop.recorder import EarlyStop
@@ -62,8 +61,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-  from nnx_parallel.train.check_gradients import check_gradients
-  from nnx_parallel.train.gradient_check import GradientCheck, GradientLook
   from nnx_parallel.train.hold import with_right_gradients
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.losses import weighted
@@ -71,6 +68,9 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.rng import fold_rng_over_axis
   from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
+  from nnx_parallel.verify.check_gradients import check_gradients
+  from nnx_parallel.verify.check_step import StepCheck, StepDifference, check_step
+  from nnx_parallel.verify.gradient_check import GradientCheck, GradientLook
 
 __all__ = [
   "Beams",

@@ -25,6 +25,7 @@ PACKAGES = {
   "create": "Create",
   "layers": "Layers",
   "train": "Train",
+  "verify": "Verify",
   "schemes": "Schemes",
   "decode": "Generation",
   "hosts": "Batches and hosts",

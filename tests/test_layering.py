@@ -25,7 +25,7 @@ ORDER = (
   {"layout"},
   {"create"},
   {"layers"},
-  {"train", "schemes", "decode"},
+  {"train", "schemes", "decode", "verify"},
   {"checkpoint"},
   {"interop", "hosts"},
   {"report"},
@@ -38,10 +38,13 @@ LEVEL = {package: level for level, group in enumerate(ORDER) for package in grou
 # (importer, imported) pairs of siblings that may, each with its reason.
 SIBLINGS: dict[tuple[str, str], str] = {
   ("decode", "train"): "generation binds a live module, and holds its layout, as a step does",
+  ("verify", "train"): "checks what a step computes",
+  ("train", "verify"): "`TrainStep.check_gradients`: a method of the step, which a user looks for there",
 }
 
 # The user's side of the public line: what a user would copy, run or call in a test.
-USES_PUBLIC_API = {"recipes", "loop", "cli", "testing", "__main__"}
+# `verify.check_step` runs two whole jobs, from plan to step.
+USES_PUBLIC_API = {"recipes", "loop", "cli", "testing", "verify", "__main__"}
 
 
 @dataclass(frozen=True)

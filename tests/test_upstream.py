@@ -265,16 +265,22 @@ def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
     lowered.compile(compiler_options={"xla_no_such_option": 1})
 
 
-def test_programs_that_jit_made_are_counted():
-  """`train/program.py` notices by it that a step compiled."""
-  function = jax.jit(lambda x: x + 1)
-  function(np.float32(1))
-  function(np.float32(2))
-  assert function._cache_size() == 1
+def test_a_function_is_traced_once_for_each_type():
+  """`train/program.py` counts its traces, and notices by them that a step compiled."""
+  traced = []
+
+  @jax.jit
+  def function(x):
+    traced.append(x.dtype)
+    return x + 1
+
+  for value in (np.float32(1), np.float32(2), np.int32(1)):
+    function(value)
+  assert traced == ["float32", "int32"]
 
 
 def test_shards_tell_where_they_are():
-  """`train/step.py` and `create/slicing/assemble.py` find arrays that share memory."""
+  """`train/donation.py` and `create/slicing/assemble.py` find arrays that share memory."""
   array = jnp.ones(8)
   shard = array.addressable_shards[0].data
   assert shard.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
@@ -286,17 +292,17 @@ def test_the_compilation_cache_can_be_reset():
 
 
 def test_a_variable_keeps_its_value_in_a_slot():
-  """`train/binding.py` and `train/step.py` read and write it, without what `get_value` does beside."""
+  """`train/donation.py` writes it, in one call that no signal interrupts."""
   variable = nnx.Param(jnp.ones(3))
   assert variable._raw_value is variable.get_value()
 
 
 def test_only_the_list_and_the_variable_hold_an_array():
-  """`train/binding.py` (`ALONE`): an array with one more reference is somebody's, and is not donated."""
+  """`train/donation.py` (`_ALONE`): an array with one more reference is somebody's, and is not donated."""
   variables = [nnx.Param(jnp.ones(3))]
-  (mine,) = [sys.getrefcount(array) for v in variables for array in [v._raw_value]]
+  (mine,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
   held = variables[0].get_value()
-  (shared,) = [sys.getrefcount(array) for v in variables for array in [v._raw_value]]
+  (shared,) = [sys.getrefcount(array) for v in variables for array in [v.get_raw_value()]]
   assert shared == mine + 1
   assert held is not None
 
@@ -340,7 +346,7 @@ def test_an_attention_of_flax_gives_its_function_query_key_value_and_a_mask_and_
 
 
 def test_an_attribute_that_comes_or_goes_replaces_the_table_of_a_module():
-  """`train/binding.py` compares attributes by identity; this one changes with each module or array set."""
+  """`train/watch.py` compares attributes by identity; this one changes with each module or array set."""
   module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
   before = vars(module)["_pytree__nodes"]
   module.extra = nnx.Param(jnp.ones(1))
@@ -500,7 +506,7 @@ def test_jax_tells_a_job_when_it_is_asked_to_end():
 
 
 def test_rates_of_an_optimizer_are_found_by_name():
-  """`train/diagnostics.py` finds what `optax.inject_hyperparams` keeps, also in Variables."""
+  """`train/losses.py` finds what `optax.inject_hyperparams` keeps, also in Variables."""
   tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
   optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
   ((_, rate),) = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate")

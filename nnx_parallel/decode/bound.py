@@ -27,7 +27,7 @@ from nnx_parallel.layers.pipeline import size_along
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.binding import Binding, deleted, is_deleted, put
+from nnx_parallel.train.binding import Binding, deleted, is_deleted
 from nnx_parallel.train.hold import held
 
 Call = Callable[..., Any]
@@ -71,7 +71,7 @@ class Bound:
     self.binding = Binding({"model": model})
     self.scope = scope_of(self.binding.variables)
     # The arrays of the program: of Variables, then raw ones.
-    places = [*self.binding.parts.variables, *self.binding.parts.raw]
+    places = [*self.binding.template.variables, *self.binding.template.raw]
     self.labels = [self.binding.labels[i] for i in places]
     self.shardings = [self.binding.shardings[i] for i in places]
     self.caches = [i for i, leaf in enumerate(self.binding.variables) if isinstance(leaf, nnx.Cache)]
@@ -164,7 +164,7 @@ class Bound:
       raise
     if self.keeps_caches:
       for i, array in zip(self.caches, after, strict=True):
-        put(variables[i], array)
+        variables[i].set_raw_value(array)
     return found
 
   def of_arrays(self, arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
@@ -291,7 +291,7 @@ class Bound:
     """
     binding = self.binding
     joined, count = self._joined(caches, others), len(binding.variables)
-    (model,) = binding.template.build(binding.parts.join(joined[:count], joined[count:]))
+    (model,) = binding.template.build(binding.template.join(joined[:count], joined[count:]))
     if tokens.shape[1] > 1:
       read_several(model)
     given = () if own is None else (own,)
@@ -300,7 +300,7 @@ class Bound:
     logits, own = (result, None) if not given else result
     _check_logits(logits, tokens)
     found = binding.template.arrays((model,))
-    after = [found[i] for i in (*binding.parts.variables, *binding.parts.raw)]
+    after = [found[i] for i in (*binding.template.variables, *binding.template.raw)]
     return logits[:, -1], [after[i] for i in self.others], [after[i] for i in self.caches], own
 
   # The caches come last: `held` would gather a parameter that is split like the batch.

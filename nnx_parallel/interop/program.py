@@ -85,7 +85,7 @@ def export_program(
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
     "explicit": mesh is not None and AxisType.Explicit in mesh.axis_types,
-    "paths": [list(binding.template.paths[i][1:]) for i in binding.parts.variables],
+    "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
     "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
   }

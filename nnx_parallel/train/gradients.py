@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +17,8 @@ from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
-from nnx_parallel.train.floats import widen
 from nnx_parallel.train.linearity import factors
-from nnx_parallel.train.losses import Terms, mean
+from nnx_parallel.train.losses import Terms, mean, widen
 from nnx_parallel.train.trace import Differentiable, Objective, why_not_by_replica
 
 
@@ -68,6 +68,103 @@ class Total(NamedTuple):
   parts: int
   rest: dict[int, Any]
   how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+  """The gradients and terms of a loss, summed over `count` microbatches.
+
+  Attributes:
+    objective: what is differentiated.
+    trained: the arrays with gradients.
+    rest: the other arrays.
+    count: how many microbatches.
+    layouts: of the gradients.
+    changes: the positions of the arrays in `rest` that the objective changes.
+    tangents: a direction; the derivative in it takes the place of the gradients.
+  """
+
+  objective: Objective
+  trained: list[Any]
+  rest: list[Any]
+  count: int
+  layouts: Sequence[NamedSharding | None]
+  changes: Collection[int] = ()
+  tangents: list[Any] | None = None
+
+  def scan(self, batch: Any) -> tuple[list[Any], Terms, dict[int, Any]]:
+    """Sums over the microbatches of this batch (local or global); also returns the changed arrays."""
+    like = self.trained if self.tangents is None else [jnp.zeros(())]
+    zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, self.layouts, strict=True)]
+    parts = jax.tree.map(lambda x: split_batch(x, self.count), batch)
+    moving = {i: self.rest[i] for i in self.changes}
+    (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts)
+    summed = Terms(
+      {name: x.sum(0) for name, x in stacked.sums.items()},
+      {name: None if x is None else x.sum(0) for name, x in stacked.counts.items()},
+      jax.tree.map(join_batch, stacked.outputs),
+    )
+    return total, summed, moving
+
+  def _add(self, carry: Any, part: Any) -> tuple[Any, Terms]:
+    total, moving = carry
+    current = [moving.get(i, array) for i, array in enumerate(self.rest)]
+    if self.tangents is None:
+      grads, (found, changed, weight) = jax.grad(self.objective, has_aux=True)(self.trained, current, part)
+    else:
+      slope, (found, changed, weight) = _jvp(self.objective, self.trained, self.tangents, current, part)
+      grads = [slope]
+    # In float32: many small gradients are added, and summed over replicas.
+    grads = [pinned(_weighed(widen(g), weight), where) for g, where in zip(grads, self.layouts, strict=True)]
+    total = [pinned(a + b, where) for a, b, where in zip(total, grads, self.layouts, strict=True)]
+    moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
+    return (total, moving), found
+
+  def manual(self, batch: Any, mesh: Mesh, axes: tuple[str, ...], reduction: Any) -> tuple[list[Any], Terms]:
+    """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
+
+    def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
+      alone = dataclasses.replace(self, trained=trained, rest=rest, layouts=[None] * len(trained))
+      grads, found, _ = alone.scan(batch)
+      grads = grads if reduction is None else [g.astype(reduction) for g in grads]
+      # One call for everything: XLA combines it into one all-reduce.
+      grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
+      return [widen(g) for g in grads], sums, counts, found.outputs
+
+    split, everywhere = PartitionSpec(axes), PartitionSpec()
+    grads, sums, counts, outputs = jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(everywhere, everywhere, split),
+      out_specs=(everywhere, everywhere, everywhere, split),
+      # Replication is not tracked in types: a user's scan over a carry of zeros would have to declare it.
+      check_vma=False,
+    )(self.trained, self.rest, batch)
+    return grads, Terms(sums, counts, outputs)
+
+  def mapped(self, batch: Any, layout: Layout, axes: tuple[str, ...]) -> tuple[list[Any], Terms]:
+    """Replicas that are sharded themselves: a dim of replicas, sharded over `axes`, is summed at the end.
+
+    A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
+    gather beside another batch axis, jax 0.12.0.1).
+    """
+    replicas = _replicas(layout.mesh, axes)
+    inner = tuple(axis for axis in layout.batch if axis not in axes)
+
+    def by_replica(x: Any) -> jax.Array:
+      x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
+      return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
+
+    with mapped_axes(axes):
+      grads, found = jax.vmap(lambda part: self.scan(part)[:2], spmd_axis_name=axes)(
+        jax.tree.map(by_replica, batch)
+      )
+    summed = Terms(
+      {name: x.sum(0) for name, x in found.sums.items()},
+      {name: None if x is None else x.sum(0) for name, x in found.counts.items()},
+      jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found.outputs),
+    )
+    return [g.sum(0) for g in grads], summed
 
 
 def whole_batch(loss: Differentiable, batch: Any, layout: Layout) -> Total:
@@ -128,20 +225,19 @@ def in_microbatches(
       if layout.scattered
       else "leave reduction out: gradients are reduced in the dtype in which their layers compute.",
     )
-  given = loss.objective, loss.train, loss.others, batch, count
+  summed = Accumulation(loss.objective, loss.train, loss.others, count, layout.trained)
   if not axes:
-    grads, found, moved = _scan(*given, layout.trained, changed)
+    grads, found, moved = dataclasses.replace(summed, changes=changed).scan(batch)
     each = "tick" if loss.parts > 1 else "microbatch"
     return Total(grads, found, count * loss.parts, moved, f"in each {each}: {why}")
   how = f"once, after the {'last tick' if loss.parts > 1 else 'scan'}, over {', '.join(axes)}"
   if alone:
     how += f", in {jnp.dtype(reduction or jnp.float32)}"
-    total = _manual(*given, layout.mesh, axes, parts, how, reduction)
+    found = summed.manual(batch, layout.mesh, axes, reduction)
   else:
-    total = _mapped(*given, layout, axes, parts, how)
-  pairs = (total.grads, total.terms), scales
-  grads, found = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, *pairs)
-  return total._replace(grads=grads, terms=found, parts=parts * loss.parts)
+    found = summed.mapped(batch, layout, axes)
+  grads, terms = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, found, scales)
+  return Total(grads, terms, parts * loss.parts, {}, how)
 
 
 def _factors(
@@ -170,7 +266,8 @@ def slope_of(loss: Differentiable, tangents: list[Any], batch: Any, count: int |
     slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.others, batch)
     return mean(found.sums["loss"], found.counts["loss"]), slope
   changed = loss.inspect(_first(batch, count))[1]
-  (slope,), found, _ = _scan(loss.objective, loss.train, loss.others, batch, count, [None], changed, tangents)
+  summed = Accumulation(loss.objective, loss.train, loss.others, count, [None], changed, tangents)
+  (slope,), found, _ = summed.scan(batch)
   total, weight = found.sums["loss"], found.counts["loss"]
   if weight is None:
     return total / (count * loss.parts), slope / (count * loss.parts)
@@ -200,76 +297,6 @@ def loss_of(loss: Differentiable, batch: Any, count: int) -> Any:
   parts = jax.tree.map(lambda x: split_batch(x, count), batch)
   _, (sums, counts) = jax.lax.scan(lambda _, part: (None, jax.checkpoint(part_of)(part)), None, parts)
   return sums.mean() if counts is None else mean(sums.sum(), counts.sum())
-
-
-def _manual(
-  objective: Objective,
-  trained: list[Any],
-  rest: list[Any],
-  batch: Any,
-  count: int,
-  mesh: Mesh,
-  axes: tuple[str, ...],
-  parts: int,
-  how: str,
-  reduction: Any,
-) -> Total:
-  """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
-
-  def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
-    grads, found, _ = _scan(objective, trained, rest, batch, count, [None] * len(trained), ())
-    grads = grads if reduction is None else [g.astype(reduction) for g in grads]
-    # One call for everything: XLA combines it into one all-reduce.
-    grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
-    return [widen(g) for g in grads], sums, counts, found.outputs
-
-  split, everywhere = PartitionSpec(axes), PartitionSpec()
-  grads, sums, counts, outputs = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(everywhere, everywhere, split),
-    out_specs=(everywhere, everywhere, everywhere, split),
-    # Replication is not tracked in types: a user's scan over a carry of zeros would have to declare it.
-    check_vma=False,
-  )(trained, rest, batch)
-  return Total(grads, Terms(sums, counts, outputs), parts, {}, how)
-
-
-def _mapped(
-  objective: Objective,
-  trained: list[Any],
-  rest: list[Any],
-  batch: Any,
-  count: int,
-  layout: Layout,
-  axes: tuple[str, ...],
-  parts: int,
-  how: str,
-) -> Total:
-  """Replicas that are sharded themselves: a dim of replicas, sharded over `axes`, that is summed at the end.
-
-  A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
-  gather beside another batch axis, jax 0.12.0.1).
-  """
-  replicas = parts // count
-  inner = tuple(axis for axis in layout.batch if axis not in axes)
-
-  def by_replica(x: Any) -> jax.Array:
-    x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
-    return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
-
-  def one(part: Any) -> tuple[Any, Terms]:
-    grads, found, _ = _scan(objective, trained, rest, part, count, layout.trained, ())
-    return grads, found
-
-  with mapped_axes(axes):
-    grads, found = jax.vmap(one, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
-  summed = Terms(
-    {name: x.sum(0) for name, x in found.sums.items()},
-    {name: None if x is None else x.sum(0) for name, x in found.counts.items()},
-    jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found.outputs),
-  )
-  return Total([g.sum(0) for g in grads], summed, parts, {}, how)
 
 
 def check_divides(batch: Any, count: int) -> None:
@@ -313,49 +340,6 @@ def _check_shards(batch: Any, count: int, layout: Layout) -> None:
         f" {', '.join(layout.batch)}",
         fix=f"microbatches={most}, or a global batch of {shards * count}.",
       )
-
-
-def _scan(
-  objective: Objective,
-  trained: list[Any],
-  rest: list[Any],
-  batch: Any,
-  count: int,
-  layouts: Sequence[Any],
-  changes: Collection[int],
-  tangents: list[Any] | None = None,
-) -> tuple[list[Any], Terms, dict[int, Any]]:
-  """Sums gradients and terms over the microbatches of this batch (local or global).
-
-  `changes` are the positions of the arrays that the objective changes. With tangents, the derivative in their
-  direction takes the place of the gradients.
-  """
-  parts = jax.tree.map(lambda x: split_batch(x, count), batch)
-
-  def body(carry: Any, part: Any) -> tuple[Any, Terms]:
-    total, moving = carry
-    current = [moving.get(i, array) for i, array in enumerate(rest)]
-    if tangents is None:
-      grads, (found, changed, weight) = jax.grad(objective, has_aux=True)(trained, current, part)
-    else:
-      slope, (found, changed, weight) = _jvp(objective, trained, tangents, current, part)
-      grads = [slope]
-    # In float32: many small gradients are added, and summed over replicas.
-    grads = [pinned(_weighed(widen(g), weight), where) for g, where in zip(grads, layouts, strict=True)]
-    total = [pinned(a + b, where) for a, b, where in zip(total, grads, layouts, strict=True)]
-    moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
-    return (total, moving), found
-
-  like = trained if tangents is None else [jnp.zeros(())]
-  zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, layouts, strict=True)]
-  moving = {i: rest[i] for i in changes}
-  (total, moving), stacked = jax.lax.scan(body, (zeros, moving), parts)
-  summed = Terms(
-    {name: x.sum(0) for name, x in stacked.sums.items()},
-    {name: None if x is None else x.sum(0) for name, x in stacked.counts.items()},
-    jax.tree.map(join_batch, stacked.outputs),
-  )
-  return total, summed, moving
 
 
 def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:

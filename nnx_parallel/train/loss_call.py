@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
@@ -24,39 +25,33 @@ def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> An
       that is no argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
   _check_signature(loss_fn)
-  with _Explained(loss_fn, models):
+  with _explained(loss_fn, models):
     return loss_fn(models, batch)
 
 
-class _Explained:
+@contextlib.contextmanager
+def _explained(loss_fn: Callable[[Any, Any], Any], models: Any) -> Generator[None]:
   """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
-
-  def __init__(self, loss_fn: Callable[[Any, Any], Any], models: Any):
-    self.loss_fn, self.models = loss_fn, models
-
-  def __enter__(self) -> None:
-    """Nothing to prepare."""
-
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
-    """Looks at the error, if there is one."""
-    if error is None:
-      return
-    if isinstance(error, errors.TraceContextError):
-      raise _of_another_module(self.loss_fn, error) from error
+  try:
+    yield
+  except errors.TraceContextError as error:
+    raise _of_another_module(loss_fn, error) from error
+  except Exception as error:
+    # From the frame of the body on: the first is this one, the second is `call_loss`.
+    trace = error.__traceback__ and error.__traceback__.tb_next
     # jax does not export this class.
-    if kind is not None and kind.__name__ == "ShardingTypeError":
-      raise _on_explicit_axes(_layer(self.models, trace), error) from error
+    if type(error).__name__ == "ShardingTypeError":
+      raise _on_explicit_axes(_layer(models, trace), error) from error
     if isinstance(error, TypeError) and str(error).endswith("object is not callable") and _is_own(trace):
       raise TrainError(
         "the loss function calls its second argument, which is the batch.",
         details=_first_line(error),
         fix="def loss_fn(model, batch): ..., in this order.",
       ) from error
-    layer = _layer(self.models, trace)
+    layer = _layer(models, trace)
     if layer != _NO_LAYER and not isinstance(error, TrainError):
       error.add_note(f"in the layer {layer}")
+    raise
 
 
 def _check_signature(loss_fn: Callable[[Any, Any], Any]) -> None:

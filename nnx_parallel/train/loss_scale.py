@@ -17,7 +17,7 @@ import optax
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.floats import is_low, widen
+from nnx_parallel.train.losses import is_low, widen
 from nnx_parallel.train.wrappers import all_finite, chosen
 
 

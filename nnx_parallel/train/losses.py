@@ -1,4 +1,4 @@
-"""What a loss function may return, as sums and counts, so that every mean is weighted exactly."""
+"""Metrics of a step: what a loss function may return, as sums and counts, and what the step adds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from flax import nnx
 
 from nnx_parallel.core.text import with_article
 from nnx_parallel.errors import TrainError
@@ -174,6 +176,16 @@ def wide(x: Any) -> jax.Array:
   return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
+def is_low(array: Any) -> bool:
+  """Whether it is floating with less than 32 bits: its updates and sums are better made in float32."""
+  return jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
+
+
+def widen(array: Any) -> Any:
+  """The array in at least float32."""
+  return array.astype(jnp.float32) if is_low(array) else array
+
+
 def mean(total: Any, count: Any) -> Any:
   """`total / count`, and 0 where nothing was counted."""
   if count is None:
@@ -244,3 +256,37 @@ def weight_of(metric: str, batch: Any) -> int:
       fix=f"return nxp.weighted(sum, count) for {metric!r}.",
     )
   return next(iter(sizes), 1)
+
+
+def diagnostics(
+  optimizer: Any, gradients: Sequence[jax.Array], scale: jax.Array | None, prefix: str = ""
+) -> Metrics:
+  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` where the state holds one.
+
+  Several rates are numbered. `scale` is the loss scale that the gradients were multiplied by, if any.
+  """
+  norm = optax.tree.norm([wide(gradient) for gradient in gradients])
+  found = {f"{prefix}grad_norm": norm if scale is None else norm / scale}
+  rates = optax.tree.get_all_with_path(optimizer.opt_state, "learning_rate", filtering=_is_rate)
+  for number, (_, rate) in enumerate(rates):
+    name = f"{prefix}learning_rate{f'/{number}' if len(rates) > 1 else ''}"
+    found[name] = wide(rate.get_value())
+  return found
+
+
+def merged(metrics: Metrics, found: Metrics) -> Metrics:
+  """Both dicts of metrics.
+
+  Raises:
+    TrainError: the loss function returned a metric of one of these names.
+  """
+  if taken := sorted(metrics.keys() & found.keys()):
+    raise TrainError(
+      f"the loss function returned a metric {taken[0]!r}, which diagnostics=True adds.",
+      fix="another name for it, or diagnostics=False.",
+    )
+  return {**metrics, **found}
+
+
+def _is_rate(path: Any, value: Any) -> bool:
+  return isinstance(value, nnx.Variable) and not value.get_raw_value().ndim  # not a schedule's own state

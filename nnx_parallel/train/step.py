@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,73 +21,59 @@ from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
-from nnx_parallel.train.check_gradients import checked
-from nnx_parallel.train.gradient_check import GradientCheck, merged
+from nnx_parallel.train.binding import check_outside
+from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
-from nnx_parallel.train.program import BoundStep, Compile, Structure, WatchedJit, is_placed, logger
+from nnx_parallel.train.program import Compile, Structure, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
+from nnx_parallel.train.watch import Watch, objects_in
+from nnx_parallel.verify.check_gradients import checked
+from nnx_parallel.verify.gradient_check import GradientCheck, merged
+
+_ABSENT: Any = object()
+"""Stands for an argument that was not given."""
 
 
 class _Step:
-  """What train and eval steps share: bindings by object, and the record of compilations."""
+  """What train and eval steps share: what is bound to live objects, and the record of compilations."""
 
   def __init__(self, options: StepOptions):
     self.options = options
     self.layers = LayersUsed()
     self.calls = 0
     self.compiles: list[Compile] = []
-    self._bounds: dict[tuple[int, ...], BoundStep] = {}
+    self._bounds: dict[Any, Bound] = {}
     self._structures: dict[Any, Structure] = {}
-    self._followed: set[int] = set()
-    self._last: BoundStep | None = None
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
-  def _bound(self, model: Any, optimizer: Any = ABSENT) -> BoundStep:
-    """The binding of these objects, made again where an attribute changed since the last call."""
-    bound = self._last
-    if (
-      bound is None
-      or bound.model() is not model
-      or bound.optimizer() is not optimizer
-      or not bound.watch.same()
-    ):
-      roots = {"model": model} if optimizer is ABSENT else {"model": model, "optimizer": optimizer}
+  def _bind(self, model: Any, optimizer: Any = _ABSENT) -> Bound:
+    """The step for these objects; made again where an attribute changed since the last call."""
+    key = (_identity(model), _identity(optimizer))
+    bound = self._bounds.get(key)
+    if bound is None or not bound.watch.same():
+      roots = {"model": model} if optimizer is _ABSENT else {"model": model, "optimizer": optimizer}
       with self._lock:
-        bound = self._rebound(roots)
+        bound = self._bind_again(key, roots, bound)
     return bound
 
-  def _rebound(self, roots: dict[str, Any]) -> BoundStep:
-    key = tuple(map(id, _all_objects(roots)))
-    found = self._bounds.get(key)
-    reasons: tuple[str, ...] = ("first call",) if not self.compiles else ("other objects than before",)
-    if found is not None and not found.watch.is_for(roots):
-      found = None
-    if found is not None and not found.watch.same():
-      changes, _ = found.watch.changes()
-      reasons = tuple(changes)
-      if changes:
-        found = None
-      else:
-        found.watch.look()
-    if found is None:
-      _check_objects(roots)
-      if "optimizer" in roots:
-        check_outside(roots.values())
-      found = self._bounds[key] = BoundStep(self.options, roots, reasons, self._structures)
-      for item in _all_objects(roots):
-        self._follow(item)
-    self._last = found
-    return found
-
-  def _follow(self, item: Any) -> None:
-    """Forgets the bindings of an object, and with them its arrays, when it is garbage-collected."""
-    if id(item) not in self._followed:
-      self._followed.add(id(item))
-      # A finalizer, not a bare weak reference: it stays quiet while the interpreter shuts down.
-      weakref.finalize(item, _call, weakref.WeakMethod(self._forget), id(item)).atexit = False
+  def _bind_again(self, key: Any, roots: dict[str, Any], before: Bound | None) -> Bound:
+    reasons = ["other objects than before" if self.compiles else "first call"]
+    if before is not None:
+      now = Watch(roots)
+      reasons = before.watch.changes(now)
+      if not reasons:  # other objects of equal value
+        before.watch = now
+        return before
+    _check_objects(roots)
+    if "optimizer" in roots:
+      check_outside(roots.values())
+    bounds = self._bounds
+    # A weak reference calls this while the identity of its object, which the key has, is still its own.
+    made = Bound(self.options, roots, tuple(reasons), self._structures, lambda _: bounds.pop(key, None))
+    bounds[key] = made
+    return made
 
   def rebind(self) -> None:
     """Forgets modules and programs; the next call traverses the module and compiles.
@@ -96,25 +81,16 @@ class _Step:
     For the edits that a step does not notice: metadata of a Variable, and changes inside an object that is
     neither a module nor a list or dict.
     """
-    self._bounds, self._structures, self._last = {}, {}, None
+    self._bounds, self._structures = {}, {}
 
-  def _forget(self, item: int) -> None:
-    self._followed.discard(item)
-    self._bounds = {key: bound for key, bound in [*self._bounds.items()] if item not in key}
-    # Perhaps in the midst of a call: the collector may run while another model's loss is traced.
-    if self._last is not None and not self._last.alive():
-      self._last = None
-
-  def _done(self, bound: BoundStep, program: WatchedJit, arrays: list[Any], batch: Any) -> None:
+  def _done(self, bound: Bound, news: News, batch: Any) -> None:
     """After a call: counts it, and adds to `compiles` what it compiled, if it did."""
-    if program.jitted._cache_size() != program.known:
-      why = program.reasons(arrays, batch)
-      if why is not None:
-        self._record(bound, Compile(self.calls, why or bound.reasons))
-        _warn_unplaced(arrays, batch)
+    if news is not None:
+      self._record(bound, Compile(self.calls, news))
+      _warn_unplaced(bound.binding.read(), batch)
     self.calls += 1
 
-  def _record(self, bound: BoundStep, compiled: Compile) -> None:
+  def _record(self, bound: Bound, compiled: Compile) -> None:
     self.layers = bound.structure.layers
     self.compiles.append(compiled)
     if len(self.compiles) > 1:
@@ -140,7 +116,7 @@ class TrainStep(_Step):
     super().__init__(options)
     self.reduction = ""
 
-  def __call__(self, model: Any, optimizer: Any = ABSENT, batch: Any = ABSENT, *more: Any) -> Metrics:
+  def __call__(self, model: Any, optimizer: Any = _ABSENT, batch: Any = _ABSENT, *more: Any) -> Metrics:
     """Updates `model` and `optimizer` in place with the gradients of one batch.
 
     Args:
@@ -158,16 +134,15 @@ class TrainStep(_Step):
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
     """
-    if batch is ABSENT or more:
+    if batch is _ABSENT or more:
       raise _wrong_call(batch, more)
-    bound = self._bound(model, optimizer)
+    bound = self._bind(model, optimizer)
     batch = bound.placed(batch)
-    program = bound.program(batch)
-    arrays, metrics = bound.update(program, batch)
-    self._done(bound, program, arrays, batch)
+    metrics, news = bound.update(batch)
+    self._done(bound, news, batch)
     return metrics
 
-  def _record(self, bound: BoundStep, compiled: Compile) -> None:
+  def _record(self, bound: Bound, compiled: Compile) -> None:
     super()._record(bound, compiled)
     self.reduction = bound.structure.reduction
     _warn_unplanned(bound.unplanned())
@@ -192,9 +167,9 @@ class TrainStep(_Step):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
-    bound = BoundStep(self.options, roots)
+    bound = Bound(self.options, roots, (), {})
     with scope:
-      traced = bound.program(batch).jitted.trace(bound.binding.read(), bound.binding.raw, batch)
+      traced = bound.traced(batch)
     self.layers = bound.structure.layers
     if isinstance(bound.binding.mesh, AbstractMesh):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
@@ -211,11 +186,10 @@ class TrainStep(_Step):
     Returns:
       A `jax.stages.Compiled`: its text, memory and cost.
     """
-    bound = self._bound(model, optimizer)
-    batch = bound.placed(batch)
-    lowered = bound.program(batch).jitted.lower(bound.binding.read(), bound.binding.raw, batch)
+    bound = self._bind(model, optimizer)
+    traced = bound.traced(bound.placed(batch))
     self.layers = bound.structure.layers
-    return lowered.compile()
+    return traced.lower().compile()
 
   def check_gradients(
     self,
@@ -248,7 +222,7 @@ class TrainStep(_Step):
     Raises:
       TrainError: as in a call.
     """
-    bound = self._bound(model, optimizer)
+    bound = self._bind(model, optimizer)
     filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
     losses = self.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
@@ -281,11 +255,10 @@ class EvalStep(_Step):
     Returns:
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
-    bound = self._bound(model)
+    bound = self._bind(model)
     batch = bound.placed(batch)
-    program = bound.program(batch)
-    arrays, metrics = bound.evaluate(program, batch)
-    self._done(bound, program, arrays, batch)
+    metrics, news = bound.evaluate(batch)
+    self._done(bound, news, batch)
     return metrics
 
 
@@ -444,7 +417,7 @@ def eval_step(
 
 
 def _wrong_call(batch: Any, more: Sequence[Any]) -> TrainError:
-  if batch is ABSENT:
+  if batch is _ABSENT:
     return TrainError(
       "a train step needs the model, its optimizer and a batch.",
       fix="metrics = step(model, optimizer, batch)",
@@ -476,14 +449,11 @@ def _abstract(plan: ShardingPlan) -> Any:
   )
 
 
-def _call(forget: weakref.WeakMethod[Callable[[int], None]], item: int) -> None:
-  method = forget()
-  if method is not None:
-    method(item)
-
-
-def _all_objects(roots: Mapping[str, Any]) -> list[Any]:
-  return [item for root in roots.values() for item in objects_in(root)]
+def _identity(root: Any) -> Any:
+  """A root by the identity of its objects: a tuple or dict of modules is a new one in each call."""
+  if isinstance(root, dict):
+    return tuple((key, id(item)) for key, item in cast("dict[Any, Any]", root).items())
+  return tuple(map(id, cast("tuple[Any, ...]", root))) if isinstance(root, (tuple, list)) else id(root)
 
 
 def _check_objects(roots: Mapping[str, Any]) -> None:

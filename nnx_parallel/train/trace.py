@@ -15,10 +15,11 @@ from nnx_parallel.core.jaxprs import equations, inner_equations
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
-from nnx_parallel.train.binding import Template, check_plain_attributes, plain_attributes
+from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
 from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.watch import check_plain_attributes, plain_attributes
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
 """`(trained, rest, batch) -> (what to differentiate, (terms, assigned arrays by position, weight))`.
@@ -116,9 +117,26 @@ def differentiable(
       )
     return traced.jaxpr, changed
 
+  return Differentiable(
+    objective=chosen if scale is None else _scaled(chosen),
+    train=train,
+    others=others if scale is None else [*others, scale],
+    paths=[template.paths[i] for i in trained],
+    template=template,
+    order=order,
+    inspect=inspect,
+    gradient=_gradient(chosen, train, others),
+    layers=used,
+    parts=options.microbatches // options.turns,
+  )
+
+
+def _gradient(objective: Objective, train: list[Any], others: list[Any]) -> Callable[[Any], Any]:
+  """`Differentiable.gradient` of an objective."""
+
   def gradient(part: Any) -> tuple[Any, tuple[list[str], Terms]]:
     def run(train: list[Any], part: Any) -> Any:
-      grads, (found, _, _) = jax.grad(chosen, has_aux=True)(train, others, part)
+      grads, (found, _, _) = jax.grad(objective, has_aux=True)(train, others, part)
       return grads, found
 
     traced, (grads, found) = jax.make_jaxpr(run, return_shape=True)(train, part)
@@ -130,11 +148,7 @@ def differentiable(
     )
     return traced, ([wanted["loss"]] * len(grads), means)
 
-  paths = [template.paths[i] for i in trained]
-  fixed = paths, template, order, inspect, gradient, used, options.microbatches // options.turns
-  if scale is None:
-    return Differentiable(chosen, train, others, *fixed)
-  return Differentiable(_scaled(chosen), train, [*others, scale], *fixed)
+  return gradient
 
 
 def _pipelined(

@@ -18,10 +18,18 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
-from nnx_parallel.train.diagnostics import diagnostics, merged
 from nnx_parallel.train.gradients import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.loss_scale import common_scale, find_scale, rescaled, scaled_in_backward
-from nnx_parallel.train.losses import Metrics, check_examples, examples_in, mean, means, pairs
+from nnx_parallel.train.losses import (
+  Metrics,
+  check_examples,
+  diagnostics,
+  examples_in,
+  mean,
+  means,
+  merged,
+  pairs,
+)
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Differentiable, differentiable, trained_by
 
@@ -220,22 +228,24 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
     plain_update(optimizer, model, grads, extra)
 
 
-def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
-  """The named arguments for `tx.update`, from `value`, `grad` and `value_fn`.
+# Arguments beside `value`, `grad` and `value_fn`, by the state of the transformation that needs them: optax
+# cannot say which a transformation needs, and line searches refuse what they do not know.
+_NEEDED_BY_STATE: dict[type, tuple[str, Callable[[Any], Any]]] = {
+  optax.contrib.SAMState: ("grad_fn", lambda value_fn: lambda params, _: jax.grad(value_fn)(params)),
+  optax.contrib.HutchinsonState: ("obj_fn", lambda value_fn: value_fn),  # of Sophia
+}
 
-  Most transformations take any. Some want other names, and line searches refuse those.
-  """
-  value_fn = given["value_fn"]
+
+def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
+  """The named arguments for `tx.update`, from `value`, `grad` and `value_fn`."""
   parameters = inspect.signature(tx.update).parameters
-  closed = not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  # SAM, alone or inside a wrapper, which leaves out what SAM refuses.
-  if closed or _holds(optax.contrib.SAMState, state):
-    given = given | {"grad_fn": lambda params, _: jax.grad(value_fn)(params)}
-  if closed:
-    return {name: value for name, value in given.items() if name in parameters}
-  if _holds(optax.contrib.HutchinsonState, state):  # Sophia
-    return given | {"obj_fn": value_fn}
-  return given
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  more = {
+    name: make(given["value_fn"])
+    for kind, (name, make) in _NEEDED_BY_STATE.items()
+    if _holds(kind, state) or not takes_any
+  }
+  return {name: x for name, x in {**given, **more}.items() if takes_any or name in parameters}
 
 
 def _holds(kind: type, state: Any) -> bool:

@@ -16,7 +16,7 @@ from flax import nnx
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.floats import is_low, widen
+from nnx_parallel.train.losses import is_low, widen
 
 
 class MastersState(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.train.binding import Watch
+from nnx_parallel.train.watch import Watch
 
 
 class Block(nnx.Module):
@@ -76,9 +76,9 @@ def test_every_edit_is_noticed_at_once(edit):
   assert watch.same()
   edit(model)
   assert not watch.same()
-  assert watch.changes()[0]
-  watch.look()
-  assert watch.same()
+  now = Watch({"model": model})
+  assert watch.changes(now)
+  assert now.same()
 
 
 class Scaled(nnx.Module):

@@ -190,7 +190,7 @@ def at_line(number, call, between):
 
   def trace(frame, event, _):
     nonlocal seen
-    if not frame.f_code.co_filename.endswith(("/train/step.py", "/train/binding.py")):
+    if not frame.f_code.co_filename.endswith(("/train/step.py", "/train/bound.py", "/train/donation.py")):
       return None
     if event == "line":
       seen += 1

@@ -113,7 +113,7 @@ def test_the_buffers_of_the_next_step_are_those_of_the_last_and_the_old_arrays_a
   plan, model, optimizer = make()
   step, batch = nxp.train_step(loss_fn), data(plan)
   step(model, optimizer, batch)
-  held = step._last.binding.read()
+  held = [leaf.get_raw_value() for _, leaf in nnx.to_flat_state(nnx.state((model, optimizer)))]
   before = pointers(model, optimizer)
   # The list above holds each array too, so the step works on copies and none of its arrays is donated.
   step(model, optimizer, batch)
@@ -516,6 +516,19 @@ def test_an_array_without_the_batch_dim_is_told_from_a_batch_that_does_not_divid
   ) as error:
     step(model, optimizer, {"x": X, "mask": np.ones((6, 6), np.float32)})
   assert "give batch['mask'] the batch dim: jnp.broadcast_to(x, (8, *x.shape))" in str(error.value)
+
+
+def test_a_call_after_compiled_is_listed_and_a_new_layout_of_the_batch_says_so_with_microbatches():
+  plan, model, optimizer = make(tx=optax.sgd(0.1))
+  step, batch = nxp.train_step(loss_fn, microbatches=2), data(plan)
+  step.compiled(model, optimizer, batch)
+  assert step.compiles == []
+  step(model, optimizer, batch)
+  assert step.reduction
+  step(model, optimizer, laid_out_whole(model, batch))
+  first, second = step.compiles
+  assert first.reasons == ("first call",)
+  assert "-> float32[16,8] P()" in str(second)
 
 
 def test_the_step_does_not_keep_a_discarded_model():

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.train.check_gradients import coarsest
-from nnx_parallel.train.subject import Subject
+from nnx_parallel.verify.check_gradients import coarsest
+from nnx_parallel.verify.subject import Subject
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 RULES = nxp.LogicalRules(batch=("data", "fsdp"))

@@ -16,9 +16,9 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.text import Shown, text_table
 from nnx_parallel.layout.plan import check_plan
-from nnx_parallel.train.check_gradients import LOSS_TOLERANCE, coarsest_dtype
-from nnx_parallel.train.gradient_check import rounded
 from nnx_parallel.train.options import LossFn
+from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest_dtype
+from nnx_parallel.verify.gradient_check import rounded
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}
 # Rounding flips the sign of small elements, and Adam makes full steps of them: updates may differ by this.

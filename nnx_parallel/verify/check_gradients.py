@@ -20,13 +20,12 @@ from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.directions import inner, power_of_two
-from nnx_parallel.train.gradient_check import GradientCheck, GradientLook, Verdict
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.relayout import Relayout, cheapest, relayouts
-from nnx_parallel.train.subject import Subject
+from nnx_parallel.verify.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
+from nnx_parallel.verify.subject import Subject, inner, power_of_two
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}

@@ -1,0 +1,211 @@
+"""A step for some live objects: their arrays are read, run through a program, and written back."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from nnx_parallel.core.jaxprs import is_tracer
+from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.errors import ShardingError, TrainError
+from nnx_parallel.layout.batch import input_spec
+from nnx_parallel.layout.sharded_optimizer import placement_of
+from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
+from nnx_parallel.train.donation import owned, run, separate
+from nnx_parallel.train.gradients import batch_axes_of
+from nnx_parallel.train.losses import Metrics
+from nnx_parallel.train.mistakes import explain
+from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.program import Program, Structure, inside, is_placed
+from nnx_parallel.train.update import keyed
+from nnx_parallel.train.watch import objects_in
+from nnx_parallel.verify.subject import Subject
+
+News = tuple[str, ...] | None
+"""Why a call compiled: empty for the first call of a structure; None where it did not."""
+
+
+class Bound:
+  """A step for some live objects: their binding, and the programs of their structure.
+
+  Args:
+    options: of the step.
+    roots: as for `Binding`.
+    reasons: why it was made.
+    structures: the structures that the step knows; a new one is added.
+    forget: called when one of the objects is garbage-collected, so that its arrays are not kept.
+  """
+
+  def __init__(
+    self,
+    options: StepOptions,
+    roots: Mapping[str, Any],
+    reasons: tuple[str, ...],
+    structures: dict[Any, Structure],
+    forget: Callable[[Any], Any] | None = None,
+  ):
+    self.options, self.reasons = options, reasons
+    trains = "optimizer" in roots
+    optimizers = keyed(roots["model"], roots["optimizer"]) if trains else {}
+    self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
+    self.binding = Binding(roots, self._planned(), move=trains)
+    self.watch = self.binding.watch
+    self.structure = self._structure(structures)
+    self._objects = [weakref.ref(item, forget) for root in roots.values() for item in objects_in(root)]
+    self._trace = current_trace()
+    self._loss: Any = None
+    if trains:
+      separate(self.binding.variable_labels, self.binding.variables)
+
+  def _structure(self, known: dict[Any, Structure]) -> Structure:
+    """The structure of these objects, shared with all that are equal."""
+    template = self.binding.template
+    key: Any = (
+      template.graphdef,
+      tuple(template.paths),
+      tuple(self.binding.shardings),
+      tuple(template.raw),
+      tuple((i, _comparable(x)) for i, x in template.constants.items()),
+      self.watch.kinds(),
+    )
+    try:
+      found = known.get(key)
+    except (TypeError, ValueError):  # a static attribute cannot be hashed or compared
+      found, key = None, object()
+    if found is None:
+      found = known[key] = Structure(self.options, self.binding, self._placements)
+    return found
+
+  def update(self, batch: Any) -> tuple[Metrics, News]:
+    """Runs a train step, and writes its arrays into the Variables, all or none."""
+    if current_trace() != self._trace:
+      raise inside_a_program()
+    self._check_last()
+    binding, program = self.binding, self.structure.program(batch)
+    as_planned = True
+    try:
+      arrays = owned(binding.variables)
+      if not binding.are_pinned(arrays):  # somebody wrote arrays of another layout
+        del arrays
+        as_planned = binding.pin()
+        arrays = owned(binding.variables)
+      (metrics,) = run(program.jitted, binding.variables, arrays, binding.raw, batch)
+    except BaseException as error:
+      if not program.relax(error):
+        self._explain(error, batch)
+        raise
+      return self.update(batch)
+    self._loss = next(iter(metrics.values()))
+    return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
+
+  def evaluate(self, batch: Any) -> tuple[Metrics, News]:
+    """Runs an evaluation, which changes nothing."""
+    binding, program = self.binding, self.structure.program(batch)
+    arrays = binding.read()
+    as_planned = binding.are_pinned(arrays)
+    if not as_planned:
+      arrays = [as_pinned(x, where) for x, where in zip(arrays, binding.variable_shardings, strict=True)]
+    try:
+      metrics = program.jitted(arrays, binding.raw, batch)
+    except (TypeError, ValueError, RuntimeError) as error:
+      if not program.relax(error):
+        self._explain(error, batch)
+        raise
+      return self.evaluate(batch)
+    return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
+
+  def traced(self, batch: Any) -> Any:
+    """The traced program for a batch, live or abstract."""
+    return self.structure.program(batch).jitted.trace(self.binding.read(), self.binding.raw, batch)
+
+  def _news(self, program: Program, arrays: list[Any], batch: Any) -> News:
+    program.is_known = True
+    found = self.structure.news([*arrays, *self.binding.raw], batch)
+    return found if found is None else found or self.reasons
+
+  def _explain(self, error: BaseException, batch: Any) -> None:
+    arrays = [*self.binding.read(), *self.binding.raw]
+    explain(error, self.structure.argument_labels, arrays, batch)
+
+  def _check_last(self) -> None:
+    """Raises what went wrong on the devices in the last step, once it is known.
+
+    Raises:
+      TrainError: the last step failed after it had returned, so that its arrays hold nothing.
+    """
+    loss, self._loss = jax.tree.leaves(self._loss), None
+    if not loss or loss[0].is_deleted() or not loss[0].is_ready():
+      return
+    try:
+      loss[0].block_until_ready()
+    except RuntimeError as error:
+      raise TrainError(
+        "the last step failed on the devices after it had returned, so the model and the optimizer are lost.",
+        details=str(error).strip().split("\n")[-1],
+        fix=f"{RESTORE}.",
+      ) from error
+
+  def placed(self, batch: Any) -> Any:
+    """The batch with host arrays laid out by the plan of the models, where that splits them evenly."""
+    mesh, scope = self.structure.mesh, self.structure.scope
+    if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
+      return batch
+    if jax.process_count() > 1:  # a host array may be this process's share, or the whole batch
+      return batch
+    rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
+
+    def place(x: Any) -> Any:
+      if not jnp.ndim(x):  # `jit` replicates it, which takes less time
+        return x
+      loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
+      if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
+        return x
+      with contextlib.suppress(ShardingError, ValueError):  # no rule for the batch, or it does not divide
+        where = NamedSharding(mesh, input_spec(rules, x.ndim, sizes))
+        where.shard_shape(x.shape)
+        return jax.device_put(x, where)
+      return x
+
+    return jax.tree.map(place, batch)
+
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
+    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
+    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.structure.held)
+
+  def _planned(self) -> dict[Path, NamedSharding]:
+    """Where the plans of the optimizers put arrays, by path in the binding's template."""
+    found: dict[Path, NamedSharding] = {}
+    for key, placement in self._placements.items():
+      if placement is not None:
+        for root, shardings in enumerate((placement.model, placement.optimizer)):
+          found |= {(root, *inside(key), *path): where for path, where in shardings.items()}
+    return found
+
+  def unplanned(self) -> list[str]:
+    """The replicated arrays of planned models that are not in the plan, or not in this shape."""
+    planned, binding = self._planned(), self.binding
+    rows = zip(
+      binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True
+    )
+    return [
+      label
+      for label, path, leaf, where in rows
+      if path[0] == 0 and self._placements.get(None if None in self._placements else path[1]) is not None
+      if (ndim := getattr(value_of(leaf), "ndim", 0)) and where is not None and where.is_fully_replicated
+      if path not in planned or not where.is_equivalent_to(planned[path], ndim)
+    ]
+
+
+def _comparable(x: Any) -> Any:
+  """What a constant of a program is compared by."""
+  return (x.shape, str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x

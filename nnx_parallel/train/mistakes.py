@@ -1,0 +1,112 @@
+"""Why the call of a compiled step failed, in terms of the module and the batch."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from nnx_parallel.errors import TrainError
+from nnx_parallel.train.binding import RESTORE, deleted, is_deleted, some_of
+
+# As jax 0.10 and 0.12 say it, in Python and in XLA, at the dispatch of a program: nothing has run then.
+_DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donated\.?$")
+
+
+def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> None:
+  """Explains a failed call, from its arguments as they are after the call.
+
+  Raises:
+    TrainError: the arguments explain the failure: an array was deleted before the call, is on other devices
+      than the rest, or is none. Otherwise, where the program has donated the arrays, the error gets a note
+      that they are gone.
+  """
+  gone = [label for label, array in zip(labels, arrays, strict=True) if is_deleted(array)]
+  problem: TrainError | None = None
+  if _DELETED.search(str(error)):
+    problem = deleted(gone, len(labels)) if gone else _deleted_in(batch)
+  elif isinstance(error, (TypeError, ValueError)) and not isinstance(error, TrainError) and not gone:
+    problem = _misplaced(labels, arrays, batch) or _no_array(batch)
+  if problem is not None:
+    raise problem from error
+  if gone:
+    error.add_note(
+      f"The step was under way and had taken over its arrays: {some_of(gone, len(labels))} are lost.\n"
+      f"  Fix: {RESTORE}."
+    )
+
+
+def _misplaced(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> TrainError | None:
+  """The error of an array that is on other devices than the model, if there is one."""
+  placed = [(label, x) for label, x in zip(labels, arrays, strict=True) if isinstance(x, jax.Array)]
+  meshes = [x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)]
+  mesh: Any = meshes[0] if meshes else None
+  if mesh is None:
+    return None
+  # In their order: a program runs on one assignment of devices.
+  devices = tuple(mesh.devices.flat)
+  for label, array in placed:
+    if array.committed and not _lies_on(array, devices):
+      return TrainError(
+        f"{label} is on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
+        details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
+        fix="write values in place, which keeps the layout: variable[...] = value.",
+      )
+  for path, array in jax.tree_util.tree_leaves_with_path(batch):
+    if isinstance(array, jax.Array) and array.committed and not _lies_on(array, devices):
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} is not on the model's mesh.",
+        details=f"its devices {_ids(array.sharding)}, the model's {[d.id for d in devices]}"
+        f" (mesh {dict(mesh.shape)})",
+        fix="nxp.shard_batch(batch, plan) with the plan of this model.",
+      )
+  return None
+
+
+def _deleted_in(batch: Any) -> TrainError | None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if is_deleted(leaf):
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} was deleted: its memory was donated or freed before the step.",
+        fix="make or fetch the batch again; a step does not donate its batch.",
+      )
+  return None
+
+
+def _no_array(batch: Any) -> TrainError | None:
+  """The first leaf of a batch that jax cannot take, if there is one."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__jax_array__"):
+      continue
+    if dtype is None or (isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in "OSUMm"):
+      kind = f"a {type(leaf).__name__}" + ("" if dtype is None else f" of {dtype}")
+      return TrainError(
+        f"batch{jax.tree_util.keystr(path)} is {kind}, which no program can take.",
+        details=f"value {reprlib.repr(leaf)}",
+        fix="give a step arrays of numbers only; keep names and texts beside the batch.",
+      )
+  return None
+
+
+def _lies_on(array: jax.Array, devices: tuple[Any, ...]) -> bool:
+  sharding: Any = array.sharding
+  if isinstance(sharding, NamedSharding):
+    return _in_order(sharding) == devices
+  return sharding.device_set == set(devices)
+
+
+def _in_order(sharding: NamedSharding) -> tuple[Any, ...]:
+  mesh: Any = sharding.mesh  # of a live array, so it has devices
+  return tuple(mesh.devices.flat)
+
+
+def _ids(sharding: Any) -> list[int]:
+  if isinstance(sharding, NamedSharding):
+    return [device.id for device in _in_order(sharding)]
+  return sorted(device.id for device in sharding.device_set)

@@ -1,0 +1,138 @@
+"""Notices edits of live modules: between two steps, and by the loss function inside one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from flax import nnx
+
+from nnx_parallel.errors import TrainError
+
+_ABSENT: Any = object()
+"""Stands for an absent attribute."""
+_END = (_ABSENT,)
+"""Follows the items of a list or dict, so that none moves to the next one unnoticed."""
+_SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
+
+
+class Watch:
+  """Notices that attributes of live modules were replaced, added or removed, by identity.
+
+  Compared are the attributes of every module, and the items of the lists and dicts that a module holds. Not
+  noticed are changes of a Variable's metadata, and those inside other objects. The modules themselves are not
+  kept alive, what they hold is.
+
+  Args:
+    roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
+  """
+
+  def __init__(self, roots: Mapping[str, Any]):
+    self._attributes: dict[str, Any] = {}
+    self._views: list[Iterable[Any]] = []
+    seen: set[int] = set()
+    for name, root in roots.items():
+      for path, node in _containers(name, root, seen):
+        self._attributes |= {f"{path}.{key}": value for key, value in _items(node)}
+        if isinstance(node, nnx.Pytree):
+          self._views.append(vars(node).values())  # flax keeps the names of its attributes among them
+        else:
+          self._views += [node.values(), node, _END] if isinstance(node, dict) else [node, _END]
+    self._views.append(_END)
+    self._saved: list[Any] = [*chain.from_iterable(self._views)]
+
+  def same(self) -> bool:
+    """Whether every attribute is still the same object; 20 nanoseconds for each."""
+    # By identity: `==` runs the code of users, takes 1 for True, and compares arrays by their values.
+    return all(map(operator.is_, chain.from_iterable(self._views), self._saved))
+
+  def kinds(self) -> tuple[Any, ...]:
+    """Name and type of every plain attribute: `True`, `1` and `1.0` are equal, and make other programs."""
+    return tuple((name, type(value)) for name, value in self._attributes.items() if type(value) in _SIMPLE)
+
+  def changes(self, now: Watch) -> list[str]:
+    """One phrase for each attribute that is another one in `now`, a later watch of the same modules.
+
+    Another object with an equal simple value is no change.
+    """
+    phrases: list[str] = []
+    for name, old, new in _differences(self._attributes, now._attributes):
+      if old is _ABSENT or new is _ABSENT:
+        phrases.append(f"{name} was {'added' if old is _ABSENT else 'removed'}")
+      elif isinstance(old, _SIMPLE) and isinstance(new, _SIMPLE):
+        phrases.append(f"{name}: {old!r} -> {new!r}")
+      else:
+        phrases.append(f"{name}: another object")
+    return phrases
+
+
+def plain_attributes(objects: Any) -> dict[str, Any]:
+  """The attributes of modules, and the items of their lists and dicts, that hold no array, by dotted path."""
+  return {
+    f"{path}.{name}".removeprefix("."): value
+    for path, node in _containers("", objects, set())
+    for name, value in _items(node)
+    if not _holds_state(value)
+  }
+
+
+def check_plain_attributes(before: Mapping[str, Any], objects: Any) -> None:
+  """Refuses a loss function that wrote plain attributes, which no compiled step can write back.
+
+  Raises:
+    TrainError: an attribute of `before` has another value, is gone, or is new.
+  """
+  for name, old, new in _differences(before, plain_attributes(objects)):
+    change = (
+      "added" if old is _ABSENT else "removed" if new is _ABSENT else f"changed from {old!r} to {new!r}"
+    )
+    raise TrainError(
+      f"the loss function {change.split()[0]} the attribute {name}.",
+      details=f"{name} was {change}; a compiled step writes back Variables only",
+      fix=f"keep it in a Variable: {name.rsplit('.', 1)[-1]} = nnx.Variable(jnp.zeros(())), which each step"
+      " updates; or change it outside of the loss function.",
+    )
+
+
+def objects_in(root: Any) -> list[Any]:
+  """The modules or optimizers in `root`: itself, or the elements of a tuple, list or dict."""
+  if isinstance(root, Mapping):
+    return list(root.values())
+  return list(root) if isinstance(root, (tuple, list)) else [root]
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+  """The attributes that differ, with both values; those that flax keeps for itself left out."""
+  for name in dict.fromkeys([*before, *after]):
+    old, new = before.get(name, _ABSENT), after.get(name, _ABSENT)
+    equal = old is new or (type(old) is type(new) and isinstance(new, _SIMPLE) and old == new)
+    if not equal and not name.rsplit(".", 1)[-1].startswith("_pytree__"):
+      yield name, old, new
+
+
+def _holds_state(value: Any) -> bool:
+  """Whether a value holds Variables or arrays, or is a module or container whose items are looked at."""
+  if isinstance(value, (nnx.Pytree, nnx.Variable, dict, list, tuple)):
+    return not (isinstance(value, tuple) and all(isinstance(x, _SIMPLE) for x in value))
+  return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+  """Every module, dict and list of a module tree."""
+  watched = isinstance(node, (nnx.Pytree, dict, list, tuple)) and not isinstance(node, nnx.Variable)
+  if not watched or id(node) in seen:
+    return
+  seen.add(id(node))
+  if not isinstance(node, tuple):
+    yield path, node
+  for key, value in _items(node):
+    yield from _containers(f"{path}.{key}", value, seen)
+
+
+def _items(node: Any) -> list[tuple[Any, Any]]:
+  """The attributes of a module, or the items of a dict, list or tuple."""
+  if isinstance(node, (list, tuple)):
+    return list(enumerate(node))
+  return list((vars(node) if isinstance(node, nnx.Pytree) else node).items())

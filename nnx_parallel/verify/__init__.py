@@ -1,0 +1,1 @@
+"""Proofs of what a step computes: its gradients against its derivatives, and one layout against another."""
