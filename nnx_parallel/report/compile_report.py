@@ -71,12 +71,12 @@ class Sent(NamedTuple):
   Attributes:
     bytes: payload per step: what the devices of each group hold together, global bytes.
     per_device: bytes that each device sends in a step.
-    count: runs per step.
+    times: runs per step.
   """
 
   bytes: int
   per_device: int
-  count: int
+  times: int
 
 
 class BatchSplit(NamedTuple):
@@ -187,7 +187,7 @@ class CompileReport:
       >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
       >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
       >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
-      >>> report.sent("all-reduce", axis="data").count, report.sent("all-gather").bytes
+      >>> report.sent("all-reduce", axis="data").times, report.sent("all-gather").bytes
       (1, 0)
     """
     for value, known, what in ((kind, KINDS, "collective"), (axis, self.axes, "mesh axis")):

@@ -167,7 +167,7 @@ def test_what_a_step_sends_by_kind_and_axis(fsdp):
   assert (gathered.bytes, fsdp.quantities["params"]) == (layouts.PARAMS, layouts.PARAMS)
   assert gathered.per_device < gathered.bytes
   assert fsdp.sent("all-gather", axis="data") == (0, 0, 0)
-  assert fsdp.sent().count == sum(c.times for c in fsdp.collectives)
+  assert fsdp.sent().times == sum(c.times for c in fsdp.collectives)
   with pytest.raises(ReportError, match=r"no collective 'all-gathers'(.|\n)*known: all-gather, all-reduce"):
     fsdp.sent("all-gathers")
   with pytest.raises(ReportError, match=r"no mesh axis 'model'(.|\n)*known: data, fsdp, tensor"):
