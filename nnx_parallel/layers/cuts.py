@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.jaxprs import bind, evaluate, opened, traced, without_unused
-from nnx_parallel.core.tiles import ELEMENTWISE
 
 
 def with_cut_weights(flat: Any) -> Any:
