@@ -3,8 +3,8 @@
 An operation is described as an einsum of named factors, the form of the sharding rules of Shardy: a product
 of matrices is `ab,bc->ac`. A dim of an operand and a dim of a result that share a factor are the same dim:
 the operation treats each position along it alike, so a block of the operands gives the same block of the
-results. A factor that no result has is reduced: the results of its blocks are added up, or combined as the name of the
-operation says. The other cases are marked in the text of a `DimMap`:
+results. A factor that no result has is reduced: the results of its blocks are added up, or combined as the
+name of the operation says. The other cases are marked in the text of a `DimMap`:
 
 - `A`, upper case: the dim is the same, but the operation mixes its positions, or picks some of them: the dim
   of a `cumsum`, a `sort` or a `concatenate`, a window, the looked-up dim of a `gather` (which no result has).
@@ -45,6 +45,11 @@ IDENTITIES = frozenset((
   "sharding_constraint",
 ))  # fmt: skip
 """The results have the values of the operands, in order; layouts and memories may change."""
+MOVES = frozenset((
+  "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
+  "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
+))  # fmt: skip
+"""The results have the values of the first operand, in another type, shape or order at most."""
 CUMULATIVE = frozenset(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"))
 REDUCTIONS = frozenset((
   "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
