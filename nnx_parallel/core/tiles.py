@@ -229,8 +229,9 @@ def pulled(eqn: Any, labels: Labels, lengths: Mapping[Any, int]) -> list[Labels]
     return [ordered((name, *to) for (name, _, _), to in zip(labels, placed, strict=True) if to is not None)]
   found = _blocks(eqn, dims)
   result = found.results[0]
-  made = {result[dim] for dim in dims}.difference(*found.operands)
-  if None in made or (made and eqn.primitive.name != "broadcast_in_dim"):
+  wanted = {result[dim] for dim in dims}
+  made = wanted.difference(*found.operands)
+  if None in wanted or (made and eqn.primitive.name != "broadcast_in_dim"):
     raise Untiled(eqn)
   return [
     ordered((name, d, factor) for name, dim, factor in labels for d, f in enumerate(own) if f == result[dim])

@@ -483,9 +483,10 @@ def _reshape(pair: _Pair, it: Operation) -> Fact:
   fact, (before, after) = it.inputs[0], (v.aval.shape for v in (it.other.invars[0], it.other.outvars[0]))
   if fact.kind != "part":
     return fact
-  (dim, *others) = _changed(it.eqn.outvars[0], it.other.outvars[0]) or [_fail()]
-  if others:
+  changed = _changed(it.eqn.outvars[0], it.other.outvars[0])
+  if len(changed) != 1:
     raise _Mixed
+  (dim,) = changed
   if fact.outer is None:
     return fact.at(dim) if after[dim] == before[fact.dim] else _fail()
   place, outer = moved(fact.dim, fact.outer, pair.parts, before, after) or (None, 0)
@@ -529,24 +530,21 @@ def _stack(pair: _Pair, it: Operation) -> Fact:
 
 def _update(pair: _Pair, it: Operation) -> Fact:
   """Rows of an array replaced by others, or added to: `scatter` and `dynamic_update_slice`."""
-  name = it.eqn.primitive.name
-  if name == "dynamic_update_slice":
-    table, updates, *places = it.inputs
-    own = (it.dims.operands[1], *it.dims.operands[2:])
-  else:
-    table, *places, updates = it.inputs
-    own = (it.dims.operands[2], it.dims.operands[1])
-  adds = name in ("scatter-add", "scatter_add")
+  table, *places = it.inputs
+  adds = it.eqn.primitive.name in ("scatter-add", "scatter_add")
+  updates = places.pop(0 if it.eqn.primitive.name == "dynamic_update_slice" else 1)
   if adds and updates.kind == "zero":
     return table
-  if name == "scatter" and not (table.plain and updates.plain):
+  if not all(fact.plain for fact in places):
     raise _Mixed
-  new = _linear(dataclasses.replace(it.dims, operands=own), updates, *places)
-  if new.kind == "sum" and updates.kind == "part" and not adds:
+  own, *others = it.dims.operands
+  if table.kind == "part" and own[table.dim] in it.dims.mixed:
     raise _Mixed
-  if table.kind == "part" and it.dims.operands[0][table.dim] in it.dims.mixed:
-    raise _Mixed
-  return pair.join([table, new])
+  # Zeros replace what was there too, at places that may depend on the examples.
+  parts = any(fact.kind == "part" for fact in it.inputs[1:])
+  rows = dataclasses.replace(it.dims, operands=tuple(others))
+  new = _merged(rows, it.inputs[1:]) if parts or updates.kind != "zero" else ZERO
+  return pair.join([table, new]) if adds or not parts or new.kind == "part" else _fail()
 
 
 _RULES: Mapping[str, Callable[[_Pair, Operation], Fact]] = {

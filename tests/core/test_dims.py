@@ -1,5 +1,7 @@
 """The table of dims, against numbers: what it says of each operation holds for random arrays."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import lax
 
 from nnx_parallel.core.dims import dim_map, moved
 from nnx_parallel.core.jaxprs import bind as _bind
+from nnx_parallel.core.tiles import Grid, Tiles, Untiled
 
 
 def bind(eqn, inputs):
@@ -206,6 +209,27 @@ def _check_reduced(eqn, inputs, found, factor, results):
   start = inputs[0] if name.startswith("scatter") else 0.0
   pairs = zip(block(slice(None, 1)), block(slice(1, None)), strict=True)
   close([join(a, b) - start for a, b in pairs], results)
+
+
+@pytest.mark.parametrize(
+  ("name", "run", "args"), [pytest.param(c[0], c[2], c[3:], id=f"{c[0]} {c[1]}") for c in CASES]
+)
+def test_a_block_of_a_result_is_made_from_blocks(name, run, args):
+  eqn, inputs = traced(name, run, args)
+  result = bind(eqn, inputs)[0]
+  for d, size in enumerate(result.shape):
+    grid, label = Grid({"dim": size}, {"dim": max(1, size // 2)}), (("dim", d, 1),)
+    tiles = Tiles(types.SimpleNamespace(eqns=[eqn]), grid, lambda var, own: False)
+    try:
+      tiles.need(eqn.outvars[0], label, strict=lambda _: True)
+    except Untiled:
+      continue
+    values = dict(zip([id(v) for v in eqn.invars], inputs, strict=True))
+    for n in range(grid.count("dim")):
+      places = {"dim": n}
+      known = {leaf: grid.take(jnp.asarray(values[id(leaf[0])]), leaf[1], places) for leaf in tiles.leaves}
+      found = tiles.value(eqn.outvars[0], label, known, places)
+      close([found], [grid.take(jnp.asarray(result), label, places)])
 
 
 def test_what_is_not_in_the_table_has_no_map():
