@@ -127,7 +127,7 @@ def meeting(eqn: Any) -> Meeting | None:
     return [a for a, _ in both], [b for _, b in both]
 
   return Meeting(
-    summed=places(f for f in pairs if f not in out),
+    summed=places(sorted(pairs.keys() - {*out})),
     shared=places(shared),
     free=([left.index(f) for f in free[0]], [right.index(f) for f in free[1]]),
     flops=_flops(eqn, found),
