@@ -11,19 +11,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
+from nnx_parallel.core.dims import PRODUCTS, DimMap, dim_map, same_majors
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
-_REDUCTIONS = (
-  "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
-  "argmin",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +77,8 @@ class Meeting:
     shared: dims that both have and the result keeps.
     free: dims that only one of them has.
     flops: of the whole product.
-    places: dim of the result, for each of the shared dims, the free ones of the left, and of the right.
+    places: dim of the result, for each of the shared dims, the free ones of the left, and of the right. None
+      for a plain product: in this order.
   """
 
   summed: tuple[Sequence[int], Sequence[int]]
@@ -115,58 +113,36 @@ class Meeting:
 
 def meeting(eqn: Any) -> Meeting | None:
   """The pairs of dims of a product; None for other operations."""
-  make = _MEETINGS.get(eqn.primitive.name)
-  return make(eqn) if make else None
-
-
-def _dot_meeting(eqn: Any) -> Meeting:
-  return _meet(eqn, *eqn.params["dimension_numbers"])
-
-
-def _ragged_meeting(eqn: Any) -> Meeting | None:
-  """Rows of the left operand in groups, each with a separate right operand: a layer of experts."""
-  numbers = eqn.params["ragged_dot_dimension_numbers"]
-  (left_sum, right_sum), shared = numbers.dot_dimension_numbers
-  if set(numbers.lhs_ragged_dimensions) & {*left_sum, *shared[0]}:
+  found = dim_map(eqn) if eqn.primitive.name in PRODUCTS else None
+  if found is None:
     return None
-  return _meet(eqn, (left_sum, right_sum), shared, numbers.rhs_group_dimensions)
+  (left, right, *_), (out,) = found.operands, found.results
+  pairs = {f: (left.index(f), right.index(f)) for f in left if f is not None and f in right}
+  shared = [f for f in out if f in pairs]
+  free = tuple([f for f in side if f in out and f not in pairs] for side in (left, right))
+  order = [out.index(f) for f in (*shared, *free[0], *free[1])]
 
+  def places(factors: Iterable[int | None]) -> tuple[Sequence[int], Sequence[int]]:
+    both = [pairs[f] for f in factors if f is not None]
+    return [a for a, _ in both], [b for _, b in both]
 
-def _meet(
-  eqn: Any,
-  summed: tuple[Sequence[int], Sequence[int]],
-  shared: tuple[Sequence[int], Sequence[int]],
-  groups: Sequence[int] = (),
-) -> Meeting:
-  left, right = (v.aval.shape for v in eqn.invars[:2])
-  free = (
-    [d for d in range(len(left)) if d not in (*summed[0], *shared[0])],
-    [d for d in range(len(right)) if d not in (*summed[1], *shared[1], *groups)],
+  return Meeting(
+    summed=places(sorted(pairs.keys() - {*out})),
+    shared=places(shared),
+    free=([left.index(f) for f in free[0]], [right.index(f) for f in free[1]]),
+    flops=_flops(eqn, found),
+    places=order if found.mixed else None,
   )
-  flops = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[d] for d in summed[0])
-  return Meeting(summed, shared, free, flops)
 
 
-def _convolution_meeting(eqn: Any) -> Meeting:
-  """Windows of the left operand times the kernel; zeros from padding and dilation are not counted."""
-  numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
-  (batch, channel, *space), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
-  result = eqn.outvars[0].aval.shape
-  dilated = math.prod(eqn.params["lhs_dilation"])
-  flops = 2 * math.prod(result) * math.prod(kernel) // max(1, kernel[out] * dilated)
-  out_batch, out_channel, *out_space = numbers.out_spec
-  if eqn.params["feature_group_count"] > 1:  # each group of channels has its own kernels
-    places = (out_batch, out_channel, *out_space)
-    return Meeting(((), ()), ((), ()), ((batch, channel, *space), ()), flops, places)
-  free = ((batch, *space), (out,))
-  return Meeting(((channel,), (into,)), ((), ()), free, flops, (out_batch, *out_space, out_channel))
-
-
-_MEETINGS: Mapping[str, Callable[[Any], Meeting | None]] = {
-  "dot_general": _dot_meeting,
-  "conv_general_dilated": _convolution_meeting,
-  "ragged_dot_general": _ragged_meeting,
-}
+def _flops(eqn: Any, found: DimMap) -> int:
+  """Of a product; zeros from padding and dilation are not counted."""
+  (_, right, *_), (out,) = found.operands, found.results
+  result, size = math.prod(eqn.outvars[0].aval.shape), eqn.invars[1].aval.shape
+  if eqn.primitive.name == "conv_general_dilated":
+    kernel = math.prod(size) // max(1, size[eqn.params["dimension_numbers"].rhs_spec[0]])
+    return 2 * result * kernel // max(1, math.prod(eqn.params["lhs_dilation"]))
+  return 2 * result * math.prod(n for n, f in zip(size, right, strict=True) if f is not None and f not in out)
 
 
 class _Used:
@@ -185,77 +161,37 @@ class _Used:
 
 
 def result_axes(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
-  """Axes of an operation's result: by its dim mapping where it has one, else by equal sizes."""
-  name, used = eqn.primitive.name, _Used()
-  if name == "gather":
-    return _gather(eqn, len(shape), *inputs[:2])
-  if name.startswith("scatter"):
-    return _scatter(eqn, *inputs[:3])
-  if inputs and (origins := sources(eqn)) is not None:
-    return tuple(used.take(inputs[0].axes[dim]) if dim is not None else () for dim in origins)
-  ranked = sorted(
-    (pair for pair in zip(eqn.invars, inputs, strict=True) if pair[1].names),
-    key=lambda pair: not pair[1].data,
-  )
-  same_rank = [flow for var, flow in ranked if len(var.aval.shape) == len(shape)]
-  if same_rank:
-    return tuple(used.take(*(flow.axes[d] for flow in same_rank)) for d in range(len(shape)))
-  result: list[DimAxes] = [()] * len(shape)
-  for var, flow in ranked:
-    _match_sizes(var.aval.shape, flow, shape, result, used)
-  return tuple(result)
+  """Axes of an operation's result: each dim takes those of the same dim of an operand, data first.
 
-
-def _gather(eqn: Any, rank: int, table: Flow, indices: Flow) -> Axes:
-  """A look-up: the dims of the indices, and the dims of the table that are not indexed."""
-  numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-  dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-  window = [d for d in range(len(sizes)) if d not in dropped]
-  source = dict(zip(numbers.offset_dims, window, strict=True))
-  shared = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
-  used = _Used()
-  result: list[DimAxes] = [()] * rank
-  for dim, d in enumerate(d for d in range(rank) if d not in source):
-    options = (indices.axes[dim], table.axes[shared[dim]]) if dim in shared else (indices.axes[dim],)
-    result[d] = used.take(*options)
-  for d, dim in source.items():
-    if sizes[dim] == eqn.invars[0].aval.shape[dim]:
-      result[d] = used.take(table.axes[dim])
-  return tuple(result)
-
-
-def _scatter(eqn: Any, table: Flow, _: Flow, updates: Flow) -> Axes:
-  """The dims of the table, and equally long dims of the updates that are not indexed."""
-  numbers = eqn.params["dimension_numbers"]
-  before, rows = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-  dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-  window = [d for d in range(len(before)) if d not in dropped]
-  source = dict(zip(window, numbers.update_window_dims, strict=True))
-  looked_up = [d for d in range(len(rows)) if d not in numbers.update_window_dims]
-  shared = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-  source |= {d: looked_up[dim] for d, dim in shared}
-  used = _Used()
-  return tuple(
-    used.take(axes, updates.axes[source[d]] if before[d] == rows[source[d]] else ())
-    if d in source
-    else used.take(axes)
-    for d, axes in enumerate(table.axes)
-  )
+  Where a reshape splits dims, or an operation has no map, dims of the same place or size are taken to be one.
+  """
+  shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+  split = sorted((n for n, flow in enumerate(inputs) if flow.names), key=lambda n: not inputs[n].data)
+  found, used = dim_map(eqn), _Used()
+  if found is not None and len({*found.results}) == 1:
+    own, factors = found.operands, found.results[0]
+  else:
+    own, factors = [tuple(range(len(x))) if len(x) == len(shape) else () for x in shapes], range(len(shape))
+  if (found is not None and found.major) or not any(own[n] for n in split):
+    return _match_sizes([(shapes[n], inputs[n]) for n in split], shape, used)
+  sources = [[(inputs[n], own[n].index(f)) for n in split if f is not None and f in own[n]] for f in factors]
+  return tuple(used.take(*(flow.axes[dim] for flow, dim in options)) for options in sources)
 
 
 def _match_sizes(
-  before: tuple[int, ...], flow: Flow, shape: tuple[int, ...], result: list[DimAxes], used: _Used
-) -> None:
-  """Reshapes and gathers: a dim keeps its axes where the running product of sizes is equal, or the size."""
-  starts = {math.prod(shape[:d]): d for d in reversed(range(len(shape))) if shape[d] > 1}
-  for d, axes in enumerate(flow.axes):
-    if not axes:
-      continue
-    at = starts.get(math.prod(before[:d]))
-    if at is None or result[at]:
-      at = next((e for e, n in enumerate(shape) if n == before[d] and not result[e]), None)
-    if at is not None and not result[at]:
-      result[at] = used.take(axes)
+  sources: Sequence[tuple[tuple[int, ...], Flow]], shape: tuple[int, ...], used: _Used
+) -> Axes:
+  """Other ranks: a dim keeps its axes where the product of the sizes before it is equal, or the size."""
+  result: list[DimAxes] = [()] * len(shape)
+  for before, flow in sources:
+    places = same_majors(before, shape)
+    for d, axes in enumerate(flow.axes):
+      at = places[d]
+      if axes and (at is None or result[at]):
+        at = next((e for e, n in enumerate(shape) if n == before[d] and not result[e]), None)
+      if axes and at is not None:
+        result[at] = used.take(axes)
+  return tuple(result)
 
 
 def shard_map_axes(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
@@ -270,23 +206,3 @@ def constraint(eqn: Any, before: Axes) -> Axes:
   free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]
   asked = axes_by_dim(spec, len(before))
   return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
-
-
-def sources(eqn: Any) -> list[int | None] | None:
-  """The dim of the first input for each dim of the result (None if new), where an operation maps dims."""
-  name, params = eqn.primitive.name, eqn.params
-  if name == "transpose":
-    return list(params["permutation"])
-  if name == "broadcast_in_dim":
-    new = {target: dim for dim, target in enumerate(params["broadcast_dimensions"])}
-    return [new.get(dim) for dim in range(len(params["shape"]))]
-  if name == "stack":
-    dims: list[int | None] = list(range(len(eqn.invars[0].aval.shape)))
-    dims.insert(params["axis"], None)
-    return dims
-  if name == "unstack":
-    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim != params["axis"]]
-  if name in _REDUCTIONS or name == "squeeze":
-    gone = params["dimensions" if name == "squeeze" else "axes"]
-    return [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in gone]
-  return None

@@ -8,8 +8,7 @@ values that are small, or that an operation without such a map makes (leaves), w
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,24 +16,15 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.flow import meeting, sources
-from nnx_parallel.core.jaxprs import bind, opened, programs, struct
+from nnx_parallel.core.dims import IDENTITIES, MATRIX, PRODUCTS, SCATTERS, DimMap, dim_map, moved
+from nnx_parallel.core.jaxprs import bind, struct
 
 Labels = tuple[tuple[Any, int, int], ...]
 """`(name of a dim, dim of an array, factor)`: the array's dim is factor x the named dim x the rest."""
 Node = tuple[Any, Labels]
 """A variable of a trace, and which of its dims are named."""
-ELEMENTWISE = frozenset((
-  "abs", "acos", "add", "add_any", "and", "asin", "atan", "atan2", "bitcast_convert_type", "cbrt",
-  "ceil", "clamp",
-  "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
-  "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt",
-  "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "pow", "reduce_precision", "rem",
-  "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-  "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-))  # fmt: skip
-_ALONG = {"cumsum": "axis", "cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis",
-          "concatenate": "dimension", "sort": "dimension", "split": "axis", "top_k": None}  # fmt: skip
+_WHOLE = SCATTERS | MATRIX | {"fft"} | (PRODUCTS - {"dot_general"}) | (IDENTITIES - {"sharding_constraint"})
+"""Operations that are not computed for each tile: they cost much, or lay out the whole array."""
 
 
 class Untiled(Exception):
@@ -213,6 +203,9 @@ class Tiles:
         length if _whole(eqn, d) else eqn.params["limit_indices"][d] for d, length in enumerate(shape)
       ]
       return bind(eqn, inputs, limit_indices=tuple(limits))
+    if name in ("gather", "dynamic_slice"):
+      sizes = zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, inputs[0].shape, strict=True)
+      return bind(eqn, inputs, slice_sizes=tuple(now if size == all_ else size for size, all_, now in sizes))
     return bind(eqn, inputs)
 
 
@@ -230,16 +223,19 @@ def pulled(eqn: Any, labels: Labels, lengths: Mapping[Any, int]) -> list[Labels]
     return [()] * len(eqn.invars)
   if eqn.primitive.name == "reshape":
     before, after = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
-    found = [_moved(label, before, after, lengths) for label in labels]
-    if None in found:
+    placed = [moved(dim, factor, lengths[name], before, after) for name, dim, factor in labels]
+    if None in placed:
       raise Untiled(eqn)
-    return [ordered(found)]
-  maps = _checked(eqn, _maps(eqn), dims)
-  if eqn.primitive.name != "broadcast_in_dim" and not dims <= {d for own in maps for d in own}:
+    return [ordered((name, *to) for (name, _, _), to in zip(labels, placed, strict=True) if to is not None)]
+  found = _blocks(eqn, dims)
+  result = found.results[0]
+  wanted = {result[dim] for dim in dims}
+  made = wanted.difference(*found.operands)
+  if None in wanted or (made and eqn.primitive.name != "broadcast_in_dim"):
     raise Untiled(eqn)
   return [
-    ordered((name, d, factor) for name, dim, factor in labels for d, to in enumerate(own) if to == dim)
-    for own in maps
+    ordered((name, d, factor) for name, dim, factor in labels for d, f in enumerate(own) if f == result[dim])
+    for own in found.operands
   ]
 
 
@@ -253,12 +249,13 @@ def pushed(eqn: Any, operand: int, labels: Labels, lengths: Mapping[Any, int]) -
   """
   if eqn.primitive.name == "reshape":
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    found = [_moved(label, before, after, lengths) for label in labels]
-    return ordered(label for label in found if label is not None)
-  maps = _maps(eqn)
-  placed = [(name, maps[operand][dim], factor) for name, dim, factor in labels]
-  kept = [(name, to, factor) for name, to, factor in placed if to is not None]
-  _checked(eqn, maps, {to for _, to, _ in kept})
+    placed = [(name, moved(dim, factor, lengths[name], before, after)) for name, dim, factor in labels]
+    return ordered((name, *to) for name, to in placed if to is not None)
+  found = _blocks(eqn)
+  place = {f: d for d, f in enumerate(found.results[0]) if f is not None}
+  own = [place.get(f) for f in found.operands[operand]]  # pyright: ignore[reportArgumentType]
+  kept = [(name, to, factor) for name, dim, factor in labels if (to := own[dim]) is not None]
+  _blocks(eqn, {to for _, to, _ in kept})
   return ordered(kept)
 
 
@@ -341,88 +338,20 @@ def finite(largest: Any) -> Any:
   return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
 
 
-def _maps(eqn: Any) -> list[list[int | None]]:
-  """For each operand, the dim of the result for each of its dims."""
-  name = eqn.primitive.name
-  out = eqn.outvars[0].aval.shape
-  shapes = [v.aval.shape for v in eqn.invars]
-  if name in ELEMENTWISE or (name == "custom_jvp_call" and _is_elementwise(eqn)):
-    return [[d if size == out[d] else None for d, size in enumerate(shape)] for shape in shapes]
-  if name == "dot_general":
-    met = meeting(eqn)
-    if met is not None:
-      count, first = len(met.shared[0]), len(met.free[0])
-      sides = [(met.shared[0], met.free[0], count), (met.shared[1], met.free[1], count + first)]
-      return [_placed(shape, *side) for shape, side in zip(shapes, sides, strict=True)]
-  if name == "gather":
-    return _gather_maps(eqn)
-  if name in _ALONG or name in ("slice", "sharding_constraint"):
-    return [list(range(len(shape))) for shape in shapes]
-  found = sources(eqn) if len(eqn.outvars) == 1 else None
-  if found is None:
+def _blocks(eqn: Any, dims: Collection[int] = ()) -> DimMap:
+  """The map of an operation, of whose result a block along some dims is made from blocks of the operands."""
+  found, name = dim_map(eqn), eqn.primitive.name
+  if found is None or name in _WHOLE or len({*found.results}) > 1:
     raise Untiled(eqn)
-  back: list[int | None] = [None] * len(shapes[0])
-  for dim, source in enumerate(found):
-    if source is not None and shapes[0][source] == out[dim]:
-      back[source] = dim
-  return [back, *([None] * len(shape) for shape in shapes[1:])]
-
-
-def _checked(eqn: Any, maps: Sequence[list[int | None]], dims: set[Any]) -> Sequence[list[int | None]]:
-  """The maps, unless the operation treats the elements along one of these dims of its result differently."""
-  name, params = eqn.primitive.name, eqn.params
-  if name in _ALONG:
-    along = len(eqn.invars[0].aval.shape) - 1 if _ALONG[name] is None else params[_ALONG[name]]
-    if along in dims:
-      raise Untiled(eqn)
-  if name == "slice" and not all(_whole(eqn, d) for d in dims):
+  if found.mixed & {found.results[0][d] for d in dims}:
     raise Untiled(eqn)
-  if name == "sharding_constraint":
-    spec = getattr(params["sharding"], "spec", ())
+  if name == "sharding_constraint":  # a block is too small for the mesh
+    spec = getattr(eqn.params["sharding"], "spec", ())
     if any(d < len(spec) and isinstance(spec[d], (str, tuple)) and spec[d] for d in dims):
       raise Untiled(eqn)
-  return maps
-
-
-def _gather_maps(eqn: Any) -> list[list[int | None]]:
-  """A look-up: dims of the indices, and those that the table shares with them. A window stays whole."""
-  numbers = eqn.params["dimension_numbers"]
-  table, indices = (v.aval.shape for v in eqn.invars)
-  looked_up = [d for d in range(len(eqn.outvars[0].aval.shape)) if d not in numbers.offset_dims]
-  own: list[int | None] = [*looked_up, None]
-  shared = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-  into: list[int | None] = [None] * len(table)
-  for d, index in shared:
-    into[d] = own[index]
-  return [into, own[: len(indices)]]
-
-
-def _placed(shape: Sequence[int], shared: Sequence[int], free: Sequence[int], first: int) -> list[int | None]:
-  found: list[int | None] = [None] * len(shape)
-  for place, d in enumerate(shared):
-    found[d] = place
-  for place, d in enumerate(free):
-    found[d] = first + place
   return found
-
-
-def _moved(
-  label: tuple[Any, int, int], before: Sequence[int], after: Sequence[int], lengths: Mapping[Any, int]
-) -> tuple[Any, int, int] | None:
-  """A label after a reshape, or None: the products of the sizes before and after it stay."""
-  name, dim, factor = label
-  ahead = math.prod(before[:dim]) * factor
-  for d, size in enumerate(after):
-    own, rest = divmod(ahead, math.prod(after[:d]))
-    if not rest and not size % (own * lengths[name]) and size:
-      return name, d, own
-  return None
 
 
 def _whole(eqn: Any, dim: int) -> bool:
   """Whether a slice keeps all of a dim."""
   return eqn.invars[0].aval.shape[dim] == eqn.outvars[0].aval.shape[dim]
-
-
-def _is_elementwise(eqn: Any) -> bool:
-  return all(e.primitive.name in ELEMENTWISE for x in programs(eqn) for e in opened(x).eqns)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import interpret
 from nnx_parallel.core.jaxprs import bind, opened, traced, without_unused
-from nnx_parallel.core.tiles import ELEMENTWISE
 
 
 def with_cut_weights(flat: Any) -> Any:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import among, bind, dependents, opened, traced, without_unused
-from nnx_parallel.core.tiles import ELEMENTWISE
 
 
 def with_sinks_as_keys(flat: Any, opens: Callable[[Any], bool]) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nnx_parallel.core.classes import Forest
-from nnx_parallel.core.flow import sources
+from nnx_parallel.core.dims import PRODUCTS, dim_map
 from nnx_parallel.core.jaxprs import called, opened, scan_counts
-
-Dim = tuple[int, int]
 
 
 @dataclasses.dataclass
@@ -95,7 +94,7 @@ def _read(classes: Classes, jaxpr: Any) -> None:
     if rule is not None:
       rule(classes, eqn)
     elif not _read_call(classes, eqn):
-      _read_mapped_or_elementwise(classes, eqn)
+      _read_operation(classes, eqn)
 
 
 def _read_call(classes: Classes, eqn: Any) -> bool:
@@ -116,97 +115,37 @@ def _enter(classes: Classes, inner: Any, inputs: Sequence[Any], outputs: Sequenc
   classes.forget(inner)
 
 
-def _read_mapped_or_elementwise(classes: Classes, eqn: Any) -> None:
-  origins = sources(eqn)
-  if origins is None:
+def _read_operation(classes: Classes, eqn: Any) -> None:
+  """Links the dims of each factor; a sum over one, or a look-up in it, costs a collective."""
+  found = dim_map(eqn)
+  if found is None:
     # Most other operations work element by element. A wrong link can only make a proposal worse.
     _same_size(classes, eqn)
     return
-  for axis in eqn.params.get("axes", ()):  # of a reduction
-    classes.use(eqn.invars[0], axis, cost=1, product=False)
-  for out, dim in enumerate(origins):
-    if dim is not None:
-      classes.link(eqn.invars[0], dim, eqn.outvars[0], out)
-
-
-def _dot_general(classes: Classes, eqn: Any) -> None:
-  (left, right), result = eqn.invars, eqn.outvars[0]
-  (contract_l, contract_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-  for dim_l, dim_r in zip(contract_l, contract_r, strict=True):
-    classes.link(left, dim_l, right, dim_r)
-    classes.use(left, dim_l, cost=1)
-  for out, (dim_l, dim_r) in enumerate(zip(batch_l, batch_r, strict=True)):
-    classes.link(left, dim_l, right, dim_r)
-    classes.link(left, dim_l, result, out)
-    classes.use(left, dim_l, cost=0)
-  out = len(batch_l)
-  for var, used in ((left, {*contract_l, *batch_l}), (right, {*contract_r, *batch_r})):
-    for dim in range(len(_shape(var))):
-      if dim not in used:
-        classes.link(var, dim, result, out)
-        classes.use(var, dim, cost=0)
-        out += 1
-
-
-def _convolution(classes: Classes, eqn: Any) -> None:
-  (image, kernel), result = eqn.invars, eqn.outvars[0]
-  numbers = eqn.params["dimension_numbers"]
-  if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
-    return
-  classes.link(image, numbers.lhs_spec[0], result, numbers.out_spec[0])
-  classes.link(image, numbers.lhs_spec[1], kernel, numbers.rhs_spec[1])
-  classes.use(kernel, numbers.rhs_spec[1], cost=1)
-  classes.link(kernel, numbers.rhs_spec[0], result, numbers.out_spec[1])
-  classes.use(kernel, numbers.rhs_spec[0], cost=0)
-
-
-def _gather(classes: Classes, eqn: Any) -> None:
-  table, indices, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
-  numbers, slices = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-  kept = [dim for dim in range(len(_shape(table))) if dim not in numbers.collapsed_slice_dims]
-  for dim, out in zip(kept, numbers.offset_dims, strict=False):
-    if slices[dim] == _shape(table)[dim]:
-      classes.link(table, dim, result, out)
-  for dim in numbers.collapsed_slice_dims:
-    classes.use(table, dim, cost=1)
-  rest = [dim for dim in range(len(_shape(result))) if dim not in numbers.offset_dims]
-  for dim, out in zip(range(len(_shape(indices)) - 1), rest, strict=False):
-    classes.link(indices, dim, result, out)
-
-
-def _reshape(classes: Classes, eqn: Any) -> None:
-  source, result = eqn.invars[0], eqn.outvars[0]
-  for before, after in _factor_groups(_shape(source), _shape(result)):
-    # Blocks of the major dim of one side are blocks of the major dim of the other side.
-    classes.link(source, before, result, after)
-
-
-def _factor_groups(before: Sequence[int], after: Sequence[int]) -> list[Dim]:
-  """The pairs of major dims of groups that multiply to the same size, without dims of size 1."""
-  pairs: list[Dim] = []
-  one = [d for d, size in enumerate(before) if size != 1]
-  other = [d for d, size in enumerate(after) if size != 1]
-  while one and other:
-    pairs.append((one[0], other[0]))
-    left, right = before[one.pop(0)], after[other.pop(0)]
-    while left != right:
-      if left < right and one:
-        left *= before[one.pop(0)]
-      elif other:
-        right *= after[other.pop(0)]
-      else:
-        return pairs
-  return pairs
+  arrays = zip((*eqn.invars, *eqn.outvars), (*found.operands, *found.results), strict=True)
+  dims: dict[int, list[tuple[Any, int]]] = {}
+  for var, factors in arrays:
+    for dim, factor in enumerate(factors):
+      if factor is not None:
+        dims.setdefault(factor, []).append((var, dim))
+  is_product = eqn.primitive.name in PRODUCTS
+  for factor, places in dims.items():
+    (first, dim), *others = places
+    for var, other in others:
+      if factor not in found.mixed or _shape(first)[dim] == _shape(var)[other]:
+        classes.link(first, dim, var, other)
+    if is_product or factor in found.reduced:
+      looked_up = factor in found.mixed
+      classes.use(first, dim, cost=int(factor in found.reduced), product=is_product or looked_up)
 
 
 def _same_size(classes: Classes, eqn: Any) -> None:
-  """Element by element, slices, concatenations, padding: links dims that keep their size."""
-  for source in eqn.invars:
-    for result in eqn.outvars:
-      if len(_shape(source)) == len(_shape(result)):
-        for dim, (a, b) in enumerate(zip(_shape(source), _shape(result), strict=True)):
-          if a == b:
-            classes.link(source, dim, result, dim)
+  """Links dims at the same place that keep their size."""
+  for source, result in itertools.product(eqn.invars, eqn.outvars):
+    if len(_shape(source)) == len(_shape(result)):
+      for dim, (a, b) in enumerate(zip(_shape(source), _shape(result), strict=True)):
+        if a == b:
+          classes.link(source, dim, result, dim)
 
 
 def _scan(classes: Classes, eqn: Any) -> None:
@@ -241,10 +180,6 @@ def _while(classes: Classes, eqn: Any) -> None:
 
 
 _RULES: dict[str, Callable[[Classes, Any], None]] = {
-  "dot_general": _dot_general,
-  "conv_general_dilated": _convolution,
-  "gather": _gather,
-  "reshape": _reshape,
   "scan": _scan,
   "cond": _cond,
   "while": _while,

@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend import core
 
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map, moved
 from nnx_parallel.core.jaxprs import (
   called,
   constants,
@@ -37,30 +37,24 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
 )
 from nnx_parallel.core.nodes import is_key
-from nnx_parallel.core.tiles import ELEMENTWISE
 
 _ROUNDING = 5e-3  # of a literal in bfloat16; scales that matter differ by a factor of 2 or more
-_NONLINEAR = ELEMENTWISE | frozenset((
-  "acosh", "asinh", "atanh", "bessel_i0e", "bessel_i1e", "clz", "complex", "digamma", "eq_to", "igamma",
-  "igamma_grad_a", "igammac", "le_to", "lgamma", "log2", "lt_to", "mulhi", "one_minus_square", "polygamma",
-  "population_count", "regularized_incomplete_beta", "zeta",
-))  # fmt: skip
-_IDENTITIES = ("sharding_constraint", "optimization_barrier", "reshard", "mesh_cast", "device_put", "copy",
-               "copy_p", "layout_constraint", "pvary", "pcast", "name", "stop_gradient")  # fmt: skip
 # Between devices: on each of them the result is a sum, or the value of another one.
-_EXCHANGES = ("psum", "psum2", "psum_invariant", "ppermute")
-_LINEAR = ("neg", "real", "imag", "conj", "reduce_precision", *_IDENTITIES)
-_CUMULATIVE = ("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod")
-_REDUCTIONS = ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
-               "argmin")  # fmt: skip
-_KEEP_ZEROS = frozenset((
-  *_LINEAR, "add", "add_any", "broadcast_in_dim", "concatenate", "conv_general_dilated",
-  "convert_element_type", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice", "mul", "pad",
-  "reduce_sum", "reshape", "rev", "scatter-add", "scatter_add", "select_n", "slice", "squeeze", "sub",
-  "transpose",
+_EXCHANGES = frozenset(("psum", "psum2", "psum_invariant", "ppermute"))
+# Linear in the first operand; the others choose positions.
+_LINEAR = MOVES | {
+  "conj", "cumsum", "gather", "imag", "neg", "pad", "real", "reduce_sum", "reduce_window_sum",
+  "select_and_scatter_add", "unstack",
+}  # fmt: skip
+_SUMS = frozenset((
+  "add", "add_any", "concatenate", "dynamic_update_slice", "scatter-add", "scatter_add", "select_n", "stack",
+  "sub",
 ))  # fmt: skip
-_MATRIX = ("cholesky", "eigh", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve",
-           "tridiagonal_solve")  # fmt: skip
+"""Linear in all operands together, but for those that choose."""
+_TIMES = frozenset(("conv_general_dilated", "dot_general", "mul"))
+_KEEP_ZEROS = _LINEAR | _SUMS | _TIMES
+_PLACES = ("padding", "padding_config", "start_indices", "strides", "window_dimensions", "window_strides")
+"""Parameters that must not depend on the number of examples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +226,7 @@ class _Pair:
 
   def _rule(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in _IDENTITIES or name in _EXCHANGES:
+    if name in IDENTITIES or name in _EXCHANGES:
       return inputs[:count]
     if name == "scan":
       return self._scan(eqn, other, inputs)
@@ -251,15 +245,10 @@ class _Pair:
         raise _Mixed
       zeros = bool(inputs) and name in _KEEP_ZEROS and all(fact.kind == "zero" for fact in inputs)
       return [ZERO if zeros else SAME] * count
-    rule = _RULES.get(name)
-    if rule is not None:
-      return [rule(self, eqn, other, inputs)]
-    if name in _NONLINEAR:
-      changed = _changed(eqn.outvars[0], other.outvars[0])
-      if all(fact.kind == "zero" for fact in inputs) and len(changed) == 1:
-        return [Fact("part", dim=changed[0], outer=None)] * count
-      return [_rows(inputs)] * count
-    return _others(eqn, other, inputs)
+    found = dim_map(eqn)
+    if found is None or any(eqn.params.get(key) != other.params.get(key) for key in _PLACES):
+      raise _Mixed
+    return _operation(self, Operation(eqn, other, found, inputs))
 
   def _cond(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
     index, *given = inputs
@@ -341,13 +330,6 @@ def _along(facts: Sequence[Fact]) -> Fact:
   return Fact("part", 1.0, found[0].dim, next(iter(outers), None))
 
 
-def _rows(inputs: Sequence[Fact]) -> Fact:
-  """An operation on each element."""
-  if not all(fact.plain for fact in inputs):
-    raise _Mixed
-  return _along(inputs)
-
-
 def _same_parameters(eqn: Any, other: Any) -> bool:
   """Whether two operations with the same shapes do the same."""
   for key, value in eqn.params.items():
@@ -362,106 +344,81 @@ def _same_parameters(eqn: Any, other: Any) -> bool:
   return True
 
 
-Rule = Callable[[_Pair, Any, Any, list[Fact]], Fact]
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """An operation in both traces, where its dims go, and the relations of its operands."""
+
+  eqn: Any
+  other: Any
+  dims: DimMap
+  inputs: list[Fact]
 
 
-def _add(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del eqn, other
-  return pair.join([_constant_rows(fact, inputs) for fact in inputs])
+def _operation(pair: _Pair, it: Operation) -> list[Fact]:
+  """The relations of the results, by what kind of function the operation is."""
+  name, count = it.eqn.primitive.name, len(it.eqn.outvars)
+  if name in _RULES:
+    found = _RULES[name](pair, it)
+  elif name in _TIMES:
+    found = _product(it.dims, *it.inputs)
+  elif name in _LINEAR:
+    found = _linear(it.dims, *it.inputs)
+  else:
+    found = _nonlinear(it)
+  return [found] * count
 
 
-def _constant_rows(fact: Fact, inputs: Sequence[Fact]) -> Fact:
-  """A scalar beside an array of rows is an array of equal rows."""
-  rows = next((x for x in inputs if x.kind == "part"), None)
-  return Fact("part", fact.scale, rows.dim, None) if rows and fact.kind == "same" else fact
+def _merged(dims: DimMap, facts: Sequence[Fact]) -> Fact:
+  """The result of a function that is linear in each of its operands, or of those at each position.
+
+  Operands with the parts along one factor of the operation give a result with the parts there, or the sum of
+  those of the parts, if no dim of the result has the factor.
+  """
+  along = {own[fact.dim] for own, fact in zip(dims.operands, facts, strict=True) if fact.kind == "part"}
+  scale = math.prod(fact.scale for fact in facts)
+  if not along:
+    kinds = [fact.kind for fact in facts]
+    return Fact("sum" if "sum" in kinds else "same", scale) if kinds.count("sum") < 2 else _fail()
+  (factor, *others), result = along, dims.results[0]
+  if factor is None or others or factor in dims.mixed or any(fact.kind == "sum" for fact in facts):
+    raise _Mixed
+  pairs = [(own, fact) for own, fact in zip(dims.operands, facts, strict=True) if factor in own]
+  if any(fact.kind == "same" for _, fact in pairs):
+    raise _Mixed
+  rows = _along([fact.at(0) for _, fact in pairs])
+  return Fact("part", scale, result.index(factor), rows.outer) if factor in result else Fact("sum", scale)
 
 
-def _mul(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, eqn, other
-  return _product(*inputs)
+def _product(dims: DimMap, *facts: Fact) -> Fact:
+  return ZERO if any(fact.kind == "zero" for fact in facts) else _merged(dims, facts)
 
 
-def _product(a: Fact, b: Fact) -> Fact:
-  """Of each element with each, where one depends on no example or both have the same rows."""
-  if "zero" in (a.kind, b.kind):
-    return ZERO
-  if a.kind == "same":
-    return b.times(a.scale)
-  if b.kind == "same":
-    return a.times(b.scale)
-  return _along([a, b]).times(a.scale * b.scale) if a.kind == b.kind == "part" else _fail()
+def _linear(dims: DimMap, fact: Fact, *choosers: Fact) -> Fact:
+  """Linear in the first operand; what the others choose must not depend on the number of parts."""
+  if not all(x.plain for x in choosers):
+    raise _Mixed
+  return ZERO if fact.kind == "zero" else _merged(dims, [fact, *choosers])
+
+
+def _nonlinear(it: Operation) -> Fact:
+  """Any function of the positions of the parts."""
+  facts = it.inputs
+  if not all(fact.plain for fact in facts):
+    raise _Mixed
+  if all(fact.kind == "zero" for fact in facts):
+    return _constant(it, 1.0)
+  found = _merged(it.dims, facts)
+  return found if found.kind == "part" else _fail()
+
+
+def _constant(it: Operation, scale: float) -> Fact:
+  """A result that is constant along the dim that differs between the traces."""
+  changed = _changed(it.eqn.outvars[0], it.other.outvars[0])
+  return Fact("part", scale, changed[0], None) if len(changed) == 1 else _fail()
 
 
 def _fail() -> Fact:
   raise _Mixed
-
-
-def _div(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, eqn, other
-  above, below = inputs
-  if below.kind not in ("same", "part"):
-    raise _Mixed
-  return _product(above, dataclasses.replace(below, scale=1 / below.scale))
-
-
-def _linear(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, eqn, other
-  return inputs[0]
-
-
-def _convert(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  (fact,) = inputs
-  exact = jax.numpy.issubdtype(eqn.params["new_dtype"], np.inexact) or (
-    eqn.invars[0].aval.dtype != bool and not jax.numpy.issubdtype(eqn.invars[0].aval.dtype, np.inexact)
-  )
-  return fact if exact or fact.plain else _fail()
-
-
-def _select(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del eqn, other
-  which, *cases = inputs
-  if not which.plain:
-    raise _Mixed
-  found = pair.join(cases)
-  if which.kind != "part" or found.kind == "zero":
-    return found
-  return _along([which, found]).times(found.scale) if found.kind == "part" else _fail()
-
-
-def _reduce_sum(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  (fact,), axes = inputs, eqn.params["axes"]
-  if fact.kind == "part" and fact.dim in axes:
-    return Fact("sum", fact.scale)
-  return _without_dims(fact, axes)
-
-
-def _without_dims(fact: Fact, dims: Sequence[int]) -> Fact:
-  return fact.at(fact.dim - sum(d < fact.dim for d in dims)) if fact.kind == "part" else fact
-
-
-def _squeeze(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  return _without_dims(inputs[0], eqn.params["dimensions"])
-
-
-def _transpose(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  (fact,) = inputs
-  return fact.at(eqn.params["permutation"].index(fact.dim)) if fact.kind == "part" else fact
-
-
-def _broadcast(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair
-  fact, dims = inputs[0], eqn.params["broadcast_dimensions"]
-  if fact.kind == "part":
-    return fact.at(dims[fact.dim])
-  changed = _changed(eqn.outvars[0], other.outvars[0])
-  if not changed or fact.kind == "zero":
-    return fact
-  # The sum over a batch, beside each of its examples, is no value of one part.
-  return Fact("part", fact.scale, changed[0], None) if fact.kind == "same" and len(changed) == 1 else _fail()
 
 
 def _changed(a: Any, b: Any) -> list[int]:
@@ -471,297 +428,136 @@ def _changed(a: Any, b: Any) -> list[int]:
   return [d for d, (n, m) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if n != m]
 
 
-def _iota(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, inputs
-  changed = _changed(eqn.outvars[0], other.outvars[0])
-  if len(changed) != 1 or changed[0] == eqn.params["dimension"]:
-    raise _Mixed
-  return Fact("part", dim=changed[0], outer=None)
+def _add(pair: _Pair, it: Operation) -> Fact:
+  """A scalar beside an array of rows is an array of equal rows."""
+  rows = next((fact for fact in it.inputs if fact.kind == "part"), None)
+
+  def spread(fact: Fact) -> Fact:
+    return Fact("part", fact.scale, rows.dim, None) if rows and fact.kind == "same" else fact
+
+  return pair.join([*map(spread, it.inputs)])
 
 
-def _reshape(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
+def _div(pair: _Pair, it: Operation) -> Fact:
   del pair
-  fact, before, after = inputs[0], eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+  above, below = it.inputs
+  if below.kind not in ("same", "part"):
+    raise _Mixed
+  return _product(it.dims, above, dataclasses.replace(below, scale=1 / below.scale))
+
+
+def _convert(pair: _Pair, it: Operation) -> Fact:
+  del pair
+  before, after = it.eqn.invars[0].aval.dtype, it.eqn.params["new_dtype"]
+  integers = jax.numpy.issubdtype(before, np.integer)
+  exact = jax.numpy.issubdtype(after, np.inexact) or integers
+  return it.inputs[0] if exact or it.inputs[0].plain else _fail()
+
+
+def _select(pair: _Pair, it: Operation) -> Fact:
+  which, *cases = it.inputs
+  if not which.plain:
+    raise _Mixed
+  found = pair.join(cases)
+  if which.kind != "part" or found.kind == "zero":
+    return found
+  return _along([which, found]).times(found.scale) if found.kind == "part" else _fail()
+
+
+def _broadcast(pair: _Pair, it: Operation) -> Fact:
+  del pair
+  fact = it.inputs[0]
+  if fact.kind in ("part", "zero") or not _changed(it.eqn.outvars[0], it.other.outvars[0]):
+    return _linear(it.dims, *it.inputs)
+  # The sum over a batch, beside each of its examples, is no value of one part.
+  return _constant(it, fact.scale) if fact.kind == "same" else _fail()
+
+
+def _iota(pair: _Pair, it: Operation) -> Fact:
+  del pair
+  found = _constant(it, 1.0)
+  return found if it.dims.results[0][found.dim] is not None else _fail()
+
+
+def _reshape(pair: _Pair, it: Operation) -> Fact:
+  fact, (before, after) = it.inputs[0], (v.aval.shape for v in (it.other.invars[0], it.other.outvars[0]))
   if fact.kind != "part":
     return fact
-  changed = _changed(eqn.outvars[0], other.outvars[0])
+  changed = _changed(it.eqn.outvars[0], it.other.outvars[0])
   if len(changed) != 1:
     raise _Mixed
   (dim,) = changed
   if fact.outer is None:
     return fact.at(dim) if after[dim] == before[fact.dim] else _fail()
-  ahead, rest = divmod(math.prod(before[: fact.dim]) * fact.outer, math.prod(after[:dim]))
-  return fact.at(dim, ahead) if not rest and ahead and not after[dim] % ahead else _fail()
+  place, outer = moved(fact.dim, fact.outer, pair.parts, before, after) or (None, 0)
+  return fact.at(dim, outer) if place == dim else _fail()
 
 
-def _untouched(fact: Fact, eqn: Any, other: Any, operand: int = 0) -> Fact:
-  """A slice, padding or update along other dims than the one of the parts."""
-  if fact.kind != "part":
-    return fact
-  pairs = ((eqn.invars[operand], eqn.outvars[0]), (other.invars[operand], other.outvars[0]))
-  whole = all(a.aval.shape[fact.dim] == b.aval.shape[fact.dim] for a, b in pairs)
-  return fact if whole else _fail()
-
-
-def _slice(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
+def _pad(pair: _Pair, it: Operation) -> Fact:
   del pair
-  for key in ("start_indices", "strides"):
-    if eqn.params[key] != other.params[key]:
-      raise _Mixed
-  return _untouched(inputs[0], eqn, other)
-
-
-def _dynamic_slice(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair
-  operand, *places = inputs
-  if not all(fact.kind in ("same", "zero") and fact.plain for fact in places):
+  operand, value = it.inputs
+  if value.kind != "zero" and (operand.kind == "zero" or not operand.plain):
     raise _Mixed
-  return _untouched(operand, eqn, other)
+  return _linear(it.dims, operand, value)
 
 
-def _dynamic_update_slice(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  operand, update, *places = inputs
-  if not all(fact.kind in ("same", "zero") and fact.plain for fact in places):
-    raise _Mixed
-  return pair.join([operand, _untouched(update, eqn, other, 1)])
-
-
-def _pad(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair
-  operand, value = inputs
-  if value.kind != "zero" and not (value.plain and operand.plain):
-    raise _Mixed
-  config = eqn.params["padding_config"]
-  if config != other.params["padding_config"]:
-    raise _Mixed
-  if operand.kind == "part" and tuple(config[operand.dim]) != (0, 0, 0):
-    raise _Mixed
-  return operand
-
-
-def _rev(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  (fact,) = inputs
-  return _fail() if fact.kind == "part" and fact.dim in eqn.params["dimensions"] else fact
-
-
-def _concatenate(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del other
-  found, dim = pair.join(inputs), eqn.params["dimension"]
-  if found.kind != "part" or found.dim != dim:
+def _concatenate(pair: _Pair, it: Operation) -> Fact:
+  found = pair.join(it.inputs)
+  if found.kind != "part" or it.dims.results[0][found.dim] not in it.dims.mixed:
     return found
-  sizes = {var.aval.shape[dim] for var in eqn.invars}
-  if len(sizes) > 1 or found.outer != 1 or any(fact.kind != "part" for fact in inputs):
+  sizes = {var.aval.shape[found.dim] for var in it.eqn.invars}
+  if len(sizes) > 1 or found.outer != 1 or any(fact.kind != "part" for fact in it.inputs):
     raise _Mixed
-  return found.at(dim, len(inputs))
+  return found.at(found.dim, len(it.inputs))
 
 
-def _stack(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del other
-  found = pair.join(inputs)
-  return found.at(found.dim + (found.dim >= eqn.params["axis"])) if found.kind == "part" else found
-
-
-def _cumulative(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  (fact,) = inputs
-  if fact.kind == "part" and fact.dim == eqn.params["axis"]:
-    raise _Mixed
-  return fact if fact.plain or eqn.primitive.name == "cumsum" else _fail()
-
-
-def _reduction(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  (fact,), axes = inputs, eqn.params["axes"]
-  if not fact.plain or (fact.kind == "part" and fact.dim in axes):
-    raise _Mixed
-  return _without_dims(fact, axes)
-
-
-def _dot(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  a, b = inputs
-  met: Any = meeting(eqn)
-  first = len(met.shared[0])
-  for fact, mate, free, place in ((a, b, met.free[0], first), (b, a, met.free[1], first + len(met.free[0]))):
-    if fact.kind == "part" and fact.dim in free:
-      return fact.at(place + free.index(fact.dim)).times(mate.scale) if mate.kind == "same" else _none(mate)
-  if not a.kind == b.kind == "part":
-    return _product(a, b) if "part" not in (a.kind, b.kind) else _none(a, b)
-  for (ones, others), summed in ((met.summed, True), (met.shared, False)):
-    if a.dim in ones:
-      place = list(ones).index(a.dim)
-      rows = _along([a.at(0), b.at(0)]) if others[place] == b.dim else _fail()
-      scale = a.scale * b.scale
-      return Fact("sum", scale) if summed else Fact("part", scale, place, rows.outer)
-  raise _Mixed
-
-
-def _none(*facts: Fact) -> Fact:
-  """The product with zeros."""
-  return ZERO if any(fact.kind == "zero" for fact in facts) else _fail()
-
-
-def _convolution(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del pair, other
-  image, kernel = inputs
-  numbers, params = eqn.params["dimension_numbers"], eqn.params
-  if "zero" in (image.kind, kernel.kind):
-    return ZERO
-  if params["batch_group_count"] != 1:
-    raise _Mixed
-  if image.kind == "part" and image.dim == numbers.lhs_spec[0] and kernel.kind == "same":
-    return image.at(numbers.out_spec[0]).times(kernel.scale)
-  if image.kind == "same" and kernel.kind == "part" and kernel.dim == numbers.rhs_spec[0]:
-    return (
-      kernel.at(numbers.out_spec[1]).times(image.scale) if params["feature_group_count"] == 1 else _fail()
-    )
-  summed = image.kind == kernel.kind == "part" and params["feature_group_count"] == 1
-  if summed and (image.dim, kernel.dim) == (numbers.lhs_spec[1], numbers.rhs_spec[1]):
-    _along([image.at(0), kernel.at(0)])
-    return Fact("sum", image.scale * kernel.scale)
-  return _product(image, kernel) if "part" not in (image.kind, kernel.kind) else _fail()
-
-
-def _gather(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
+def _split(pair: _Pair, it: Operation) -> Fact:
+  """The inverse of a `concatenate`."""
   del pair
-  table, indices = inputs
-  numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-  rank = len(eqn.outvars[0].aval.shape)
-  looked_up = [d for d in range(rank) if d not in numbers.offset_dims]
-  if not indices.plain or (indices.kind == "part" and indices.dim == len(eqn.invars[1].aval.shape) - 1):
-    raise _Mixed
-  if table.kind == "zero":
-    changed = _changed(eqn.outvars[0], other.outvars[0])
-    return ZERO if not changed else _fail()
-  if indices.kind != "part":
-    if table.kind != "part":
-      return table
-    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    window = [d for d in range(len(sizes)) if d not in dropped]
-    whole = table.dim in window and sizes[table.dim] == eqn.invars[0].aval.shape[table.dim]
-    return table.at(numbers.offset_dims[window.index(table.dim)]) if whole else _fail()
-  if table.kind == "same":
-    return indices.at(looked_up[indices.dim]).times(table.scale)
-  pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-  if table.kind == "part" and (table.dim, indices.dim) in pairs:
-    return _along([table.at(0), indices.at(0)]).at(looked_up[indices.dim]).times(table.scale)
-  raise _Mixed
+  (fact,), sizes = it.inputs, it.eqn.params["sizes"]
+  if fact.kind != "part" or it.dims.results[0][fact.dim] not in it.dims.mixed:
+    return fact
+  return fact.at(fact.dim, 1) if len({*sizes}) == 1 and fact.outer == len(sizes) else _fail()
 
 
-def _scatter(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  del other
-  table, indices, updates = inputs
-  adds = eqn.primitive.name in ("scatter-add", "scatter_add")
-  numbers = eqn.params["dimension_numbers"]
-  rank, last = len(eqn.invars[2].aval.shape), len(eqn.invars[1].aval.shape) - 1
-  looked_up = [d for d in range(rank) if d not in numbers.update_window_dims]
-  if not indices.plain or (indices.kind == "part" and indices.dim == last):
-    raise _Mixed
-  if not adds and not (table.plain and updates.plain):
-    raise _Mixed
-  if indices.kind != "part":
-    if updates.kind != "part":
-      return pair.join([table, updates])
-    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in dropped]
-    if updates.dim not in numbers.update_window_dims:
-      return pair.join([table, Fact("sum", updates.scale)]) if adds else _fail()
-    into = window[numbers.update_window_dims.index(updates.dim)]
-    if eqn.invars[0].aval.shape[into] != eqn.invars[2].aval.shape[updates.dim]:
-      raise _Mixed
-    return pair.join([table, updates.at(into)])
-  if updates.kind == "zero":
+def _stack(pair: _Pair, it: Operation) -> Fact:
+  facts = [
+    fact.at(it.dims.results[0].index(own[fact.dim])) if fact.kind == "part" else fact
+    for own, fact in zip(it.dims.operands, it.inputs, strict=True)
+  ]
+  return pair.join(facts)
+
+
+def _update(pair: _Pair, it: Operation) -> Fact:
+  """Rows of an array replaced by others, or added to: `scatter` and `dynamic_update_slice`."""
+  table, *places = it.inputs
+  adds = it.eqn.primitive.name in ("scatter-add", "scatter_add")
+  updates = places.pop(0 if it.eqn.primitive.name == "dynamic_update_slice" else 1)
+  if adds and updates.kind == "zero":
     return table
-  if updates.kind != "part" or looked_up[indices.dim] != updates.dim:
+  if not all(fact.plain for fact in places):
     raise _Mixed
-  _along([indices.at(0), updates.at(0)])
-  for dim, index in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
-    if index == indices.dim:
-      return pair.join([table, updates.at(dim)])
-  return pair.join([table, Fact("sum", updates.scale)]) if adds else _fail()
-
-
-def _window(pair: _Pair, eqn: Any, other: Any, inputs: list[Fact]) -> Fact:
-  """Pooling, and its gradient: in the order of the gradient's inputs, the cotangent comes first."""
-  del pair, other
-  fact, params = inputs[0], eqn.params
-  linear = eqn.primitive.name in ("reduce_window_sum", "select_and_scatter_add")
-  if fact.kind != "part":
-    return fact if linear and len(inputs) == 1 else _fail()
-  if not linear and not fact.plain:
+  own, *others = it.dims.operands
+  if table.kind == "part" and own[table.dim] in it.dims.mixed:
     raise _Mixed
-  keys = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-  single = all(params[key][fact.dim] == 1 for key in keys if params.get(key))
-  if not single or params["padding"][fact.dim] != (0, 0) or not all(x.plain for x in inputs[1:]):
-    raise _Mixed
-  return _along([x for x in inputs if x.kind == "part"]).times(fact.scale)
+  # Zeros replace what was there too, at places that may depend on the examples.
+  parts = any(fact.kind == "part" for fact in it.inputs[1:])
+  rows = dataclasses.replace(it.dims, operands=tuple(others))
+  new = _merged(rows, it.inputs[1:]) if parts or updates.kind != "zero" else ZERO
+  return pair.join([table, new]) if adds or not parts or new.kind == "part" else _fail()
 
 
-def _others(eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
-  """Operations with several results, and those on the last dims."""
-  name, params = eqn.primitive.name, eqn.params
-  count = len(eqn.outvars)
-  if name == "sort":
-    found = _rows(inputs)
-    along = params["dimension"]
-  elif name == "top_k":
-    found, along = _rows(inputs[:1]), len(eqn.invars[0].aval.shape) - 1
-  elif name == "split":
-    return _split(eqn, inputs[0])
-  elif name == "unstack":
-    fact, axis = inputs[0], params["axis"]
-    if fact.kind == "part" and fact.dim == axis:
-      raise _Mixed
-    return [_without_dims(fact, [axis])] * count
-  elif name in _MATRIX or name == "fft":
-    found = _rows(inputs)
-    last = len(params["fft_lengths"]) if name == "fft" else 2
-    along = found.dim if found.dim >= len(eqn.invars[0].aval.shape) - last else -1
-  elif name == "random_bits":
-    found, along = _rows(inputs), -1
-  else:
-    raise _Mixed
-  del other
-  return [found] * count if found.dim != along else [_fail()]
-
-
-def _split(eqn: Any, fact: Fact) -> list[Fact]:
-  sizes, axis = eqn.params["sizes"], eqn.params["axis"]
-  if fact.kind == "part" and fact.dim == axis:
-    if len({*sizes}) > 1 or fact.outer != len(sizes):
-      raise _Mixed
-    fact = fact.at(axis, 1)
-  return [fact] * len(sizes)
-
-
-_RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Callable[[_Pair, Operation], Fact]] = {
   **dict.fromkeys(("add", "add_any", "sub"), _add),
-  **dict.fromkeys(_LINEAR, _linear),
-  **dict.fromkeys(_CUMULATIVE, _cumulative),
-  **dict.fromkeys(_REDUCTIONS, _reduction),
-  **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
-  **dict.fromkeys(
-    ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"), _window
-  ),
+  **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"), _update),
   "broadcast_in_dim": _broadcast,
   "concatenate": _concatenate,
-  "conv_general_dilated": _convolution,
   "convert_element_type": _convert,
   "div": _div,
-  "dot_general": _dot,
-  "dynamic_slice": _dynamic_slice,
-  "dynamic_update_slice": _dynamic_update_slice,
-  "gather": _gather,
   "iota": _iota,
-  "mul": _mul,
   "pad": _pad,
-  "reduce_sum": _reduce_sum,
   "reshape": _reshape,
-  "rev": _rev,
   "select_n": _select,
-  "slice": _slice,
-  "squeeze": _squeeze,
+  "split": _split,
   "stack": _stack,
-  "transpose": _transpose,
 }

@@ -16,7 +16,6 @@ import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
 from nnx_parallel import infer_rules, presets
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout import dims
 
 TOKENS = jax.ShapeDtypeStruct((8, 8), "int32")
 IMAGES = jax.ShapeDtypeStruct((8, 4, 4, 3), "float32")
@@ -303,22 +302,6 @@ def test_unused_and_odd_variables_do_no_harm():
   found = specs(lambda: Net(nnx.Rngs(0)), FLOATS)
   assert not any(found["unused"])
   assert found["layers.0.kernel"] == P(None, "tensor")
-
-
-@pytest.mark.parametrize(
-  ("before", "after", "pairs"),
-  [
-    ((8, 16), (8, 4, 4), [(0, 0), (1, 1)]),
-    ((8, 4, 4), (8, 16), [(0, 0), (1, 1)]),
-    ((8, 6), (4, 12), [(0, 0)]),
-    ((1, 8), (8,), [(1, 0)]),
-    ((8,), (1, 1, 8), [(0, 2)]),
-    ((), (1,), []),
-    ((2, 3, 4), (6, 4), [(0, 0), (2, 1)]),
-  ],
-)
-def test_a_reshape_links_the_major_dims_of_its_groups(before, after, pairs):
-  assert dims._factor_groups(before, after) == pairs
 
 
 def test_a_variable_without_an_array_shifts_nothing():

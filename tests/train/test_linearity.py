@@ -82,6 +82,11 @@ FOLLOWS = {
   "rows as one dim": (lambda p, b: (features(p, b).reshape(-1, 4) ** 2).mean(), "mean"),
   "look-up": (lambda p, b: (p["w"][b["y"]] ** 2).mean(), "mean"),
   "top": (lambda p, b: jax.lax.top_k(features(p, b), 2)[0].mean(), "mean"),
+  "top, approximately": (lambda p, b: jax.lax.approx_max_k(features(p, b), 2)[0].mean(), "mean"),
+  "largest of each slot": (
+    lambda p, b: jax.vmap(lambda i, x: jnp.zeros((4, 4)).at[i].max(x))(b["y"], features(p, b)).mean(),
+    "mean",
+  ),
   "branch": (
     lambda p, b: jax.lax.cond(p["b"][0] > 0, losses, lambda p, b: 2 * losses(p, b), p, b).mean(),
     "mean",
@@ -96,6 +101,18 @@ FAILS = {
   "sum with a penalty": (lambda p, b: losses(p, b).sum() + (p["w"] ** 2).sum(), "sum", "add"),
   "statistics": (lambda p, b: ((features(p, b) - features(p, b).mean(0)[None]) ** 2).mean(), "mean", ""),
   "order": (lambda p, b: (jnp.cumsum(features(p, b), 0) ** 2).mean(), "mean", "cumsum"),
+  "zeros over the first example": (
+    lambda p, b: jax.lax.dynamic_update_slice(losses(p, b), jnp.zeros((1, 3)), (0, 0)).mean(),
+    "mean",
+    "dynamic_update_slice",
+  ),
+  "zeros over rows that examples name": (
+    lambda p, b: (
+      (p["w"].ravel().at[abs(5 * b["x"][:, 0, 0]).astype(int)].set(0.0) ** 2).sum() + losses(p, b).mean()
+    ),
+    "mean",
+    "scatter|iota",
+  ),
   "neighbours": (lambda p, b: (features(p, b) * jnp.roll(features(p, b), 1, 0)).mean(), "mean", ""),
   "rule that looks at all cotangents": (clipped, "mean", ""),
   "another program for more rows": (

@@ -14,16 +14,11 @@ from typing import Any
 
 from jax.extend import core
 
-from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.core.jaxprs import CALLS, called, inner_equations, nbytes, opened
 
-_FUSED = frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
-    "copy_p", "cos", "div", "eq", "erf", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt",
-    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
-    "neg", "nextafter", "not", "or", "pow", "rem", "reshape", "round", "rsqrt", "select_n", "sign", "sin",
-    "sqrt", "square", "squeeze", "sub", "tan", "tanh", "xor",
-))  # fmt: skip
+_FUSED = ELEMENTWISE - {"name", "reduce_precision"} | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
+"""What a `checkpoint_name` marks may be kept, and what `reduce_precision` rounds is made as it is."""
 
 
 def is_fused(eqn: Any) -> bool:
@@ -36,7 +31,8 @@ def is_fused(eqn: Any) -> bool:
 
 def _is_product(eqn: Any) -> bool:
   """Whether it is a product, or a function with one (`jnp.einsum`)."""
-  return meeting(eqn) is not None or (eqn.primitive.name in CALLS and any(map(meeting, inner_equations(eqn))))
+  eqns = inner_equations(eqn) if eqn.primitive.name in CALLS else [eqn]
+  return any(e.primitive.name in PRODUCTS for e in eqns)
 
 
 def stored(body: Any, saved: Collection[Any]) -> list[Any]:

@@ -19,22 +19,17 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from nnx_parallel.core.dims import IDENTITIES, MOVES
 from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of, scan_counts
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
-# Operations whose result has the values of their first operand, in another type, shape or order at most.
-_MOVES = frozenset((
-  "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "reduce_precision",
-  "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
-))  # fmt: skip
 # Operations outside `jax.lax` without arithmetic worth counting.
-_LIGHT = frozenset((
-  "copy_p", "custom_lin", "debug_callback", "debug_print", "device_put", "layout_constraint", "mesh_cast",
-  "name", "pvary", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split",
-  "random_unwrap", "random_wrap", "reshard", "threefry2x32",
-))  # fmt: skip
+_LIGHT = MOVES | IDENTITIES | {
+  "custom_lin", "debug_callback", "debug_print", "random_bits", "random_clone", "random_fold_in",
+  "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
+}  # fmt: skip
 _HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
 # Collectives that the user writes under `shard_map`: what they send is not counted.
 _COLLECTIVES = frozenset((
@@ -225,7 +220,7 @@ class Propagation:
       )
       return inputs
     data, weight = any(f.data for f in inputs), any(f.weight for f in inputs)
-    own = inputs[0].parameter if name in _MOVES else None
+    own = inputs[0].parameter if name in MOVES else None
     if own is None:
       self._read(eqn, inputs)
     found = meeting(eqn)
