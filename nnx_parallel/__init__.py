@@ -28,7 +28,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
-  from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, plan
+  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.layout.planning import plan
   from nnx_parallel.layout.resolve import resolve_spec
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
   from nnx_parallel.loop.check_step import StepCheck, StepDifference, check_step
@@ -109,7 +110,6 @@ __all__ = [
   "StepDifference",
   "StepTime",
   "StopSignals",
-  "StoredPlan",
   "Task",
   "TensorBoardLog",
   "TrainStep",

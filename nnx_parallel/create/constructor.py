@@ -20,14 +20,9 @@ from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import (
-  PlanOptions,
-  ShardingPlan,
-  StoredPlan,
-  check_structure,
-  no_constructor,
-  plan_with_traces,
-)
+from nnx_parallel.layout.plan import ShardingPlan, check_plan, check_structure, no_constructor
+from nnx_parallel.layout.planning import PlanOptions, plan_with_traces
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.layout.tracing import (
   Trace,
   make_optimizer,
@@ -40,7 +35,7 @@ from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
-_DEFAULTS = {name: option.default for name, option in inspect.signature(plan_with_traces).parameters.items()}
+_DEFAULTS = {name: option.default for name, option in inspect.signature(make_plan).parameters.items()}
 M = TypeVar("M", bound=nnx.Module)
 
 logger = logging.getLogger("nnx_parallel")
@@ -92,9 +87,8 @@ def create_sharded_model(
   traces: dict[Root, Trace] | None = None
   if unknown := options.keys() - PlanOptions.__annotations__.keys():
     raise TypeError(f"create_sharded_model() got an unexpected keyword argument {min(unknown)!r}")
-  if isinstance(init, StoredPlan):
-    if not isinstance(init, ShardingPlan):
-      raise no_constructor()
+  if isinstance(init, ShardingPlan):
+    check_plan(init, "create_sharded_model(plan)")
     given = {"mesh": mesh, "rules": rules, **options}
     if any(value is not None and value != _DEFAULTS[name] for name, value in given.items()):
       raise PlanError(
@@ -174,19 +168,23 @@ def cut_plan(
 
 def _trace(plan: ShardingPlan) -> dict[Root, Trace]:
   """Traces the plan's constructor and its optimizer again."""
-  traces: dict[Root, Trace] = {"model": trace_module(plan.init, plan.mesh)}
-  model, optimizer = traces["model"].node, None
+  traces: dict[Root, Trace] = {"model": trace_module(_init(plan), plan.mesh)}
   if plan.tx is not None:
-    traces["optimizer"] = trace_optimizer(model, plan.tx, plan.wrt)
-    optimizer = traces["optimizer"].node
-  _check_built(plan, model, optimizer)
+    traces["optimizer"] = trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
+  _check_built(plan, {root: one.made.leaves for root, one in traces.items()})
   return traces
 
 
-def _check_built(plan: ShardingPlan, model: Any, optimizer: Any) -> None:
+def _init(plan: ShardingPlan[M]) -> Callable[[], M]:
+  if plan.init is None:
+    raise no_constructor()
+  return plan.init
+
+
+def _check_built(plan: ShardingPlan[Any], arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
   what = "init built another structure than when it was planned"
   fix = "make init depend on nothing that changes between calls, or plan again."
-  check_structure(plan.leaves, model, optimizer, what, fix)
+  check_structure(plan.leaves, arrays, what, fix)
 
 
 def _phases(plan: ShardingPlan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
@@ -226,12 +224,12 @@ def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh
 
   @nnx.jit
   def constructor() -> Any:
-    module, optimizer = run_init(plan.init, plan.mesh), None
-    with nnx.use_eager_sharding(False):
-      if plan.tx is not None:
-        optimizer = make_optimizer(module, plan.tx, plan.wrt)
-    _check_built(plan, module, optimizer)
-    built = {"model": array_leaves(module), "optimizer": array_leaves(optimizer) if optimizer else {}}
+    module = run_init(_init(plan), plan.mesh)
+    built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
+    if plan.tx is not None:
+      with nnx.use_eager_sharding(False):
+        built["optimizer"] = array_leaves(make_optimizer(module, plan.tx, plan.wrt))
+    _check_built(plan, built)
     arrays = [jax.numpy.asarray(value_of(built[leaf.root][leaf.path])) for leaf in plan.leaves]
     padded = [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, plan.leaves, strict=True)]
     return jax.lax.with_sharding_constraint(padded, list(shardings))

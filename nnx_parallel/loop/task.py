@@ -18,7 +18,7 @@ from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.loop.loader import Recipe, load_recipe
 from nnx_parallel.rules.fallback import fsdp
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step

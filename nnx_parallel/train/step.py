@@ -466,7 +466,7 @@ def _warn_unplanned(labels: list[str]) -> None:
 
 def _abstract(plan: ShardingPlan) -> Any:
   """The plan's model and optimizer as they would be created, with a `ShapeDtypeStruct` in every Variable."""
-  if plan.abstract_optimizer is None:
+  if plan.tx is None:
     raise TrainError(
       "this plan has no optimizer, so there is no train step to lower.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",

@@ -437,7 +437,7 @@ class _Traces:
     options: LayerOptions | None = None,
     microbatches: int = 1,
   ):
-    graphdef, state = nnx.split(plan.abstract_model)
+    graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
     is_trained, rows = nnx.filterlib.to_predicate(plan.wrt), plan.of("model")
     flat = sorted(nnx.to_flat_state(state), key=lambda row: not is_trained(*row))
     self.trained_paths = [path for path, leaf in flat if is_trained(path, leaf)]

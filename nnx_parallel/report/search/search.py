@@ -26,7 +26,7 @@ from nnx_parallel.errors import NnxParallelError, ReportError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time

@@ -17,7 +17,7 @@ from nnx_parallel.errors import ReportError, SchemeError
 from nnx_parallel.layers.layers import Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
