@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypeVar, Unpack, get_args, overload
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -21,8 +22,9 @@ from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan, check_plan, check_structure, no_constructor
-from nnx_parallel.layout.planning import PlanOptions, plan_with_traces
+from nnx_parallel.layout.planning import PlanOptions, StateOptions, plan_with_traces
 from nnx_parallel.layout.planning import plan as make_plan
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.tracing import (
   Trace,
   make_optimizer,
@@ -37,8 +39,42 @@ Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
 _DEFAULTS = {name: option.default for name, option in inspect.signature(make_plan).parameters.items()}
 M = TypeVar("M", bound=nnx.Module)
+R = TypeVar("R")
 
 logger = logging.getLogger("nnx_parallel")
+
+
+@overload
+def create_sharded_model(init: ShardingPlan[R], *, compile: Compile = "slices") -> R: ...
+
+
+@overload
+def create_sharded_model(
+  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, compile: Compile = "slices"
+) -> M: ...
+
+
+@overload
+def create_sharded_model(
+  init: Callable[[], M],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  compile: Compile = "slices",
+  optimizer: optax.GradientTransformation,
+  **options: Unpack[StateOptions],
+) -> tuple[M, ShardedOptimizer[M]]: ...
+
+
+@overload
+def create_sharded_model(
+  init: Callable[[], nnx.Module] | ShardingPlan,
+  mesh: AnyMesh | None = None,
+  rules: Rules = None,
+  *,
+  compile: Compile = "slices",
+  **options: Unpack[PlanOptions],
+) -> Any: ...
 
 
 def create_sharded_model(
@@ -175,13 +211,13 @@ def _trace(plan: ShardingPlan) -> dict[Root, Trace]:
   return traces
 
 
-def _init(plan: ShardingPlan[M]) -> Callable[[], M]:
+def _init(plan: ShardingPlan) -> Callable[[], nnx.Module]:
   if plan.init is None:
     raise no_constructor()
   return plan.init
 
 
-def _check_built(plan: ShardingPlan[Any], arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
+def _check_built(plan: ShardingPlan, arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
   what = "init built another structure than when it was planned"
   fix = "make init depend on nothing that changes between calls, or plan again."
   check_structure(plan.leaves, arrays, what, fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from flax import nnx
 
@@ -15,9 +15,10 @@ from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan
 
 Arrays = Mapping[Path, Any]
+R = TypeVar("R")
 
 
-def instantiate(plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
+def instantiate(plan: ShardingPlan[R], arrays: Mapping[Root, Arrays]) -> R:
   """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
 
   Each Variable keeps the user's annotation and gets what flax needs to apply it without an active mesh:
@@ -29,10 +30,10 @@ def instantiate(plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
   optimizer = _merge(plan, "optimizer", arrays)
   optimizer.tx = plan.live_tx
   optimizer.placement = plan.placement
-  return model, optimizer
+  return cast(R, (model, optimizer))
 
 
-def _merge(plan: ShardingPlan[Any], root: Root, arrays: Mapping[Root, Arrays]) -> Any:
+def _merge(plan: ShardingPlan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
   abstract = plan.abstract[root]
   found, rows = arrays.get(root, {}), plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}

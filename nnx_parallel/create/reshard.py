@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,17 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan, check_plan
 
+R = TypeVar("R")
+
 
 def reshard(
   model: nnx.Module,
-  plan: ShardingPlan,
+  plan: ShardingPlan[R],
   *,
   optimizer: nnx.Optimizer[Any] | None = None,
   donate: bool = False,
   byte_budget: int = 2**28,
-) -> Any:
+) -> R:
   """Moves a live module into the layout of a plan: from one device, another mesh, other specs.
 
   Array by array, so that at most about `byte_budget` bytes per device are under way at a time. The arrays of
@@ -82,8 +84,8 @@ def reshard(
 
 
 def from_arrays(
-  arrays: Mapping[Any, Any], plan: ShardingPlan, *, optimizer: Mapping[Any, Any] | None = None
-) -> Any:
+  arrays: Mapping[Any, Any], plan: ShardingPlan[R], *, optimizer: Mapping[Any, Any] | None = None
+) -> R:
   """Builds the planned module from arrays instead of initial values: numpy, memory-mapped files, jax.
 
   Of a numpy array, only the shards of local devices are read and copied. `init` computes no values.

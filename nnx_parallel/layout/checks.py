@@ -17,7 +17,6 @@ from nnx_parallel.layout.decide import ROWS, Given, matching_rule, nearest, tabl
 from nnx_parallel.layout.known_faults import convolutions
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.tracing import Abstract
-from nnx_parallel.rules.logical import check_axes
 from nnx_parallel.rules.ruleset import RuleSet
 
 
@@ -163,7 +162,7 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list
   rules, leaves = given.rules, [model.leaves[row.path] for row in rows]
   by_rule = [row for row in rows if row.decision.source == "path rule"]
   matched = [(row, matching_rule((row.path, *row.aliases), rules)) for row in by_rule]
-  notes = check_axes(rules.logical, given.sizes)
+  notes: list[str] = []
   short = [row.name for row, leaf in zip(rows, leaves, strict=True) if _is_short(row, leaf)]
   if short:
     notes.append(

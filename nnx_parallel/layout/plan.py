@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
@@ -40,14 +41,16 @@ from nnx_parallel.rules.ruleset import RuleSet
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-M = TypeVar("M", bound=nnx.Module)
+R = TypeVar("R", default=Any)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ShardingPlan(Generic[M]):
+class ShardingPlan(Generic[R]):
   """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
 
-  One that was read from JSON without its constructor can be looked at and compared, and cannot create.
+  Generic in what is created from it: `ShardingPlan[Model]`; `ShardingPlan[tuple[Model,
+  ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its constructor can be
+  looked at and compared, and cannot create.
 
   Attributes:
     mesh: the mesh that the specs refer to.
@@ -68,7 +71,7 @@ class ShardingPlan(Generic[M]):
   notes: tuple[str, ...] = ()
   zero: int = 0
   layers: tuple[str, ...] = ()
-  init: Callable[[], M] | None = None
+  init: Callable[[], nnx.Module] | None = None
   tx: optax.GradientTransformation | None = None
   wrt: Any = nnx.Param
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
@@ -355,10 +358,10 @@ class ShardingPlan(Generic[M]):
     text: str,
     *,
     mesh: AnyMesh | None = None,
-    init: Callable[[], M] | None = None,
+    init: Callable[[], nnx.Module] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
-  ) -> ShardingPlan[M]:
+  ) -> ShardingPlan[R]:
     """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
 
     Args:
@@ -384,22 +387,22 @@ class ShardingPlan(Generic[M]):
     if optimizer is not None:
       abstract["optimizer"] = trace_optimizer(abstract["model"], optimizer, wrt).made
     fix = "pass the init (and optimizer) that the plan was made for, or plan again."
-    arrays = {root: made.leaves for root, made in abstract.items()}
+    arrays: dict[Root, Mapping[Path, Any]] = {root: made.leaves for root, made in abstract.items()}
     check_structure(stored.leaves, arrays, "the stored plan is for another module", fix)
     return dataclasses.replace(stored, abstract=abstract)
 
   @functools.cached_property
-  def abstract_model(self) -> M:
+  def abstract_model(self) -> Any:
     """The module with `ShapeDtypeStruct` values; for reading, not for changing."""
     check_plan(self, "plan.abstract_model")
     return self.abstract["model"].node
 
   @functools.cached_property
-  def abstract_optimizer(self) -> nnx.Optimizer[M] | None:
+  def abstract_optimizer(self) -> nnx.Optimizer[Any] | None:
     """The optimizer with `ShapeDtypeStruct` values, or None."""
     return self.abstract["optimizer"].node if "optimizer" in self.abstract else None
 
-  def without_optimizer(self) -> ShardingPlan[M]:
+  def without_optimizer(self) -> ShardingPlan:
     """The plan of the model alone."""
     leaves = tuple(leaf for leaf in self.leaves if leaf.root == "model")
     abstract: dict[Root, Abstract] = {root: x for root, x in self.abstract.items() if root == "model"}

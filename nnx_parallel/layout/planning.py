@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import optax
 from flax import nnx
@@ -35,6 +35,7 @@ from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.tracing import (
   Trace,
   factored_dims,
@@ -43,16 +44,15 @@ from nnx_parallel.layout.tracing import (
   trace_optimizer,
   why_one_program,
 )
-from nnx_parallel.rules.logical import UNEVEN, Uneven
+from nnx_parallel.rules.logical import UNEVEN, Uneven, check_axes
 from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
 
 M = TypeVar("M", bound=nnx.Module)
 
 
-class PlanOptions(TypedDict, total=False):
-  """The options of `plan`."""
+class StateOptions(TypedDict, total=False):
+  """The options of `plan` besides the optimizer."""
 
-  optimizer: optax.GradientTransformation | None
   wrt: Any
   uneven: Uneven
   zero: int
@@ -60,8 +60,37 @@ class PlanOptions(TypedDict, total=False):
   optimizer_memory: str | None
 
 
+class PlanOptions(StateOptions, total=False):
+  """The options of `plan`."""
+
+  optimizer: optax.GradientTransformation | None
+
+
+@overload
+def plan(
+  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, uneven: Uneven = "error"
+) -> ShardingPlan[M]: ...
+
+
+@overload
 def plan(
   init: Callable[[], M],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  optimizer: optax.GradientTransformation,
+  **options: Unpack[StateOptions],
+) -> ShardingPlan[tuple[M, ShardedOptimizer[M]]]: ...
+
+
+@overload
+def plan(
+  init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
+) -> ShardingPlan: ...
+
+
+def plan(
+  init: Callable[[], nnx.Module],
   mesh: AnyMesh,
   rules: Rules = None,
   *,
@@ -71,7 +100,7 @@ def plan(
   zero: int = 0,
   zero_axes: Sequence[str] | str | None = None,
   optimizer_memory: str | None = None,
-) -> ShardingPlan[M]:
+) -> ShardingPlan:
   """Plans the layout of a module, and of its optimizer, without making any array.
 
   Args:
@@ -119,8 +148,8 @@ def plan(
 
 
 def plan_with_traces(
-  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
-) -> tuple[ShardingPlan[M], dict[Root, Trace]]:
+  init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
+) -> tuple[ShardingPlan, dict[Root, Trace]]:
   """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
@@ -130,12 +159,14 @@ def plan_with_traces(
   uneven: Uneven = options.get("uneven", "error")
   ruleset, notes = _rules_on(mesh, rules, uneven)
   given = Given(mesh, ruleset, uneven)
+  without_effect = check_axes(ruleset.logical, given.sizes)
   batch = batch_axes(ruleset, given.sizes)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].made
   notes += check_attention(model.node, given.sizes)  # says more than what resolving wrong names says
   rows = model_rows(model, given)
   check_complete(rows, ruleset)
+  without_effect += check_rules(rows, model, given)
   state: list[LeafPlan] = []
   if tx is not None:
     axes = _axes_of_zero(zero, options.get("zero_axes"), batch, given)
@@ -153,7 +184,7 @@ def plan_with_traces(
     mesh=mesh,
     rules=ruleset,
     leaves=(*rows, *state),
-    notes=tuple(notes + _notes(traces, rows, batch, given)),
+    notes=tuple(notes + _notes(traces, rows, batch, given) + without_effect),
     layers=tuple(map(str, find_layers(model.node))),
     zero=zero,
     init=init,
@@ -219,7 +250,7 @@ def _notes(
   notes += _overridden(placements(traces["model"]), rows)
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")
-  return notes + check_rules(rows, model, given)
+  return notes
 
 
 def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:

@@ -105,7 +105,7 @@ class Audit(Shown, Sequence[Replicated]):
     return f"{text_table(header, rows, right=(1, 3, 4), wrap=(5, 6))}\n{total}{marks}"
 
 
-def audit(plan: ShardingPlan[Any], *, min_bytes: int = LARGE) -> Audit:
+def audit(plan: ShardingPlan, *, min_bytes: int = LARGE) -> Audit:
   """See `ShardingPlan.audit`."""
   found = [
     _replicated(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size
@@ -133,7 +133,7 @@ def _replicated(leaf: LeafPlan) -> Replicated:
   return Replicated(leaf, axis, dim)
 
 
-def warn_replicated(plan: ShardingPlan[Any], *, stacklevel: int = 2) -> bool:
+def warn_replicated(plan: ShardingPlan, *, stacklevel: int = 2) -> bool:
   """See `ShardingPlan.warn_replicated`."""
   found = [f for f in audit(plan) if not f.leaf.decision.intended and f.leaf.root == "model"]
   if not found:
@@ -196,7 +196,7 @@ def _count(label: str, leaves: Iterable[LeafPlan]) -> str:
   return f"{label:8}{len(rows):>6} arrays {elements:>16,} elements   {size}"
 
 
-def trainable(plan: ShardingPlan[Any], wrt: Any) -> Trainable:
+def trainable(plan: ShardingPlan, wrt: Any) -> Trainable:
   """See `ShardingPlan.trainable`."""
   selects = nnx.filterlib.to_predicate(wrt)
   trained: list[LeafPlan] = []

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 from pathlib import Path as File
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import path_str
@@ -74,7 +74,7 @@ class PlanDiff(Shown):
     return "\n".join([*lines, f"per device {before} -> {after}"])
 
 
-def diff(before: ShardingPlan[Any], after: ShardingPlan[Any]) -> PlanDiff:
+def diff(before: ShardingPlan, after: ShardingPlan) -> PlanDiff:
   """See `ShardingPlan.diff`."""
   old, new = ({leaf.name: leaf for leaf in p.leaves} for p in (before, after))
   changes: list[Change] = []
@@ -103,7 +103,7 @@ def _layout(leaf: LeafPlan) -> dict[str, str]:
   }
 
 
-def golden_text(plan: ShardingPlan[Any]) -> str:
+def golden_text(plan: ShardingPlan) -> str:
   """The layout alone, one readable line for each leaf: the content of golden files."""
   mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
   rows = [f"{leaf.name}: {'  '.join(v for v in _layout(leaf).values() if v != '-')}" for leaf in plan.leaves]
@@ -112,7 +112,7 @@ def golden_text(plan: ShardingPlan[Any]) -> str:
 
 
 def assert_golden_plan(
-  plan: ShardingPlan[Any], file: str | os.PathLike[str], *, update: bool | None = None
+  plan: ShardingPlan, file: str | os.PathLike[str], *, update: bool | None = None
 ) -> None:
   """Fails when a plan's layout is not the one in a file that is kept with the tests.
 

@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def to_json(plan: ShardingPlan[Any]) -> str:
+def to_json(plan: ShardingPlan) -> str:
   """See `ShardingPlan.to_json`."""
   head: dict[str, Any] = {
     "format": FORMAT,
