@@ -28,7 +28,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
-  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.layout.plan import Plan
   from nnx_parallel.layout.planning import plan
   from nnx_parallel.layout.resolve import resolve_spec
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -96,6 +96,7 @@ __all__ = [
   "NnxParallelWarning",
   "PathRules",
   "Pipeline",
+  "Plan",
   "Precision",
   "Processes",
   "Remat",
@@ -105,7 +106,6 @@ __all__ = [
   "Schedule",
   "SearchResult",
   "ShardedOptimizer",
-  "ShardingPlan",
   "StepCheck",
   "StepDifference",
   "StepTime",

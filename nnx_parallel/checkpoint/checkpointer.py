@@ -32,7 +32,7 @@ from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 R = TypeVar("R")
 
@@ -311,7 +311,7 @@ class Checkpointer:
   @overload
   def restore(
     self,
-    target: ShardingPlan[R],
+    target: Plan[R],
     step: int | str | None = None,
     *,
     only: Only | None = None,
@@ -657,8 +657,8 @@ def _content(
 
 
 def _plan_json(plan: object) -> encoding.Json:
-  if plan is not None and not isinstance(plan, ShardingPlan):
-    raise CheckpointError(f"plan={plan!r} is not a ShardingPlan.", fix="pass what nxp.plan(...) returned.")
+  if plan is not None and not isinstance(plan, Plan):
+    raise CheckpointError(f"plan={plan!r} is not a Plan.", fix="pass what nxp.plan(...) returned.")
   return None if plan is None else json.loads(plan.to_json())
 
 

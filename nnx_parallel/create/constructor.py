@@ -21,7 +21,7 @@ from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan, check_plan, check_structure, no_constructor
+from nnx_parallel.layout.plan import Plan, check_plan, check_structure, no_constructor
 from nnx_parallel.layout.planning import PlanOptions, StateOptions, plan_with_traces
 from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -45,7 +45,7 @@ logger = logging.getLogger("nnx_parallel")
 
 
 @overload
-def create_sharded_model(init: ShardingPlan[R], *, compile: Compile = "slices") -> R: ...
+def create_sharded_model(init: Plan[R], *, compile: Compile = "slices") -> R: ...
 
 
 @overload
@@ -68,7 +68,7 @@ def create_sharded_model(
 
 @overload
 def create_sharded_model(
-  init: Callable[[], nnx.Module] | ShardingPlan,
+  init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
   rules: Rules = None,
   *,
@@ -78,7 +78,7 @@ def create_sharded_model(
 
 
 def create_sharded_model(
-  init: Callable[[], nnx.Module] | ShardingPlan,
+  init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
   rules: Rules = None,
   *,
@@ -123,7 +123,7 @@ def create_sharded_model(
   traces: dict[Root, Trace] | None = None
   if unknown := options.keys() - PlanOptions.__annotations__.keys():
     raise TypeError(f"create_sharded_model() got an unexpected keyword argument {min(unknown)!r}")
-  if isinstance(init, ShardingPlan):
+  if isinstance(init, Plan):
     check_plan(init, "create_sharded_model(plan)")
     given = {"mesh": mesh, "rules": rules, **options}
     if any(value is not None and value != _DEFAULTS[name] for name, value in given.items()):
@@ -145,7 +145,7 @@ def create_sharded_model(
 
 
 def construct(
-  plan: ShardingPlan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
+  plan: Plan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
   """Runs the plan's constructor, compiled, with the shards as its outputs.
 
@@ -182,7 +182,7 @@ def construct(
   return result
 
 
-def _programs(plan: ShardingPlan, sliced: Cut) -> Iterator[str]:
+def _programs(plan: Plan, sliced: Cut) -> Iterator[str]:
   """Lists the programs that are compiled, and how often each runs."""
   made: list[list[LeafPlan]] = [
     [plan.leaves[i] for one in group for i in one.outputs] for group in sliced.groups
@@ -195,14 +195,14 @@ def _programs(plan: ShardingPlan, sliced: Cut) -> Iterator[str]:
 
 
 def cut_plan(
-  plan: ShardingPlan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
+  plan: Plan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
 ) -> Cut | str:
   """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
   traces = traces or _trace(plan)
   return why_one_program(traces.values()) or cut(*_phases(plan, traces), shardings)
 
 
-def _trace(plan: ShardingPlan) -> dict[Root, Trace]:
+def _trace(plan: Plan) -> dict[Root, Trace]:
   """Traces the plan's constructor and its optimizer again."""
   traces: dict[Root, Trace] = {"model": trace_module(_init(plan), plan.mesh)}
   if plan.tx is not None:
@@ -211,19 +211,19 @@ def _trace(plan: ShardingPlan) -> dict[Root, Trace]:
   return traces
 
 
-def _init(plan: ShardingPlan) -> Callable[[], nnx.Module]:
+def _init(plan: Plan) -> Callable[[], nnx.Module]:
   if plan.init is None:
     raise no_constructor()
   return plan.init
 
 
-def _check_built(plan: ShardingPlan, arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
+def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
   what = "init built another structure than when it was planned"
   fix = "make init depend on nothing that changes between calls, or plan again."
   check_structure(plan.leaves, arrays, what, fix)
 
 
-def _phases(plan: ShardingPlan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
+def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
   """Puts the traces in sequence: the module, its optimizer, and the padding of uneven leaves.
 
   Returns:
@@ -252,7 +252,7 @@ def _phases(plan: ShardingPlan, traces: Mapping[Root, Trace]) -> tuple[list[Phas
   return found, results
 
 
-def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
   """Runs the constructor under `nnx.jit`, with its state constrained to the layout: the reference.
 
   Source: the flax guide "Scale up on multiple devices".
@@ -274,7 +274,7 @@ def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh
     return constructor()
 
 
-def real_mesh(plan: ShardingPlan) -> Mesh:
+def real_mesh(plan: Plan) -> Mesh:
   """The plan's mesh; a `PlanError` if it is abstract."""
   if isinstance(plan.mesh, AbstractMesh):
     raise PlanError(

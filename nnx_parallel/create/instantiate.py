@@ -12,13 +12,13 @@ from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared, merg
 from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 Arrays = Mapping[Path, Any]
 R = TypeVar("R")
 
 
-def instantiate(plan: ShardingPlan[R], arrays: Mapping[Root, Arrays]) -> R:
+def instantiate(plan: Plan[R], arrays: Mapping[Root, Arrays]) -> R:
   """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
 
   Each Variable keeps the user's annotation and gets what flax needs to apply it without an active mesh:
@@ -33,7 +33,7 @@ def instantiate(plan: ShardingPlan[R], arrays: Mapping[Root, Arrays]) -> R:
   return cast(R, (model, optimizer))
 
 
-def _merge(plan: ShardingPlan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
+def _merge(plan: Plan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
   abstract = plan.abstract[root]
   found, rows = arrays.get(root, {}), plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}

@@ -45,10 +45,10 @@ R = TypeVar("R", default=Any)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ShardingPlan(Generic[R]):
+class Plan(Generic[R]):
   """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
 
-  Generic in what is created from it: `ShardingPlan[Model]`; `ShardingPlan[tuple[Model,
+  Generic in what is created from it: `Plan[Model]`; `Plan[tuple[Model,
   ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its constructor can be
   looked at and compared, and cannot create.
 
@@ -294,7 +294,7 @@ class ShardingPlan(Generic[R]):
     """
     return audit.warn_replicated(self, stacklevel=stacklevel + 1)
 
-  def diff(self, other: ShardingPlan[Any]) -> PlanDiff:
+  def diff(self, other: Plan[Any]) -> PlanDiff:
     """What changes in the layout from this plan to another.
 
     Args:
@@ -361,7 +361,7 @@ class ShardingPlan(Generic[R]):
     init: Callable[[], nnx.Module] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
-  ) -> ShardingPlan[R]:
+  ) -> Plan[R]:
     """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
 
     Args:
@@ -402,7 +402,7 @@ class ShardingPlan(Generic[R]):
     """The optimizer with `ShapeDtypeStruct` values, or None."""
     return self.abstract["optimizer"].node if "optimizer" in self.abstract else None
 
-  def without_optimizer(self) -> ShardingPlan:
+  def without_optimizer(self) -> Plan:
     """The plan of the model alone."""
     leaves = tuple(leaf for leaf in self.leaves if leaf.root == "model")
     abstract: dict[Root, Abstract] = {root: x for root, x in self.abstract.items() if root == "model"}
@@ -440,13 +440,13 @@ def no_constructor() -> PlanError:
   """The error for a plan that was read from JSON without its constructor, and so cannot create."""
   return PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
-    fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
+    fix="Plan.from_json(text, mesh=mesh, init=init, optimizer=...)",
   )
 
 
 def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
   """Raises a `PlanError` unless `plan` is a plan, and one with a constructor if the `call` creates."""
-  if not isinstance(plan, ShardingPlan):
+  if not isinstance(plan, Plan):
     raise PlanError(
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
       fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",

@@ -34,7 +34,7 @@ from nnx_parallel.layout.constrain import rules_in_scope
 from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.tracing import (
   Trace,
@@ -69,7 +69,7 @@ class PlanOptions(StateOptions, total=False):
 @overload
 def plan(
   init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, uneven: Uneven = "error"
-) -> ShardingPlan[M]: ...
+) -> Plan[M]: ...
 
 
 @overload
@@ -80,13 +80,13 @@ def plan(
   *,
   optimizer: optax.GradientTransformation,
   **options: Unpack[StateOptions],
-) -> ShardingPlan[tuple[M, ShardedOptimizer[M]]]: ...
+) -> Plan[tuple[M, ShardedOptimizer[M]]]: ...
 
 
 @overload
 def plan(
   init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
-) -> ShardingPlan: ...
+) -> Plan: ...
 
 
 def plan(
@@ -100,7 +100,7 @@ def plan(
   zero: int = 0,
   zero_axes: Sequence[str] | str | None = None,
   optimizer_memory: str | None = None,
-) -> ShardingPlan:
+) -> Plan:
   """Plans the layout of a module, and of its optimizer, without making any array.
 
   Args:
@@ -120,7 +120,7 @@ def plan(
       is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
 
   Returns:
-    A `ShardingPlan`: print it, `explain` it, create from it, restore into it.
+    A `Plan`: print it, `explain` it, create from it, restore into it.
 
   Raises:
     ShardingError: names, rules or fallback that do not fit a Variable; the message has its path.
@@ -149,7 +149,7 @@ def plan(
 
 def plan_with_traces(
   init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
-) -> tuple[ShardingPlan, dict[Root, Trace]]:
+) -> tuple[Plan, dict[Root, Trace]]:
   """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
   A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
@@ -180,7 +180,7 @@ def plan_with_traces(
       sizes = ", ".join(f"{axis}={given.sizes[axis]}" for axis in axes)
       notes.append(f"zero splits nothing: {sizes}, and no optimizer state has a dim left for them")
   check_names((*rows, *state))
-  made = ShardingPlan(
+  made = Plan(
     mesh=mesh,
     rules=ruleset,
     leaves=(*rows, *state),

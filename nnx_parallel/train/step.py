@@ -21,7 +21,7 @@ from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 from nnx_parallel.train.binding import ABSENT, check_outside, objects_in
 from nnx_parallel.train.check_gradients import checked
 from nnx_parallel.train.gradient_check import GradientCheck, merged
@@ -188,7 +188,7 @@ class TrainStep(_Step):
       TrainError: a plan without an optimizer.
     """
     scope = contextlib.nullcontext()
-    if isinstance(model, ShardingPlan):
+    if isinstance(model, Plan):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
@@ -464,7 +464,7 @@ def _warn_unplanned(labels: list[str]) -> None:
     )
 
 
-def _abstract(plan: ShardingPlan) -> Any:
+def _abstract(plan: Plan) -> Any:
   """The plan's model and optimizer as they would be created, with a `ShapeDtypeStruct` in every Variable."""
   if plan.tx is None:
     raise TrainError(

@@ -21,7 +21,7 @@ Pair = tuple[Model, nxp.ShardedOptimizer[Model]]
 mesh, tx = nxp.make_mesh(fsdp=8), optax.sgd(0.1)
 plan = nxp.plan(Model, mesh, nxp.fsdp())
 both = nxp.plan(Model, mesh, optimizer=tx, zero=1)
-assert_type(plan, nxp.ShardingPlan[Model])
+assert_type(plan, nxp.Plan[Model])
 assert_type(nxp.create_sharded_model(plan), Model)
 assert_type(nxp.create_sharded_model(both), Pair)
 assert_type(nxp.create_sharded_model(Model, mesh), Model)

@@ -18,7 +18,7 @@ from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.layout.tracing import nothing_selected
 
 if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.layout.plan import Plan
 
 LARGE = 2**20
 """Bytes above which a replicated leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""
@@ -105,8 +105,8 @@ class Audit(Shown, Sequence[Replicated]):
     return f"{text_table(header, rows, right=(1, 3, 4), wrap=(5, 6))}\n{total}{marks}"
 
 
-def audit(plan: ShardingPlan, *, min_bytes: int = LARGE) -> Audit:
-  """See `ShardingPlan.audit`."""
+def audit(plan: Plan, *, min_bytes: int = LARGE) -> Audit:
+  """See `Plan.audit`."""
   found = [
     _replicated(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size
   ]
@@ -133,8 +133,8 @@ def _replicated(leaf: LeafPlan) -> Replicated:
   return Replicated(leaf, axis, dim)
 
 
-def warn_replicated(plan: ShardingPlan, *, stacklevel: int = 2) -> bool:
-  """See `ShardingPlan.warn_replicated`."""
+def warn_replicated(plan: Plan, *, stacklevel: int = 2) -> bool:
+  """See `Plan.warn_replicated`."""
   found = [f for f in audit(plan) if not f.leaf.decision.intended and f.leaf.root == "model"]
   if not found:
     return False
@@ -196,8 +196,8 @@ def _count(label: str, leaves: Iterable[LeafPlan]) -> str:
   return f"{label:8}{len(rows):>6} arrays {elements:>16,} elements   {size}"
 
 
-def trainable(plan: ShardingPlan, wrt: Any) -> Trainable:
-  """See `ShardingPlan.trainable`."""
+def trainable(plan: Plan, wrt: Any) -> Trainable:
+  """See `Plan.trainable`."""
   selects = nnx.filterlib.to_predicate(wrt)
   trained: list[LeafPlan] = []
   frozen: list[LeafPlan] = []

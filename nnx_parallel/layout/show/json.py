@@ -21,7 +21,7 @@ from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.layout.plan import Plan
 
 FORMAT = 2
 _KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -33,8 +33,8 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def to_json(plan: ShardingPlan) -> str:
-  """See `ShardingPlan.to_json`."""
+def to_json(plan: Plan) -> str:
+  """See `Plan.to_json`."""
   head: dict[str, Any] = {
     "format": FORMAT,
     "mesh": {"axes": axis_sizes(plan.mesh), "explicit": is_explicit(plan.mesh)},
@@ -49,7 +49,7 @@ def to_json(plan: ShardingPlan) -> str:
 
 
 def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
-  """Reads what `to_json` wrote; see `ShardingPlan.from_json`. Returns the fields of a plan."""
+  """Reads what `to_json` wrote; see `Plan.from_json`. Returns the fields of a plan."""
   try:
     data = json.loads(text)
   except json.JSONDecodeError as error:
