@@ -21,7 +21,7 @@ from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import Plan, check_plan, check_structure, no_constructor
+from nnx_parallel.layout.plan import Plan, check_plan, check_structure
 from nnx_parallel.layout.planning import PlanOptions, StateOptions, plan_with_traces
 from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -204,17 +204,11 @@ def cut_plan(
 
 def _trace(plan: Plan) -> dict[Root, Trace]:
   """Traces the plan's constructor and its optimizer again."""
-  traces: dict[Root, Trace] = {"model": trace_module(_init(plan), plan.mesh)}
+  traces: dict[Root, Trace] = {"model": trace_module(plan.init, plan.mesh)}
   if plan.tx is not None:
     traces["optimizer"] = trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
   _check_built(plan, {root: one.made.leaves for root, one in traces.items()})
   return traces
-
-
-def _init(plan: Plan) -> Callable[[], nnx.Module]:
-  if plan.init is None:
-    raise no_constructor()
-  return plan.init
 
 
 def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
@@ -260,7 +254,7 @@ def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) 
 
   @nnx.jit
   def constructor() -> Any:
-    module = run_init(_init(plan), plan.mesh)
+    module = run_init(plan.init, plan.mesh)
     built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
     if plan.tx is not None:
       with nnx.use_eager_sharding(False):

@@ -59,7 +59,7 @@ class Plan(Generic[R]):
     notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
     layers: the layers of the model, a line for each group.
-    init: the constructor that was planned, or None.
+    init: the constructor that was planned; None if the plan was read from JSON without it.
     tx: the optax transformation, or None when the plan has no optimizer.
     wrt: which Variables the optimizer trains.
     abstract: graph definition and abstract state of the model and of the optimizer; empty without `init`.
@@ -71,7 +71,7 @@ class Plan(Generic[R]):
   notes: tuple[str, ...] = ()
   zero: int = 0
   layers: tuple[str, ...] = ()
-  init: Callable[[], nnx.Module] | None = None
+  init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
   tx: optax.GradientTransformation | None = None
   wrt: Any = nnx.Param
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
@@ -378,7 +378,7 @@ class Plan(Generic[R]):
     Raises:
       PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
     """
-    stored = cls(**json.from_json(text, mesh), init=init, tx=optimizer, wrt=wrt)
+    stored = cls(**json.from_json(text, mesh), tx=optimizer, wrt=wrt)
     if init is None and optimizer is not None:
       raise no_constructor()
     if init is None:
@@ -389,7 +389,7 @@ class Plan(Generic[R]):
     fix = "pass the init (and optimizer) that the plan was made for, or plan again."
     arrays: dict[Root, Mapping[Path, Any]] = {root: made.leaves for root, made in abstract.items()}
     check_structure(stored.leaves, arrays, "the stored plan is for another module", fix)
-    return dataclasses.replace(stored, abstract=abstract)
+    return dataclasses.replace(stored, init=init, abstract=abstract)
 
   @functools.cached_property
   def abstract_model(self) -> Any:
