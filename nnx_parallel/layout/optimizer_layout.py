@@ -6,7 +6,7 @@ By path and shape only, for any optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -17,6 +17,23 @@ from nnx_parallel.layout.resolve import add_axes
 
 if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
+
+
+def copies(paths: Iterable[Path], parameters: Set[Path]) -> dict[Path, Path]:
+  """Path -> parameter, for the paths under a prefix that has the path of every parameter.
+
+  Example:
+    >>> copies([("mu", "a"), ("mu", "b"), ("count",), ("b",)], {("a",), ("b",)})
+    {('mu', 'a'): ('a',), ('mu', 'b'): ('b',)}
+  """
+  under: dict[Path, dict[Path, Path]] = {}
+  for path in paths:
+    for i in range(len(path)):
+      if path[i:] in parameters:
+        under.setdefault(path[:i], {})[path] = path[i:]
+  return {
+    path: of for found in under.values() if {*found.values()} == parameters for path, of in found.items()
+  }
 
 
 def layout_after_parameter(

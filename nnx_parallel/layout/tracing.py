@@ -316,7 +316,8 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any)
   """Traces the optimizer of an abstract module.
 
   optax builds the state of parameters by `jax.tree.map` over a State of Variables, and so keeps the metadata
-  of each. This relates state to parameters exactly, whatever wraps, masks or factors it.
+  of each. This relates state to parameters exactly, whatever wraps, masks or factors it. Where a
+  transformation makes plain arrays, a complete copy of the parameters' tree belongs to them too.
   """
   check_transformation(tx)
   if not jax.tree.leaves(model.chosen(wrt)):
@@ -335,7 +336,10 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any)
         leaf.del_metadata(_ORIGIN)
     return optimizer
 
-  return dataclasses.replace(trace(build, model), origins=origins)
+  found = trace(build, model)
+  trained = {path for path, _ in nnx.to_flat_state(model.chosen(wrt))}
+  plain = [path for path, x in found.made.leaves.items() if path not in origins and value_of(x).shape]
+  return dataclasses.replace(found, origins=optimizer_layout.copies(plain, trained) | origins)
 
 
 def nothing_selected(wrt: Any, model: Abstract) -> PlanError:
