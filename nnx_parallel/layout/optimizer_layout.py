@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import add_axes
 
