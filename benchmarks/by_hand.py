@@ -46,7 +46,7 @@ class Job:
   by_hand: Callable[[Arrays, Arrays], jax.Array]
   batch: dict[str, np.ndarray]
 
-  def plan(self, layout: str, tx: optax.GradientTransformation) -> nxp.ShardingPlan:
+  def plan(self, layout: str, tx: optax.GradientTransformation) -> nxp.Plan:
     """The plan of the module and `tx` on one of `LAYOUTS`."""
     sizes, zero = LAYOUTS[layout]
     mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | sizes)
@@ -92,7 +92,7 @@ def parameters_of(model: nnx.Module) -> Arrays:
   return {".".join(map(str, path)): jnp.copy(leaf.get_value()) for path, leaf in flat}
 
 
-def moments_of(plan: nxp.ShardingPlan, names: Any) -> dict[str, Any]:
+def moments_of(plan: nxp.Plan, names: Any) -> dict[str, Any]:
   """The sharding of each parameter's first moment in a plan with Adam."""
   return {name: plan[f"optimizer/opt_state.0.mu.{name}"].sharding for name in names}
 

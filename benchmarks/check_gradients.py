@@ -134,7 +134,7 @@ class Case:
 
   name: str
   dtype: str
-  plan: nxp.ShardingPlan
+  plan: nxp.Plan
   loss: Any
   batch: Any
   options: dict[str, Any] | None = None

@@ -94,7 +94,7 @@ def make_state(gigabytes: float) -> tuple[Tree, Tree]:
   return tree(""), tree("mu_", "nu_")
 
 
-def bag_plan(gigabytes: float) -> nxp.ShardingPlan:
+def bag_plan(gigabytes: float) -> nxp.Plan:
   """A module that holds the whole state, for safetensors; kernels cut into columns over 8 devices."""
 
   class Bag(nnx.Module):
@@ -158,7 +158,7 @@ def level_memory(nbytes: int) -> None:
 class Cases:
   """What is timed; each method does one thing once and returns its seconds."""
 
-  def __init__(self, root: pathlib.Path, model: Tree, optimizer: Tree, plan: nxp.ShardingPlan):
+  def __init__(self, root: pathlib.Path, model: Tree, optimizer: Tree, plan: nxp.Plan):
     self.root, self.model, self.optimizer, self.plan = root, model, optimizer, plan
     self.spent = 0.0  # processor seconds of the last case
     self.folders: dict[str, pathlib.Path] = {}  # the newest of each writer

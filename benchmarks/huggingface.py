@@ -51,14 +51,14 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_plan(folder: Path) -> nxp.ShardingPlan:
+def make_plan(folder: Path) -> nxp.Plan:
   """Each array in 8 parts, on both axes."""
   rules = [nxp.presets.llama(), nxp.presets.fsdp_tensor()]
   mesh = nxp.make_mesh(fsdp=4, tensor=2)
   return nxp.plan(lambda: from_config(folder, nnx.Rngs(0), param_dtype="bfloat16"), mesh, rules)
 
 
-def by_hand(folder: Path, plan: nxp.ShardingPlan) -> list[jax.Array]:
+def by_hand(folder: Path, plan: nxp.Plan) -> list[jax.Array]:
   """Reads each array, turns it, and cuts it into the shards: a loop as people write it."""
   file = safetensors.numpy.load_file(folder / "model.safetensors")
   made: list[jax.Array] = []
@@ -76,7 +76,7 @@ def by_hand(folder: Path, plan: nxp.ShardingPlan) -> list[jax.Array]:
   return made
 
 
-def case(name: str, folder: Path, plan: nxp.ShardingPlan) -> Callable[[], Any]:
+def case(name: str, folder: Path, plan: nxp.Plan) -> Callable[[], Any]:
   """A case of `CASES`."""
   if name == "by hand":
     return lambda: by_hand(folder, plan)
@@ -112,7 +112,7 @@ def memory(name: str, folder: Path) -> None:
   print(peak - before)
 
 
-def bytes_read(folder: Path, plan: nxp.ShardingPlan) -> int:
+def bytes_read(folder: Path, plan: nxp.Plan) -> int:
   """The bytes that an import reads of the arrays."""
   total, read = 0, Tensor.read
 

@@ -61,7 +61,7 @@ def batch() -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
 
 
-def plan(mesh: Any = None, optimizer: Any = None, zero: int = 0, **axes: int) -> nxp.ShardingPlan:
+def plan(mesh: Any = None, optimizer: Any = None, zero: int = 0, **axes: int) -> nxp.Plan:
   """A plan of the MLP: batch over data and fsdp, embed over fsdp, mlp over tensor."""
   rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
   mesh = mesh or nxp.abstract_mesh({"data": 1, "fsdp": 1, "tensor": 1, **axes})

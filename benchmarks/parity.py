@@ -114,7 +114,7 @@ def batches(steps: int = STEPS) -> list[np.ndarray]:
   return list(np.where(rng.random(clean.shape) < 0.2, noise, clean).astype(np.int32))
 
 
-def plan_of(case: Case, optimizer: str) -> nxp.ShardingPlan:
+def plan_of(case: Case, optimizer: str) -> nxp.Plan:
   sizes = LAYOUTS[case.layout]
   explicit = case.layout.startswith("Explicit")
   devices = jax.devices()[: int(np.prod(sizes))]

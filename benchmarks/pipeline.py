@@ -73,7 +73,7 @@ def loss(model: Stacked, x: jax.Array) -> jax.Array:
   return (model(x) ** 2).mean()
 
 
-def plan_of(mesh: Any) -> nxp.ShardingPlan:
+def plan_of(mesh: Any) -> nxp.Plan:
   stage = "stage" if "stage" in mesh.shape else None
   rules = [
     nxp.LogicalRules(batch="data"),

@@ -90,7 +90,7 @@ def main() -> None:
   record.value("flax builds model and optimizer abstractly", flax, "s")
   record.value("nxp.plan, which contains that", ours, "s")
   record.value("ratio", statistics.median(plan / build for build, plan in pairs), "")
-  for depth in (40, 160, 370):
+  for depth in (40, 160, 370, 3700):
     arrays = 27 * depth + 11
     seconds = processor_seconds(plan_of(depth))
     record.value(f"time per array, {arrays} arrays ({depth} layers)", seconds / arrays * 1e6, "us")

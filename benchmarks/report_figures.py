@@ -57,7 +57,7 @@ def config_for(topology: str) -> llama.Config:
   return dataclasses.replace(MODEL, compute=jnp.float32) if topology.startswith("cpu") else MODEL
 
 
-def layout(topology: str, sizes: tuple[int, int, int]) -> nxp.ShardingPlan:
+def layout(topology: str, sizes: tuple[int, int, int]) -> nxp.Plan:
   mesh = nxp.abstract_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
   config = config_for(topology)
 

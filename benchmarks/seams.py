@@ -259,7 +259,7 @@ def data() -> dict[str, np.ndarray]:
   return {"x": x, "y": y, "w": (rng.random((BATCH, LENGTH)) < 0.5).astype(np.float32)}
 
 
-def planned(case: Case, sizes: Mapping[str, int], *, zero: int) -> nxp.ShardingPlan:
+def planned(case: Case, sizes: Mapping[str, int], *, zero: int) -> nxp.Plan:
   """The plan of the case on a mesh."""
   mesh = nxp.make_mesh(dict(sizes), devices=jax.devices()[: int(np.prod([*sizes.values()]))])
   split = [axis for axis in ("tensor", "fsdp") if axis in sizes]

@@ -104,7 +104,7 @@ def init(sparse: bool) -> text_lm.TextLM:
   return model
 
 
-def plan_of(sizes: dict[str, int], sparse: bool) -> nxp.ShardingPlan:
+def plan_of(sizes: dict[str, int], sparse: bool) -> nxp.Plan:
   """The model on the first devices."""
   mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
   kept = {name: tuple(axis for axis in axes if axis in sizes) for name, axes in AXES.items()}

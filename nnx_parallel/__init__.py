@@ -28,7 +28,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.layout.constrain import constrain, use_rules
   from nnx_parallel.layout.infer import infer_rules
   from nnx_parallel.layout.leaf import LeafPlan
-  from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, plan
+  from nnx_parallel.layout.plan import Plan
+  from nnx_parallel.layout.planning import plan
   from nnx_parallel.layout.resolve import resolve_spec
   from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
   from nnx_parallel.loop.fit import FitResult, fit
@@ -94,6 +95,7 @@ __all__ = [
   "NnxParallelWarning",
   "PathRules",
   "Pipeline",
+  "Plan",
   "Precision",
   "Processes",
   "Remat",
@@ -103,12 +105,10 @@ __all__ = [
   "Schedule",
   "SearchResult",
   "ShardedOptimizer",
-  "ShardingPlan",
   "StepCheck",
   "StepDifference",
   "StepTime",
   "StopSignals",
-  "StoredPlan",
   "Task",
   "TensorBoardLog",
   "TrainStep",

@@ -94,7 +94,7 @@ class Training:
 
 
 def run_training(
-  plan: nxp.ShardingPlan,
+  plan: nxp.Plan,
   loss_fn: Callable[[Any, Any], Any],
   batches: Iterable[Any],
   *,
@@ -150,7 +150,7 @@ def run_training(
 
 def assert_same_training(
   loss_fn: Callable[[Any, Any], Any],
-  plans: Mapping[str, nxp.ShardingPlan],
+  plans: Mapping[str, nxp.Plan],
   batches: Iterable[Any],
   *,
   rtol: float = 1e-5,

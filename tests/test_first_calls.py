@@ -112,7 +112,7 @@ CALLS = {
   ),
   "one plan to compare": (
     lambda: assert_same_training(loss, PLAN(), [X]),
-    "needs plans by name and batches.\n  given a value of type ShardingPlan, and 1 batches",
+    "needs plans by name and batches.\n  given a value of type Plan, and 1 batches",
     'assert_same_training(loss_fn, {"fsdp": plan}, batches)',
   ),
   "a module's path": (lambda: PLAN()["up"], "no leaf 'up'.\n  in it: up.bias, up.kernel", "plan.leaves"),

@@ -440,8 +440,22 @@ def test_flax_copies_metadata_to_optimizer_state():
   assert state.get_metadata("out_sharding") == ("embed", "mlp")
 
 
+@pytest.mark.parametrize(
+  "tx", [optax.adam(1e-3), optax.adafactor(1e-3), optax.masked(optax.adam(1e-3), True)]
+)
+def test_optax_keeps_the_metadata_of_the_variables_whose_state_it_makes(tx):
+  """`layout/tracing.trace_optimizer` relates state to parameters by it."""
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  model.kernel.set_metadata("origin", "kernel")
+  model.bias.set_metadata("origin", "bias")
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  flat = nnx.to_flat_state(nnx.state(optimizer, nnx.OptVariable))
+  assert flat
+  assert all(leaf.get_metadata("origin") == path[-1] for path, leaf in flat)
+
+
 def test_the_rules_of_a_flax_context_can_be_read():
-  """`layout/plan.py` reads them; flax.nnx exports only the context."""
+  """`layout/planning.py` reads them; flax.nnx exports only the context."""
   with nnx.logical_axis_rules((("embed", "fsdp"),)):
     assert get_logical_axis_rules() == (("embed", "fsdp"),)
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
 from concurrent.futures.thread import ThreadPoolExecutor  # its hook at exit must be set before the one below
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -32,7 +32,9 @@ from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
+
+R = TypeVar("R")
 
 _RESERVED = ("model", "optimizer")
 
@@ -305,6 +307,36 @@ class Checkpointer:
     names, choose = targets.split_only(only)
     goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
     return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
+
+  @overload
+  def restore(
+    self,
+    target: Plan[R],
+    step: int | str | None = None,
+    *,
+    only: Only | None = None,
+    skip: Iterable[str] = (),
+    rename: MappingType[str, str] | None = None,
+    cast: bool = False,
+    weight_map: Remap | None = None,
+    on_corrupt: str = "error",
+  ) -> R: ...
+
+  @overload
+  def restore(
+    self,
+    target: object = None,
+    step: int | str | None = None,
+    *,
+    only: Only | None = None,
+    skip: Iterable[str] = (),
+    rename: MappingType[str, str] | None = None,
+    cast: bool = False,
+    weight_map: Remap | None = None,
+    optimizer: str = "restore",
+    on_corrupt: str = "error",
+    as_numpy: bool = False,
+  ) -> Any: ...
 
   def restore(
     self,
@@ -625,8 +657,8 @@ def _content(
 
 
 def _plan_json(plan: object) -> encoding.Json:
-  if plan is not None and not isinstance(plan, ShardingPlan):
-    raise CheckpointError(f"plan={plan!r} is not a ShardingPlan.", fix="pass what nxp.plan(...) returned.")
+  if plan is not None and not isinstance(plan, Plan):
+    raise CheckpointError(f"plan={plan!r} is not a Plan.", fix="pass what nxp.plan(...) returned.")
   return None if plan is None else json.loads(plan.to_json())
 
 

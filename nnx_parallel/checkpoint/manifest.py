@@ -115,7 +115,7 @@ class Manifest(Header):
     parent: as in `Header`.
     items: the trees, by name.
     extra: JSON values saved beside the trees, for example a data cursor.
-    plan: the JSON of `ShardingPlan.to_json`, or None; `ShardingPlan.from_json(json.dumps(...))` reads it.
+    plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
     versions: of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
     files: bytes of every other file of the step, by relative path.

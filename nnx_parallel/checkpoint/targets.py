@@ -22,7 +22,7 @@ from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import Root
-from nnx_parallel.layout.plan import ShardingPlan, StoredPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 OPTIMIZER = ("restore", "drop", "fresh")
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -100,7 +100,7 @@ def read(
 
 def _plans_in(target: object) -> list[Any]:
   leaves = jax.tree.leaves(target, is_leaf=_is_node)
-  plans = [leaf for leaf in leaves if isinstance(leaf, (ShardingPlan, StoredPlan))]
+  plans = [leaf for leaf in leaves if isinstance(leaf, Plan)]
   if plans and len(plans) < len(leaves):
     raise CheckpointError(
       f"cannot restore into a plan beside other targets: {len(plans)} of {len(leaves)} are plans.",
@@ -119,8 +119,7 @@ def _check_options(target: object, plans: list[Any], optimizer: str, as_numpy: b
       fix="restore(nxp.plan(init, mesh, rules)); restore(init()), on one device; restore(), for the arrays.",
     )
   for plan in plans:
-    if isinstance(plan, StoredPlan):
-      check_plan(plan, "restore(plan)")
+    check_plan(plan, "restore(plan)")
   is_plan = bool(plans)
   if optimizer == "fresh" and all(plan.tx is None for plan in plans):
     raise CheckpointError(
@@ -189,7 +188,7 @@ def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
   return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, key, sharding=host), leaf.shape)
 
 
-def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
+def _plan_target(plan: Plan, optimizer: str) -> Target:
   if isinstance(plan.mesh, jax.sharding.AbstractMesh):
     raise CheckpointError(
       "cannot restore into a plan on an abstract mesh: it has no devices.",
@@ -197,8 +196,7 @@ def _plan_target(plan: ShardingPlan, optimizer: str) -> Target:
       fix="plan on real devices: nxp.plan(init, nxp.make_mesh(...), rules).",
     )
   if optimizer == "drop":
-    kept = tuple(leaf for leaf in plan.leaves if leaf.root == "model")
-    plan = dataclasses.replace(plan, leaves=kept, tx=None, abstract_optimizer=None)
+    plan = plan.without_optimizer()
   roots: tuple[Root, ...] = ("model",)
   if plan.tx is not None and optimizer == "restore":
     roots = ("model", "optimizer")

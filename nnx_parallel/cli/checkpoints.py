@@ -23,7 +23,7 @@ if TYPE_CHECKING:
   from nnx_parallel.interop.fates import Fates
   from nnx_parallel.interop.match import Matched
   from nnx_parallel.interop.weights import WeightMap
-  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.layout.plan import Plan
 
 
 def register(commands: options.Commands) -> None:
@@ -281,7 +281,7 @@ def run_verify(args: argparse.Namespace) -> int:
   return options.NO if damaged else 0
 
 
-def _plan(args: argparse.Namespace) -> ShardingPlan:
+def _plan(args: argparse.Namespace) -> Plan:
   """Plans the recipe on real or simulated devices; comes before jax's first use."""
   from nnx_parallel.loop.loader import load_recipe
 

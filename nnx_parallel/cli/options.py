@@ -183,7 +183,7 @@ def add_command(
   return parser
 
 
-def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.ShardingPlan:
+def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
   """The plan of a recipe with `--rules`, `--zero` and `--offload`."""
   from nnx_parallel.loop.job import plan_recipe
 

@@ -10,7 +10,7 @@ from nnx_parallel.cli.compile import abstract_batch, loss_of
 from nnx_parallel.errors import ReportError
 
 if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import ShardingPlan
+  from nnx_parallel.layout.plan import Plan
   from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.report.estimate.memory import MemoryPlan
   from nnx_parallel.report.estimate.roofline import StepTime
@@ -35,9 +35,7 @@ def register(commands: options.Commands) -> None:
   )
   alone = parser.add_mutually_exclusive_group()
   alone.add_argument("--explain", metavar="PATH", help="only how the layout of one Variable was decided")
-  alone.add_argument(
-    "--json", action="store_true", help="only the plan, as JSON that ShardingPlan.from_json reads"
-  )
+  alone.add_argument("--json", action="store_true", help="only the plan, as JSON that Plan.from_json reads")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
   return 0 if fits else options.NO
 
 
-def _planned(
-  recipe: Recipe, plan: ShardingPlan, args: argparse.Namespace
-) -> tuple[MemoryPlan, StepTime | None]:
+def _planned(recipe: Recipe, plan: Plan, args: argparse.Namespace) -> tuple[MemoryPlan, StepTime | None]:
   """The memory of the recipe's step on its first batch; for a page about a chip, the time too."""
   from nnx_parallel.report.estimate.memory import memory_plan
   from nnx_parallel.report.estimate.roofline import predict_time

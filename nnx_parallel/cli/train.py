@@ -200,7 +200,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   print(f"checkpoint  {none if args.checkpoint is None else Path(args.checkpoint, str(job.step))}")
 
 
-def examples_in_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
+def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
   """Places one batch, so that missing data or a wrong size is an error before the model is made.
 
   Returns:
@@ -219,7 +219,7 @@ def examples_in_first_batch(recipe: Recipe, plan: nxp.ShardingPlan) -> int:
 def make_job(
   args: argparse.Namespace,
   recipe: Recipe,
-  plan: nxp.ShardingPlan,
+  plan: nxp.Plan,
   checkpointer: nxp.Checkpointer | None,
   examples: int,
 ) -> Job:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypeVar, Unpack, get_args, overload
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -20,14 +21,10 @@ from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, Phase, cut
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import (
-  PlanOptions,
-  ShardingPlan,
-  StoredPlan,
-  check_structure,
-  no_constructor,
-  plan_with_traces,
-)
+from nnx_parallel.layout.plan import Plan, check_plan, check_structure
+from nnx_parallel.layout.planning import PlanOptions, StateOptions, plan_with_traces
+from nnx_parallel.layout.planning import plan as make_plan
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.tracing import (
   Trace,
   make_optimizer,
@@ -40,14 +37,48 @@ from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "whole"]
 COMPILE: tuple[str, ...] = get_args(Compile)
-_DEFAULTS = {name: option.default for name, option in inspect.signature(plan_with_traces).parameters.items()}
+_DEFAULTS = {name: option.default for name, option in inspect.signature(make_plan).parameters.items()}
 M = TypeVar("M", bound=nnx.Module)
+R = TypeVar("R")
 
 logger = logging.getLogger("nnx_parallel")
 
 
+@overload
+def create_sharded_model(init: Plan[R], *, compile: Compile = "slices") -> R: ...
+
+
+@overload
 def create_sharded_model(
-  init: Callable[[], nnx.Module] | ShardingPlan,
+  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, compile: Compile = "slices"
+) -> M: ...
+
+
+@overload
+def create_sharded_model(
+  init: Callable[[], M],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  compile: Compile = "slices",
+  optimizer: optax.GradientTransformation,
+  **options: Unpack[StateOptions],
+) -> tuple[M, ShardedOptimizer[M]]: ...
+
+
+@overload
+def create_sharded_model(
+  init: Callable[[], nnx.Module] | Plan,
+  mesh: AnyMesh | None = None,
+  rules: Rules = None,
+  *,
+  compile: Compile = "slices",
+  **options: Unpack[PlanOptions],
+) -> Any: ...
+
+
+def create_sharded_model(
+  init: Callable[[], nnx.Module] | Plan,
   mesh: AnyMesh | None = None,
   rules: Rules = None,
   *,
@@ -92,9 +123,8 @@ def create_sharded_model(
   traces: dict[Root, Trace] | None = None
   if unknown := options.keys() - PlanOptions.__annotations__.keys():
     raise TypeError(f"create_sharded_model() got an unexpected keyword argument {min(unknown)!r}")
-  if isinstance(init, StoredPlan):
-    if not isinstance(init, ShardingPlan):
-      raise no_constructor()
+  if isinstance(init, Plan):
+    check_plan(init, "create_sharded_model(plan)")
     given = {"mesh": mesh, "rules": rules, **options}
     if any(value is not None and value != _DEFAULTS[name] for name, value in given.items()):
       raise PlanError(
@@ -115,7 +145,7 @@ def create_sharded_model(
 
 
 def construct(
-  plan: ShardingPlan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
+  plan: Plan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
   """Runs the plan's constructor, compiled, with the shards as its outputs.
 
@@ -152,7 +182,7 @@ def construct(
   return result
 
 
-def _programs(plan: ShardingPlan, sliced: Cut) -> Iterator[str]:
+def _programs(plan: Plan, sliced: Cut) -> Iterator[str]:
   """Lists the programs that are compiled, and how often each runs."""
   made: list[list[LeafPlan]] = [
     [plan.leaves[i] for one in group for i in one.outputs] for group in sliced.groups
@@ -165,31 +195,29 @@ def _programs(plan: ShardingPlan, sliced: Cut) -> Iterator[str]:
 
 
 def cut_plan(
-  plan: ShardingPlan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
+  plan: Plan, shardings: Sequence[NamedSharding], traces: Mapping[Root, Trace] | None = None
 ) -> Cut | str:
   """Cuts the plan's constructor into slices; or returns the reason, as a clause, why it cannot be sliced."""
   traces = traces or _trace(plan)
   return why_one_program(traces.values()) or cut(*_phases(plan, traces), shardings)
 
 
-def _trace(plan: ShardingPlan) -> dict[Root, Trace]:
+def _trace(plan: Plan) -> dict[Root, Trace]:
   """Traces the plan's constructor and its optimizer again."""
   traces: dict[Root, Trace] = {"model": trace_module(plan.init, plan.mesh)}
-  model, optimizer = traces["model"].node, None
   if plan.tx is not None:
-    traces["optimizer"] = trace_optimizer(model, plan.tx, plan.wrt)
-    optimizer = traces["optimizer"].node
-  _check_built(plan, model, optimizer)
+    traces["optimizer"] = trace_optimizer(traces["model"].made, plan.tx, plan.wrt)
+  _check_built(plan, {root: one.made.leaves for root, one in traces.items()})
   return traces
 
 
-def _check_built(plan: ShardingPlan, model: Any, optimizer: Any) -> None:
+def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
   what = "init built another structure than when it was planned"
   fix = "make init depend on nothing that changes between calls, or plan again."
-  check_structure(plan.leaves, model, optimizer, what, fix)
+  check_structure(plan.leaves, arrays, what, fix)
 
 
-def _phases(plan: ShardingPlan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
+def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
   """Puts the traces in sequence: the module, its optimizer, and the padding of uneven leaves.
 
   Returns:
@@ -218,7 +246,7 @@ def _phases(plan: ShardingPlan, traces: Mapping[Root, Trace]) -> tuple[list[Phas
   return found, results
 
 
-def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
   """Runs the constructor under `nnx.jit`, with its state constrained to the layout: the reference.
 
   Source: the flax guide "Scale up on multiple devices".
@@ -226,12 +254,12 @@ def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh
 
   @nnx.jit
   def constructor() -> Any:
-    module, optimizer = run_init(plan.init, plan.mesh), None
-    with nnx.use_eager_sharding(False):
-      if plan.tx is not None:
-        optimizer = make_optimizer(module, plan.tx, plan.wrt)
-    _check_built(plan, module, optimizer)
-    built = {"model": array_leaves(module), "optimizer": array_leaves(optimizer) if optimizer else {}}
+    module = run_init(plan.init, plan.mesh)
+    built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
+    if plan.tx is not None:
+      with nnx.use_eager_sharding(False):
+        built["optimizer"] = array_leaves(make_optimizer(module, plan.tx, plan.wrt))
+    _check_built(plan, built)
     arrays = [jax.numpy.asarray(value_of(built[leaf.root][leaf.path])) for leaf in plan.leaves]
     padded = [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, plan.leaves, strict=True)]
     return jax.lax.with_sharding_constraint(padded, list(shardings))
@@ -240,7 +268,7 @@ def construct_whole(plan: ShardingPlan, shardings: Sequence[NamedSharding], mesh
     return constructor()
 
 
-def real_mesh(plan: ShardingPlan) -> Mesh:
+def real_mesh(plan: Plan) -> Mesh:
   """The plan's mesh; a `PlanError` if it is abstract."""
   if isinstance(plan.mesh, AbstractMesh):
     raise PlanError(

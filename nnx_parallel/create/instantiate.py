@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from flax import nnx
 
@@ -12,34 +12,35 @@ from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared, merg
 from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 Arrays = Mapping[Path, Any]
+R = TypeVar("R")
 
 
-def instantiate(plan: ShardingPlan, arrays: Mapping[Root, Arrays]) -> Any:
+def instantiate(plan: Plan[R], arrays: Mapping[Root, Arrays]) -> R:
   """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
 
   Each Variable keeps the user's annotation and gets what flax needs to apply it without an active mesh:
   `mesh`, and `sharding_rules` with the axes that were resolved.
   """
-  model = _merge(plan, "model", plan.abstract_model, arrays)
-  if plan.abstract_optimizer is None:
+  model = _merge(plan, "model", arrays)
+  if plan.tx is None:
     return model
-  optimizer = _merge(plan, "optimizer", plan.abstract_optimizer, arrays)
+  optimizer = _merge(plan, "optimizer", arrays)
   optimizer.tx = plan.live_tx
   optimizer.placement = plan.placement
-  return model, optimizer
+  return cast(R, (model, optimizer))
 
 
-def _merge(plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, Arrays]) -> Any:
-  graphdef, state = nnx.split(abstract)
+def _merge(plan: Plan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
+  abstract = plan.abstract[root]
   found, rows = arrays.get(root, {}), plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}
   # Where the model goes, a step finds the rules for its activations.
   scope: dict[str, Any] = {SCOPE: plan.activation_rules} if root == "model" else {}
   leaves: list[tuple[Path, Any]] = []
-  for path, abstract_leaf in nnx.to_flat_state(state):
+  for path, abstract_leaf in nnx.to_flat_state(abstract.state):
     if path not in rows:
       leaves.append((path, abstract_leaf))  # it holds no array: None, or optax's MaskedNode
       continue
@@ -47,7 +48,7 @@ def _merge(plan: ShardingPlan, root: Root, abstract: Any, arrays: Mapping[Root, 
     if path not in found:
       raise PlanError(f"no array for {row.name}.", fix="give one array for each leaf of the plan.")
     leaves.append((path, _bind(abstract_leaf, found[path], row, labels.get(path), scope)))
-  return merge(graphdef, nnx.from_flat_state(cast(Any, leaves)))
+  return merge(abstract.graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
 def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, scope: dict[str, Any]) -> Any:

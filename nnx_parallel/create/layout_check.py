@@ -13,12 +13,10 @@ from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 
-def check_layout(
-  model: nnx.Module, plan: ShardingPlan, *, optimizer: nnx.Optimizer[Any] | None = None
-) -> None:
+def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises unless a live module, and its optimizer, are laid out as planned.
 
   Shape, dtype, devices, spec and memory kind of each array are compared, the bytes on each device, and the
@@ -64,7 +62,7 @@ def check_layout(
 
 
 def differences(
-  model: nnx.Module, plan: ShardingPlan, optimizer: nnx.Optimizer[Any] | None = None
+  model: nnx.Module, plan: Plan, optimizer: nnx.Optimizer[Any] | None = None
 ) -> tuple[list[str], list[str]]:
   """The leaves that are not as planned, and the leaves that are not in the plan."""
   nodes: dict[Root, Any] = {"model": model}

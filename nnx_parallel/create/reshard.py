@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,19 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slicing.assemble import put
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
+
+R = TypeVar("R")
 
 
 def reshard(
   model: nnx.Module,
-  plan: ShardingPlan,
+  plan: Plan[R],
   *,
   optimizer: nnx.Optimizer[Any] | None = None,
   donate: bool = False,
   byte_budget: int = 2**28,
-) -> Any:
+) -> R:
   """Moves a live module into the layout of a plan: from one device, another mesh, other specs.
 
   Array by array, so that at most about `byte_budget` bytes per device are under way at a time. The arrays of
@@ -81,9 +83,7 @@ def reshard(
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
 
 
-def from_arrays(
-  arrays: Mapping[Any, Any], plan: ShardingPlan, *, optimizer: Mapping[Any, Any] | None = None
-) -> Any:
+def from_arrays(arrays: Mapping[Any, Any], plan: Plan[R], *, optimizer: Mapping[Any, Any] | None = None) -> R:
   """Builds the planned module from arrays instead of initial values: numpy, memory-mapped files, jax.
 
   Of a numpy array, only the shards of local devices are read and copied. `init` computes no values.
@@ -124,7 +124,7 @@ def from_arrays(
   return instantiate(plan, _place(plan, by_path, donate=False, byte_budget=2**28))
 
 
-def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:
+def _check_optimizer(plan: Plan, optimizer: Any) -> None:
   if (plan.tx is None) != (optimizer is None):
     has = (
       "has an optimizer, and none was given" if optimizer is None else "has no optimizer, and one was given"
@@ -135,7 +135,7 @@ def _check_optimizer(plan: ShardingPlan, optimizer: Any) -> None:
     )
 
 
-def _by_path(plan: ShardingPlan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any]:
+def _by_path(plan: Plan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any]:
   names = {path_str(path): path for path in plan.of(root)}
   found: dict[Path, Any] = {}
   for key, value in given.items():
@@ -147,7 +147,7 @@ def _by_path(plan: ShardingPlan, root: Root, given: Mapping[Any, Any]) -> dict[P
 
 
 def _place(
-  plan: ShardingPlan, arrays: Mapping[Root, dict[Path, Any]], *, donate: bool, byte_budget: int
+  plan: Plan, arrays: Mapping[Root, dict[Path, Any]], *, donate: bool, byte_budget: int
 ) -> dict[Root, dict[Path, jax.Array]]:
   real_mesh(plan)
   for root, found in arrays.items():
@@ -218,7 +218,7 @@ def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> n
   return shard
 
 
-def _check_arrays(plan: ShardingPlan, root: Root, found: Mapping[Path, Any]) -> None:
+def _check_arrays(plan: Plan, root: Root, found: Mapping[Path, Any]) -> None:
   rows, what = plan.of(root), "module" if root == "model" else "optimizer"
   wrong = [
     f"{rows[path].name}: planned {format_array(rows[path].dtype, rows[path].shape)}, given "

@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
 
-def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
+def shard_batch(batch: Any, plan: Plan, *, whole: bool = False) -> Any:
   """Places one batch: dim 0 of each array is split by the `batch` rule.
 
   In a job of several processes each passes its own share: the examples for its own devices. The global batch
@@ -59,7 +59,7 @@ def shard_batch(batch: Any, plan: ShardingPlan, *, whole: bool = False) -> Any:
   return jax.tree_util.tree_map_with_path(place, batch)
 
 
-def _check_devices(plan: ShardingPlan) -> None:
+def _check_devices(plan: Plan) -> None:
   if isinstance(plan.mesh, AbstractMesh):
     raise ShardingError(
       "a batch cannot be placed on an abstract mesh.",
@@ -79,7 +79,7 @@ def _host_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _placed(name: str, array: Any, plan: ShardingPlan, *, whole: bool) -> jax.Array:
+def _placed(name: str, array: Any, plan: Plan, *, whole: bool) -> jax.Array:
   shape = tuple(array.shape)
   sizes = axis_sizes(plan.mesh)
   spec = plan.batch_spec(len(shape))
@@ -138,7 +138,7 @@ def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, 
   return tuple(len(own) if count > 1 else 1 for own, count in zip(starts, counts, strict=True))
 
 
-def _own_rows(length: int, ranks: set[int], plan: ShardingPlan) -> np.ndarray[Any, Any]:
+def _own_rows(length: int, ranks: set[int], plan: Plan) -> np.ndarray[Any, Any]:
   """The rows of a global batch that devices of this process hold, of arrays of these ranks."""
   sizes, own = axis_sizes(plan.mesh), set[int]()
   for rank in ranks:
@@ -152,7 +152,7 @@ def _own_rows(length: int, ranks: set[int], plan: ShardingPlan) -> np.ndarray[An
 
 
 def _from_rows(
-  name: str, host: np.ndarray[Any, Any], length: int, rows: np.ndarray[Any, Any], plan: ShardingPlan
+  name: str, host: np.ndarray[Any, Any], length: int, rows: np.ndarray[Any, Any], plan: Plan
 ) -> jax.Array:
   """A global array of `length` rows, of which `host` has these."""
   shape, sizes = (length, *host.shape[1:]), axis_sizes(plan.mesh)
@@ -170,7 +170,7 @@ def _from_rows(
 
 def batches(
   source: Iterable[Any] | Samples,
-  plan: ShardingPlan,
+  plan: Plan,
   *,
   batch: int | None = None,
   start: int = 0,

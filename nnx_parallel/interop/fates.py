@@ -13,7 +13,7 @@ from nnx_parallel.core.text import format_array, format_spec, number_pattern, te
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, read_tensors
 from nnx_parallel.interop.weights import Group, SameNames, WeightMap, initialised, model_leaves, require_fit
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Fates:
 
 def import_fates(
   path: str | os.PathLike[str],
-  plan: ShardingPlan,
+  plan: Plan,
   weight_map: WeightMap | None = None,
   *,
   skip: Iterable[str] = (),
@@ -106,9 +106,7 @@ def import_fates(
   return Fates(rows)
 
 
-def export_fates(
-  plan: ShardingPlan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
-) -> Fates:
+def export_fates(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> Fates:
   """What `export_safetensors` would write of a model with this plan; no array is read.
 
   Raises:

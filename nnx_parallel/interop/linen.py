@@ -21,7 +21,7 @@ from nnx_parallel.checkpoint import diff, paths, targets
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, random_state, unused_skip
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 OTHERS = ("opt_state.*", "step", "tx.*")
 """What a train state has beside the variables of the model."""
@@ -57,7 +57,7 @@ def linen_names(model: object) -> WeightMap:
     >>> sorted(rule.file for rule in names.rules)
     ['batch_stats.mean', 'batch_stats.var', 'params.bias', 'params.scale']
   """
-  model = model.abstract_model if isinstance(model, ShardingPlan) else model
+  model = model.abstract_model if isinstance(model, Plan) else model
   rules = [
     Rule(f"{nnx.variable_name_from_type(type(leaf), allow_register=True)}.{name}", name)
     for path, leaf in variables(model).items()
@@ -69,7 +69,7 @@ def linen_names(model: object) -> WeightMap:
 
 def import_linen(
   source: str | os.PathLike[str] | bytes | Mapping[str, Any],
-  plan: ShardingPlan,
+  plan: Plan,
   weight_map: WeightMap | None = None,
   *,
   skip: Iterable[str] = (),

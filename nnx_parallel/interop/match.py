@@ -25,7 +25,7 @@ from nnx_parallel.checkpoint import encoding
 from nnx_parallel.core.text import format_array, text_table
 from nnx_parallel.interop.safetensors import read_tensors
 from nnx_parallel.interop.weights import Rule, Shape, WeightMap, initialised, model_leaves
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 How = Literal["by order: check", "by name", "by elimination", "unique shape"]
 Arrays = dict[str, tuple[Shape, str]]  # shape and dtype, by name
@@ -130,7 +130,7 @@ class Matched:
     return text_table(("found", "file", "array", "model", "leaf", "pattern"), rows)
 
 
-def match_by_shape(path: str | os.PathLike[str], plan: ShardingPlan, *, skip: Iterable[str] = ()) -> Matched:
+def match_by_shape(path: str | os.PathLike[str], plan: Plan, *, skip: Iterable[str] = ()) -> Matched:
   """Guesses which arrays of safetensors make which leaves of a model.
 
   Args:

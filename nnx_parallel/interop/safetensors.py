@@ -35,7 +35,7 @@ from nnx_parallel.interop.weights import (
   random_state,
   unused_skip,
 )
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -134,7 +134,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def import_safetensors(
   path: str | os.PathLike[str],
-  plan: ShardingPlan,
+  plan: Plan,
   weight_map: WeightMap | None = None,
   *,
   skip: Iterable[str] = (),

@@ -41,7 +41,7 @@ from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_a
 from nnx_parallel.core.nodes import is_key, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 
 Shape = tuple[int, ...]
 Side = Literal["model", "file"]
@@ -474,7 +474,7 @@ class Source(Protocol):
 def import_arrays(
   origin: object,
   sources: Callable[[], Mapping[str, Source]],
-  plan: ShardingPlan,
+  plan: Plan,
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
@@ -532,13 +532,13 @@ def _read(group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.Shap
   ]
 
 
-def model_leaves(plan: ShardingPlan) -> dict[str, TargetLeaf]:
+def model_leaves(plan: Plan) -> dict[str, TargetLeaf]:
   """The leaves of a plan's model by path, also on an abstract mesh."""
   leaves = plan.of("model").items()
   return {paths.format(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}  # pyright: ignore[reportArgumentType]
 
 
-def initialised(plan: ShardingPlan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
+def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
   """The paths that an import leaves as they are initialised: those skipped, and random state.
 
   Raises:

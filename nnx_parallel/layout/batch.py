@@ -56,7 +56,7 @@ def with_batch(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
 
 
 def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionSpec:
-  """The spec of an input; see `ShardingPlan.batch_spec`."""
+  """The spec of an input; see `Plan.batch_spec`."""
   if ndim == 0:
     return PartitionSpec()
   logical = _with_conventional(rules, mesh)

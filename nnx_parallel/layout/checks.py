@@ -1,4 +1,4 @@
-"""Warnings of a plan: attention split inside a head, depthwise kernels, look-up tables."""
+"""What a finished table is checked for, and what a plan notes for its reader."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of, entry_of
-from nnx_parallel.core.nodes import Names, annotation, iter_nodes, path_str
-from nnx_parallel.core.text import few
-from nnx_parallel.errors import ShardingError
+from nnx_parallel.core.nodes import OTHER_KEYS, Names, annotation, iter_nodes, path_str
+from nnx_parallel.core.text import few, listed
+from nnx_parallel.errors import PlanError, ShardingError
+from nnx_parallel.layout.decide import ROWS, Given, matching_rule, nearest, tables, unknown_names
 from nnx_parallel.layout.known_faults import convolutions
 from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.tracing import Abstract
+from nnx_parallel.rules.ruleset import RuleSet
 
 
 def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
@@ -90,20 +93,15 @@ def check_depthwise(
   ]
 
 
-ROWS = -2
-"""The dim of a table's rows: `nnx.vmap` stacks tables in front of it."""
-
-
-def tables(model: nnx.Module) -> frozenset[int]:
-  """The `id` of each look-up table: the `embedding` of every `nnx.Embed`, also where a head is tied to it."""
-  found = (module.embedding for _, module in iter_nodes(model) if isinstance(module, nnx.Embed))
-  return frozenset(id(table) for table in found if len(table.shape) >= -ROWS)
-
-
-def check_tables(leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
+def check_tables(
+  model: nnx.Module, leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping[str, int]
+) -> list[str]:
   """Finds look-up tables that are split by columns over axes which split the batch too."""
   found: dict[str, list[str]] = {}
+  embeddings = tables(model)
   for leaf in leaves:
+    if embeddings.isdisjoint((leaf.path, *leaf.aliases)):
+      continue
     *front, rows, columns = map(axes_of, leaf.spec)
     both = tuple(axis for axis in columns if axis in batch and mesh[axis] > 1)
     if both:
@@ -119,3 +117,86 @@ def check_tables(leaves: Iterable[LeafPlan], batch: Sequence[str], mesh: Mapping
   return [
     f"{few(names)}: look-up {'tables' if names[1:] else 'table'} {note}" for note, names in found.items()
   ]
+
+
+def check_complete(rows: Sequence[LeafPlan], rules: RuleSet) -> None:
+  """Raises a `ShardingError` for parameters without names where the rules require names."""
+  fallback = rules.fallback
+  strict = any(table.strict for table in rules.paths)
+  if not ((fallback is None and strict) or (fallback and fallback.mode == "require_names")):
+    return
+  unnamed = [row for row in rows if row.is_parameter and row.decision.source == "replicated"]
+  if not unnamed:
+    return
+  raise ShardingError(
+    f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
+    details=listed([f"  {row.name}{_nearest_rule(row.name, rules)}" for row in unnamed], 40),
+    fix="add path rules for them (None replicates one), or end the rules with fsdp() or replicate().",
+  )
+
+
+def _nearest_rule(name: str, rules: RuleSet) -> str:
+  patterns = {
+    p if isinstance(p, str) else ".".join(p): p
+    for p in (rule.pattern for table in rules.paths for rule in table.rules)
+  }
+  near = nearest(name, patterns)
+  return f"   (nearest rule: {patterns[near[0]]!r})" if near else ""
+
+
+def check_names(rows: Iterable[LeafPlan]) -> None:
+  """Refuses two arrays of one dotted path, such as those at `("a.b",)` and `("a", "b")`."""
+  seen: dict[str, LeafPlan] = {}
+  for row in rows:
+    other = seen.setdefault(row.name, row)
+    if other is not row:
+      raise PlanError(
+        f"two arrays are called {row.name}.",
+        details=f"their paths are {other.path} and {row.path}",
+        fix="rename one of them: no dot in a key of a dict.",
+      )
+
+
+def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list[str]:
+  """Notes on rules and annotations without effect."""
+  rules, leaves = given.rules, [model.leaves[row.path] for row in rows]
+  by_rule = [row for row in rows if row.decision.source == "path rule"]
+  matched = [(row, matching_rule((row.path, *row.aliases), rules)) for row in by_rule]
+  notes: list[str] = []
+  short = [row.name for row, leaf in zip(rows, leaves, strict=True) if _is_short(row, leaf)]
+  if short:
+    notes.append(
+      f"fewer names than dims, the last dims are replicated: {few(short)} (a layer stacked by nnx.vmap"
+      " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
+    )
+  if any(table.optional for table in rules.paths):
+    matrices = [row for row in rows if row.is_parameter and len(row.shape) > 1]
+    left_out = [row.name for row in matrices if row.decision.source in ("fallback", "replicated")]
+    notes += [f"without tensor parallelism, since no path rule names them: {few(left_out)}"] * bool(left_out)
+  keys = [f"{row.name} {key}" for row, leaf in zip(rows, leaves, strict=True) for key in _other_keys(leaf)]
+  if keys:
+    notes.append(f"metadata that flax does not read (an annotation is out_sharding=...): {few(keys)}")
+  unknown = dict.fromkeys(
+    str(name)
+    for row, pair in matched
+    if pair is not None and pair[0].optional
+    for name in unknown_names(pair[1].names_for(len(row.shape), where=row.name) or (), given)
+  )
+  if unknown:
+    notes.append(f"no rule for names of the path rules, so they split nothing: {few([*unknown])}")
+  fired = {id(pair[1]) for _, pair in matched if pair is not None}
+  required = [rule for table in rules.paths if not table.optional for rule in table.rules]
+  return notes + [f"path rule {rule.pattern!r} matches nothing" for rule in required if id(rule) not in fired]
+
+
+def _is_short(row: LeafPlan, leaf: Any) -> bool:
+  """Whether the user wrote fewer names than dims, in a tuple; missing entries of a spec mean None."""
+  if row.decision.source != "metadata" or not isinstance(leaf, nnx.Variable):
+    return False
+  names = leaf.get_metadata("out_sharding", None)
+  return isinstance(names, (tuple, list)) and 0 < len(names) < len(row.shape)
+
+
+def _other_keys(leaf: Any) -> list[str]:
+  metadata: Mapping[str, Any] = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+  return [f"{key}={metadata[key]!r}" for key in sorted(OTHER_KEYS & metadata.keys())]

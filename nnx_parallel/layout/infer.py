@@ -98,7 +98,7 @@ def infer_rules(
   batch = tuple(axis for axis in sizes if axis in AXES)
   found: dict[Path, Names] = {}
   if tensor is not None:
-    module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).node
+    module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).made.node
     found = _tensor_parallel(module, inputs, call, tensor, sizes, min_size)
   fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
   logical = LogicalRules(batch=batch) if batch else LogicalRules()

@@ -21,7 +21,6 @@ from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.interpret import Facts, facts_of, read, run_operations, values_of
 from nnx_parallel.core.nodes import Path, path_str, plain_path
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout.optimizer_layout import parameters_of
 
 Space = jax.memory.Space
 
@@ -41,13 +40,13 @@ def check_kind(kind: str | None) -> None:
 
 
 def streamed(
-  tx: optax.GradientTransformation, sizes: Mapping[str, int]
+  tx: optax.GradientTransformation, rows: Mapping[str, tuple[Path | None, int]]
 ) -> optax.GradientTransformationExtraArgs:
   """A transformation that also takes state in host memory: fetched, updated and put back, group by group.
 
   Args:
     tx: the optax transformation.
-    sizes: dotted path of a state array -> its bytes per device; 0 for arrays that are not listed.
+    rows: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax
@@ -71,7 +70,7 @@ def streamed(
       updates, new = cast(Any, inner).update(grads, state, params, **extra)
       return updates, jax.tree.leaves(new)
 
-    groups = _groups(state, grads, sizes)
+    groups = _groups(state, grads, rows)
     return _run_in_groups(run, grads, leaves, params, groups, structure)
 
   return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
@@ -81,17 +80,17 @@ def _on_host(leaf: Any) -> bool:
   return getattr(jax.typeof(leaf), "memory_space", None) == Space.Host
 
 
-def _groups(state: Any, grads: Any, sizes: Mapping[str, int]) -> list[int]:
+def _groups(state: Any, grads: Any, rows: Mapping[str, tuple[Path | None, int]]) -> list[int]:
   """The group of each leaf of `state` that is fetched together; 0 for leaves on the device."""
   parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
-  rows = [(plain_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
-  owned = parameters_of((path for path, _ in rows), parameters)
-  of_each = [owned.get(path) if _on_host(leaf) else () for path, leaf in rows]
+  state_leaves = jax.tree_util.tree_leaves_with_path(state)
+  found = [rows.get(path_str(plain_path(path)), (None, 0)) for path, _ in state_leaves]
+  of_each = [of if _on_host(leaf) else () for (of, _), (_, leaf) in zip(found, state_leaves, strict=True)]
   numbers: dict[Path | None, int] = {(): 0}
   number, held = 1, 0
   size_of: collections.Counter[Path | None] = collections.Counter()
-  for (path, _), of in zip(rows, of_each, strict=True):
-    size_of[of] += sizes.get(path_str(path), 0)
+  for (_, size), of in zip(found, of_each, strict=True):
+    size_of[of] += size
   for parameter in (*parameters, None):  # state of no parameter comes last, in one group
     if held and held + size_of[parameter] > GROUP_BYTES:
       number, held = number + 1, 0

@@ -5,16 +5,14 @@ By path and shape only, for any optimizer.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import add_axes
 
@@ -22,35 +20,20 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
 
 
-def of_parameters(state: Mapping[Path, Any]) -> Callable[[Path], bool]:
-  """Whether an array of an optimizer may belong to a parameter: a counter of its own does not.
+def copies(paths: Iterable[Path], parameters: Set[Path]) -> dict[Path, Path]:
+  """Path -> parameter, for the paths under a prefix that has the path of every parameter.
 
-  flax keeps what optax makes of a Variable as `OptVariable`. What optax makes by itself may be called like a
-  parameter: the `count` of Adam.
+  Example:
+    >>> copies([("mu", "a"), ("mu", "b"), ("count",), ("b",)], {("a",), ("b",)})
+    {('mu', 'a'): ('a',), ('mu', 'b'): ('b',)}
   """
-  return lambda path: isinstance(state[path], nnx.OptVariable) or bool(value_of(state[path]).shape)
-
-
-def parameters_of(paths: Iterable[Path], parameters: Collection[Path]) -> dict[Path, Path]:
-  """Optimizer path -> the parameter whose path is its end: `opt_state.0.mu.up.kernel` belongs to `up.kernel`.
-
-  A step counter, for example, has none. If the model itself has a part called `mu`, two parameters match:
-  `mu.kernel` and `kernel`. An optimizer keeps the state of all its parameters under one prefix, so the prefix
-  with the most parameters decides.
-  """
-  # A parameter's state may be a list: `opt_state.0.mu.up.kernel.1` belongs to `up.kernel` too.
-  found = {
-    path: [
-      (path[:i], part[i:]) for part in (path, path[:-1]) for i in range(len(part)) if part[i:] in parameters
-    ]
-    for path in paths
-  }
-  under: dict[Path, set[Path]] = {}
-  for prefix, parameter in itertools.chain.from_iterable(found.values()):
-    under.setdefault(prefix, set()).add(parameter)
-  # Among equals the first, which is the longest path of a parameter.
+  under: dict[Path, dict[Path, Path]] = {}
+  for path in paths:
+    for i in range(len(path)):
+      if path[i:] in parameters:
+        under.setdefault(path[:i], {})[path] = path[i:]
   return {
-    path: max(options, key=lambda one: len(under[one[0]]))[1] for path, options in found.items() if options
+    path: of for found in under.values() if {*found.values()} == parameters for path, of in found.items()
   }
 
 

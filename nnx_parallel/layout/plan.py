@@ -1,63 +1,56 @@
 """The plan: one table of every Variable, its layout, and the decision behind it.
 
-`plan()` builds the module and its optimizer abstractly (no array exists), decides the layout of each leaf
-once, and keeps the result. Creation, training, checkpoints and reports read this table, and derive no layout.
+Creation, training, checkpoints and reports read this table, and derive no layout. `planning.plan` makes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.linen import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
+from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
-from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.layers import find_layers
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
-from nnx_parallel.core.nodes import Path, array_leaves, kind_of, path_str, value_of
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
 from nnx_parallel.core.text import as_html, few, format_array
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layout import offload, optimizer_layout
-from nnx_parallel.layout.batch import batch_axes, no_batch_axes
-from nnx_parallel.layout.checks import check_attention, check_depthwise, check_tables
-from nnx_parallel.layout.constrain import rules_in_scope
-from nnx_parallel.layout.decide import Decisions
+from nnx_parallel.layout import offload
+from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
+from nnx_parallel.layout.constrain import Scope, scoped
+from nnx_parallel.layout.decide import nearest
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.show import audit, diff, json, picture, text
 from nnx_parallel.layout.show.audit import Audit, Trainable
 from nnx_parallel.layout.show.diff import PlanDiff
-from nnx_parallel.layout.table import Table
-from nnx_parallel.layout.tracing import (
-  Trace,
-  factored_dims,
-  placements,
-  trace_module,
-  trace_optimizer,
-  why_one_program,
-)
-from nnx_parallel.rules.logical import UNEVEN, Uneven
-from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
+from nnx_parallel.layout.tracing import Abstract, trace_module, trace_optimizer
+from nnx_parallel.rules.ruleset import RuleSet
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
+R = TypeVar("R", default=Any)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class StoredPlan(Table):
-  """A plan without its constructor: what can be looked at and compared. Made by `ShardingPlan.from_json`.
+class Plan(Generic[R]):
+  """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
+
+  Generic in what is created from it: `Plan[Model]`; `Plan[tuple[Model,
+  ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its constructor can be
+  looked at and compared, and cannot create.
 
   Attributes:
     mesh: the mesh that the specs refer to.
@@ -66,7 +59,142 @@ class StoredPlan(Table):
     notes: for the reader, for example rules that matched nothing.
     zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
     layers: the layers of the model, a line for each group.
+    init: the constructor that was planned; None if the plan was read from JSON without it.
+    tx: the optax transformation, or None when the plan has no optimizer.
+    wrt: which Variables the optimizer trains.
+    abstract: graph definition and abstract state of the model and of the optimizer; empty without `init`.
   """
+
+  mesh: AnyMesh
+  rules: RuleSet
+  leaves: tuple[LeafPlan, ...]
+  notes: tuple[str, ...] = ()
+  zero: int = 0
+  layers: tuple[str, ...] = ()
+  init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
+  tx: optax.GradientTransformation | None = None
+  wrt: Any = nnx.Param
+  abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
+
+  def __getitem__(self, name: str) -> LeafPlan:
+    """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
+    found = self._by_name.get(name)
+    if found is None:
+      inside = [full for full in self._by_name if full.startswith(f"{name}.")]
+      near = few(inside) if inside else ", ".join(nearest(name, self._by_name)) or "nothing like it"
+      raise PlanError(
+        f"the plan has no leaf {name!r}.",
+        details=f"{'in it' if inside else 'nearest'}: {near}",
+        fix="list them with [leaf.name for leaf in plan.leaves].",
+      )
+    return found
+
+  @functools.cached_property
+  def _by_name(self) -> dict[str, LeafPlan]:
+    found = {leaf.name: leaf for leaf in self.leaves}
+    tied = {path_str(path): leaf for leaf in self.leaves for path in leaf.aliases}
+    return tied | found
+
+  def of(self, root: Root) -> dict[Path, LeafPlan]:
+    """The leaves of one object by path.
+
+    Args:
+      root: `"model"` or `"optimizer"`.
+
+    Returns:
+      Path -> leaf, in flax's order; empty for the optimizer of a plan without one.
+    """
+    return {leaf.path: leaf for leaf in self.leaves if leaf.root == root}
+
+  def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
+    """Abstract arrays with the planned sharding, as stored; what a restore or an AOT compile needs.
+
+    Args:
+      root: `"model"` or `"optimizer"`.
+
+    Returns:
+      Path -> `ShapeDtypeStruct` (global storage shape, dtype, sharding).
+    """
+    return {path: leaf.struct for path, leaf in self.of(root).items()}
+
+  def bytes_per_device(self, root: Root | None = None, *, host: bool = False) -> int:
+    """Bytes that each device holds in its own memory.
+
+    Args:
+      root: count only this object; both when None.
+      host: count the arrays in host memory instead (`plan(optimizer_memory="pinned_host")`).
+
+    Returns:
+      Bytes per device.
+    """
+    rows = (leaf for leaf in self.leaves if leaf.on_host == host and root in (None, leaf.root))
+    return sum(leaf.bytes_per_device for leaf in rows)
+
+  @functools.cached_property
+  def batch_axes(self) -> tuple[str, ...]:
+    """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
+
+    Those of `InputRules`; else those of the `batch` rule; else the axes called `replica`, `data`, `dp` and
+    `fsdp`, and the fallback's, as far as the mesh has them.
+
+    Raises:
+      ShardingError: no `batch` rule and no such axis.
+    """
+    axes = batch_axes(self.rules, axis_sizes(self.mesh))
+    if axes is None:
+      raise no_batch_axes(self.rules, axis_sizes(self.mesh))
+    return axes
+
+  def batch_spec(self, ndim: int) -> PartitionSpec:
+    """The spec of an input: that of `InputRules`; else `batch_axes` on dim 0 only.
+
+    Args:
+      ndim: rank of the input; a scalar is replicated.
+
+    Returns:
+      A spec with `ndim` entries.
+
+    Raises:
+      ShardingError: no `batch` rule and no such axis.
+    """
+    return input_spec(self.rules, ndim, axis_sizes(self.mesh))
+
+  def scope(self) -> contextlib.AbstractContextManager[None]:
+    """Puts this plan's rules and mesh in scope; the default of a missing `batch` rule is `batch_axes`.
+
+    `train_step` and `eval_step` do so by themselves. This is for a user's own step.
+
+    Returns:
+      A context manager; see `use_rules`.
+
+    Example:
+      >>> import jax.numpy as jnp, nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
+      >>> with plan.scope():
+      ...   nxp.constrain(jnp.ones((8, 4)), "batch", None).sharding.spec
+      P('data', None)
+    """
+    return scoped(self.activation_rules)
+
+  @functools.cached_property
+  def activation_rules(self) -> Scope:
+    """The rules and mesh of `scope`; the Variables of a model from this plan carry them as metadata."""
+    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
+
+  def num_parameters(self) -> int:
+    """Counts the elements of the model's parameters; tied ones once, padding not at all.
+
+    Returns:
+      Elements in all, over all devices.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> from flax import nnx
+      >>> nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)).num_parameters()
+      576
+    """
+    return sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.is_parameter)
 
   def explain(self, name: str) -> str:
     """How one leaf came to its layout.
@@ -166,7 +294,7 @@ class StoredPlan(Table):
     """
     return audit.warn_replicated(self, stacklevel=stacklevel + 1)
 
-  def diff(self, other: Table) -> PlanDiff:
+  def diff(self, other: Plan[Any]) -> PlanDiff:
     """What changes in the layout from this plan to another.
 
     Args:
@@ -185,7 +313,7 @@ class StoredPlan(Table):
       kernel   1  spec  whole   (-, fsdp)
       per device 2.25 KiB -> 512 B
     """
-    check_plan(other, "plan.diff(other)", Table)
+    check_plan(other, "plan.diff(other)", creates=False)
     return diff.diff(self, other)
 
   def to_json(self) -> str:
@@ -198,31 +326,6 @@ class StoredPlan(Table):
       PlanError: a path part that is no string, int or tuple of these.
     """
     return json.to_json(self)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ShardingPlan(StoredPlan):
-  """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
-
-  Attributes:
-    mesh: the mesh that the specs refer to.
-    rules: the rules that were applied.
-    leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: for the reader, for example rules that matched nothing.
-    zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
-    layers: the layers of the model, a line for each group.
-    init: the constructor that was planned.
-    tx: the optax transformation, or None when the plan has no optimizer.
-    wrt: which Variables the optimizer trains.
-    abstract_model: the module with `ShapeDtypeStruct` values; for reading, not for changing.
-    abstract_optimizer: the optimizer with `ShapeDtypeStruct` values, or None.
-  """
-
-  init: Callable[[], nnx.Module]
-  abstract_model: nnx.Module
-  tx: optax.GradientTransformation | None = None
-  wrt: Any = nnx.Param
-  abstract_optimizer: nnx.Optimizer[Any] | None = None
 
   def trainable(self, wrt: Any = None) -> Trainable:
     """Counts what a filter trains and what it leaves frozen, before anything is built.
@@ -246,23 +349,8 @@ class ShardingPlan(StoredPlan):
       trained: bias
       frozen: kernel
     """
-    return audit.trainable(self, self.abstract_model, self.wrt if wrt is None else wrt)
-
-  @overload
-  @classmethod
-  def from_json(cls, text: str, *, mesh: AnyMesh | None = None) -> StoredPlan: ...
-
-  @overload
-  @classmethod
-  def from_json(
-    cls,
-    text: str,
-    *,
-    mesh: AnyMesh | None = None,
-    init: Callable[[], nnx.Module],
-    optimizer: optax.GradientTransformation | None = None,
-    wrt: Any = nnx.Param,
-  ) -> ShardingPlan: ...
+    check_plan(self, "plan.trainable(wrt)")
+    return audit.trainable(self, self.wrt if wrt is None else wrt)
 
   @classmethod
   def from_json(
@@ -273,14 +361,14 @@ class ShardingPlan(StoredPlan):
     init: Callable[[], nnx.Module] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
-  ) -> StoredPlan:
+  ) -> Plan[R]:
     """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
 
     Args:
       text: what `to_json` wrote.
       mesh: a mesh with the stored axes; an abstract one when None.
       init: the constructor. Its Variables must be those of the stored plan; they get the stored layout,
-        whatever the rules are now. Without it the result is a `StoredPlan`, to print and compare.
+        whatever the rules are now. Without it the plan is there to print and compare.
       optimizer: the optax transformation, when the stored plan has optimizer state.
       wrt: which Variables it trains.
 
@@ -290,24 +378,43 @@ class ShardingPlan(StoredPlan):
     Raises:
       PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
     """
-    fields = json.from_json(text, mesh)
+    stored = cls(**json.from_json(text, mesh), tx=optimizer, wrt=wrt)
     if init is None and optimizer is not None:
       raise no_constructor()
     if init is None:
-      return StoredPlan(**fields)
-    model = trace_module(init, fields["mesh"]).node
-    state = None if optimizer is None else trace_optimizer(model, optimizer, wrt).node
+      return stored
+    abstract: dict[Root, Abstract] = {"model": trace_module(init, stored.mesh).made}
+    if optimizer is not None:
+      abstract["optimizer"] = trace_optimizer(abstract["model"], optimizer, wrt).made
     fix = "pass the init (and optimizer) that the plan was made for, or plan again."
-    check_structure(fields["leaves"], model, state, "the stored plan is for another module", fix)
-    return cls(**fields, init=init, abstract_model=model, tx=optimizer, wrt=wrt, abstract_optimizer=state)
+    arrays: dict[Root, Mapping[Path, Any]] = {root: made.leaves for root, made in abstract.items()}
+    check_structure(stored.leaves, arrays, "the stored plan is for another module", fix)
+    return dataclasses.replace(stored, init=init, abstract=abstract)
+
+  @functools.cached_property
+  def abstract_model(self) -> Any:
+    """The module with `ShapeDtypeStruct` values; for reading, not for changing."""
+    check_plan(self, "plan.abstract_model")
+    return self.abstract["model"].node
+
+  @functools.cached_property
+  def abstract_optimizer(self) -> nnx.Optimizer[Any] | None:
+    """The optimizer with `ShapeDtypeStruct` values, or None."""
+    return self.abstract["optimizer"].node if "optimizer" in self.abstract else None
+
+  def without_optimizer(self) -> Plan:
+    """The plan of the model alone."""
+    leaves = tuple(leaf for leaf in self.leaves if leaf.root == "model")
+    abstract: dict[Root, Abstract] = {root: x for root, x in self.abstract.items() if root == "model"}
+    return dataclasses.replace(self, leaves=leaves, tx=None, abstract=abstract)
 
   @functools.cached_property
   def live_tx(self) -> Any:
     """The transformation of live optimizers: `tx` for padded arrays and for state in host memory."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
-      tx = logical_transformation(tx, nnx.as_pure(nnx.state(self.abstract_model, self.wrt)))
-    away = {path_str(leaf.path[1:]): leaf.bytes_per_device for leaf in self.leaves if leaf.on_host}
+      tx = logical_transformation(tx, nnx.as_pure(self.abstract["model"].chosen(self.wrt)))
+    away = {path_str(x.path[1:]): (x.parameter, x.bytes_per_device) for x in self.leaves if x.on_host}
     return offload.streamed(tx, away) if tx is not None and away else tx
 
   @functools.cached_property
@@ -333,27 +440,30 @@ def no_constructor() -> PlanError:
   """The error for a plan that was read from JSON without its constructor, and so cannot create."""
   return PlanError(
     "this plan was read from JSON without its constructor, so it cannot build a module.",
-    fix="ShardingPlan.from_json(text, mesh=mesh, init=init, optimizer=...)",
+    fix="Plan.from_json(text, mesh=mesh, init=init, optimizer=...)",
   )
 
 
-def check_plan(plan: object, call: str, kind: type[Table] = ShardingPlan) -> None:
-  """Raises a `PlanError` unless `plan` is a plan of this kind; `call` is the call that works."""
-  if isinstance(plan, StoredPlan) and not isinstance(plan, kind):
-    raise no_constructor()
-  if not isinstance(plan, kind):
+def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
+  """Raises a `PlanError` unless `plan` is a plan, and one with a constructor if the `call` creates."""
+  if not isinstance(plan, Plan):
     raise PlanError(
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
       fix=f"{call}, with plan = nxp.plan(init, mesh, rules).",
     )
+  if creates and not plan.abstract:
+    raise no_constructor()
 
 
-def check_structure(leaves: Iterable[LeafPlan], model: Any, optimizer: Any, what: str, fix: str) -> None:
+def check_structure(
+  leaves: Iterable[LeafPlan], arrays: Mapping[Root, Mapping[Path, Any]], what: str, fix: str
+) -> None:
   """Raises a `PlanError` for the first array of a built module or optimizer that is not as planned."""
   planned = {leaf.name: _described(leaf.kind, leaf.shape, leaf.dtype, leaf.is_parameter) for leaf in leaves}
   built: dict[str, str] = {}
-  for prefix, node in (("", model), ("optimizer/", optimizer)):
-    for path, leaf in array_leaves(node).items() if node is not None else ():
+  for root, found in arrays.items():
+    prefix = "" if root == "model" else "optimizer/"
+    for path, leaf in found.items():
       value, is_parameter = value_of(leaf), not prefix and isinstance(leaf, nnx.Param)
       # Numbers and numpy arrays have the dtype that jax gives them under a trace.
       dtype = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) else jnp.result_type(value)
@@ -366,193 +476,3 @@ def check_structure(leaves: Iterable[LeafPlan], model: Any, optimizer: Any, what
 
 def _described(kind: str, shape: tuple[int, ...], dtype: Any, is_parameter: bool) -> str:
   return f"{kind} {format_array(dtype, shape)}" + (", a parameter" if is_parameter else "")
-
-
-class PlanOptions(TypedDict, total=False):
-  """The options of `plan`."""
-
-  optimizer: optax.GradientTransformation | None
-  wrt: Any
-  uneven: Uneven
-  zero: int
-  zero_axes: Sequence[str] | str | None
-  optimizer_memory: str | None
-
-
-def plan(
-  init: Callable[[], nnx.Module],
-  mesh: AnyMesh,
-  rules: Rules = None,
-  *,
-  optimizer: optax.GradientTransformation | None = None,
-  wrt: Any = nnx.Param,
-  uneven: Uneven = "error",
-  zero: int = 0,
-  zero_axes: Sequence[str] | str | None = None,
-  optimizer_memory: str | None = None,
-) -> ShardingPlan:
-  """Plans the layout of a module, and of its optimizer, without making any array.
-
-  Args:
-    init: builds the module: a function without arguments.
-    mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
-    rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
-      annotations must name mesh axes, and other arrays are replicated. Names without a rule here get that of
-      an active `nnx.logical_axis_rules`, with a note.
-    optimizer: an optax transformation whose state is planned too.
-    wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
-    uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
-      `"replicate"`.
-    zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
-      2 is the same state, and `train_step` keeps the gradients in its layout too. Stage 3 is `fsdp()`.
-    zero_axes: the axes of that split; those of the batch when not given.
-    optimizer_memory: where the optimizer state of parameters is stored between steps. With `"pinned_host"` it
-      is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
-
-  Returns:
-    A `ShardingPlan`: print it, `explain` it, create from it, restore into it.
-
-  Raises:
-    ShardingError: names, rules or fallback that do not fit a Variable; the message has its path.
-    PlanError: `init` is not a constructor, or `wrt` selects nothing.
-
-  Example:
-    >>> import jax, optax, nnx_parallel as nxp
-    >>> from flax import nnx
-    >>> init = lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
-    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=512), nxp.fsdp(), optimizer=optax.adam(1e-3))
-    >>> plan["kernel"].spec, plan["optimizer/opt_state.0.mu.kernel"].bytes_per_device
-    (P(None, 'fsdp'), 4096)
-  """
-  return plan_with_traces(
-    init,
-    mesh,
-    rules,
-    optimizer=optimizer,
-    wrt=wrt,
-    uneven=uneven,
-    zero=zero,
-    zero_axes=zero_axes,
-    optimizer_memory=optimizer_memory,
-  )[0]
-
-
-def plan_with_traces(
-  init: Callable[[], nnx.Module],
-  mesh: AnyMesh,
-  rules: Rules = None,
-  *,
-  optimizer: optax.GradientTransformation | None = None,
-  wrt: Any = nnx.Param,
-  uneven: Uneven = "error",
-  zero: int = 0,
-  zero_axes: Sequence[str] | str | None = None,
-  optimizer_memory: str | None = None,
-) -> tuple[ShardingPlan, dict[Root, Trace]]:
-  """Like `plan`; also returns the traces, for a caller that creates the model right away.
-
-  A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
-  """
-  is_explicit(mesh)  # refuses mixed axis types before any work is done
-  if isinstance(rules, optax.GradientTransformation):
-    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
-  if uneven not in UNEVEN:
-    raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
-  if (zero or zero_axes is not None) and optimizer is None:
-    option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
-    raise PlanError(
-      f"{option} splits optimizer state, and there is no optimizer.", fix="optimizer=optax.adamw(...)"
-    )
-  offload.check_kind(optimizer_memory)
-  if optimizer_memory is not None and optimizer is None:
-    raise PlanError(
-      f"optimizer_memory={optimizer_memory!r} places optimizer state, and there is no optimizer.",
-      fix="optimizer=optax.adamw(...)",
-    )
-  ruleset, left_out = on_mesh(RuleSet.of(rules), axis_sizes(mesh))
-  ruleset, context_notes = _with_context(ruleset, axis_sizes(mesh))
-  if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
-    ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
-  traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
-  model = traces["model"].node
-  decisions = Decisions(mesh, ruleset, uneven)
-  found = left_out + context_notes + check_attention(model, decisions.sizes)
-  leaves = decisions.model_leaves(model)
-  batch = batch_axes(ruleset, decisions.sizes)
-  if batch is not None:  # a plan may do without axes for the batch: nothing to check then
-    faults = possible_faults(leaves, model, ruleset, batch, decisions.sizes)
-    found += fault_notes(faults, decisions.sizes, batch)[0]
-    found += check_depthwise(model, leaves, batch, decisions.sizes)
-    found += check_tables(decisions.table_leaves, batch, decisions.sizes)
-  abstract_optimizer = None
-  if optimizer is not None:
-    if zero and zero_axes is None and batch is None:
-      raise no_batch_axes(ruleset, decisions.sizes)
-    axes = optimizer_layout.zero_axes(zero, zero_axes, batch or (), decisions.sizes)
-    traces["optimizer"] = trace_optimizer(model, optimizer, wrt)
-    abstract_optimizer = traces["optimizer"].node
-    leaves += decisions.optimizer_leaves(
-      abstract_optimizer,
-      leaves,
-      zero_axes=axes,
-      memory_kind=None if optimizer_memory == "device" else optimizer_memory,
-      factored_dims=factored_dims(model, optimizer, wrt, abstract_optimizer),
-    )
-  _check_names(leaves)
-  found += _overridden(placements(traces["model"]), leaves)
-  if whole := why_one_program(traces.values()):
-    found.append(f"created as one program, which takes longer to compile: {whole}")
-  made = ShardingPlan(
-    mesh=mesh,
-    rules=ruleset,
-    leaves=tuple(leaves),
-    notes=tuple(found + decisions.notes()),
-    layers=tuple(map(str, find_layers(model))),
-    zero=zero,
-    init=init,
-    abstract_model=model,
-    tx=optimizer,
-    wrt=wrt,
-    abstract_optimizer=abstract_optimizer,
-  )
-  return made, traces
-
-
-def _check_names(leaves: Iterable[LeafPlan]) -> None:
-  """Refuses two arrays of one dotted path, such as those at `("a.b",)` and `("a", "b")`."""
-  seen: dict[str, LeafPlan] = {}
-  for leaf in leaves:
-    other = seen.setdefault(leaf.name, leaf)
-    if other is not leaf:
-      raise PlanError(
-        f"two arrays are called {leaf.name}.",
-        details=f"their paths are {other.path} and {leaf.path}",
-        fix="rename one of them: no dot in a key of a dict.",
-      )
-
-
-def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
-  """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
-  # flax.nnx exports the context, flax.linen what reads it. Within a scope, its rules are those of the scope.
-  active = () if rules_in_scope() is not None else get_logical_axis_rules()
-  context = {name: axes_of(axes) for name, axes in active if set(axes_of(axes)) <= set(mesh)}
-  added = {name: axes for name, axes in context.items() if name not in rules.logical}
-  notes = [f"rules of nnx.logical_axis_rules: {few([*added])}"] if added else []
-  notes += [
-    f"nnx.logical_axis_rules has another rule for {name!r}, {entry_of(axes)!r}; the plan uses its own rule"
-    for name, axes in context.items()
-    if name in rules.logical and rules.logical[name] != (axes,)
-  ]
-  return rules.replace(added), notes
-
-
-def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:
-  """The note on arrays that `init` itself places in another way than the plan."""
-  other: list[str] = []
-  for leaf in leaves:
-    asked = placed.get(leaf.path, leaf.spec) if leaf.root == "model" else leaf.spec
-    entries = itertools.zip_longest(asked, leaf.spec)
-    if any(a is not PartitionSpec.UNCONSTRAINED and axes_of(a) != axes_of(b) for a, b in entries):
-      other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
-  advice = "the plan follows annotations (out_sharding=...) and rules"
-  return [f"init itself places {few(other)}: {advice}"] if other else []

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import (
   Path,
-  array_leaves,
   is_rng,
   iter_nodes,
   kind_of,
@@ -30,7 +29,6 @@ from nnx_parallel.core.nodes import (
   value_of,
   variables,
 )
-from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -59,20 +57,45 @@ def without_mesh() -> Generator[None]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Abstract:
+  """A module or an optimizer without arrays: its graph definition, and its state of `ShapeDtypeStruct`s."""
+
+  graphdef: Any
+  state: Any
+
+  @functools.cached_property
+  def leaves(self) -> dict[Path, Any]:
+    """Its Variables and raw arrays by path, in flax's order; not those without an array (`MaskedNode`)."""
+    flat = nnx.to_flat_state(self.state) if jax.tree.leaves(self.state) else ()
+    return {path: leaf for path, leaf in flat if jax.tree.leaves(value_of(leaf))}
+
+  @functools.cached_property
+  def node(self) -> Any:
+    """The object with a `ShapeDtypeStruct` in each Variable: to walk through its modules, and to look at."""
+    return merge(self.graphdef, self.state)
+
+  def chosen(self, wrt: Any) -> Any:
+    """The part of the state that a filter chooses."""
+    return nnx.filter_state(self.state, wrt)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
   """A function that builds a module or an optimizer, traced on abstract values.
 
   Attributes:
-    node: the result, with `ShapeDtypeStruct` values.
+    made: the result.
     program: the closed jaxpr that computes the arrays of the result.
     input_paths: for each input of `program`, its path in the state of the argument.
-    output_paths: for each output of `program`, its path in the state of `node`.
+    output_paths: for each output of `program`, its path in the state of the result.
+    origins: of an optimizer, the paths of its arrays that optax made of a parameter -> the parameter's path.
   """
 
-  node: Any
+  made: Abstract
   program: Any
   input_paths: tuple[Path, ...]
   output_paths: tuple[Path, ...]
+  origins: Mapping[Path, Path] = dataclasses.field(default_factory=dict[Path, Path])
 
 
 def why_one_program(traces: Iterable[Trace]) -> str:
@@ -100,12 +123,11 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
-def trace(build: Callable[[Any], Any], given: Any) -> Trace:
+def trace(build: Callable[[Any], Any], given: Abstract) -> Trace:
   """Traces a function that builds a module or an optimizer from an abstract module, without a mesh."""
-  graphdef, state = nnx.split(given)
 
   def run(state: Any) -> Any:
-    node = build(nnx.merge(graphdef, state))
+    node = build(nnx.merge(given.graphdef, state))
     if not isinstance(node, nnx.Pytree):
       raise PlanError(
         f"init returned a {type(node).__name__}, not an nnx.Module.", fix="return the module itself."
@@ -119,14 +141,8 @@ def trace(build: Callable[[Any], Any], given: Any) -> Trace:
     return structure, values
 
   with without_mesh():
-    program, (built, values) = jax.make_jaxpr(run, return_shape=True)(state)
-    node, made = merge(built, values), state_paths(values)
-    if hidden := set(made) - array_leaves(node).keys():
-      raise PlanError(
-        f"flax hides {few(sorted(map(path_str, hidden)))}: a plan cannot tell where arrays are there.",
-        fix="give each array its own nnx.Variable, or put them into nnx.List or nnx.Dict.",
-      )
-    return Trace(node, program, state_paths(state), made)
+    program, (graphdef, state) = jax.make_jaxpr(run, return_shape=True)(given.state)
+  return Trace(Abstract(graphdef, state), program, state_paths(given.state), state_paths(state))
 
 
 def state_paths(state: Any) -> tuple[Path, ...]:
@@ -260,7 +276,7 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({given}{', '.join(values)})",
     )
-  return trace(lambda _: run_init(init, mesh), nnx.Dict())
+  return trace(lambda _: run_init(init, mesh), Abstract(*nnx.split(nnx.Dict())))
 
 
 def _missing(init: functools.partial[Any]) -> list[str]:
@@ -292,18 +308,43 @@ def check_transformation(tx: object) -> None:
   raise PlanError(f"optimizer must be an optax transformation, and is {what}.", fix=fix)
 
 
-def trace_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> Trace:
-  """Traces the optimizer of an abstract module."""
+_ORIGIN = "path_of_the_parameter"
+"""Metadata key of a traced parameter, which what optax makes of the Variable has too."""
+
+
+def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any) -> Trace:
+  """Traces the optimizer of an abstract module.
+
+  optax builds the state of parameters by `jax.tree.map` over a State of Variables, and so keeps the metadata
+  of each. This relates state to parameters exactly, whatever wraps, masks or factors it. Where a
+  transformation makes plain arrays, a complete copy of the parameters' tree belongs to them too.
+  """
   check_transformation(tx)
-  if not jax.tree.leaves(nnx.state(model, wrt)):
+  if not jax.tree.leaves(model.chosen(wrt)):
     raise nothing_selected(wrt, model)
+  origins: dict[Path, Path] = {}
+
   # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
-  return trace(lambda traced: make_optimizer(traced, tx, wrt), model)
+  def build(traced: Any) -> Any:
+    for path, leaf in variables(traced).items():
+      if isinstance(leaf, nnx.Variable):
+        leaf.set_metadata(_ORIGIN, path)
+    optimizer = make_optimizer(traced, tx, wrt)
+    for path, leaf in variables(optimizer).items():
+      if isinstance(leaf, nnx.Variable) and leaf.has_metadata(_ORIGIN):
+        origins[path] = leaf.get_metadata(_ORIGIN)
+        leaf.del_metadata(_ORIGIN)
+    return optimizer
+
+  found = trace(build, model)
+  trained = {path for path, _ in nnx.to_flat_state(model.chosen(wrt))}
+  plain = [path for path, x in found.made.leaves.items() if path not in origins and value_of(x).shape]
+  return dataclasses.replace(found, origins=optimizer_layout.copies(plain, trained) | origins)
 
 
-def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
+def nothing_selected(wrt: Any, model: Abstract) -> PlanError:
   """The error for a filter that matches no Variable."""
-  kinds = sorted({kind_of(leaf) for leaf in variables(model).values() if not is_rng(leaf)})
+  kinds = sorted({kind_of(leaf) for leaf in model.leaves.values() if not is_rng(leaf)})
   return PlanError(
     f"wrt={wrt!r} selects none of the model's Variables, so there is nothing to train.",
     details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
@@ -312,29 +353,28 @@ def nothing_selected(wrt: Any, model: nnx.Module) -> PlanError:
 
 
 def factored_dims(
-  model: nnx.Module, tx: optax.GradientTransformation, wrt: Any, optimizer: nnx.Optimizer[Any]
+  model: Abstract, tx: optax.GradientTransformation, wrt: Any, optimizer: Trace
 ) -> dict[Path, tuple[int | None, ...]]:
   """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
 
   The optimizer is built once more for parameters whose equal dims differ by one element each.
   """
-  rows = {path: tuple(value_of(leaf).shape) for path, leaf in array_leaves(model).items()}
-  probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in rows.items()}
-  state = array_leaves(optimizer)
-  owned = optimizer_layout.parameters_of(filter(optimizer_layout.of_parameters(state), state), rows)
+  shapes = {path: tuple(value_of(leaf).shape) for path, leaf in model.leaves.items()}
+  probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in shapes.items()}
   unclear = {
     path: parameter
-    for path, parameter in owned.items()
-    if probes[parameter] != rows[parameter] and 0 < len(value_of(state[path]).shape) < len(rows[parameter])
+    for path, parameter in optimizer.origins.items()
+    if probes[parameter] != shapes[parameter]
+    and path in optimizer.made.leaves
+    and 0 < len(value_of(optimizer.made.leaves[path]).shape) < len(shapes[parameter])
   }
   if not unclear:
     return {}
-  graphdef, values = nnx.split(model)
   probed: list[Any] = [
-    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in rows else leaf)
-    for path, leaf in nnx.to_flat_state(values)
+    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in shapes else leaf)
+    for path, leaf in nnx.to_flat_state(model.state)
   ]
-  other = array_leaves(trace_optimizer(nnx.merge(graphdef, nnx.from_flat_state(probed)), tx, wrt).node)
+  other = trace_optimizer(Abstract(model.graphdef, nnx.from_flat_state(probed)), tx, wrt).made.leaves
   found = {
     path: optimizer_layout.matching_dims(tuple(value_of(other[path]).shape), probes[parameter])
     for path, parameter in unclear.items()

@@ -27,7 +27,7 @@ from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
@@ -112,7 +112,7 @@ def fit(
   batches: Source,
   *,
   steps: int | None = None,
-  plan: ShardingPlan | None = None,
+  plan: Plan | None = None,
   evaluate: Callable[[], Mapping[str, Any]] | None = None,
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,

@@ -33,7 +33,7 @@ def rules_of(recipe: Recipe) -> Any:
   return recipe.rules() if recipe.rules is not None else nxp.fsdp()
 
 
-def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.ShardingPlan:
+def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.Plan:
   """The plan of a recipe's model and optimizer; `options` are those of `nxp.plan`.
 
   Raises:
@@ -75,7 +75,7 @@ class Job:
   """
 
   recipe: Recipe
-  plan: nxp.ShardingPlan
+  plan: nxp.Plan
   model: nnx.Module
   optimizer: nnx.Optimizer[Any]
   microbatches: int = 1
@@ -127,7 +127,7 @@ class Job:
     self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
 
   @classmethod
-  def start(cls, recipe: Recipe, plan: nxp.ShardingPlan, **options: Any) -> Self:
+  def start(cls, recipe: Recipe, plan: nxp.Plan, **options: Any) -> Self:
     """A new job at step 0, created straight into its shards; `options` are more attributes."""
     model, optimizer = nxp.create_sharded_model(plan)
     return cls(recipe, plan, model, optimizer, **options)
@@ -136,7 +136,7 @@ class Job:
   def restore(
     cls,
     recipe: Recipe,
-    plan: nxp.ShardingPlan,
+    plan: nxp.Plan,
     checkpointer: nxp.Checkpointer,
     step: int | str | None = "latest",
     *,
@@ -157,7 +157,7 @@ class Job:
     record = checkpointer.metadata(position.step)
     settings = record.extra.get("settings")
     saved: dict[str, Any] = settings if isinstance(settings, dict) else {}
-    before = None if record.plan is None else nxp.ShardingPlan.from_json(json.dumps(record.plan))
+    before = None if record.plan is None else nxp.Plan.from_json(json.dumps(record.plan))
     moved = before is not None and axis_sizes(before.mesh) != axis_sizes(plan.mesh)
     if microbatches is None:
       microbatches = int(saved.get("microbatches", recipe.parts(None)))

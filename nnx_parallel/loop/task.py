@@ -17,8 +17,8 @@ from nnx_parallel.core.text import format_spec, text_table
 from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.loop.loader import Recipe, load_recipe
 from nnx_parallel.rules.fallback import fsdp
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
@@ -36,7 +36,7 @@ class Task:
     batch: the abstract global batch, or None.
   """
 
-  plan: ShardingPlan
+  plan: Plan
   train_step: TrainStep
   eval_step: EvalStep
   generate: Generator | None

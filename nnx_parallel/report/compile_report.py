@@ -20,7 +20,7 @@ from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.workload import batch_structs, check_batch
@@ -278,7 +278,7 @@ class CompileReport:
 
 def compile_report(
   step: Any,
-  plan: ShardingPlan | None = None,
+  plan: Plan | None = None,
   *args: Any,
   batch: Any = None,
   topology: str | None = None,
@@ -370,7 +370,7 @@ def _examples(step: Any, batch: Any, shards: int) -> int | None:
   return max(1, sizes.pop() // (shards * step.options.microbatches))
 
 
-def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
+def abstract_batch(plan: Plan, batch: Any) -> Any:
   """A batch of arrays or `ShapeDtypeStruct`s as abstract arrays, with the plan's layout."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
@@ -380,7 +380,7 @@ def abstract_batch(plan: ShardingPlan, batch: Any) -> Any:
   )
 
 
-def state_categories(plan: ShardingPlan) -> dict[str, int]:
+def state_categories(plan: Plan) -> dict[str, int]:
   """Bytes per device of the planned state in device memory: parameters, other model state, optimizer."""
   sums = {"parameters": 0, "other model state": 0, "optimizer": 0}
   for leaf in plan.leaves:
@@ -391,7 +391,7 @@ def state_categories(plan: ShardingPlan) -> dict[str, int]:
   return sums
 
 
-def _placed(plan: ShardingPlan, text: str | None) -> ShardingPlan:
+def _placed(plan: Plan, text: str | None) -> Plan:
   """The plan on devices to compile for: its own, or those of a named topology."""
   if text is None:
     if isinstance(plan.mesh, AbstractMesh):

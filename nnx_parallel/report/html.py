@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nnx_parallel.core.figures import INSTALL, can_draw, svg_text
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import format_array, format_bytes, format_spec
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report.estimate.roofline import compiled_time
 from nnx_parallel.report.figures import (
@@ -85,7 +85,7 @@ def report_page(report: CompileReport) -> str:
 
 
 def plan_page(
-  plan: ShardingPlan,
+  plan: Plan,
   memory: MemoryPlan | None = None,
   time: StepTime | None = None,
   *,

@@ -21,14 +21,14 @@ from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import surroundings
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 
 _EQUAL = PartitionSpec()
 
 
 def map_shards(
   f: Callable[..., Any],
-  plan: ShardingPlan,
+  plan: Plan,
   *,
   out_specs: Any = _EQUAL,
   in_specs: Sequence[Any] | None = None,
@@ -85,7 +85,7 @@ def map_shards(
   return mapped
 
 
-def _specs(plan: ShardingPlan, x: Any) -> Any:
+def _specs(plan: Plan, x: Any) -> Any:
   """The specs of one argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):
     return jax.tree.map(lambda leaf: plan.batch_spec(jnp.ndim(leaf)), x)
@@ -101,7 +101,7 @@ def _specs(plan: ShardingPlan, x: Any) -> Any:
   return nnx.StateSharding(state)
 
 
-def gather_parameters(module: nnx.Module, plan: ShardingPlan, axis: str | Sequence[str]) -> Any:
+def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str]) -> Any:
   """A view of a module with whole parameters, whose gradients are means; for the body of `map_shards`.
 
   A parameter that the plan splits over the axis is gathered. The backward pass of the gather is a

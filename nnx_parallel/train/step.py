@@ -20,7 +20,7 @@ from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.losses import Metrics
@@ -163,7 +163,7 @@ class TrainStep(_Step):
       TrainError: a plan without an optimizer.
     """
     scope = contextlib.nullcontext()
-    if isinstance(model, ShardingPlan):
+    if isinstance(model, Plan):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
@@ -437,9 +437,9 @@ def _warn_unplanned(labels: list[str]) -> None:
     )
 
 
-def _abstract(plan: ShardingPlan) -> Any:
+def _abstract(plan: Plan) -> Any:
   """The plan's model and optimizer as they would be created, with a `ShapeDtypeStruct` in every Variable."""
-  if plan.abstract_optimizer is None:
+  if plan.tx is None:
     raise TrainError(
       "this plan has no optimizer, so there is no train step to lower.",
       fix="nxp.plan(init, mesh, rules, optimizer=optax.adamw(1e-3))",

@@ -109,8 +109,8 @@ class StepCheck(Shown):
 
 
 def check_step(
-  plan: nxp.ShardingPlan,
-  other: nxp.ShardingPlan | None,
+  plan: nxp.Plan,
+  other: nxp.Plan | None,
   loss_fn: LossFn,
   batch: Any,
   **options: Any,
@@ -196,7 +196,7 @@ def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _compared(
-  plan: nxp.ShardingPlan,
+  plan: nxp.Plan,
   before: Mapping[Any, Any],
   first: Mapping[Any, Any],
   second: Mapping[Any, Any],
@@ -253,6 +253,6 @@ def _metric(name: str, a: Any, b: Any, tolerance: float) -> StepDifference:
   return StepDifference(name, first, second, relative, tolerance)
 
 
-def _mesh(plan: nxp.ShardingPlan) -> str:
+def _mesh(plan: nxp.Plan) -> str:
   sizes = {axis: size for axis, size in axis_sizes(plan.mesh).items() if size > 1}
   return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"

@@ -198,7 +198,7 @@ def test_commands_on_checkpoints_lay_out_as_training_does(run_dir, capsys):
   assert main(["reshard", run, out, *split]) == 0
   assert main(["import", files, str(run_dir / "back"), *split]) == 0
   for directory in (out, run_dir / "back"):
-    plan = nxp.ShardingPlan.from_json(json.dumps(nxp.Checkpointer(directory).metadata().plan))
+    plan = nxp.Plan.from_json(json.dumps(nxp.Checkpointer(directory).metadata().plan))
     assert plan["kernel"].spec == jax.P("tensor", None)
     mu = plan["optimizer/opt_state.0.mu.kernel"]
     assert mu.spec == jax.P("tensor", "data")

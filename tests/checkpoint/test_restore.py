@@ -35,7 +35,7 @@ def test_any_mesh_into_any_other(tmp_path, source, goal):
     restored, restored_optimizer = checkpointer.restore(wanted)
   assert_same(model, restored)
   assert_same(optimizer, restored_optimizer)
-  assert nxp.ShardingPlan.from_json(json.dumps(checkpointer.restored.plan)).to_json() == saved.to_json()
+  assert nxp.Plan.from_json(json.dumps(checkpointer.restored.plan)).to_json() == saved.to_json()
   assert_laid_out(restored, wanted, "model")
   assert_laid_out(restored_optimizer, wanted, "optimizer")
 

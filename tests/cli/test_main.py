@@ -145,7 +145,7 @@ def test_plan_needs_no_devices(capsys):
 def test_plan_as_json(capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "fsdp=4,tensor=2", "--json"]) == 0
   text = capsys.readouterr().out
-  plan = nxp.ShardingPlan.from_json(text)
+  plan = nxp.Plan.from_json(text)
   assert dict(plan.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
   assert plan["head.kernel"].spec == jax.P("fsdp", "tensor")
   assert json.loads(text)["mesh"]["axes"] == {"data": 1, "fsdp": 4, "tensor": 2}

@@ -76,7 +76,7 @@ def test_no_two_leaves_share_memory(compile):
         assert seen.setdefault(pointer, f"{root} {path}") == f"{root} {path}"
 
 
-def tokens(mesh: jax.sharding.Mesh, plan: nxp.ShardingPlan) -> jax.Array:
+def tokens(mesh: jax.sharding.Mesh, plan: nxp.Plan) -> jax.Array:
   return nxp.shard_batch(np.random.default_rng(0).integers(0, 32, (8, 5)), plan)
 
 

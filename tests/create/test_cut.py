@@ -54,7 +54,7 @@ def created(init: Callable[[], nnx.Module], **options: object) -> nnx.Module:
   return nxp.create_sharded_model(init, MESH(), RULES, **options)
 
 
-def programs(plan: nxp.ShardingPlan) -> list[tuple[int, list[nxp.LeafPlan]]]:
+def programs(plan: nxp.Plan) -> list[tuple[int, list[nxp.LeafPlan]]]:
   """How often each program runs, and the leaves that it makes."""
   sliced = cut_plan(plan, [leaf.sharding for leaf in plan.leaves])
   return [(len(group), [plan.leaves[i] for one in group for i in one.outputs]) for group in sliced.groups]

@@ -24,11 +24,11 @@ def stack() -> Stack:
   return Stack(1, 16, nnx.Rngs(0, dropout=1))
 
 
-def make_plan(**axes: Any) -> nxp.ShardingPlan:
+def make_plan(**axes: Any) -> nxp.Plan:
   return nxp.plan(stack, nxp.make_mesh(**axes), RULES, optimizer=optax.adamw(1e-2))
 
 
-def tokens(plan: nxp.ShardingPlan) -> jax.Array:
+def tokens(plan: nxp.Plan) -> jax.Array:
   return nxp.shard_batch(np.random.default_rng(0).integers(0, 32, (8, 5)), plan)
 
 

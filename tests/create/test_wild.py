@@ -217,7 +217,7 @@ def test_arrays_in_a_container_are_planned_created_trained_saved_and_moved(conta
   def init() -> Contained:
     return Contained(container)
 
-  def planned(**sizes: int) -> nxp.ShardingPlan:
+  def planned(**sizes: int) -> nxp.Plan:
     return nxp.plan(init, nxp.make_mesh(**sizes), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
 
   plan = planned(data=2, fsdp=4)

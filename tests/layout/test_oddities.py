@@ -160,3 +160,25 @@ def test_a_parameter_may_be_called_like_a_counter_of_the_optimizer():
   plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0), optimizer=optax.adam(1e-3))
   assert plan["optimizer/opt_state.0.count"].decision.reason == "not parameter state"
   assert plan["optimizer/opt_state.0.mu.count"].parameter == ("count",)
+
+
+def test_a_transformation_that_keeps_plain_arrays_has_the_layout_of_the_parameters():
+  def init(params):
+    return {"mu": jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(params)), "count": jnp.zeros((), "int32")}
+
+  tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+  model = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  plan = nxp.plan(model, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=tx)
+  assert plan["optimizer/opt_state.mu.kernel"].parameter == ("kernel",)
+  assert plan["optimizer/opt_state.mu.kernel"].spec == plan["kernel"].spec
+  assert plan["optimizer/opt_state.count"].parameter is None
+
+
+def test_a_parameter_may_be_called_like_an_array_of_the_optimizer():
+  def init():
+    return nnx.Dict(weights_memory=nnx.Param(jnp.ones(16)), other=nnx.Param(jnp.ones((8, 8))))
+
+  mesh = nxp.make_mesh(fsdp=8)
+  plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=optax.lbfgs(memory_size=16))
+  assert plan["optimizer/opt_state.0.weights_memory"].parameter is None
+  assert plan["optimizer/opt_state.0.params.weights_memory"].parameter == ("weights_memory",)

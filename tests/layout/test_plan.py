@@ -62,9 +62,7 @@ def test_the_abstract_state_has_the_planned_shardings():
 
 
 def test_the_repr_is_one_line():
-  assert (
-    repr(lm_plan()) == "<ShardingPlan: 11 arrays on mesh data=2, fsdp=2, tensor=2; print it for the table>"
-  )
+  assert repr(lm_plan()) == "<Plan: 11 arrays on mesh data=2, fsdp=2, tensor=2; print it for the table>"
 
 
 def test_a_named_kernel_is_extended_by_the_fallback_and_says_so():

@@ -270,7 +270,7 @@ def test_a_users_own_jitted_step():
     return layouts.loss(model, batch)
 
   plan = layouts.plan(fsdp=8)
-  plan = dataclasses.replace(plan, abstract_optimizer=None)
+  plan = plan.without_optimizer()
   found = compile_report(step, plan, batch=layouts.batch(), topology="cpu:8")
   assert found.cost.flops == 2 * 2 * layouts.BATCH * layouts.WIDTH * layouts.HIDDEN // 8
 

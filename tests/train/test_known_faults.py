@@ -183,7 +183,7 @@ def squares(model: Any, x: Any) -> Any:
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 
 
-def on_three_axes(make: Any, rules: Any = RULES) -> nxp.ShardingPlan:
+def on_three_axes(make: Any, rules: Any = RULES) -> nxp.Plan:
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   return nxp.plan(lambda: make(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
 

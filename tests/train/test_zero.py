@@ -103,9 +103,9 @@ def test_a_step_follows_the_stage_of_the_plan():
 
 def test_the_stage_outlives_json_and_checkpoints(tmp_path):
   plan = plan_on("dp", zero=2)
-  stored = nxp.ShardingPlan.from_json(plan.to_json(), mesh=plan.mesh, init=init, optimizer=plan.tx)
+  stored = nxp.Plan.from_json(plan.to_json(), mesh=plan.mesh, init=init, optimizer=plan.tx)
   assert (stored.zero, reduction(stored)) == (2, reduction(plan))
-  assert nxp.ShardingPlan.from_json(plan_on("dp").to_json()).zero == 0
+  assert nxp.Plan.from_json(plan_on("dp").to_json()).zero == 0
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
     checkpointer.save(1, *nxp.create_sharded_model(plan))
     assert reduction(plan, checkpointer.restore(plan)).endswith(SCATTERED)

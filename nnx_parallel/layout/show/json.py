@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Decision, LeafPlan
-from nnx_parallel.layout.table import Table
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
+
+if TYPE_CHECKING:
+  from nnx_parallel.layout.plan import Plan
 
 FORMAT = 2
 _KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -31,8 +33,8 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def to_json(plan: Table) -> str:
-  """See `ShardingPlan.to_json`."""
+def to_json(plan: Plan) -> str:
+  """See `Plan.to_json`."""
   head: dict[str, Any] = {
     "format": FORMAT,
     "mesh": {"axes": axis_sizes(plan.mesh), "explicit": is_explicit(plan.mesh)},
@@ -47,7 +49,7 @@ def to_json(plan: Table) -> str:
 
 
 def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
-  """Reads what `to_json` wrote; see `ShardingPlan.from_json`. Returns the fields of a `Table`."""
+  """Reads what `to_json` wrote; see `Plan.from_json`. Returns the fields of a plan."""
   try:
     data = json.loads(text)
   except json.JSONDecodeError as error:

@@ -35,7 +35,7 @@ def elements(leaf: LeafPlan, dim: int, shard: int) -> str:
 
 
 def draw_blocks(leaf: LeafPlan) -> Figure:
-  """Draws an array's blocks; see `ShardingPlan.picture`."""
+  """Draws an array's blocks; see `Plan.picture`."""
 
   def padded(block: tuple[int, ...]) -> bool:
     ends = zip(block, leaf.local_shape, leaf.shape, strict=True)

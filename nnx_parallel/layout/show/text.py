@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from nnx_parallel.core.mesh import describe_mesh
 from nnx_parallel.core.nodes import path_str
@@ -19,11 +20,13 @@ from nnx_parallel.core.text import (
   text_table,
 )
 from nnx_parallel.layout.leaf import LeafPlan
-from nnx_parallel.layout.table import Table
+
+if TYPE_CHECKING:
+  from nnx_parallel.layout.plan import Plan
 
 
-def explain(plan: Table, leaf: LeafPlan) -> str:
-  """The text of `ShardingPlan.explain`."""
+def explain(plan: Plan, leaf: LeafPlan) -> str:
+  """The text of `Plan.explain`."""
   lines = [f"{leaf.name}: {leaf.kind} {format_array(leaf.dtype, leaf.shape)} -> {leaf.spec}"]
   if leaf.aliases:
     lines.append(f"tied: also at {', '.join(map(path_str, leaf.aliases))}; counted once")
@@ -43,7 +46,7 @@ def explain(plan: Table, leaf: LeafPlan) -> str:
   return "\n  ".join(lines)
 
 
-def plan_text(plan: Table, *, width: int | None = None) -> str:
+def plan_text(plan: Plan, *, width: int | None = None) -> str:
   """The text of `print(plan)`: mesh, rules, one row per group of equal leaves, totals, notes."""
   width = width or page_width()
   mesh = [hang(line, width) for line in describe_mesh(plan.mesh).splitlines()]
@@ -59,8 +62,8 @@ def plan_text(plan: Table, *, width: int | None = None) -> str:
   return "\n".join(lines)
 
 
-def show(plan: Table) -> None:
-  """See `ShardingPlan.show`."""
+def show(plan: Plan) -> None:
+  """See `Plan.show`."""
   if _in_notebook():
     from IPython.display import display  # pyright: ignore[reportMissingImports]
 
@@ -101,7 +104,7 @@ def _common_name(leaves: Sequence[LeafPlan]) -> str:
   return name if leaves[0].root == "model" else f"optimizer/{name}"
 
 
-def _optimizer_groups(plan: Table) -> list[tuple[str, list[LeafPlan]]]:
+def _optimizer_groups(plan: Plan) -> list[tuple[str, list[LeafPlan]]]:
   # Moments with exactly the layout of their parameters share one row.
   parameters = plan.of("model")
   groups: dict[object, tuple[str, list[LeafPlan]]] = {}
@@ -160,7 +163,7 @@ def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: in
   return lines
 
 
-def _rules_lines(plan: Table, width: int) -> list[str]:
+def _rules_lines(plan: Plan, width: int) -> list[str]:
   if not len(plan.rules.logical):
     return []
   shown = ", ".join(
@@ -170,7 +173,7 @@ def _rules_lines(plan: Table, width: int) -> list[str]:
   return [hang(f"rules {shown}", width)]
 
 
-def _totals(plan: Table, width: int) -> list[str]:
+def _totals(plan: Plan, width: int) -> list[str]:
   def row(label: str, leaves: Sequence[LeafPlan], *, elements: bool = True, copies: bool = True) -> list[str]:
     total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
     count = f"{sum(math.prod(leaf.shape) for leaf in leaves):,}" if elements else ""

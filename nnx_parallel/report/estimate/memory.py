@@ -12,7 +12,7 @@ from nnx_parallel.core.text import Shown, format_bytes
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sizes
@@ -90,7 +90,7 @@ class MemoryPlan(Shown):
 
 
 def memory_plan(
-  plan: ShardingPlan,
+  plan: Plan,
   loss: Callable[[Any, Any], Any],
   batch: Any,
   *,

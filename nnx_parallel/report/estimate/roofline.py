@@ -42,7 +42,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline
-from nnx_parallel.layout.plan import ShardingPlan, check_plan
+from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
@@ -149,7 +149,7 @@ def share_of(time: StepTime, seconds: float) -> str:
 
 
 def predict_time(
-  plan: ShardingPlan,
+  plan: Plan,
   loss: Callable[[Any, Any], Any],
   batch: Any,
   *,

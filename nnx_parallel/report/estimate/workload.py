@@ -34,7 +34,7 @@ from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.constrain import scoped
 from nnx_parallel.layout.leaf import LeafPlan
-from nnx_parallel.layout.plan import ShardingPlan
+from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import (
@@ -260,7 +260,7 @@ def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
 
 
 def trace_workload(
-  plan: ShardingPlan,
+  plan: Plan,
   loss: Callable[[Any, Any], Any],
   batch: Any,
   *,
@@ -369,7 +369,7 @@ def batch_structs(batch: Any) -> Any:
   return found
 
 
-def check_batch(plan: ShardingPlan, batch: Any, microbatches: int = 1) -> None:
+def check_batch(plan: Plan, batch: Any, microbatches: int = 1) -> None:
   """Refuses a batch that a step with this plan could not split: a report of it would mislead.
 
   Raises:
@@ -414,14 +414,12 @@ def _staged(traces: _Traces, seen: Propagation, plain: _Traces, axis: str) -> St
   )
 
 
-def finds_layers(
-  plan: ShardingPlan, loss: Callable[[Any, Any], Any], batch: Any, layers: str | None = None
-) -> bool:
+def finds_layers(plan: Plan, loss: Callable[[Any, Any], Any], batch: Any, layers: str | None = None) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
   return has_layers(_Traces(plan, with_marks(loss, layers), batch).loss())
 
 
-def parameter_parts(plan: ShardingPlan) -> tuple[Sharded, ...]:
+def parameter_parts(plan: Plan) -> tuple[Sharded, ...]:
   """The parameters of a plan, by the axes that split them."""
   return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
 
@@ -431,13 +429,13 @@ class _Traces:
 
   def __init__(
     self,
-    plan: ShardingPlan,
+    plan: Plan,
     loss: Callable[[Any, Any], Any],
     batch: Any,
     options: LayerOptions | None = None,
     microbatches: int = 1,
   ):
-    graphdef, state = nnx.split(plan.abstract_model)
+    graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
     is_trained, rows = nnx.filterlib.to_predicate(plan.wrt), plan.of("model")
     flat = sorted(nnx.to_flat_state(state), key=lambda row: not is_trained(*row))
     self.trained_paths = [path for path, leaf in flat if is_trained(path, leaf)]

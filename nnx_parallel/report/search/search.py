@@ -25,8 +25,8 @@ from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import NnxParallelError, ReportError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
 from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
@@ -347,7 +347,7 @@ def _unneeded(inputs: SearchInputs, axes: Sequence[str]) -> frozenset[str]:
   return frozenset(found)
 
 
-def _planned(inputs: SearchInputs, candidate: Candidate) -> tuple[ShardingPlan, frozenset[str]]:
+def _planned(inputs: SearchInputs, candidate: Candidate) -> tuple[Plan, frozenset[str]]:
   """The plan of a candidate, on the fewest axes that give the same layout, and the axes left out."""
   sizes = dict(candidate.sizes)
   full = _layout(inputs, candidate, sizes)
@@ -365,14 +365,14 @@ def _planned(inputs: SearchInputs, candidate: Candidate) -> tuple[ShardingPlan, 
   return full, frozenset()
 
 
-def _splits(layout: ShardingPlan, sizes: Mapping[str, int]) -> list[Any]:
+def _splits(layout: Plan, sizes: Mapping[str, int]) -> list[Any]:
   """The axes of the batch and of each leaf's dims that split something."""
   found = (axes_by_dim(leaf.spec, len(leaf.shape)) for leaf in layout.leaves)
   specs = [(tuple(layout.batch_axes),), *found]
   return [[tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec] for spec in specs]
 
 
-def _layout(inputs: SearchInputs, candidate: Candidate, sizes: Mapping[str, int]) -> ShardingPlan:
+def _layout(inputs: SearchInputs, candidate: Candidate, sizes: Mapping[str, int]) -> Plan:
   rules = RuleSet.of(inputs.rules)
   rules = rules.replace(candidate.changes) if candidate.changes else rules
   place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}

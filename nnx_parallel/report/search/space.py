@@ -16,8 +16,8 @@ from nnx_parallel.core.mesh import abstract_mesh
 from nnx_parallel.errors import ReportError, SchemeError
 from nnx_parallel.layers.layers import Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layout.plan import ShardingPlan
-from nnx_parallel.layout.plan import plan as make_plan
+from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.estimate.workload import Workload, finds_layers, trace_workload
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
@@ -248,7 +248,7 @@ def _space(
   )
 
 
-def _limits(probe: ShardingPlan, work: Workload) -> dict[tuple[int, tuple[str, ...]], str]:
+def _limits(probe: Plan, work: Workload) -> dict[tuple[int, tuple[str, ...]], str]:
   """(dim size, axes that split it) -> the leaf and dim, or the activation, that it is of."""
   limits: dict[tuple[int, tuple[str, ...]], str] = {}
   for leaf in probe.leaves:

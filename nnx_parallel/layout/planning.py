@@ -1,0 +1,280 @@
+"""Plans a model: traces its constructor, decides each array, checks the finished table.
+
+No array exists meanwhile: the module and its optimizer are a graph definition and an abstract state.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import optax
+from flax import nnx
+from flax.linen import get_logical_axis_rules
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.layers import find_layers
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
+from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.text import few
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout import offload, optimizer_layout
+from nnx_parallel.layout.batch import batch_axes, no_batch_axes
+from nnx_parallel.layout.checks import (
+  check_attention,
+  check_complete,
+  check_depthwise,
+  check_names,
+  check_rules,
+  check_tables,
+)
+from nnx_parallel.layout.constrain import rules_in_scope
+from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
+from nnx_parallel.layout.known_faults import fault_notes, possible_faults
+from nnx_parallel.layout.leaf import LeafPlan, Root
+from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
+from nnx_parallel.layout.tracing import (
+  Trace,
+  factored_dims,
+  placements,
+  trace_module,
+  trace_optimizer,
+  why_one_program,
+)
+from nnx_parallel.rules.logical import UNEVEN, Uneven, check_axes
+from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+class StateOptions(TypedDict, total=False):
+  """The options of `plan` besides the optimizer."""
+
+  wrt: Any
+  uneven: Uneven
+  zero: int
+  zero_axes: Sequence[str] | str | None
+  optimizer_memory: str | None
+
+
+class PlanOptions(StateOptions, total=False):
+  """The options of `plan`."""
+
+  optimizer: optax.GradientTransformation | None
+
+
+@overload
+def plan(
+  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, uneven: Uneven = "error"
+) -> Plan[M]: ...
+
+
+@overload
+def plan(
+  init: Callable[[], M],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  optimizer: optax.GradientTransformation,
+  **options: Unpack[StateOptions],
+) -> Plan[tuple[M, ShardedOptimizer[M]]]: ...
+
+
+@overload
+def plan(
+  init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
+) -> Plan: ...
+
+
+def plan(
+  init: Callable[[], nnx.Module],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  optimizer: optax.GradientTransformation | None = None,
+  wrt: Any = nnx.Param,
+  uneven: Uneven = "error",
+  zero: int = 0,
+  zero_axes: Sequence[str] | str | None = None,
+  optimizer_memory: str | None = None,
+) -> Plan:
+  """Plans the layout of a module, and of its optimizer, without making any array.
+
+  Args:
+    init: builds the module: a function without arguments.
+    mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
+    rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
+      annotations must name mesh axes, and other arrays are replicated. Names without a rule here get that of
+      an active `nnx.logical_axis_rules`, with a note.
+    optimizer: an optax transformation whose state is planned too.
+    wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
+    uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
+      `"replicate"`.
+    zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
+      2 is the same state, and `train_step` keeps the gradients in its layout too. Stage 3 is `fsdp()`.
+    zero_axes: the axes of that split; those of the batch when not given.
+    optimizer_memory: where the optimizer state of parameters is stored between steps. With `"pinned_host"` it
+      is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
+
+  Returns:
+    A `Plan`: print it, `explain` it, create from it, restore into it.
+
+  Raises:
+    ShardingError: names, rules or fallback that do not fit a Variable; the message has its path.
+    PlanError: `init` is not a constructor, or `wrt` selects nothing.
+
+  Example:
+    >>> import jax, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=512), nxp.fsdp(), optimizer=optax.adam(1e-3))
+    >>> plan["kernel"].spec, plan["optimizer/opt_state.0.mu.kernel"].bytes_per_device
+    (P(None, 'fsdp'), 4096)
+  """
+  return plan_with_traces(
+    init,
+    mesh,
+    rules,
+    optimizer=optimizer,
+    wrt=wrt,
+    uneven=uneven,
+    zero=zero,
+    zero_axes=zero_axes,
+    optimizer_memory=optimizer_memory,
+  )[0]
+
+
+def plan_with_traces(
+  init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
+) -> tuple[Plan, dict[Root, Trace]]:
+  """Like `plan`; also returns the traces, for a caller that creates the model right away.
+
+  A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
+  """
+  _check_options(mesh, rules, options)
+  tx, wrt, zero = options.get("optimizer"), options.get("wrt", nnx.Param), options.get("zero", 0)
+  uneven: Uneven = options.get("uneven", "error")
+  ruleset, notes = _rules_on(mesh, rules, uneven)
+  given = Given(mesh, ruleset, uneven)
+  without_effect = check_axes(ruleset.logical, given.sizes)
+  batch = batch_axes(ruleset, given.sizes)
+  traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
+  model = traces["model"].made
+  notes += check_attention(model.node, given.sizes)  # says more than what resolving wrong names says
+  rows = model_rows(model, given)
+  check_complete(rows, ruleset)
+  without_effect += check_rules(rows, model, given)
+  state: list[LeafPlan] = []
+  if tx is not None:
+    axes = _axes_of_zero(zero, options.get("zero_axes"), batch, given)
+    traces["optimizer"] = trace_optimizer(model, tx, wrt)
+    dims = factored_dims(model, tx, wrt, traces["optimizer"])
+    kind = options.get("optimizer_memory")
+    kind = None if kind == "device" else kind
+    followed = [*optimizer_rows(traces["optimizer"], rows, given, dims=dims, memory_kind=kind)]
+    state = [split_further(row, axes) for row in followed]
+    if axes and all(a.spec == b.spec for a, b in zip(followed, state, strict=True)):
+      sizes = ", ".join(f"{axis}={given.sizes[axis]}" for axis in axes)
+      notes.append(f"zero splits nothing: {sizes}, and no optimizer state has a dim left for them")
+  check_names((*rows, *state))
+  made = Plan(
+    mesh=mesh,
+    rules=ruleset,
+    leaves=(*rows, *state),
+    notes=tuple(notes + _notes(traces, rows, batch, given) + without_effect),
+    layers=tuple(map(str, find_layers(model.node))),
+    zero=zero,
+    init=init,
+    tx=tx,
+    wrt=wrt,
+    abstract={root: one.made for root, one in traces.items()},
+  )
+  return made, traces
+
+
+def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
+  """Refuses options that do not go together, before any work is done."""
+  is_explicit(mesh)  # refuses mixed axis types
+  tx, uneven, memory = (
+    options.get("optimizer"),
+    options.get("uneven", "error"),
+    options.get("optimizer_memory"),
+  )
+  zero, zero_axes = options.get("zero", 0), options.get("zero_axes")
+  if isinstance(rules, optax.GradientTransformation):
+    raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
+  if uneven not in UNEVEN:
+    raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
+  fix = "optimizer=optax.adamw(...)"
+  if (zero or zero_axes is not None) and tx is None:
+    option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
+    raise PlanError(f"{option} splits optimizer state, and there is no optimizer.", fix=fix)
+  offload.check_kind(memory)
+  if memory is not None and tx is None:
+    what = f"optimizer_memory={memory!r} places optimizer state, and there is no optimizer."
+    raise PlanError(what, fix=fix)
+
+
+def _rules_on(mesh: AnyMesh, rules: Rules, uneven: Uneven) -> tuple[RuleSet, list[str]]:
+  """The rules as they apply on a mesh, and notes on rules that were left out or added."""
+  sizes = axis_sizes(mesh)
+  ruleset, left_out = on_mesh(RuleSet.of(rules), sizes)
+  ruleset, context_notes = _with_context(ruleset, sizes)
+  if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
+    ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
+  return ruleset, left_out + context_notes
+
+
+def _axes_of_zero(
+  zero: int, axes: Sequence[str] | str | None, batch: tuple[str, ...] | None, given: Given
+) -> tuple[str, ...]:
+  if zero and axes is None and batch is None:
+    raise no_batch_axes(given.rules, given.sizes)
+  return optimizer_layout.zero_axes(zero, axes, batch or (), given.sizes)
+
+
+def _notes(
+  traces: Mapping[Root, Trace], rows: list[LeafPlan], batch: tuple[str, ...] | None, given: Given
+) -> list[str]:
+  """Checks the finished table, and notes what its reader should know."""
+  model, sizes = traces["model"].made, given.sizes
+  notes: list[str] = []
+  if batch is not None:  # a plan may do without axes for the batch: nothing to check then
+    faults = possible_faults(rows, model.node, given.rules, batch, sizes)
+    notes += fault_notes(faults, sizes, batch)[0]
+    notes += check_depthwise(model.node, rows, batch, sizes)
+    notes += check_tables(model.node, rows, batch, sizes)
+  notes += _overridden(placements(traces["model"]), rows)
+  if whole := why_one_program(traces.values()):
+    notes.append(f"created as one program, which takes longer to compile: {whole}")
+  return notes
+
+
+def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
+  """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
+  # flax.nnx exports the context, flax.linen what reads it. Within a scope, its rules are those of the scope.
+  active = () if rules_in_scope() is not None else get_logical_axis_rules()
+  context = {name: axes_of(axes) for name, axes in active if set(axes_of(axes)) <= set(mesh)}
+  added = {name: axes for name, axes in context.items() if name not in rules.logical}
+  notes = [f"rules of nnx.logical_axis_rules: {few([*added])}"] if added else []
+  notes += [
+    f"nnx.logical_axis_rules has another rule for {name!r}, {entry_of(axes)!r}; the plan uses its own rule"
+    for name, axes in context.items()
+    if name in rules.logical and rules.logical[name] != (axes,)
+  ]
+  return rules.replace(added), notes
+
+
+def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:
+  """The note on arrays that `init` itself places in another way than the plan."""
+  other: list[str] = []
+  for leaf in leaves:
+    asked = placed.get(leaf.path, leaf.spec)
+    entries = itertools.zip_longest(asked, leaf.spec)
+    if any(a is not PartitionSpec.UNCONSTRAINED and axes_of(a) != axes_of(b) for a, b in entries):
+      other.append(f"{leaf.name} {asked}, planned {leaf.spec}")
+  advice = "the plan follows annotations (out_sharding=...) and rules"
+  return [f"init itself places {few(other)}: {advice}"] if other else []
