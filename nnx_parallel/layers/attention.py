@@ -17,7 +17,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax

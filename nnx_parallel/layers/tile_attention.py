@@ -176,8 +176,8 @@ class TileAttention:
     weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
       and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
-    seen: which tiles a mask does not hide wholly, `[blocks of queries, blocks of keys]`, of all devices; None:
-      all.
+    seen: which tiles a mask does not hide wholly, `[blocks of queries, blocks of keys]`, of all devices;
+      None: all.
     zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
   """
 
@@ -327,7 +327,10 @@ class TileAttention:
     tables = np.concatenate([self.share.blocks_of(self._seen, n) for n in every])
     pairs = np.argwhere(tables.any(0)).astype(np.int32)
     alike = bool((tables == tables[:1]).all())
-    *given, rows, columns = tied([*given, *map(jnp.asarray, pairs.T)])
+    given = tied(given)
+    # What is made of the positions alone would be computed, and kept, for all tiles ahead of the scan.
+    zero = sum((x[:0].sum().astype(jnp.int32) for x in given if x.ndim), jnp.int32(0))
+    rows, columns = (jnp.asarray(places) + zero for places in pairs.T)
 
     def step(state: Any, places: Any) -> tuple[Any, None]:
       at = self.share.places(device, source, places)
