@@ -18,11 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_by_dim, entry_of
 from nnx_parallel.core.ring import Ring
-from nnx_parallel.core.tiles import Grid, Labels, filled, finite, tied
+from nnx_parallel.core.tiles import Grid, Labels, filled, finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Share:
     moving: the name of the keys' dim, if it is split too and its shards go round; else None.
     grid: the blocks of the scores, of all devices.
     mapped: mesh axes of an enclosing `jax.vmap`.
-    mesh: the mesh, if it is not the active one.
   """
 
   axis: str | None
@@ -48,7 +46,6 @@ class Share:
   moving: Any
   grid: Grid
   mapped: frozenset[str] = frozenset()
-  mesh: Any = None
 
   @property
   def names(self) -> tuple[Any, ...]:
@@ -115,20 +112,12 @@ class Share:
       return lambda *arrays: function(0, *arrays)
     run = jax.shard_map(
       lambda numbers, *arrays: function(numbers[0], *arrays),
-      mesh=self.mesh,
       in_specs=(PartitionSpec(self.axis), *given),
       out_specs=results,
       axis_names={self.axis, *self.mapped},
       check_vma=False,
     )
-
-    # Numbers of the devices as an array: `jax.lax.axis_index` of one axis is an instruction that not every
-    # partitioner can place.
-    def with_numbers(*arrays: Any) -> Any:
-      numbers = jnp.arange(self.size, dtype=jnp.int32)
-      return run(laid_on(numbers, str(self.axis), 0, self.mesh, only_explicit=True), *arrays)
-
-    return with_numbers
+    return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
 
   def by_heads(self, x: Any, labels: Labels) -> Any:
     """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
@@ -145,7 +134,9 @@ class Share:
   def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
     if self.dim == self.row or label is None or label[2] > 1 or x.shape[label[1]] % self.size:
       return x
-    return laid_on(x, str(self.axis), label[1], self.mesh)
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[label[1]] = self.axis
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
   def blocks_of(self, seen: np.ndarray, hop: int) -> np.ndarray:
     """Which tiles each device computes at a visit, `[devices, blocks of its rows, blocks of columns]`."""
@@ -249,10 +240,10 @@ class TileAttention:
     def visit(hop: Any, moving: Mapping[int, Any], state: Any) -> Any:
       source = (device - hop) % self.share.size
 
-      def body(state: Any, given: Sequence[Any], places: Any, compute: Callable[..., Any]) -> Any:
+      def body(state: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         parts = tuple(grid.take(x, own, places) for x, own in zip(state, carried, strict=True))
-        new = compute(lambda at: tile(tiles, parts, at), parts)
+        new = tile(tiles, parts, at)
         return tuple(grid.put(x, y, own, places) for x, y, own in zip(state, new, carried, strict=True))
 
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
@@ -285,19 +276,18 @@ class TileAttention:
 
     def visit(hop: Any, moving: Mapping[int, Any], sums: Any) -> Any:
       source = (device - hop) % share.size
-      if not _is_first(hop):  # the gradients of a shard arrive while its share of this device is computed
+      if not (
+        isinstance(hop, int) and hop == 0
+      ):  # the gradients of a shard arrive while its share of this device is computed
         sums = [self._sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
-      def body(sums: Any, given: Sequence[Any], places: Any, compute: Callable[..., Any]) -> Any:
+      def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         of_rows = [grid.take(x, own, places) for x, own in rows]
         before = [grid.take(x, own, places) for x, own in zip(sums, floats, strict=True)]
 
-        def added(at: Any) -> list[Any]:
-          found = gradients(tiles, of_rows, places, at)
-          return [x + new.astype(x.dtype) for x, new in zip(before, found, strict=True)]
-
-        after = compute(added, before)
+        found = gradients(tiles, of_rows, places, at)
+        after = [x + new.astype(x.dtype) for x, new in zip(before, found, strict=True)]
         return [grid.put(x, new, own, places) for x, new, own in zip(sums, after, floats, strict=True)]
 
       parts = [share.keys_of(source, x, own) for x, own in zip(sums, floats, strict=True)]
@@ -318,32 +308,22 @@ class TileAttention:
   def _each_tile(
     self, hop: Any, device: Any, source: Any, body: Callable[..., Any], state: Any, given: Sequence[Any]
   ) -> Any:
-    """A scan of `(state, given, places, compute) -> state` over the tiles of a visit.
+    """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit.
 
-    `compute(function of the places among all devices, else)` is the function's result, or `else` where this
-    device has nothing to compute in a tile of another device.
+    Devices compute the same tiles: all that one of them sees.
     """
-    every = range(1, self.hops - 1) if not isinstance(hop, int) else (hop,)
-    tables = np.concatenate([self.share.blocks_of(self._seen, n) for n in every])
-    pairs = np.argwhere(tables.any(0)).astype(np.int32)
-    alike = bool((tables == tables[:1]).all())
-    given = tied(given)
-    # What is made of the positions alone would be computed, and kept, for all tiles ahead of the scan.
-    zero = sum((x[:0].sum().astype(jnp.int32) for x in given if x.ndim), jnp.int32(0))
-    rows, columns = (jnp.asarray(places) + zero for places in pairs.T)
+    visits = range(1, self.hops - 1) if not isinstance(hop, int) else (hop,)
+    pairs = np.argwhere(np.concatenate([self.share.blocks_of(self._seen, n) for n in visits]).any(0))
+    # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
+    # ahead of the scan.
+    numbers = jnp.arange(len(pairs), dtype=jnp.int32)
+    *given, numbers = jax.lax.optimization_barrier((*given, numbers))
 
-    def step(state: Any, places: Any) -> tuple[Any, None]:
-      at = self.share.places(device, source, places)
+    def step(state: Any, number: Any) -> tuple[Any, None]:
+      places = dict(zip((self.share.row, self.share.column), _entry(pairs, number), strict=True))
+      return body(state, given, places, self.share.places(device, source, places)), None
 
-      def compute(function: Callable[..., Any], other: Any) -> Any:
-        if alike:
-          return function(at)
-        is_seen = jnp.asarray(self._seen)[at[self.share.row], at[self.share.column]]
-        return jax.lax.cond(is_seen, lambda: function(at), lambda: other)
-
-      return body(state, given, places, compute), None
-
-    return jax.lax.scan(step, state, {self.share.row: rows, self.share.column: columns})[0]
+    return jax.lax.scan(step, state, numbers)[0]
 
   def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
     """Visits a device's keys with `(hop, moving, state)`, then those of the others, if they go round."""
@@ -363,31 +343,12 @@ class TileAttention:
     return [moving.get(n, x) for n, x in enumerate(whole)]
 
 
-def _is_first(hop: Any) -> bool:
-  return isinstance(hop, int) and hop == 0
-
-
-def laid_on(x: Any, axis: str, dim: int | None, mesh: Any = None, *, only_explicit: bool = False) -> Any:
-  """An array with one of its dims on a mesh axis, and no other; None stays None.
-
-  Args:
-    x: the array.
-    axis: the mesh axis.
-    dim: the dim; None: none.
-    mesh: if it is not the active one.
-    only_explicit: as it is unless the axis is Explicit.
-  """
-  mesh = mesh or jax.sharding.get_abstract_mesh()
-  if x is None:
-    return None
-  if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Explicit:
-    if dim is None or only_explicit:
-      return x
-    free = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    spec = PartitionSpec(*free[:dim], axis, *free[dim + 1 :])
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-  spec = getattr(jax.typeof(x).sharding, "spec", ())
-  axes = [tuple(a for a in own if a != axis) for own in axes_by_dim(spec, x.ndim)]
-  if dim is not None:
-    axes[dim] = (*axes[dim], axis)
-  return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*map(entry_of, axes))))
+def _entry(pairs: np.ndarray, number: Any) -> tuple[Any, Any]:
+  """A row of a table of `(row, column)`, without the table: most columns follow the one before."""
+  row, column, last = 0, number, (0, -1)
+  for n, (r, c) in enumerate(pairs.tolist()):
+    if (r, c - 1) != last:
+      row += jnp.where(number >= n, r - last[0], 0)
+      column += jnp.where(number >= n, c - 1 - last[1], 0)
+    last = r, c
+  return jnp.asarray(row, jnp.int32), column
