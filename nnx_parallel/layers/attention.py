@@ -3,7 +3,8 @@
 Attention is found in the trace of a loss: a product, whatever elementwise follows (a scale, masks, biases, a
 soft cap, casts), `exp(x - max)`, its sum over the keys, and a product of the quotient with the values. It is
 replaced by the same operations on blocks, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so
-that no array of the size queries x keys exists, forward or backward. Masks are made block by block too.
+that no array of the size queries x keys exists, forward or backward. Masks are made block by block too;
+blocks that a mask of positions hides wholly are not computed (`masks`).
 
 Where a mesh axis splits the positions, each device computes its own queries. Keys and values are gathered, or
 go round a ring of the devices (arXiv:2310.01889); or each device gets all positions of some heads instead
