@@ -60,8 +60,10 @@ class Hidden:
 
   def _interval(self, var: Any, labels: Labels) -> Interval:
     if isinstance(var, core.Literal):
-      is_one = jnp.ndim(var.val) == 0 and np.dtype(var.aval.dtype).kind in "biufV"
-      return (np.full((1, 1), float(var.val)),) * 2 if is_one else _ANY
+      dtype: Any = var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+      is_one = jnp.ndim(var.val) == 0 and isinstance(dtype, np.dtype) and dtype.kind in "biufV"
+      number = np.full((1, 1), float(var.val) if is_one else 0.0)
+      return (number, number) if is_one else _ANY
     if (var, labels) not in self._known:
       with np.errstate(all="ignore"):
         low, high = self._made_of(self._made.get(var), labels)
@@ -69,7 +71,9 @@ class Hidden:
     return self._known[var, labels]
 
   def _made_of(self, eqn: Any, labels: Labels) -> Interval:
-    name = "" if eqn is None else eqn.primitive.name
+    if eqn is None:
+      return _ANY
+    name = eqn.primitive.name
     if name == "iota":
       return self._positions(eqn, labels)
     if (name not in _RULES and name not in _PLACES) or (
