@@ -3,7 +3,8 @@
 Attention is found in the trace of a loss: a product, whatever elementwise follows (a scale, masks, biases, a
 soft cap, casts), `exp(x - max)`, its sum over the keys, and a product of the quotient with the values. It is
 replaced by the same operations on blocks, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so
-that no array of the size queries x keys exists, forward or backward. Masks are made block by block too.
+that no array of the size queries x keys exists, forward or backward. Masks are made block by block too;
+blocks that a mask of positions hides wholly are not computed (`masks`).
 
 Where a mesh axis splits the positions, each device computes its own queries. Keys and values are gathered, or
 go round a ring of the devices (arXiv:2310.01889); or each device gets all positions of some heads instead
@@ -15,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -41,10 +43,10 @@ from nnx_parallel.core.jaxprs import (
   is_inexact,
   opened,
   params_of,
+  struct,
   without_unused,
 )
 from nnx_parallel.core.keys import identity
-from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import (
   Grid,
   Labels,
@@ -53,17 +55,16 @@ from nnx_parallel.core.tiles import (
   Untiled,
   described,
   filled,
-  finite,
-  gradients,
   ordered,
   pushed,
-  tied,
 )
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
+from nnx_parallel.layers.masks import HIDDEN, Hidden
 from nnx_parallel.layers.sinks import with_sinks_as_keys
 from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, without_shifts
+from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
@@ -202,139 +203,6 @@ class _Way:
     if self.is_over_axis:
       return f"attention by {str(self.asked).replace('_', ' ')} over {self.axis}={self.size}"
     return f"attention by blocks of {self.block}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-  """What one device computes of an attention that the devices of a mesh axis share.
-
-  Attributes:
-    axis: the mesh axis; None: one device computes it all.
-    size: of the axis.
-    row, column: the names of the dims of queries and of keys.
-    dim: the name of the dim of the scores that is split: queries, or heads.
-    moving: the name of the keys' dim, if it is split too and its shards go round; else None.
-    grid: the blocks of the scores, of all devices.
-    mapped: mesh axes of an enclosing `jax.vmap`.
-  """
-
-  axis: str | None
-  size: int
-  row: int
-  column: int
-  dim: int
-  moving: int | None
-  grid: Grid
-  mapped: frozenset[str] = frozenset()
-
-  @property
-  def names(self) -> tuple[int, ...]:
-    """The dims of the scores of which there are parts, of a device or of a tile."""
-    return tuple(sorted({self.row, self.column, self.dim}))
-
-  @property
-  def own(self) -> Grid:
-    """The blocks of what a device has at a time."""
-    split = {self.dim, self.moving} if self.axis is not None else set[Any]()
-    lengths = {name: n // self.size if name in split else n for name, n in self.grid.lengths.items()}
-    return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)})
-
-  def split(self, labels: Labels) -> tuple[Any, int, int] | None:
-    """The label along which an array is split; None: it is whole on each device."""
-    names = () if self.axis is None else (self.dim, self.moving)
-    return next((label for name in names for label in labels if label[0] == name), None)
-
-  def moves(self, labels: Labels) -> bool:
-    """Whether the shards of an array go round: it has keys, and no queries."""
-    found = self.split(labels)
-    return found is not None and found[0] == self.moving
-
-  def local(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
-    """The shape of one device's part of an array."""
-    found = self.split(labels)
-    own = None if found is None else found[1]
-    return tuple(n // self.size if d == own else n for d, n in enumerate(shape))
-
-  def spec(self, labels: Labels) -> PartitionSpec:
-    """How an array is split."""
-    found = self.split(labels)
-    return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
-
-  def places(self, device: Any, source: Any, places: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The numbers of blocks among those of all devices, with keys of the device `source`."""
-    counts = {
-      name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
-    }
-    starts = {self.dim: device, self.moving: source}
-    found = {**places}
-    if self.axis is not None:
-      found |= {name: places.get(name, 0) + starts[name] * count for name, count in counts.items()}
-    return found
-
-  def part(self, x: Any, labels: Labels, source: Any) -> Any:
-    """What a device uses of an array with its queries and all keys, for the keys of a device."""
-    return self._keys(labels).take(x, labels, {self.moving: source})
-
-  def added(self, x: Any, part: Any, labels: Labels, source: Any) -> Any:
-    """Such an array, or another one, with something added to that part."""
-    where = {self.moving: source}
-    return self._keys(labels).put(x, self._keys(labels).take(x, labels, where) + part, labels, where)
-
-  def _keys(self, labels: Labels) -> Grid:
-    """The shards of the keys, as blocks."""
-    if self.moving is None or self.moves(labels):
-      return Grid({}, {})
-    length = self.grid.lengths[self.moving]
-    return Grid(self.grid.lengths, {self.moving: length // self.size})
-
-  def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
-    """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
-    if self.axis is None:
-      return lambda *arrays: function(0, *arrays)
-    run = jax.shard_map(
-      lambda numbers, *arrays: function(numbers[0], *arrays),
-      in_specs=(PartitionSpec(self.axis), *given),
-      out_specs=results,
-      axis_names={self.axis, *self.mapped},
-      check_vma=False,
-    )
-    return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
-
-  def by_heads(self, x: Any, labels: Labels) -> Any:
-    """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
-
-    XLA would else compute the array by heads, from all positions.
-    """
-    return self._on(self.by_positions(x, labels), self.split(labels))
-
-  def by_positions(self, x: Any, labels: Labels) -> Any:
-    """An array that is split by heads, split by positions."""
-    label = next((own for own in labels if own[0] in (self.row, self.column)), None)
-    return x if self.split(labels) is None else self._on(x, label)
-
-  def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
-    if self.dim == self.row or label is None or label[2] > 1 or x.shape[label[1]] % self.size:
-      return x
-    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    spec[label[1]] = self.axis
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
-
-  def around(self, visit: Callable[..., Any], device: Any, moving: Any, state: Any) -> Any:
-    """Visits a device's keys with `(source, moving, state)`, then those of the others, if they go round."""
-    if self.moving is None:
-      return visit(0, moving, state)
-    ring = Ring(str(self.axis), self.size)
-    return ring.around(
-      lambda hop, *given: visit((device - hop) % self.size, *given), moving, state, self.size
-    )
-
-  def sent(self, tree: Any) -> Any:
-    """What the device before has."""
-    return Ring(str(self.axis), self.size).sent(tree)
-
-  def has(self, labels: Labels) -> bool:
-    """Whether an array is split, or there is one device; the others are whole on each device."""
-    return self.axis is None or self.split(labels) is not None
 
 
 def check_attention(attention: Attention) -> Attention:
@@ -734,7 +602,8 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
       tiles.need(var, labels, depends.__contains__)
     except Untiled as problem:
       raise _NotByBlocks(f"{_softmax(match)}: its weights go through {problem}") from None
-  tiles.need(product.invars[1 - match.side], _of_values(match, share))
+  values = product.invars[1 - match.side]
+  tiles.need(values, _of_values(match, share))
   _check_leaves(body, tiles, scores, {row, column}, cut)
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
   if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
@@ -743,11 +612,10 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
     return _blocked(body, match, dataclasses.replace(way, axis=None, size=1))
   if all(share.grid.count(name) == 1 for name in share.grid.blocks):
     return None
-  function, leaves = _function(match, tiles, ends, share)
-  return call_equation(function, [var for var, _ in leaves], product.outvars, product)
+  return _Program(body, match, tiles, ends, (values, _of_values(match, share)), share).equation()
 
 
-def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: _Share, depends: Any) -> bool:
+def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: Share, depends: Any) -> bool:
   """Whether a value is sliced, rather than computed for each tile."""
   if var in depends or {share.row, share.column} <= {name for name, _, _ in own}:
     return False
@@ -760,7 +628,7 @@ def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: _Share, depends: Any) -
   return True
 
 
-def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, column: int) -> _Share:
+def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, column: int) -> Share:
   """The part of an attention that each device computes; all of it, unless devices share it evenly.
 
   Raises:
@@ -782,7 +650,7 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, co
     sizes[name] = (
       _block(lengths[name], way.block) if name not in split else _divisor(lengths[name] // n, way.block)
     )
-  return _Share(axis, n, row, column, dim, moving, Grid(lengths, sizes), way.mapped)
+  return Share(axis, n, row, column, dim, moving, Grid(lengths, sizes), way.mapped)
 
 
 def _softmax(match: _Softmax) -> str:
@@ -851,163 +719,165 @@ def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: se
     raise _NotAttention(f"{text}: no product of queries and keys makes it")
 
 
-def _function(
-  match: _Softmax, tiles: Tiles, ends: Sequence[Node], share: _Share
-) -> tuple[Callable[..., Sequence[Any]], list[Node]]:
-  """The attention as a function of its leaves, and those."""
-  product, side, axes, grid = match.product, match.side, match.summed, share.own
-  cut = {match.largest.outvars[0], match.total.outvars[0]}
-  value_node: Node = product.invars[1 - side], _of_values(match, share)
-  nodes = [node for node in tiles.leaves if node[0] not in cut]
-  floats = [node for node in nodes if is_inexact(node[0].aval)]
-  others = [node for node in nodes if not is_inexact(node[0].aval)]
-  (largest_in, largest_own), (scores, own), (total_in, _), (weights, weights_own) = ends
-  out = product.outvars[0]
-  out_own = _only(match.labels[1], share.row, share.dim)
-  kept = [d for d in range(len(scores.aval.shape)) if d not in axes]
-  placed = {name: (dim, factor) for name, dim, factor in match.labels[1]}
-  order = _order(match, placed)
-  stat_own: Labels = tuple((name, kept.index(name), 1) for name in share.names if name in kept)
-  wide = jnp.promote_types(out.aval.dtype, jnp.float32)
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """What a tile of an attention that was found computes, from tiles of the leaves.
 
-  def exponentials(known: dict[Node, Any], largest: Any, total: Any, places: Any) -> tuple[Any, Any]:
-    """The product of a tile's weights, and the sum of its exponentials."""
+  Attributes:
+    body: the program that the attention is found in.
+    match: the attention.
+    tiles: its operations.
+    ends: the nodes that are evaluated: what the maximum is of, the exponentials, what is summed, the weights.
+    values: the node of the values.
+    share: what each device computes.
+  """
+
+  body: Any
+  match: _Softmax
+  tiles: Tiles
+  ends: Sequence[Node]
+  values: Node
+  share: Share
+
+  @functools.cached_property
+  def nodes(self) -> list[Node]:
+    """The leaves, those with gradients first."""
+    cut = self.match.largest.outvars[0], self.match.total.outvars[0]
+    leaves = [node for node in self.tiles.leaves if not any(node[0] is var for var in cut)]
+    return sorted(leaves, key=lambda node: not is_inexact(node[0].aval))
+
+  @property
+  def wide(self) -> Any:
+    """The dtype of the running result."""
+    return jnp.promote_types(self.match.product.outvars[0].aval.dtype, jnp.float32)
+
+  @functools.cached_property
+  def row(self) -> Labels:
+    """The labels of a number for each row."""
+    kept = [d for d in range(len(self.match.order)) if d not in self.match.summed]
+    return tuple((name, kept.index(name), 1) for name in self.share.names if name in kept)
+
+  @functools.cached_property
+  def _order(self) -> list[Any]:
+    return _order(self.match, {name: None for name, _, _ in self.match.labels[1]})
+
+  def attention(self, seen: np.ndarray | None) -> TileAttention:
+    """The attention as a function of its leaves."""
+    total, product = self.match.total.outvars[0].aval, self.match.product.outvars[0].aval
+    return TileAttention(
+      share=self.share,
+      inputs=[labels for _, labels in self.nodes],
+      slopes=sum(is_inexact(var.aval) for var, _ in self.nodes),
+      row=(total, self.row),
+      result=(product, _only(self.match.labels[1], self.share.row, self.share.dim)),
+      largest=self.largest,
+      weighed=self.weighed,
+      spread=self.spread,
+      seen=seen,
+      zeros_too=self.match.zeros_too,
+    )
+
+  def largest(self, tiles: Sequence[Any], places: Mapping[Any, Any]) -> Any:
+    """The maxima of a tile's scores over its keys."""
+    node, labels = self.ends[0]
+    known = dict(zip(self.nodes, tiles, strict=True))
+    tile = self.tiles.value(node, labels, known, places).astype(self.wide)
+    tile = self.tiles.grid.fresh(tile, labels, places, -math.inf)
+    return tile.max(self.match.largest.params["axes"]).transpose(self.match.turned)
+
+  def weighed(
+    self, tiles: Sequence[Any], largest: Any, total: Any, places: Mapping[Any, Any]
+  ) -> tuple[Any, Any]:
+    """The product of a tile's weights, and the sums of its exponentials."""
+    match, (_, (scores, own), summed, weights) = self.match, self.ends
+    known = dict(zip(self.nodes, tiles, strict=True))
     for eqn, x in ((match.largest, largest.transpose(np.argsort(match.turned))), (match.total, total)):
       var = eqn.outvars[0]
       x = x.astype(var.aval.dtype)
-      known.update({node: x for node in tiles.leaves if node[0] is var})
-    known[scores, own] = tiles.grid.fresh(tiles.value(scores, own, known, places), own, places)
-    part = tiles.value(total_in, own, known, places)
-    pair = [tiles.value(*node, known, places) for node in ((weights, weights_own), value_node)]
-    made = bind(product, pair if side == 0 else pair[::-1], preferred_element_type=wide)
-    return made[0].astype(wide), part.astype(wide).sum(axes)
+      known.update({node: x for node in self.tiles.leaves if node[0] is var})
+    known[scores, own] = self.tiles.grid.fresh(self.tiles.value(scores, own, known, places), own, places)
+    part, *pair = [self.tiles.value(*node, known, places) for node in (summed, weights, self.values)]
+    made = bind(match.product, pair if match.side == 0 else pair[::-1], preferred_element_type=self.wide)
+    return made[0].astype(self.wide), part.astype(self.wide).sum(match.summed)
 
-  def spread(stat: Any, shape: Sequence[int]) -> Any:
-    """A statistic of the rows, with the dims of the product's result."""
-    cuts = {name: dim for name, dim, _ in stat_own}
-    sizes = [stat.shape[cuts[name]] if name in cuts else tiles.grid.lengths[name] for name in order]
-    arranged = sorted(order, key=lambda name: placed[name])
-    stat = stat.reshape(sizes).transpose([order.index(name) for name in arranged])
-    dims = {dim for dim, _ in placed.values()}
-    return jnp.broadcast_to(stat.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
+  def spread(self, x: Any, shape: Sequence[int]) -> Any:
+    """A number for each row, with the dims of the product's result."""
+    placed = {name: dim for name, dim, _ in self.match.labels[1]}
+    factors = {name: factor for name, _, factor in self.match.labels[1]}
+    cuts = {name: dim for name, dim, _ in self.row}
+    sizes = [x.shape[cuts[name]] if name in cuts else self.tiles.grid.lengths[name] for name in self._order]
+    arranged = sorted(self._order, key=lambda name: (placed[name], factors[name]))
+    x = x.reshape(sizes).transpose([self._order.index(name) for name in arranged])
+    dims = {*placed.values()}
+    return jnp.broadcast_to(x.reshape([n if d in dims else 1 for d, n in enumerate(shape)]), shape)
 
-  nodes = [*floats, *others]
+  @functools.cached_property
+  def hidden(self) -> tuple[np.ndarray, float]:
+    """Which tiles the mask hides wholly, and a number below which a row sees nothing; `-inf` if that is NaN.
 
-  def part_of(aval: Any, labels: Labels, value: float) -> Any:
-    """An array of one value, for the queries of a device."""
-    return filled(aval.update(shape=share.local(aval.shape, labels)), value, wide)
+    A row that sees nothing is the mean of the values if what hides a score is finite, and the weights are
+    nothing but exponentials over their sum.
+    """
+    names = self.share.row, self.share.column
+    bounds = Hidden(self.body, self.tiles.grid, *names)
+    scores, labels = self.ends[1]
+    difference = self.tiles.made(self.tiles.made(scores).invars[0])
+    most = np.maximum(bounds.most(*self.ends[0]), bounds.most(difference.invars[0], labels))
+    hidden = most <= HIDDEN
+    fill = float(most[hidden].max(initial=-math.inf))
+    if math.isfinite(fill) and not self._is_plain:
+      return most == -math.inf, -math.inf
+    return hidden, fill * 0.99
 
-  def going_round(given: Sequence[Any]) -> dict[int, Any]:
-    """The arrays whose shards go round, by their place."""
-    return {n: x for n, (x, (_, o)) in enumerate(zip(given, nodes, strict=True)) if share.moves(o)}
+  @property
+  def _is_plain(self) -> bool:
+    """Whether the weights are exponentials over their sum, and nothing else."""
+    todo, ends = [self.ends[3][0]], {self.match.exp.outvars[0], self.match.total.outvars[0]}
+    while todo:
+      var = todo.pop()
+      if isinstance(var, core.Literal) or var not in ends:
+        made = None if isinstance(var, core.Literal) else self.tiles.made(var)
+        if made is None or made.primitive.name not in (*_PLACES, "div"):
+          return False
+        todo += made.invars
+    return True
 
-  def at_hand(given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
-    """What a device has of the arrays while it has keys of another one."""
-    whole = [share.part(x, o, source) for x, (_, o) in zip(given, nodes, strict=True)]
-    return [moving.get(n, x) for n, x in enumerate(whole)]
-
-  def part_forward(device: Any, *arrays: Any) -> tuple[Any, Any, Any]:
-    def visit(source: Any, moving: Mapping[int, Any], state: Any) -> Any:
-      rows = grid.tiles()
-      *given, first, second = tied([*at_hand(arrays, moving, source), *rows.values()])
-
-      def body(carry: tuple[Any, Any, Any], places: Any) -> tuple[tuple[Any, Any, Any], None]:
-        known = {(var, o): grid.take(x, o, places) for (var, o), x in zip(nodes, given, strict=True)}
-        before, total = (grid.take(x, stat_own, places) for x in carry[:2])
-        result = grid.take(carry[2], out_own, places)
-        at = share.places(device, source, places)
-        tile = tiles.value(largest_in, largest_own, known, at).astype(wide)
-        # The result does not depend on the maximum, so that its derivative is left out.
-        top = tiles.grid.fresh(tile, largest_own, at, -math.inf).max(match.largest.params["axes"])
-        top = jax.lax.stop_gradient(top.transpose(match.turned))
-        after = jnp.maximum(before, top)
-        part, more = exponentials(known, finite(after), jnp.ones_like(total), at)
-        scale = jnp.exp(before - finite(after))
-        changes = after, total * scale + more, result * spread(scale, result.shape) + part
-        labels = stat_own, stat_own, out_own
-        return tuple(
-          grid.put(x, new, o, places) for x, new, o in zip(carry, changes, labels, strict=True)
-        ), None  # pyright: ignore[reportReturnType]
-
-      return jax.lax.scan(body, state, dict(zip(rows, (first, second), strict=True)))[0]
-
-    row_type = match.total.outvars[0].aval
-    start = (
-      part_of(row_type, stat_own, -math.inf),
-      part_of(row_type, stat_own, 0),
-      part_of(out.aval, out_own, 0),
+  def mean(self, values: Any) -> Any:
+    """The mean of the values, as the result of the product for a row of equal weights."""
+    product, side = self.match.product, self.match.side
+    weights, met = product.invars[side].aval, meeting(product)
+    free = met.free[side]  # pyright: ignore[reportOptionalMemberAccess]
+    few = {*free, *met.summed[side]}  # pyright: ignore[reportOptionalMemberAccess]
+    where = getattr(struct(weights).sharding, "spec", None)
+    if where is not None:
+      spec = PartitionSpec(*(None if d in few else own for d, own in enumerate(where)))
+      weights = weights.update(sharding=weights.sharding.update(spec=spec))
+    one = filled(
+      weights.update(shape=[1 if d in few else n for d, n in enumerate(weights.shape)]), 1, weights.dtype
     )
-    largest, total, result = share.around(visit, device, going_round(arrays), start)
-    if match.zeros_too:
-      total = jnp.where(total == 0, jnp.ones_like(total), total)
-    return (result / spread(total, result.shape)).astype(out.aval.dtype), finite(largest), total
+    over = tuple(met.summed[1 - side])  # pyright: ignore[reportOptionalMemberAccess]
+    mean = values.mean(over, dtype=self.wide, keepdims=True).astype(values.dtype)
+    return bind(product, [one, mean] if side == 0 else [mean, one])[0]
 
-  def part_backward(device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
-    arriving = arriving.astype(wide)
-    sloped = jax.linear_transpose(lambda x: spread(x, result.shape), total)(arriving * result.astype(wide))[0]
-    cotangents = [(arriving, out_own), (-sloped / total, stat_own)]
+  def equation(self) -> Any:
+    """The operation that computes the attention."""
+    order, (hidden, fill) = self._order, self.hidden
+    assert order
+    attention = self.attention(~hidden)
+    product, values = self.match.product, self.match.product.invars[1 - self.match.side]
 
-    def visit(source: Any, moving: Mapping[int, Any], sums: Any) -> Any:
-      def part(places: Any, fixed: Sequence[Any], *tiles_of: Any) -> Sequence[Any]:
-        *fixed, top, total = fixed
-        known = dict(zip(nodes, (*tiles_of, *fixed), strict=True))
-        return [*exponentials(known, top, total, share.places(device, source, places))]
+    def attention_by_blocks(*given: Any) -> list[Any]:
+      result, largest = attention(*given[: len(self.nodes)])
+      if math.isfinite(fill):
+        sees_none = self.spread(largest <= fill, result.shape)
+        result = jnp.where(sees_none, self.mean(given[-1]).astype(result.dtype), result)
+      return [result]
 
-      pairs = [(x, o) for x, (_, o) in zip(at_hand(given, moving, source), nodes, strict=True)]
-      inputs, fixed = pairs[: len(floats)], pairs[len(floats) :]
-      found = gradients(part, inputs, [*fixed, (largest, stat_own), (total, stat_own)], cotangents, grid)
-      if share.moving is None:
-        return found
-      # The gradients of a shard arrive while its share of this device is computed.
-      if sums is None:
-        sums = [jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)) for x in given[: len(floats)]]
-      else:
-        sums = [share.sent(x) if share.moves(o) else x for x, (_, o) in zip(sums, floats, strict=True)]
-      return [
-        share.added(x, new.astype(x.dtype), o, source)
-        for x, new, (_, o) in zip(sums, found, floats, strict=True)
-      ]
-
-    found = share.around(visit, device, going_round(given), None)
-    found = [x.astype(var.aval.dtype) for x, (var, _) in zip(found, floats, strict=True)]
-    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
-    return tuple(
-      (share.sent(x) if share.moves(o) else x) if share.has(o) else x[None]
-      for x, (_, o) in zip(found, floats, strict=True)
-    )
-
-  specs = [share.spec(o) for _, o in nodes]
-  stats = [share.spec(o) for o in (out_own, stat_own, stat_own)]
-  slopes = tuple(share.spec(o) if share.has(o) else PartitionSpec(share.axis) for _, o in floats)
-  forward = share.over(part_forward, specs, tuple(stats))
-  pulled = share.over(part_backward, [*stats, stats[0], *specs], slopes)
-
-  def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-    given, *results = saved
-    found = pulled(*results, share.by_heads(cotangent[0], out_own), *given)
-    found = [
-      share.by_positions(x, o) if share.has(o) else x.sum(0) for x, (_, o) in zip(found, floats, strict=True)
-    ]
-    return (*found, *[None] * len(others))
-
-  @jax.custom_vjp
-  def attention(*given: Any) -> list[Any]:
-    return with_kept(*given)[0]
-
-  def with_kept(*given: Any) -> tuple[list[Any], Any]:
-    own = tuple(share.by_heads(x, o) for x, (_, o) in zip(given, nodes, strict=True))
-    result, largest, total = forward(*own)
-    return [share.by_positions(result, out_own)], (own, result, largest, total)
-
-  attention.defvjp(with_kept, backward)
-
-  def attention_by_blocks(*given: Any) -> list[Any]:
-    return attention(*given)
-
-  return attention_by_blocks, nodes
+    inputs = [var for var, _ in self.nodes] + ([values] if math.isfinite(fill) else [])
+    return call_equation(attention_by_blocks, inputs, product.outvars, product)
 
 
-def _of_values(match: _Softmax, share: _Share) -> Labels:
+def _of_values(match: _Softmax, share: Share) -> Labels:
   """The labels of the values: keys, and heads if they are split."""
   met: Any = meeting(match.product)
   own = {"shared": met.shared, "summed": met.summed}

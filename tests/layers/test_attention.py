@@ -467,3 +467,72 @@ def test_printing_beside_attention():
   np.testing.assert_allclose(
     nxp.with_layers(loss, attention=5)({"x": ROWS}, None), loss({"x": ROWS}, None), rtol=1e-5
   )
+
+
+LENGTH = 64
+
+
+def late(away, dim):
+  return jax.lax.broadcasted_iota(jnp.int32, away.shape, dim) >= 32
+
+
+MASKS = {
+  "none": (lambda away: None, 1.0),
+  "causal": (lambda away: away >= 0, 36 / 64),
+  "window": (lambda away: (away >= 0) & (away < 8), 15 / 64),
+  "both sides": (lambda away: abs(away) < 8, 22 / 64),
+  "chunks": (lambda away: late(away, 0) == late(away, 1), 32 / 64),
+}
+
+
+def masked(mask, form):
+  """Attention with a mask in a form that models have."""
+
+  def attention(q, k, v, padding):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    seen = mask(jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None])
+    if seen is not None and form == "added":
+      scores = scores + jnp.where(seen, 0, -1e9)
+    elif seen is not None:
+      scores = jnp.where(seen & padding[:, None, None], scores, -1e9 if form == "padded" else -jnp.inf)
+    return (jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v) ** 2).sum()
+
+  return attention
+
+
+def product_flops(jaxpr):
+  """Multiplications and additions of the products of a program, times the lengths of its scans."""
+  total = 0
+  for eqn in jaxpr.eqns:
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    inner = [
+      getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
+    ]
+    total += times * sum(product_flops(x) for x in inner if hasattr(x, "eqns"))
+    if eqn.primitive.name == "dot_general":
+      (summed, _), _ = eqn.params["dimension_numbers"]
+      shape = eqn.invars[0].aval.shape
+      total += 2 * eqn.outvars[0].aval.size * int(np.prod([shape[d] for d in summed]))
+  return total
+
+
+@pytest.mark.parametrize("form", ["infinite", "padded", "added"])
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_that_a_mask_hides_are_not_computed(name, form):
+  mask, part = MASKS[name]
+  q, k, v = np.random.default_rng(0).normal(size=(3, 2, LENGTH, 2, 4)).astype(np.float32)
+  padding = np.arange(LENGTH)[None] >= np.array([[0], [19]])  # the first rows see nothing at all
+  padding = padding if form == "padded" else np.ones_like(padding)
+
+  def changed(attention):
+    run = nxp.with_layers(lambda x, _: attention(*x, padding), attention=8)
+    return lambda *x: run(x, None)
+
+  plain, found = masked(mask, form), changed(masked(mask, form))
+  every = changed(masked(MASKS["none"][0], form))
+  for change in (lambda f: f, lambda f: jax.value_and_grad(f, (0, 1, 2))):
+    counts = [product_flops(jax.make_jaxpr(change(f))(q, k, v).jaxpr) for f in (found, every)]
+    assert counts[0] <= counts[1] * part + 4 * q.size  # and a mean of the values
+  values = jax.jit(jax.value_and_grad(found, (0, 1, 2)))(q, k, v)
+  wanted = jax.jit(jax.value_and_grad(lambda *x: plain(*x, padding), (0, 1, 2)))(q, k, v)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), values, wanted)

@@ -150,7 +150,8 @@ def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
   step = nxp.train_step(decoders.loss, attention=64)
   abstract = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
   flops = [cost(step.lower(of, batch=abstract).compile().as_text()).flops for of in (one_device(), plan)]
-  assert flops[0] == flops[1] * data * context
+  # The device with the last queries skips the fewest tiles of the causal mask: 1 of 16; one device 28 of 64.
+  assert flops[0] < flops[1] * data * context < 1.5 * flops[0]
   report = nxp.compile_report(step, plan, batch=abstract)
   sent = report.bytes_by("kind", "axes")
   gathered = CONFIG.depth * 2 * (batch // data) * length * CONFIG.kv_heads * CONFIG.head_dim * 4

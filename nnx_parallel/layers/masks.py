@@ -1,0 +1,201 @@
+"""Finds the tiles of scores that a mask hides wholly, from the positions alone.
+
+The program of the scores is evaluated on intervals: positions are known for each block of rows or columns,
+all else may be anything. A causal mask, a window or chunks are comparisons of positions, so the intervals
+are exact there; a mask that comes from data hides nothing for sure.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from nnx_parallel.core.jaxprs import is_inexact
+from nnx_parallel.core.tiles import ELEMENTWISE, Grid, Labels, Untiled, pulled
+
+HIDDEN = -1e4
+"""A score of which the exponential is 0 beside those that are seen."""
+_ABSORBING = -1e9
+"""A number in which a float32 score is lost when it is added."""
+_LOGICAL = ("and", "or", "not")
+Interval = tuple[Any, Any]
+"""The least and the largest that an element may be, for `[blocks of rows or 1, blocks of columns or 1]`."""
+_ANY: Interval = (np.full((1, 1), -np.inf), np.full((1, 1), np.inf))
+_PLACES = (
+  "broadcast_in_dim",
+  "convert_element_type",
+  "copy",
+  "reshape",
+  "squeeze",
+  "stop_gradient",
+  "transpose",
+)
+
+
+class Hidden:
+  """Evaluates values of a flat program on intervals, for all tiles at once.
+
+  Args:
+    body: the program.
+    grid: the blocks.
+    row: the name of the dim of the queries.
+    column: the name of the dim of the keys.
+  """
+
+  def __init__(self, body: Any, grid: Grid, row: Any, column: Any):
+    self._grid, self._names = grid, (row, column)
+    self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    self._known: dict[Any, Interval] = {}
+
+  def most(self, var: Any, labels: Labels) -> np.ndarray:
+    """The largest that the elements of each tile of a value may be, `[blocks of rows, blocks of columns]`."""
+    own = tuple(label for label in labels if label[0] in self._names)
+    counts = [self._grid.count(name) for name in self._names]
+    return np.broadcast_to(self._interval(var, own)[1], counts)
+
+  def _interval(self, var: Any, labels: Labels) -> Interval:
+    if isinstance(var, core.Literal):
+      dtype: Any = var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+      is_one = jnp.ndim(var.val) == 0 and isinstance(dtype, np.dtype) and dtype.kind in "biufV"
+      number = np.full((1, 1), float(var.val) if is_one else 0.0)
+      return (number, number) if is_one else _ANY
+    if (var, labels) not in self._known:
+      with np.errstate(all="ignore"):
+        low, high = self._made_of(self._made.get(var), labels)
+      self._known[var, labels] = _representable(low, high, var.aval.dtype)
+    return self._known[var, labels]
+
+  def _made_of(self, eqn: Any, labels: Labels) -> Interval:
+    if eqn is None:
+      return _ANY
+    name = eqn.primitive.name
+    if name == "iota":
+      return self._positions(eqn, labels)
+    if (name not in _RULES and name not in _PLACES) or (
+      name in _LOGICAL and eqn.outvars[0].aval.dtype != bool
+    ):
+      return _ANY
+    try:
+      wanted = pulled(eqn, labels, self._grid.lengths)
+    except Untiled:
+      return _ANY
+    given = [self._interval(var, own) for var, own in zip(eqn.invars, wanted, strict=True)]
+    if name == "convert_element_type":
+      return _converted(eqn, given[0])
+    if name == "div" and not is_inexact(eqn.outvars[0].aval):
+      low, high = _divided(*given)
+      return np.trunc(low), np.trunc(high)
+    return given[0] if name in _PLACES else _RULES[name](*given)
+
+  def _positions(self, eqn: Any, labels: Labels) -> Interval:
+    dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
+    own = next((name for name, d, _ in labels if d == dim), None)
+    if own is None or self._grid.lengths[own] != length:
+      return np.zeros((1, 1)), np.full((1, 1), length - 1.0)
+    size = self._grid.blocks[own]
+    starts = np.minimum(np.arange(self._grid.count(own)) * size, length - size).astype(float)
+    starts = starts[:, None] if own == self._names[0] else starts[None]
+    return starts, starts + size - 1
+
+
+def _representable(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
+  """An interval as a dtype holds it: anything where it is unknown, would wrap around, or would be rounded."""
+  unknown = np.isnan(low) | np.isnan(high)
+  if dtype == np.bool_:
+    return np.where(unknown, 0, low.clip(0)), np.where(unknown, 1, high.clip(max=1))
+  if jnp.issubdtype(dtype, np.integer):
+    unknown |= (low < jnp.iinfo(dtype).min) | (high > jnp.iinfo(dtype).max)
+  elif jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits < 32:
+    unknown |= high > 256
+  return np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
+
+
+def _converted(eqn: Any, given: Interval) -> Interval:
+  before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+  if after == np.bool_ and before != np.bool_:  # whether it is not 0
+    low, high = given
+    return ((low > 0) | (high < 0)) * 1.0, ((low != 0) | (high != 0)) * 1.0
+  if is_inexact(eqn.invars[0].aval) and not is_inexact(eqn.outvars[0].aval):
+    return np.trunc(given[0]), np.trunc(given[1])
+  return given
+
+
+def _corners(function: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], Interval]:
+  def rule(x: Interval, y: Interval) -> Interval:
+    found = np.stack(np.broadcast_arrays(*(function(a, b) for a in x for b in y)))
+    return found.min(0), found.max(0)
+
+  return rule
+
+
+def _added(x: Interval, y: Interval) -> Interval:
+  """A sum. What may be anything is lost in what is far below: a mask that is added to scores."""
+  low, high = x[0] + y[0], x[1] + y[1]
+  for one, other in ((x, y), (y, x)):
+    lost = np.isposinf(one[1]) & (other[1] <= _ABSORBING)
+    high = np.where(lost, other[1], high)
+  return low, high
+
+
+def _divided(x: Interval, y: Interval) -> Interval:
+  if not (y[0] > 0).all():
+    return _ANY
+  return _corners(lambda a, b: a / b)(x, y)
+
+
+def _selected(which: Interval, *cases: Interval) -> Interval:
+  if len(cases) != 2:
+    return _ANY
+  (first, second), (maybe, surely) = cases, (which[1] > 0, which[0] > 0)
+  low = np.where(surely, second[0], np.where(maybe, np.minimum(first[0], second[0]), first[0]))
+  return low, np.where(surely, second[1], np.where(maybe, np.maximum(first[1], second[1]), first[1]))
+
+
+def _absolute(x: Interval) -> Interval:
+  return np.where((x[0] <= 0) & (x[1] >= 0), 0, np.minimum(abs(x[0]), abs(x[1]))), np.maximum(-x[0], x[1])
+
+
+def _equal(x: Interval, y: Interval) -> Interval:
+  alone = (x[0] == x[1]) & (y[0] == y[1]) & (x[0] == y[0])
+  return alone * 1.0, ((x[0] <= y[1]) & (y[0] <= x[1])) * 1.0
+
+
+def _not(x: Interval) -> Interval:
+  return 1 - x[1], 1 - x[0]
+
+
+def _compared(holds: Callable[[Any, Any], Any], *, is_less: bool) -> Callable[[Interval, Interval], Interval]:
+  def rule(x: Interval, y: Interval) -> Interval:
+    surely, maybe = holds(x[1], y[0]), holds(x[0], y[1])
+    return (surely * 1.0, maybe * 1.0) if is_less else (maybe * 1.0, surely * 1.0)
+
+  return rule
+
+
+_RULES: Mapping[str, Callable[..., Interval]] = {
+  "abs": _absolute,
+  "add": _added,
+  "and": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
+  "div": _divided,
+  "eq": _equal,
+  "ge": _compared(operator.ge, is_less=False),
+  "gt": _compared(operator.gt, is_less=False),
+  "le": _compared(operator.le, is_less=True),
+  "lt": _compared(operator.lt, is_less=True),
+  "max": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
+  "min": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
+  "mul": _corners(operator.mul),
+  "ne": lambda x, y: _not(_equal(x, y)),
+  "neg": lambda x: (-x[1], -x[0]),
+  "not": _not,
+  "or": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
+  "select_n": _selected,
+  "sign": lambda x: (np.sign(x[0]), np.sign(x[1])),
+  "sub": lambda x, y: _added(x, (-y[1], -y[0])),
+}
+assert _RULES.keys() <= ELEMENTWISE

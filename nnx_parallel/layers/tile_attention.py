@@ -1,0 +1,354 @@
+"""Attention by tiles of queries and keys, forward and backward, on one device or shared by several.
+
+The scores, the weights and their sums are a program that is given for one tile; here are the loops over the
+tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that no array of the size queries x
+keys exists. A tile that the mask hides wholly is not computed. `Share` says what one device of a mesh axis
+computes: its own queries, for keys that are whole or go round a ring (arXiv:2310.01889), or its own heads
+(arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.ring import Ring
+from nnx_parallel.core.tiles import Grid, Labels, filled, finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+  """What one device computes of an attention that the devices of a mesh axis share.
+
+  Attributes:
+    axis: the mesh axis; None: one device computes it all.
+    size: of the axis.
+    row, column: the names of the dims of queries and of keys.
+    dim: the name of the dim of the scores that is split: queries, or heads.
+    moving: the name of the keys' dim, if it is split too and its shards go round; else None.
+    grid: the blocks of the scores, of all devices.
+    mapped: mesh axes of an enclosing `jax.vmap`.
+  """
+
+  axis: str | None
+  size: int
+  row: Any
+  column: Any
+  dim: Any
+  moving: Any
+  grid: Grid
+  mapped: frozenset[str] = frozenset()
+
+  @property
+  def names(self) -> tuple[Any, ...]:
+    """The dims of the scores of which there are parts, of a device or of a tile."""
+    return tuple(sorted({self.row, self.column, self.dim}))
+
+  @property
+  def own(self) -> Grid:
+    """The blocks of what a device has at a time."""
+    split = {self.dim, self.moving} if self.axis is not None else set[Any]()
+    lengths = {name: n // self.size if name in split else n for name, n in self.grid.lengths.items()}
+    return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)})
+
+  def split(self, labels: Labels) -> tuple[Any, int, int] | None:
+    """The label along which an array is split; None: it is whole on each device."""
+    names = () if self.axis is None else (self.dim, self.moving)
+    return next((label for name in names for label in labels if label[0] == name), None)
+
+  def moves(self, labels: Labels) -> bool:
+    """Whether the shards of an array go round: it has keys, and no queries."""
+    found = self.split(labels)
+    return found is not None and found[0] == self.moving
+
+  def has(self, labels: Labels) -> bool:
+    """Whether an array is split, or there is one device; the others are whole on each device."""
+    return self.axis is None or self.split(labels) is not None
+
+  def local(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
+    """The shape of one device's part of an array."""
+    found = self.split(labels)
+    own = None if found is None else found[1]
+    return tuple(n // self.size if d == own else n for d, n in enumerate(shape))
+
+  def spec(self, labels: Labels) -> PartitionSpec:
+    """How an array is split."""
+    found = self.split(labels)
+    return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
+
+  def places(self, device: Any, source: Any, places: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The numbers of blocks among those of all devices, with keys of the device `source`."""
+    counts = {
+      name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
+    }
+    starts = {self.dim: device, self.moving: source}
+    found = {**places}
+    if self.axis is not None:
+      found |= {name: places.get(name, 0) + starts[name] * count for name, count in counts.items()}
+    return found
+
+  def keys_of(self, source: Any, x: Any, labels: Labels, new: Any = None) -> Any:
+    """What a device uses of an array that has its queries and all keys, for the keys of a device.
+
+    With `new`, the array with that in its place.
+    """
+    if self.moving is None or self.moves(labels):
+      return x if new is None else new
+    length = self.grid.lengths[self.moving]
+    keys, where = Grid(self.grid.lengths, {self.moving: length // self.size}), {self.moving: source}
+    return keys.take(x, labels, where) if new is None else keys.put(x, new, labels, where)
+
+  def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+    """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
+    if self.axis is None:
+      return lambda *arrays: function(0, *arrays)
+    run = jax.shard_map(
+      lambda numbers, *arrays: function(numbers[0], *arrays),
+      in_specs=(PartitionSpec(self.axis), *given),
+      out_specs=results,
+      axis_names={self.axis, *self.mapped},
+      check_vma=False,
+    )
+    return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
+
+  def by_heads(self, x: Any, labels: Labels) -> Any:
+    """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
+
+    XLA would else compute the array by heads, from all positions.
+    """
+    return self._on(self.by_positions(x, labels), self.split(labels))
+
+  def by_positions(self, x: Any, labels: Labels) -> Any:
+    """An array that is split by heads, split by positions."""
+    label = next((own for own in labels if own[0] in (self.row, self.column)), None)
+    return x if self.split(labels) is None else self._on(x, label)
+
+  def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
+    if self.dim == self.row or label is None or label[2] > 1 or x.shape[label[1]] % self.size:
+      return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[label[1]] = self.axis
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+  def blocks_of(self, seen: np.ndarray, hop: int) -> np.ndarray:
+    """Which tiles each device computes at a visit, `[devices, blocks of its rows, blocks of columns]`."""
+    rows, columns = (self.own.count(name) for name in (self.row, self.column))
+    by_device = seen.reshape(-1, rows, seen.shape[1] // columns, columns)
+    devices = np.arange(self.size if self.axis is not None else 1)
+    sources = (devices - hop) % self.size if self.moving is not None else 0 * devices
+    return by_device[devices % len(by_device), :, sources]
+
+  def hops(self, seen: np.ndarray) -> int:
+    """How many shards of keys a device must visit, its own included."""
+    if self.moving is None or self.axis is None:
+      return 1
+    return 1 + max((hop for hop in range(self.size) if self.blocks_of(seen, hop).any()), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileAttention:
+  """The values, weighted by the softmax of scores, as a function of arrays of which it reads tiles.
+
+  Attributes:
+    share: the blocks, and what each device computes.
+    inputs: the labels of the arrays.
+    slopes: how many of the arrays, which are the first ones, have gradients.
+    row: the type and labels of an array with a number for each row of the scores, such as their maximum.
+    result: the type and labels of the result.
+    largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
+    weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
+      and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
+    spread: `(array like row, shape) -> array` with the dims of a result of that shape.
+    seen: which tiles a mask does not hide wholly, `[blocks of queries, blocks of keys]`, of all devices;
+      None: all.
+    zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
+  """
+
+  share: Share
+  inputs: Sequence[Labels]
+  slopes: int
+  row: tuple[Any, Labels]
+  result: tuple[Any, Labels]
+  largest: Callable[[Sequence[Any], Mapping[Any, Any]], Any]
+  weighed: Callable[[Sequence[Any], Any, Any, Mapping[Any, Any]], tuple[Any, Any]]
+  spread: Callable[[Any, Sequence[int]], Any]
+  seen: np.ndarray | None = None
+  zeros_too: bool = False
+
+  def __call__(self, *arrays: Any) -> tuple[Any, Any]:
+    """The result, and the maxima of the rows, which have no gradient."""
+    attention = jax.custom_vjp(lambda *given: self._with_kept(*given)[0])
+    attention.defvjp(self._with_kept, self._pulled)
+    return attention(*arrays)
+
+  @property
+  def _wide(self) -> Any:
+    return jnp.promote_types(self.result[0].dtype, jnp.float32)
+
+  @functools.cached_property
+  def _seen(self) -> np.ndarray:
+    """Which tiles are computed, of all devices."""
+    counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
+    return np.ones(counts, bool) if self.seen is None else self.seen
+
+  @property
+  def hops(self) -> int:
+    """How many shards of keys a device visits, its own included."""
+    return self.share.hops(self._seen)
+
+  def _with_kept(self, *given: Any) -> tuple[Any, Any]:
+    own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
+    specs = [self.share.spec(labels) for labels in self.inputs]
+    stats = tuple(self.share.spec(labels) for labels in (self.result[1], self.row[1], self.row[1]))
+    result, largest, total = self.share.over(self._forward, specs, stats)(*own)
+    return (self.share.by_positions(result, self.result[1]), largest), (own, result, largest, total)
+
+  def _pulled(self, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    given, *results = saved
+    share, floats = self.share, self.inputs[: self.slopes]
+    specs = [share.spec(labels) for labels in self.inputs]
+    stats = [share.spec(labels) for labels in (self.result[1], self.row[1], self.row[1], self.result[1])]
+    slopes = tuple(share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats)
+    arriving = share.by_heads(cotangents[0], self.result[1])
+    found = share.over(self._backward, [*stats, *specs], slopes)(*results, arriving, *given)
+    found = [
+      share.by_positions(x, own) if share.has(own) else x.sum(0) for x, own in zip(found, floats, strict=True)
+    ]
+    return (*found, *[None] * (len(given) - len(found)))
+
+  def _forward(self, device: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+    """The result of a device, and the maxima and sums of its rows."""
+    grid, (row, row_labels), (out, out_labels) = self.share.own, self.row, self.result
+    carried = row_labels, row_labels, out_labels
+
+    def tile(tiles: Sequence[Any], state: Any, at: Mapping[Any, Any]) -> Any:
+      before, total, result = state
+      # The result does not depend on the maximum, so that its derivative is left out.
+      after = jnp.maximum(before, jax.lax.stop_gradient(self.largest(tiles, at)))
+      part, more = self.weighed(tiles, finite(after), jnp.ones_like(total), at)
+      scale = jnp.exp(before - finite(after))
+      return after, total * scale + more, result * self.spread(scale, result.shape) + part
+
+    def visit(hop: Any, moving: Mapping[int, Any], state: Any) -> Any:
+      source = (device - hop) % self.share.size
+
+      def body(state: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
+        tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
+        parts = tuple(grid.take(x, own, places) for x, own in zip(state, carried, strict=True))
+        new = tile(tiles, parts, at)
+        return tuple(grid.put(x, y, own, places) for x, y, own in zip(state, new, carried, strict=True))
+
+      return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
+
+    def start(aval: Any, labels: Labels, value: float) -> Any:
+      return filled(aval.update(shape=self.share.local(aval.shape, labels)), value, self._wide)
+
+    state = start(row, row_labels, -math.inf), start(row, row_labels, 0), start(out, out_labels, 0)
+    largest, total, result = self._around(visit, arrays, state)
+    if self.zeros_too:
+      total = jnp.where(total == 0, jnp.ones_like(total), total)
+    result = (result / self.spread(total, result.shape)).astype(out.dtype)
+    return result, finite(largest), total
+
+  def _backward(self, device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
+    """The gradients of a device's arrays."""
+    share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
+    arriving = arriving.astype(self._wide)
+    pull = jax.linear_transpose(lambda x: self.spread(x, result.shape), total)
+    (sloped,) = pull(arriving * result.astype(self._wide))
+    (_, row), (_, out) = self.row, self.result
+    rows = [(largest, row), (total, row), (arriving, out), (-sloped / total, row)]
+
+    def gradients(tiles: Sequence[Any], of_rows: Sequence[Any], places: Any, at: Any) -> list[Any]:
+      top, total, *cotangents = of_rows
+      cotangents = tuple(grid.fresh(x, own, places) for x, own in zip(cotangents, (out, row), strict=True))
+      fixed = tiles[self.slopes :]
+      _, pull = jax.vjp(lambda *xs: self.weighed([*xs, *fixed], top, total, at), *tiles[: self.slopes])
+      return [*pull(cotangents)]
+
+    def visit(hop: Any, moving: Mapping[int, Any], sums: Any) -> Any:
+      source = (device - hop) % share.size
+      if not (
+        isinstance(hop, int) and hop == 0
+      ):  # the gradients of a shard arrive while its share of this device is computed
+        sums = [self._sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
+
+      def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
+        tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
+        of_rows = [grid.take(x, own, places) for x, own in rows]
+        before = [grid.take(x, own, places) for x, own in zip(sums, floats, strict=True)]
+
+        found = gradients(tiles, of_rows, places, at)
+        after = [x + new.astype(x.dtype) for x, new in zip(before, found, strict=True)]
+        return [grid.put(x, new, own, places) for x, new, own in zip(sums, after, floats, strict=True)]
+
+      parts = [share.keys_of(source, x, own) for x, own in zip(sums, floats, strict=True)]
+      parts = self._each_tile(hop, device, source, body, parts, self._at_hand(given, moving, source))
+      triples = zip(sums, parts, floats, strict=True)
+      return [share.keys_of(source, x, own, new) for x, new, own in triples]
+
+    zeros = [jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)) for x in given[: self.slopes]]
+    found = self._around(visit, given, zeros)
+    found = [g.astype(x.dtype) for g, x in zip(found, given, strict=False)]
+    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
+    home = self.share.size - (self.hops - 1)
+    return tuple(
+      (self._sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
+      for x, own in zip(found, floats, strict=True)
+    )
+
+  def _each_tile(
+    self, hop: Any, device: Any, source: Any, body: Callable[..., Any], state: Any, given: Sequence[Any]
+  ) -> Any:
+    """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit.
+
+    Devices compute the same tiles: all that one of them sees.
+    """
+    visits = range(1, self.hops - 1) if not isinstance(hop, int) else (hop,)
+    pairs = np.argwhere(np.concatenate([self.share.blocks_of(self._seen, n) for n in visits]).any(0))
+    # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
+    # ahead of the scan.
+    numbers = jnp.arange(len(pairs), dtype=jnp.int32)
+    *given, numbers = jax.lax.optimization_barrier((*given, numbers))
+
+    def step(state: Any, number: Any) -> tuple[Any, None]:
+      places = dict(zip((self.share.row, self.share.column), _entry(pairs, number), strict=True))
+      return body(state, given, places, self.share.places(device, source, places)), None
+
+    return jax.lax.scan(step, state, numbers)[0]
+
+  def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
+    """Visits a device's keys with `(hop, moving, state)`, then those of the others, if they go round."""
+    if self.share.moving is None:
+      return visit(0, {}, state)
+    moving = {
+      n: x for n, (x, own) in enumerate(zip(given, self.inputs, strict=True)) if self.share.moves(own)
+    }
+    return Ring(str(self.share.axis), self.share.size).around(visit, moving, state, self.hops)
+
+  def _sent(self, x: Any, by: int = 1) -> Any:
+    return Ring(str(self.share.axis), self.share.size).sent(x, by)
+
+  def _at_hand(self, given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
+    """What a device has of the arrays while it has keys of another one."""
+    whole = [self.share.keys_of(source, x, own) for x, own in zip(given, self.inputs, strict=True)]
+    return [moving.get(n, x) for n, x in enumerate(whole)]
+
+
+def _entry(pairs: np.ndarray, number: Any) -> tuple[Any, Any]:
+  """A row of a table of `(row, column)`, without the table: most columns follow the one before."""
+  row, column, last = 0, number, (0, -1)
+  for n, (r, c) in enumerate(pairs.tolist()):
+    if (r, c - 1) != last:
+      row += jnp.where(number >= n, r - last[0], 0)
+      column += jnp.where(number >= n, c - 1 - last[1], 0)
+    last = r, c
+  return jnp.asarray(row, jnp.int32), column
