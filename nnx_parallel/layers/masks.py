@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact
-from nnx_parallel.core.tiles import ELEMENTWISE, Grid, Labels, Untiled, pulled
+from nnx_parallel.core.tiles import Grid, Labels, Untiled, pulled
 
 HIDDEN = -1e4
 """A score of which the exponential is 0 beside those that are seen."""
