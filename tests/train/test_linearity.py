@@ -262,3 +262,28 @@ def test_a_step_equals_one_device_with_the_same_microbatches(of, once, axes, par
   assert found == pytest.approx(metrics, rel=1e-5)
   np.testing.assert_allclose(ours, kernel, rtol=1e-5, atol=1e-6)
   assert how.startswith("once, after the scan, over data" if once else "in each microbatch: ")
+
+
+class Words(nnx.Module):
+  def __init__(self, rngs):
+    self.embed, self.head = nnx.Embed(32, 8, rngs=rngs), nnx.Linear(8, 32, rngs=rngs)
+
+  def __call__(self, tokens):
+    return self.head(nnx.gelu(self.embed(tokens)))
+
+
+def test_a_loss_in_parts_of_the_vocabulary_is_reduced_once_too():
+  def loss(model, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+  tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
+  rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
+  found = []
+  for devices, options in ((1, {}), (4, {"loss_parts": 2})):
+    mesh = nxp.make_mesh(data=devices, devices=jax.devices()[:devices])
+    plan = nxp.plan(lambda: Words(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.5))
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss, microbatches=2, **options)
+    found.append([float(step(model, optimizer, nxp.shard_batch(tokens, plan))["loss"]) for _ in range(3)])
+  assert found[1] == pytest.approx(found[0], rel=1e-5)
+  assert step.reduction.startswith("once, after the scan, over data")
