@@ -5,8 +5,9 @@ By path and shape only, for any optimizer.
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -19,21 +20,33 @@ from nnx_parallel.layout.resolve import add_axes
 if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
 
+Shape = tuple[int, ...]
 
-def copies(paths: Iterable[Path], parameters: Set[Path]) -> dict[Path, Path]:
-  """Path -> parameter, for the paths under a prefix that has the path of every parameter.
+
+def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]) -> dict[Path, Path]:
+  """Path -> parameter, for arrays under a prefix that has the path of every parameter.
+
+  A transformation that is masked has some of them: then nothing else may be under the prefix, and shapes have
+  to be equal. An array without a shape of its own (`None`) is none of a parameter.
 
   Example:
-    >>> copies([("mu", "a"), ("mu", "b"), ("count",), ("b",)], {("a",), ("b",)})
+    >>> parameters = {("a",): (4,), ("b",): (2,)}
+    >>> copies({("mu", "a"): (1,), ("mu", "b"): (2,), ("count",): None, ("b",): (2,)}, parameters)
     {('mu', 'a'): ('a',), ('mu', 'b'): ('b',)}
   """
   under: dict[Path, dict[Path, Path]] = {}
-  for path in paths:
-    for i in range(len(path)):
+  counts: collections.Counter[Path] = collections.Counter()
+  for path, shape in shapes.items():
+    counts.update(path[:i] for i in range(len(path)))
+    for i in range(len(path)) if shape is not None else ():
       if path[i:] in parameters:
         under.setdefault(path[:i], {})[path] = path[i:]
   return {
-    path: of for found in under.values() if {*found.values()} == parameters for path, of in found.items()
+    path: of
+    for prefix, found in under.items()
+    if {*found.values()} == {*parameters}
+    or (len(found) == counts[prefix] and all(shapes[p] == parameters[q] for p, q in found.items()))
+    for path, of in found.items()
   }
 
 

@@ -317,7 +317,7 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any)
 
   optax builds the state of parameters by `jax.tree.map` over a State of Variables, and so keeps the metadata
   of each. This relates state to parameters exactly, whatever wraps, masks or factors it. Where a
-  transformation makes plain arrays, a complete copy of the parameters' tree belongs to them too.
+  transformation makes plain arrays, a copy of the parameters' tree, or of a part of it, belongs to them too.
   """
   check_transformation(tx)
   if not jax.tree.leaves(model.chosen(wrt)):
@@ -337,8 +337,9 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any)
     return optimizer
 
   found = trace(build, model)
-  trained = {path for path, _ in nnx.to_flat_state(model.chosen(wrt))}
-  plain = [path for path, x in found.made.leaves.items() if path not in origins and value_of(x).shape]
+  chosen = nnx.to_flat_state(model.chosen(wrt))
+  trained: dict[Path, Any] = {path: value_of(x).shape for path, x in chosen}
+  plain = {p: None if p in origins else value_of(x).shape or None for p, x in found.made.leaves.items()}
   return dataclasses.replace(found, origins=optimizer_layout.copies(plain, trained) | origins)
 
 

@@ -80,7 +80,7 @@ class Bound:
     try:
       found = known.get(key)
     except (TypeError, ValueError):  # a static attribute cannot be hashed or compared
-      found, key = None, object()
+      return Structure(self.options, self.binding, self._placements)
     if found is None:
       found = known[key] = Structure(self.options, self.binding, self._placements)
     return found
@@ -103,6 +103,7 @@ class Bound:
       if not program.relax(error):
         self._explain(error, batch)
         raise
+      arrays = None  # else the next call would copy them, as somebody holds them
       return self.update(batch)
     self._loss = next(iter(metrics.values()))
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)

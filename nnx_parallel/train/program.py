@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.layers.attention import queries_over
@@ -30,7 +30,10 @@ from nnx_parallel.train.update import update
 
 logger = logging.getLogger("nnx_parallel")
 
-_SETTINGS = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_default_matmul_precision", "jax_debug_nans")
+_SETTINGS = (
+  "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_matmul_precision",
+  "jax_debug_nans",
+)  # fmt: skip
 Signature = dict[str, str]
 """Label -> text of the type and layout."""
 
@@ -215,7 +218,13 @@ def is_placed(x: Any) -> bool:
 
 def _layout_of(x: Any) -> Any:
   """What a program is compiled for, beside the type of an array."""
-  return None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
+  where = None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
+  if not isinstance(where, NamedSharding):
+    return where
+  dims = [*map(axes_of, where.spec)]
+  while dims and not dims[-1]:  # P("data") and P("data", None) are one layout
+    dims.pop()
+  return where.mesh, tuple(dims), where.memory_kind
 
 
 def inside(key: Any) -> Path:
@@ -238,6 +247,7 @@ def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signa
   found["rules in scope"] = str(rules_in_scope())
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))
   found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+  found["structure of the batch"] = str(jax.tree.structure(batch))
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     found[f"batch{jax.tree_util.keystr(path)}"] = describe(leaf)
   return found

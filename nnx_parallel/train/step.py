@@ -20,7 +20,7 @@ from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.losses import Metrics
@@ -230,7 +230,7 @@ class TrainStep(_Step):
     for key, loss_fn in several.items():
       wrt = filters if key is None else {key: of_loss(key, filters)}
       found[key] = checked(
-        bound.subject(loss_fn, wrt, batch), seed, directions, by_group=by_group, tries=tries
+        bound.subject(loss_fn, wrt, bound.placed(batch)), seed, directions, by_group=by_group, tries=tries
       )
     return merged(found)
 
@@ -439,6 +439,7 @@ def _warn_unplanned(labels: list[str]) -> None:
 
 def _abstract(plan: Plan) -> Any:
   """The plan's model and optimizer as they would be created, with a `ShapeDtypeStruct` in every Variable."""
+  check_plan(plan, "step.lower(plan)")
   if plan.tx is None:
     raise TrainError(
       "this plan has no optimizer, so there is no train step to lower.",
@@ -453,7 +454,9 @@ def _identity(root: Any) -> Any:
   """A root by the identity of its objects: a tuple or dict of modules is a new one in each call."""
   if isinstance(root, dict):
     return tuple((key, id(item)) for key, item in cast("dict[Any, Any]", root).items())
-  return tuple(map(id, cast("tuple[Any, ...]", root))) if isinstance(root, (tuple, list)) else id(root)
+  if isinstance(root, (tuple, list)):
+    return (type(root), *map(id, cast("tuple[Any, ...]", root)))
+  return id(root)
 
 
 def _check_objects(roots: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ _ABSENT: Any = object()
 """Stands for an absent attribute."""
 _END = (_ABSENT,)
 """Follows the items of a list or dict, so that none moves to the next one unnoticed."""
-_SIMPLE = (bool, int, float, str, bytes, type(None), tuple)
+_SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 class Watch:
@@ -35,6 +35,8 @@ class Watch:
     seen: set[int] = set()
     for name, root in roots.items():
       for path, node in _containers(name, root, seen):
+        if node is root and not isinstance(node, nnx.Pytree):
+          continue  # a step knows several models by their identities, and must not keep them alive
         self._attributes |= {f"{path}.{key}": value for key, value in _items(node)}
         if isinstance(node, nnx.Pytree):
           self._views.append(vars(node).values())  # flax keeps the names of its attributes among them
@@ -50,7 +52,7 @@ class Watch:
 
   def kinds(self) -> tuple[Any, ...]:
     """Name and type of every plain attribute: `True`, `1` and `1.0` are equal, and make other programs."""
-    return tuple((name, type(value)) for name, value in self._attributes.items() if type(value) in _SIMPLE)
+    return tuple((name, _kind(value)) for name, value in self._attributes.items() if _is_plain(value))
 
   def changes(self, now: Watch) -> list[str]:
     """One phrase for each attribute that is another one in `now`, a later watch of the same modules.
@@ -61,7 +63,7 @@ class Watch:
     for name, old, new in _differences(self._attributes, now._attributes):
       if old is _ABSENT or new is _ABSENT:
         phrases.append(f"{name} was {'added' if old is _ABSENT else 'removed'}")
-      elif isinstance(old, _SIMPLE) and isinstance(new, _SIMPLE):
+      elif _is_plain(old) and _is_plain(new):
         phrases.append(f"{name}: {old!r} -> {new!r}")
       else:
         phrases.append(f"{name}: another object")
@@ -107,15 +109,25 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
   """The attributes that differ, with both values; those that flax keeps for itself left out."""
   for name in dict.fromkeys([*before, *after]):
     old, new = before.get(name, _ABSENT), after.get(name, _ABSENT)
-    equal = old is new or (type(old) is type(new) and isinstance(new, _SIMPLE) and old == new)
+    equal = old is new or (_is_plain(old) and _is_plain(new) and _kind(old) == _kind(new) and old == new)
     if not equal and not name.rsplit(".", 1)[-1].startswith("_pytree__"):
       yield name, old, new
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether a value can be compared with another one: a number, a string, or a tuple of these."""
+  return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _SIMPLE)
+
+
+def _kind(value: Any) -> Any:
+  """The type of a plain value, and of what a tuple holds."""
+  return (type(value), *map(_kind, value)) if isinstance(value, tuple) else type(value)
 
 
 def _holds_state(value: Any) -> bool:
   """Whether a value holds Variables or arrays, or is a module or container whose items are looked at."""
   if isinstance(value, (nnx.Pytree, nnx.Variable, dict, list, tuple)):
-    return not (isinstance(value, tuple) and all(isinstance(x, _SIMPLE) for x in value))
+    return not _is_plain(value)
   return hasattr(value, "shape") and hasattr(value, "dtype")
 
 

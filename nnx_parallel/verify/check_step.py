@@ -150,6 +150,7 @@ def check_step(
     names = dict.fromkeys(map(str, plan.mesh.axis_names), 1)
     alone = nxp.make_mesh(names, devices=jax.devices()[:1])
     other = nxp.plan(plan.init, alone, plan.rules, optimizer=plan.tx, wrt=plan.wrt)
+    other = dataclasses.replace(other, zero=plan.zero)  # for options of the step that need a stage
   if plan.tx is None or other.tx is None:
     raise nxp.errors.PlanError(
       "a plan without an optimizer has no step to check.",

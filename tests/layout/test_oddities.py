@@ -174,6 +174,24 @@ def test_a_transformation_that_keeps_plain_arrays_has_the_layout_of_the_paramete
   assert plan["optimizer/opt_state.count"].parameter is None
 
 
+def test_plain_arrays_for_some_of_the_parameters_have_their_layout_too():
+  def kept(params):
+    return {"mu": jax.tree.map(lambda x: jnp.zeros(jnp.shape(x)), nnx.to_pure_dict(params))}
+
+  def init():
+    return nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+
+  def kernels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), params)
+
+  tx = optax.masked(
+    optax.GradientTransformation(kept, lambda updates, state, _=None: (updates, state)), kernels
+  )
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=tx)
+  leaf = plan["optimizer/opt_state.inner_state.mu.a.kernel"]
+  assert (leaf.parameter, leaf.spec) == (("a", "kernel"), plan["a.kernel"].spec)
+
+
 def test_a_parameter_may_be_called_like_an_array_of_the_optimizer():
   def init():
     return nnx.Dict(weights_memory=nnx.Param(jnp.ones(16)), other=nnx.Param(jnp.ones((8, 8))))

@@ -7,9 +7,12 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel.train.watch import Watch
@@ -292,3 +295,45 @@ def test_a_layer_that_the_plan_cannot_split_is_trained_and_said_to_lie_whole(cap
   with caplog.at_level(logging.WARNING, "nnx_parallel"):
     step(model, optimizer, jnp.ones((8, 8)))
   assert "model.up.bias, model.up.kernel: the plan has no such array, so each device holds all" in caplog.text
+
+
+def test_a_reset_optimizer_is_trained_from_its_new_state():
+  class Scale(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+      return x * self.w[...]
+
+  model = Scale()
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.5), wrt=nnx.Param)
+  step, x = nxp.train_step(lambda model, x: model(x).mean()), np.ones((8,), np.float32)
+  step(model, optimizer, x)
+  step(model, optimizer, x)  # the momentum is 1.5
+  optimizer.opt_state = nnx.Optimizer(Scale(), optax.sgd(0.1, momentum=0.5), wrt=nnx.Param).opt_state
+  step(model, optimizer, x)
+  assert float(optimizer.opt_state[0].trace.w[...]) == 1.0
+
+
+def test_equal_numbers_of_another_type_in_a_tuple_are_an_edit():
+  class Chooses(nnx.Module):
+    def __init__(self):
+      self.w, self.sizes = nnx.Param(jnp.ones(8)), (1,)
+
+    def __call__(self, x):
+      return x * self.w[...] * (2.0 if self.sizes[0] is True else 1.0)
+
+  model = Chooses()
+  step, x = nxp.eval_step(lambda model, x: model(x).mean()), np.ones((8,), np.float32)
+  assert float(step(model, x)["loss"]) == 1.0
+  model.sizes = (True,)
+  assert float(step(model, x)["loss"]) == 2.0
+
+
+def test_two_spellings_of_the_layout_of_a_batch_are_one_program():
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  step = nxp.eval_step(lambda model, x: model(x).mean())
+  for spec in (P("data"), P("data", None), P(("data",))):
+    step(model, jax.device_put(np.ones((8, 8), np.float32), NamedSharding(plan.mesh, spec)))
+  assert len(step.compiles) == 1

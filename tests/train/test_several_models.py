@@ -224,3 +224,29 @@ def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   gone = weakref.ref(models.pop(0)[0])
   gc.collect()
   assert gone() is None
+
+
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+def test_several_models_in_one_call_are_not_kept(kind):
+  def loss(models, x):
+    one, two = models.values() if isinstance(models, dict) else models
+    return ((one(x) - two(x)) ** 2).mean()
+
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
+  step, dropped = nxp.eval_step(loss), []
+  for _ in range(3):
+    models = [nxp.create_sharded_model(plan) for _ in range(2)]
+    step(dict(enumerate(models)) if kind is dict else kind(models), np.ones((8, 8), np.float32))
+    dropped += map(weakref.ref, models)
+  del models
+  gc.collect()
+  assert [ref() for ref in dropped] == [None] * 6
+  assert len(step.compiles) == 1
+
+
+def test_a_list_and_a_tuple_of_models_are_two_things_for_the_loss():
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  step = nxp.eval_step(lambda models, x: models[0](x).mean() * 0 + (1.0 if isinstance(models, list) else 2.0))
+  x = np.ones((8, 8), np.float32)
+  assert [float(step(models, x)["loss"]) for models in ([model], (model,), [model])] == [1.0, 2.0, 1.0]
