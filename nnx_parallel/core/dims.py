@@ -129,6 +129,8 @@ def moved(
     >>> moved(1, 1, 6, (4, 6), (24,))
     (0, 4)
   """
+  if 0 in (*before, *after):
+    return None
   ahead = math.prod(before[:dim]) * outer
   for d, size in enumerate(after):
     own, rest = divmod(ahead, math.prod(after[:d]))

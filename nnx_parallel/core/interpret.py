@@ -35,6 +35,8 @@ from nnx_parallel.core.jaxprs import (
 )
 
 F = TypeVar("F")
+ROUNDS = 64
+"""How often a loop is walked at most, until what is known of its carry stays the same."""
 DEFAULT: Any = object()
 """What a rule gives for an operation that it leaves to the walk."""
 Values = dict[Any, Any]
@@ -172,7 +174,8 @@ class Facts(Generic[F]):
     constant: what is known of an array that stands in the program, given the array.
     follow: `(operation, facts of its inputs) -> facts of its results`. It may give `DEFAULT` for an operation
       that runs programs: what is known of the results of these.
-    join: what is known of a value that is one of two: the results of two branches, or what a loop carries
+    join: a join in the sense of lattices (of equal facts the same, in any order, and soon no more): what is
+      known of a value that is one of two: the results of two branches, or what a loop carries
       first and what it carries after a step.
     row: what is known of a row in a scan, given the scan and what is known of all rows.
     stack: the same in the other direction.
@@ -219,7 +222,7 @@ def through(
     facts: how they go through loops and branches.
   """
   wires, known = wiring(eqn), list(inputs)
-  while True:
+  for _ in range(ROUNDS):
     arriving = [facts.row(eqn, fact) if n in wires.rows else fact for n, fact in enumerate(known)]
     found = [inside(inner, [arriving[n] for n in inner.inputs]) for inner in wires.inner]
     results = [list(some) for inner, some in zip(wires.inner, found, strict=True) if inner.gives]
@@ -227,6 +230,8 @@ def through(
     if all(known[n] == fact for n, fact in met.items()):
       break
     known = [met.get(n, fact) for n, fact in enumerate(known)]
+  else:
+    raise RuntimeError(f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is no join")
   joined = results[0]
   for others in results[1:]:
     joined = [facts.join(a, b) for a, b in zip(joined, others, strict=True)]

@@ -761,7 +761,7 @@ class _Program:
   def _order(self) -> list[Any]:
     return _order(self.match, {name: None for name, _, _ in self.match.labels[1]})
 
-  def attention(self, seen: np.ndarray | None) -> TileAttention:
+  def attention(self, seen: np.ndarray | None, *, fills: bool = False) -> TileAttention:
     """The attention as a function of its leaves."""
     total, product = self.match.total.outvars[0].aval, self.match.product.outvars[0].aval
     return TileAttention(
@@ -774,7 +774,7 @@ class _Program:
       weighed=self.weighed,
       spread=self.spread,
       seen=seen,
-      zeros_too=self.match.zeros_too,
+      zeros_too=self.match.zeros_too or fills,
     )
 
   def largest(self, tiles: Sequence[Any], places: Mapping[Any, Any]) -> Any:
@@ -816,7 +816,8 @@ class _Program:
     """Which tiles the mask hides wholly, and a number below which a row sees nothing; `-inf` if that is NaN.
 
     A row that sees nothing is the mean of the values if what hides a score is finite, and the weights are
-    nothing but exponentials over their sum.
+    nothing but exponentials over their sum. Where tiles are hidden by different finite numbers, a row that
+    sees nothing weighs those with the larger one, so that all of them are computed.
     """
     names = self.share.row, self.share.column
     bounds = Hidden(self.body, self.tiles.grid, *names)
@@ -825,7 +826,8 @@ class _Program:
     most = np.maximum(bounds.most(*self.ends[0]), bounds.most(difference.invars[0], labels))
     hidden = most <= HIDDEN
     fill = float(most[hidden].max(initial=-math.inf))
-    if math.isfinite(fill) and not self._is_plain:
+    several = len({*most[hidden].astype(np.float32).tolist()}) > 1
+    if math.isfinite(fill) and (several or not self._is_plain):
       return most == -math.inf, -math.inf
     return hidden, fill * 0.99
 
@@ -863,7 +865,7 @@ class _Program:
     """The operation that computes the attention."""
     order, (hidden, fill) = self._order, self.hidden
     assert order
-    attention = self.attention(~hidden)
+    attention = self.attention(~hidden, fills=math.isfinite(fill))
     product, values = self.match.product, self.match.product.invars[1 - self.match.side]
 
     def attention_by_blocks(*given: Any) -> list[Any]:

@@ -91,6 +91,8 @@ class Hidden:
     if name == "div" and not is_inexact(eqn.outvars[0].aval):
       low, high = _divided(*given)
       return np.trunc(low), np.trunc(high)
+    if name in ("add", "sub", "mul", "div"):
+      return _rounded(*_RULES[name](*given), eqn.outvars[0].aval.dtype)
     return given[0] if name in _PLACES else _RULES[name](*given)
 
   def _positions(self, eqn: Any, labels: Labels) -> Interval:
@@ -112,8 +114,19 @@ def _representable(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
   if jnp.issubdtype(dtype, np.integer):
     unknown |= (low < jnp.iinfo(dtype).min) | (high > jnp.iinfo(dtype).max)
   elif jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits < 32:
-    unknown |= high > 256
+    unknown |= (high > 256) | (low < -256)
   return np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
+
+
+def _rounded(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
+  """An interval with what an operation of floats may round."""
+  if not jnp.issubdtype(dtype, np.floating):
+    return low, high
+  slack = 4 * float(jnp.finfo(dtype).eps)
+  return (
+    np.where(np.isfinite(low), low - slack * abs(low), low),
+    np.where(np.isfinite(high), high + slack * abs(high), high),
+  )
 
 
 def _converted(eqn: Any, given: Interval) -> Interval:

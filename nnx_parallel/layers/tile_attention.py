@@ -256,7 +256,7 @@ class TileAttention:
     if self.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
     result = (result / self.spread(total, result.shape)).astype(out.dtype)
-    return result, finite(largest), total
+    return result, largest, total
 
   def _backward(self, device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
     """The gradients of a device's arrays."""
@@ -265,7 +265,7 @@ class TileAttention:
     pull = jax.linear_transpose(lambda x: self.spread(x, result.shape), total)
     (sloped,) = pull(arriving * result.astype(self._wide))
     (_, row), (_, out) = self.row, self.result
-    rows = [(largest, row), (total, row), (arriving, out), (-sloped / total, row)]
+    rows = [(finite(largest), row), (total, row), (arriving, out), (-sloped / total, row)]
 
     def gradients(tiles: Sequence[Any], of_rows: Sequence[Any], places: Any, at: Any) -> list[Any]:
       top, total, *cotangents = of_rows
@@ -316,11 +316,11 @@ class TileAttention:
     pairs = np.argwhere(np.concatenate([self.share.blocks_of(self._seen, n) for n in visits]).any(0))
     # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
     # ahead of the scan.
-    numbers = jnp.arange(len(pairs), dtype=jnp.int32)
+    numbers = jnp.asarray(pairs, jnp.int32)
     *given, numbers = jax.lax.optimization_barrier((*given, numbers))
 
     def step(state: Any, number: Any) -> tuple[Any, None]:
-      places = dict(zip((self.share.row, self.share.column), _entry(pairs, number), strict=True))
+      places = {self.share.row: number[0], self.share.column: number[1]}
       return body(state, given, places, self.share.places(device, source, places)), None
 
     return jax.lax.scan(step, state, numbers)[0]
@@ -341,14 +341,3 @@ class TileAttention:
     """What a device has of the arrays while it has keys of another one."""
     whole = [self.share.keys_of(source, x, own) for x, own in zip(given, self.inputs, strict=True)]
     return [moving.get(n, x) for n, x in enumerate(whole)]
-
-
-def _entry(pairs: np.ndarray, number: Any) -> tuple[Any, Any]:
-  """A row of a table of `(row, column)`, without the table: most columns follow the one before."""
-  row, column, last = 0, number, (0, -1)
-  for n, (r, c) in enumerate(pairs.tolist()):
-    if (r, c - 1) != last:
-      row += jnp.where(number >= n, r - last[0], 0)
-      column += jnp.where(number >= n, c - 1 - last[1], 0)
-    last = r, c
-  return jnp.asarray(row, jnp.int32), column

@@ -430,7 +430,7 @@ def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
 
 def _either(one: Flow, other: Flow) -> Flow:
   """The layout of a value that is one of two: a carry that starts as zeros takes that of the body's."""
-  return one if one.names else other
+  return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
 
 
 def _of_row(_: Any, flow: Flow) -> Flow:

@@ -31,6 +31,7 @@ from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map, moved
 from nnx_parallel.core.jaxprs import (
   called,
   constants,
+  is_inexact,
   is_tracer,
   opened,
   place_of,
@@ -447,7 +448,8 @@ def _add(pair: _Pair, it: Operation) -> Fact:
 def _div(pair: _Pair, it: Operation) -> Fact:
   del pair
   above, below = it.inputs
-  if below.kind not in ("same", "part"):
+  rounds = not is_inexact(it.eqn.outvars[0].aval) and not (above.plain and below.plain)
+  if below.kind not in ("same", "part") or rounds:
     raise _Mixed
   return _product(it.dims, above, dataclasses.replace(below, scale=1 / below.scale))
 
@@ -456,7 +458,7 @@ def _convert(pair: _Pair, it: Operation) -> Fact:
   del pair
   before, after = it.eqn.invars[0].aval.dtype, it.eqn.params["new_dtype"]
   integers = jax.numpy.issubdtype(before, np.integer)
-  exact = jax.numpy.issubdtype(after, np.inexact) or integers
+  exact = jax.numpy.issubdtype(after, np.inexact) or (integers and jax.numpy.issubdtype(after, np.integer))
   return it.inputs[0] if exact or it.inputs[0].plain else _fail()
 
 

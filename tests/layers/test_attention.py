@@ -536,3 +536,42 @@ def test_tiles_that_a_mask_hides_are_not_computed(name, form):
   values = jax.jit(jax.value_and_grad(found, (0, 1, 2)))(q, k, v)
   wanted = jax.jit(jax.value_and_grad(lambda *x: plain(*x, padding), (0, 1, 2)))(q, k, v)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), values, wanted)
+
+
+def _masked(sees, fill, after=lambda scores, i, j: scores):
+  def loss(arrays, direction):
+    q, k, v = arrays
+    scores = jnp.einsum("bqd,bkd->bqk", q, k)
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (1, 2))
+    weights = jax.nn.softmax(after(jnp.where(sees(i, j), scores, fill), i, j))
+    return (jnp.einsum("bqk,bkd->bqd", weights, v) * direction).sum()
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  ("rows", "columns", "block", "loss"),
+  [
+    (64, 16, 8, _masked(lambda i, j: (i >= j) & (i - j < 8), -1e30)),
+    (64, 64, 8, _masked(lambda i, j: i >= j + 20, -1e9)),
+    (116, 116, 29, _masked(lambda i, j: (i - j) * np.float32(0.1) <= 3.0, -1e30)),
+    (516, 516, 128, _masked(lambda i, j: (i - j).astype(jnp.bfloat16) >= -256, -1e30)),
+    (40, 40, 8, _masked(
+      lambda i, j: i >= j, -1e4, lambda s, i, j: jnp.where((i < 16) & (j < 16) & (i >= j), -1e9, s)
+    )),
+    (40, 40, 8, _masked(lambda i, j: i >= j, -1e30, lambda s, i, j: s - 1e9)),
+  ],
+  ids=["whole blocks of rows see nothing", "some rows see nothing", "scaled positions",
+       "positions in bfloat16", "two numbers hide", "a number added to every score"],
+)  # fmt: skip
+def test_what_a_mask_of_positions_hides_is_what_the_model_hides(rows, columns, block, loss):
+  rng = np.random.default_rng(0)
+  *given, direction = (
+    jnp.asarray(rng.normal(size=(2, n, 8)).astype(np.float32)) for n in (rows, columns, columns, rows)
+  )
+  with jax.numpy_dtype_promotion("standard"):
+    plain = jax.jit(jax.value_and_grad(loss))(given, direction)
+    found = jax.jit(jax.value_and_grad(nxp.with_layers(loss, attention=block)))(given, direction)
+  np.testing.assert_allclose(found[0], plain[0], rtol=1e-5)
+  for ours, theirs in zip(found[1], plain[1], strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -204,3 +204,20 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
   placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
   found = jax.jit(nxp.with_right_gradients(jax.grad(loss), mesh))(kernel, placed)
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_that_swaps_what_it_carries_settles():
+  class Swaps(nnx.Module):
+    def __init__(self):
+      self.layer, self.t = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+      carry = jnp.float32(0), self.t[...] * 1.0
+      (_, t), _ = jax.lax.scan(lambda c, _: ((c[1], c[0]), None), carry, length=4)
+      return self.layer(x) * t
+
+  plan = nxp.plan(Swaps, nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=16), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  wanted = float((Swaps()(np.ones((8, 8), np.float32)) ** 2).mean())
+  assert float(step(model, optimizer, np.ones((8, 8), np.float32))["loss"]) == pytest.approx(wanted, rel=1e-5)

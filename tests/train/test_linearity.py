@@ -287,3 +287,18 @@ def test_a_loss_in_parts_of_the_vocabulary_is_reduced_once_too():
     found.append([float(step(model, optimizer, nxp.shard_batch(tokens, plan))["loss"]) for _ in range(3)])
   assert found[1] == pytest.approx(found[0], rel=1e-5)
   assert step.reduction.startswith("once, after the scan, over data")
+
+
+@pytest.mark.parametrize(
+  "seen",
+  [
+    lambda x: (x[:, 0] > 0).sum().astype(bool).astype(jnp.float32),
+    lambda x: jax.lax.div((x[:, 0] > 0).sum(), 8).astype(jnp.float32),
+  ],
+  ids=["any", "whole division"],
+)
+def test_a_count_that_is_rounded_is_no_sum(seen):
+  def loss(params, batch):
+    return (batch["x"] @ params["w"]).mean() * 0.0 + seen(batch["x"][:, 0]) * params["b"].sum()
+
+  assert read(loss, "sum")[1]
