@@ -23,7 +23,7 @@ LAYOUTS = {
   "both": {"data": 2, "tensor": 2, "stage": 2},
   "uneven": {"data": 1, "tensor": 2, "stage": 4},
 }
-pytestmark = pytest.mark.usefixtures("compiled_here")
+pytestmark = [pytest.mark.usefixtures("compiled_here"), pytest.mark.slow]
 
 
 def rules_for(axes, **more):

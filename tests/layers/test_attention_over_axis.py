@@ -20,6 +20,8 @@ from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.program.cost import cost
 
+pytestmark = pytest.mark.slow
+
 CONFIG = decoders.Config(
   vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=64, depth=2, dtype="float32"
 )

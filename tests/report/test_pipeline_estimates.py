@@ -20,6 +20,8 @@ from nnx_parallel.report.estimate.workload import trace_workload
 from nnx_parallel.report.search.search import SearchInputs, compile_candidate
 from nnx_parallel.report.topology import read_machine
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, DEPTH, MICROBATCHES = 512, 8, 8
 
 

@@ -15,6 +15,8 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders, others
 from nnx_parallel.report.program.whole import SHARE
 
+pytestmark = pytest.mark.slow
+
 ROWS = 16
 SMALL = decoders.Config(depth=2)
 

@@ -17,7 +17,7 @@ import nnx_parallel as nxp
 from benchmarks.parity import differences
 from benchmarks.together import DENSE, SPARSE, Runs
 
-pytestmark = pytest.mark.usefixtures("compiled_here")
+pytestmark = [pytest.mark.usefixtures("compiled_here"), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 STEPS = 4
 PART = (
