@@ -23,6 +23,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nnx_parallel.core.jaxprs import opened, programs
 
 Factors = tuple[int | None, ...]
@@ -195,9 +197,9 @@ def _mixing(key: str) -> Callable[[Any], DimMap]:
   """Operations whose parameter `key` names the dims that they mix."""
 
   def rule(eqn: Any) -> DimMap:
-    dims = eqn.params[key]
+    dims: Any = np.atleast_1d(eqn.params[key])  # a number, also of NumPy, or a tuple
     rank = len(eqn.invars[0].aval.shape)
-    return _alike(eqn, [d % rank for d in ([dims] if isinstance(dims, int) else dims)])
+    return _alike(eqn, [int(d) % rank for d in dims])
 
   return rule
 
