@@ -61,7 +61,7 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
-from nnx_parallel.layers.masks import HIDDEN, Hidden
+from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
 from nnx_parallel.layers.sinks import with_sinks_as_keys
 from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, without_shifts
 from nnx_parallel.layers.tile_attention import Share, TileAttention
@@ -77,9 +77,8 @@ BLOCK = 512
 _INNER = (*CALLS, "scan", "while", "cond")
 _JUMPS = ("eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round")
 """Operations whose result jumps."""
-_PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
-_SCALES = (*_PLACES, "neg")
-_PASSED = (*_PLACES, "stop_gradient")
+_SCALES = (*PLACES, "neg")
+_PASSED = (*PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
 _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the positions", default=None)
 
@@ -621,7 +620,7 @@ def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: Share, depends: Any) ->
     return False
   # Keys and values that a model repeats, for groups of heads, are sent before they are.
   made = tiles.made(var)
-  while share.axis is not None and made is not None and made.primitive.name in _PLACES:
+  while share.axis is not None and made is not None and made.primitive.name in PLACES:
     if made.invars[0].aval.size < var.aval.size:
       return False
     made = None if isinstance(made.invars[0], core.Literal) else tiles.made(made.invars[0])
@@ -839,7 +838,7 @@ class _Program:
       var = todo.pop()
       if isinstance(var, core.Literal) or var not in ends:
         made = None if isinstance(var, core.Literal) else self.tiles.made(var)
-        if made is None or made.primitive.name not in (*_PLACES, "div"):
+        if made is None or made.primitive.name not in (*PLACES, "div"):
           return False
         todo += made.invars
     return True

@@ -27,15 +27,9 @@ _LOGICAL = ("and", "or", "not")
 Interval = tuple[Any, Any]
 """The least and the largest that an element may be, for `[blocks of rows or 1, blocks of columns or 1]`."""
 _ANY: Interval = (np.full((1, 1), -np.inf), np.full((1, 1), np.inf))
-_PLACES = (
-  "broadcast_in_dim",
-  "convert_element_type",
-  "copy",
-  "reshape",
-  "squeeze",
-  "stop_gradient",
-  "transpose",
-)
+PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
+"""Operations that give the elements of an array other places, or another type."""
+_KEPT = (*PLACES, "stop_gradient")
 
 
 class Hidden:
@@ -77,9 +71,7 @@ class Hidden:
     name = eqn.primitive.name
     if name == "iota":
       return self._positions(eqn, labels)
-    if (name not in _RULES and name not in _PLACES) or (
-      name in _LOGICAL and eqn.outvars[0].aval.dtype != bool
-    ):
+    if (name not in _RULES and name not in _KEPT) or (name in _LOGICAL and eqn.outvars[0].aval.dtype != bool):
       return _ANY
     try:
       wanted = pulled(eqn, labels, self._grid.lengths)
@@ -93,7 +85,7 @@ class Hidden:
       return np.trunc(low), np.trunc(high)
     if name in ("add", "sub", "mul", "div"):
       return _rounded(*_RULES[name](*given), eqn.outvars[0].aval.dtype)
-    return given[0] if name in _PLACES else _RULES[name](*given)
+    return given[0] if name in _KEPT else _RULES[name](*given)
 
   def _positions(self, eqn: Any, labels: Labels) -> Interval:
     dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]

@@ -276,9 +276,8 @@ class TileAttention:
 
     def visit(hop: Any, moving: Mapping[int, Any], sums: Any) -> Any:
       source = (device - hop) % share.size
-      if not (
-        isinstance(hop, int) and hop == 0
-      ):  # the gradients of a shard arrive while its share of this device is computed
+      at_home = isinstance(hop, int) and hop == 0
+      if not at_home:  # the gradients of a shard arrive while its share of this device is computed
         sums = [self._sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
       def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
@@ -313,17 +312,16 @@ class TileAttention:
     Devices compute the same tiles: all that one of them sees.
     """
     visits = range(1, self.hops - 1) if not isinstance(hop, int) else (hop,)
-    pairs = np.argwhere(np.concatenate([self.share.blocks_of(self._seen, n) for n in visits]).any(0))
+    seen = np.concatenate([self.share.blocks_of(self._seen, n) for n in visits]).any(0)
     # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
     # ahead of the scan.
-    numbers = jnp.asarray(pairs, jnp.int32)
-    *given, numbers = jax.lax.optimization_barrier((*given, numbers))
+    *given, tiles = jax.lax.optimization_barrier((*given, jnp.asarray(np.argwhere(seen), jnp.int32)))
 
-    def step(state: Any, number: Any) -> tuple[Any, None]:
-      places = {self.share.row: number[0], self.share.column: number[1]}
+    def step(state: Any, tile: Any) -> tuple[Any, None]:
+      places = {self.share.row: tile[0], self.share.column: tile[1]}
       return body(state, given, places, self.share.places(device, source, places)), None
 
-    return jax.lax.scan(step, state, numbers)[0]
+    return jax.lax.scan(step, state, tiles)[0]
 
   def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
     """Visits a device's keys with `(hop, moving, state)`, then those of the others, if they go round."""
