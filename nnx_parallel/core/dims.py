@@ -205,7 +205,7 @@ def _mixing(key: str) -> Callable[[Any], DimMap]:
 
 
 def _resized(eqn: Any) -> DimMap:
-  """Slices and updates: a dim that an operand and the result do not both have whole is mixed."""
+  """Slices and updates: a dim whose size differs between an operand and the result is mixed."""
   (out,) = _shapes(eqn.outvars)
   shapes = [shape for shape in _shapes(eqn.invars) if len(shape) == len(out)]
   return _alike(eqn, [d for d, sizes in enumerate(zip(out, *shapes, strict=True)) if len({*sizes}) > 1])
@@ -346,7 +346,7 @@ def _convolution(eqn: Any) -> DimMap:
 
 
 def _gather(eqn: Any) -> DimMap:
-  """A look-up: the dims of the indices, and the whole dims of the table that are not indexed."""
+  """A look-up: the dims of the indices, and the dims of the table that are neither indexed nor cut."""
   numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
   (table, indices), (out,) = _shapes(eqn.invars[:2]), _shapes(eqn.outvars)
   looked_up = [d for d in range(len(out)) if d not in numbers.offset_dims]
@@ -369,7 +369,7 @@ def _gather(eqn: Any) -> DimMap:
 
 
 def _scatter(eqn: Any) -> DimMap:
-  """An update of rows of a table: the dims of the table; those of the indices are summed over, or chosen."""
+  """An update of rows of a table: the indices' dims are summed over, or one is chosen."""
   numbers = eqn.params["dimension_numbers"]
   table, indices, updates = _shapes(eqn.invars[:3])
   dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)

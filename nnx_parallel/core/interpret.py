@@ -94,7 +94,7 @@ def interpret(
   Args:
     jaxpr: the program, closed or not.
     inputs: one value for each of its inputs.
-    rule: gives the results of an operation, or `DEFAULT`: those of the operation itself, for arrays.
+    rule: gives the results of an operation, or `DEFAULT`, which runs the operation itself on arrays.
     lift: makes such a value of an array, for literals and constants.
   """
   values = values_of(jaxpr, inputs, lift)
@@ -117,9 +117,9 @@ class Inner:
 
   Attributes:
     key: the parameter of the operation that holds it; the branches of a cond have one.
-    program: it, closed or not.
-    inputs: for each of its inputs, the position among those of the operation.
-    gives: whether its results are those of the operation; the condition of a while gives none.
+    program: the program, closed or not.
+    inputs: for each input of the program, the position of the operation's input that it reads.
+    gives: whether the operation returns the program's results; a while does not return its condition.
   """
 
   key: str

@@ -2,9 +2,9 @@
 
 The scores, the weights and their sums are a program that is given for one tile; here are the loops over the
 tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that no array of the size queries x
-keys exists. A tile that the mask hides wholly is not computed. `Share` says what one device of a mesh axis
-computes: its own queries, for keys that are whole or go round a ring (arXiv:2310.01889), or its own heads
-(arXiv:2309.14509).
+keys exists. A tile that the mask hides completely is not computed. `Share` says what one device of a mesh
+axis computes: its own queries, for keys that are replicated or travel around a ring (arXiv:2310.01889), or
+its own heads (arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Share:
     size: of the axis.
     row, column: the names of the dims of queries and of keys.
     dim: the name of the dim of the scores that is split: queries, or heads.
-    moving: the name of the keys' dim, if it is split too and its shards go round; else None.
+    moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
     grid: the blocks of the scores, of all devices.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
@@ -60,17 +60,17 @@ class Share:
     return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)})
 
   def split(self, labels: Labels) -> tuple[Any, int, int] | None:
-    """The label along which an array is split; None: it is whole on each device."""
+    """The label along which an array is sharded; None for a replicated array."""
     names = () if self.axis is None else (self.dim, self.moving)
     return next((label for name in names for label in labels if label[0] == name), None)
 
   def moves(self, labels: Labels) -> bool:
-    """Whether the shards of an array go round: it has keys, and no queries."""
+    """Whether the shards of an array travel around the ring: the array has keys, and no queries."""
     found = self.split(labels)
     return found is not None and found[0] == self.moving
 
   def has(self, labels: Labels) -> bool:
-    """Whether an array is split, or there is one device; the others are whole on each device."""
+    """Whether a device has its own part of an array: a sharded array, or any array on one device."""
     return self.axis is None or self.split(labels) is not None
 
   def local(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
@@ -80,12 +80,12 @@ class Share:
     return tuple(n // self.size if d == own else n for d, n in enumerate(shape))
 
   def spec(self, labels: Labels) -> PartitionSpec:
-    """How an array is split."""
+    """The spec of an array."""
     found = self.split(labels)
     return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
 
   def places(self, device: Any, source: Any, places: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The numbers of blocks among those of all devices, with keys of the device `source`."""
+    """The numbers of blocks in the global grid, for the keys of the device `source`."""
     counts = {
       name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
     }
@@ -324,7 +324,7 @@ class TileAttention:
     return jax.lax.scan(step, state, tiles)[0]
 
   def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
-    """Visits a device's keys with `(hop, moving, state)`, then those of the others, if they go round."""
+    """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring."""
     if self.share.moving is None:
       return visit(0, {}, state)
     moving = {
