@@ -58,7 +58,6 @@ class Bound:
     optimizers = keyed(roots["model"], roots["optimizer"]) if trains else {}
     self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
     self.binding = Binding(roots, self._planned(), move=trains)
-    self.watch = self.binding.watch
     self.structure = self._structure(structures)
     self._objects = [weakref.ref(item, forget) for root in roots.values() for item in objects_in(root)]
     self._trace = current_trace()
@@ -75,7 +74,7 @@ class Bound:
       tuple(self.binding.shardings),
       tuple(template.raw),
       tuple((i, _comparable(x)) for i, x in template.constants.items()),
-      self.watch.kinds(),
+      self.binding.watch.kinds(),
     )
     try:
       found = known.get(key)

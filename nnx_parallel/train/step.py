@@ -52,7 +52,7 @@ class _Step:
     """The step for these objects; made again where an attribute changed since the last call."""
     key = (_identity(model), _identity(optimizer))
     bound = self._bounds.get(key)
-    if bound is None or not bound.watch.same():
+    if bound is None or not bound.binding.watch.same():
       roots = {"model": model} if optimizer is _ABSENT else {"model": model, "optimizer": optimizer}
       with self._lock:
         bound = self._bind_again(key, roots, bound)
@@ -62,9 +62,9 @@ class _Step:
     reasons = ["other objects than before" if self.compiles else "first call"]
     if before is not None:
       now = Watch(roots)
-      reasons = before.watch.changes(now)
+      reasons = before.binding.watch.changes(now)
       if not reasons:  # other objects of equal value
-        before.watch = now
+        before.binding.watch = now
         return before
     _check_objects(roots)
     if "optimizer" in roots:
