@@ -383,6 +383,11 @@ class Plan(Generic[R]):
       raise no_constructor()
     if init is None:
       return stored
+    if optimizer is None and any(leaf.root == "optimizer" for leaf in stored.leaves):
+      raise PlanError(
+        "the stored plan has an optimizer, and optimizer= is missing.",
+        fix="Plan.from_json(text, mesh=mesh, init=init, optimizer=tx), with the tx of the plan.",
+      )
     abstract: dict[Root, Abstract] = {"model": trace_module(init, stored.mesh).made}
     if optimizer is not None:
       abstract["optimizer"] = trace_optimizer(abstract["model"], optimizer, wrt).made

@@ -235,3 +235,10 @@ def test_a_stored_plan_counts_its_parameters_and_knows_whose_state_is_whose():
   assert again.num_parameters() == plan.num_parameters()
   assert [leaf.parameter for leaf in again.leaves] == [leaf.parameter for leaf in plan.leaves]
   assert again["optimizer/opt_state.0.mu.blocks.0.up.kernel"].parameter == ("blocks", 0, "up", "kernel")
+
+
+def test_a_stored_plan_with_an_optimizer_asks_for_it():
+  init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
+  with pytest.raises(nxp.errors.PlanError, match=r"optimizer= is missing(.|\n)*Fix: Plan.from_json\(text"):
+    nxp.Plan.from_json(plan.to_json(), mesh=plan.mesh, init=init)
