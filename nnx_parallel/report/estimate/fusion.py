@@ -9,14 +9,15 @@ Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figur
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import Any
 
-from jax.extend import core
-
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
+from nnx_parallel.core.interpret import Facts, facts_of
 from nnx_parallel.core.jaxprs import CALLS, called, inner_equations, nbytes, opened
 
+Variables = tuple[Any, ...]
 _FUSED = ELEMENTWISE - {"name", "reduce_precision"} | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 """What a `checkpoint_name` marks may be kept, and what `reduce_precision` rounds is made as it is."""
 
@@ -41,30 +42,22 @@ def stored(body: Any, saved: Collection[Any]) -> list[Any]:
   What a product reads stays. Another elementwise result is replaced by its sources where they, without those
   that are kept anyway, are no larger. Inputs of the trace cost nothing.
   """
-  made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+  sources = facts_of(body, [()] * len(body.invars), _SOURCES)
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
   kept: dict[Any, None] = {var: None for var in saved if id(var) in read}
   for var in sorted((v for v in saved if v not in kept), key=lambda v: -nbytes(v.aval)):
-    sources = [source for source in _sources(var, made) if source not in kept]
-    kept |= dict.fromkeys(sources if sum(nbytes(v.aval) for v in sources) <= nbytes(var.aval) else [var])
+    further = [source for source in sources[var] if source not in kept]
+    kept |= dict.fromkeys(further if sum(nbytes(v.aval) for v in further) <= nbytes(var.aval) else [var])
   return list(kept)
 
 
-def _sources(var: Any, made: dict[Any, Any]) -> list[Any]:
-  """The results of operations that are not fused, from which a variable is computed."""
-  found: list[Any] = []
-  seen: set[Any] = set()
-  todo = [var]
-  while todo:
-    at = todo.pop()
-    if isinstance(at, core.Literal) or at in seen or at not in made:
-      continue
-    seen.add(at)
-    eqn = made[at]
-    if eqn.primitive.name == "optimization_barrier":
-      todo.append(eqn.invars[eqn.outvars.index(at)])
-    elif is_fused(eqn):
-      todo += eqn.invars
-    else:
-      found.append(at)
-  return found
+def _sources_after(eqn: Any, inputs: list[Variables]) -> list[Variables]:
+  if eqn.primitive.name == "optimization_barrier":
+    return inputs
+  if is_fused(eqn):
+    return [tuple(dict.fromkeys(itertools.chain(*inputs)))] * len(eqn.outvars)
+  return [(var,) for var in eqn.outvars]
+
+
+_SOURCES: Facts[Variables] = Facts(lambda _: (), _sources_after, lambda a, b: (*a, *b))
+"""The results of operations that are not fused, from which a variable is computed."""

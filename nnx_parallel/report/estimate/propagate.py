@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+import numpy as np
 
 from nnx_parallel.core.dims import IDENTITIES, MOVES
 from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
-from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of, scan_counts
+from nnx_parallel.core.interpret import DEFAULT, Facts, Inner, read, through, values_of, walk, wiring
+from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
@@ -137,7 +138,6 @@ class Propagation:
     hops: activations that go to the next stage of a pipeline, or come from it.
     reordered: weights that move to their stages, with one run for each time that they or their gradients do.
     copied: weights that each stage has a copy of: the sum of their gradients.
-    constrained: (size, axes) of the dims of activations that have sharding constraints.
     read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
     uncounted: operation -> runs, of what computes and is not in `products`.
   """
@@ -164,52 +164,33 @@ class Propagation:
     self.reordered: list[LayoutChange] = []
     self.copied: list[Sharded] = []
     self.flows: dict[Any, Flow] = {}
-    self.constrained: set[tuple[int, tuple[str, ...]]] = set()
     self.read: dict[int, int] = {}
     self.uncounted: dict[str, int] = {}
     self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
 
-  def run(
-    self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1, *, live: frozenset[int] | None = None
-  ) -> list[Flow]:
-    """Propagates through a jaxpr that runs `times` times; `live` are positions of operations to follow."""
-    body = opened(jaxpr)
-    flows: dict[Any, Flow] = dict(zip(body.invars, inputs, strict=True))
+  def run(self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
+    """Propagates through a jaxpr that runs `times` times."""
 
-    def read(var: Any) -> Flow:
-      if not isinstance(var, core.Literal) and var in flows:
-        return flows[var]
-      return Flow(((),) * len(getattr(var.aval, "shape", ())), False)
+    def step(eqn: Any, inputs: list[Flow]) -> list[Flow]:
+      results = self._step(eqn, inputs, times)
+      if not is_fused(eqn):
+        for var, flow in zip(eqn.outvars, results, strict=True):
+          if flow.data:
+            size = self._part(flow.names, var).bytes
+            self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
+      return results
 
-    for position, eqn in enumerate(body.eqns):
-      if live is not None and position not in live:
-        continue
-      results = self._step(eqn, [read(v) for v in eqn.invars], times)
-      fused = is_fused(eqn)
-      for var, flow in zip(eqn.outvars, results, strict=True):
-        flows[var] = flow
-        if flow.data and not fused:
-          size = self._part(flow.names, var).bytes
-          self.largest[flow.names] = max(size, self.largest.get(flow.names, 0))
+    flows = values_of(jaxpr, inputs, unsplit)
+    walk(opened(jaxpr).eqns, flows, step, unsplit)
     self.flows = flows  # the outermost trace is done last
-    return [read(v) for v in body.outvars]
+    return [read(var, flows, unsplit) for var in opened(jaxpr).outvars]
 
   def _step(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
     name = eqn.primitive.name
-    if name == "scan":
-      return self._scan(eqn, inputs, times)
-    if name == "while":
-      return self._while(eqn, inputs, times)
-    if name == "cond":
-      branches = [self.run(branch, inputs[1:], times) for branch in eqn.params["branches"]]
-      return branches[-1]
     if name == "shard_map":
       return self._shard_map(eqn, inputs, times)
-    inner = None if name == "pallas_call" else called(eqn)
-    if inner is not None and len(opened(inner).invars) == len(inputs):
-      if is_checkpoint(eqn):
-        self.kept.append(RematRegion(inner, tuple(inputs), times, params_of(eqn).get("policy")))
-      return self.run(inner, inputs, times)
+    if wiring(eqn).inner:
+      return self._inside(eqn, inputs, times)
     if name == "optimization_barrier":
       return inputs
     if name == "sharding_constraint":
@@ -230,6 +211,25 @@ class Propagation:
     if _is_heavy(name):
       self._kernel(eqn, inputs, flows, times)
     return flows
+
+  def _inside(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+    """An operation that runs programs: counted once what a loop carries is known."""
+    loop, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
+    if is_checkpoint(eqn):
+      self.kept.append(RematRegion(called(eqn), tuple(inputs), times, params_of(eqn).get("policy")))
+
+    def inside(inner: Inner, inputs: list[Flow]) -> list[Flow]:
+      arriving[inner] = inputs
+      counter = Propagation(batch_axes=tuple(self._batch), stage=self._stage) if loop else self
+      return counter.run(inner.program, inputs, times)
+
+    results, before = through(eqn, inputs, inside, _FLOWS), (len(self.products), dict(self.uncounted))
+    if loop:
+      for inner, flows in arriving.items():
+        self.run(inner.program, flows, times * eqn.params.get("length", 1))
+    if eqn.primitive.name == "while" and (len(self.products), self.uncounted) != before:
+      self._miss(ENDLESS, times)
+    return results
 
   def _read(self, eqn: Any, inputs: Sequence[Flow]) -> None:
     for var, flow in zip(eqn.invars, inputs, strict=True):
@@ -282,29 +282,6 @@ class Propagation:
     self._manual = before
     return [laid(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
 
-  def _while(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
-    skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    before = len(self.products), dict(self.uncounted)
-    out = self.run(eqn.params["body_jaxpr"], inputs[skipped:], times)
-    if (len(self.products), self.uncounted) != before:
-      self._miss(ENDLESS, times)
-    return out[: len(inputs) - skipped - consts]
-
-  def _scan(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
-    counts = scan_counts(eqn)
-    consts, carry = counts.constants, counts.carried
-    fixed, state, rows = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
-    rows = [Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter) for flow in rows]
-    probe = Propagation(batch_axes=tuple(self._batch), stage=self._stage)
-    after = probe.run(eqn.params["jaxpr"], [*fixed, *state, *rows])
-    # A carry that starts as zeros takes the axes that the body gives it.
-    state = [
-      old if old.names else Flow(new.axes, old.data or new.data, old.weight or new.weight)
-      for old, new in zip(state, after[:carry], strict=True)
-    ]
-    out = self.run(eqn.params["jaxpr"], [*fixed, *state, *rows], times * eqn.params["length"])
-    return state + [Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter) for flow in out[carry:]]
-
   def _dot(self, eqn: Any, inputs: list[Flow], times: int, found: Meeting) -> Flow:
     left, right = inputs[:2]
     met = found.meet(left, right, self._batch)
@@ -345,7 +322,6 @@ class Propagation:
     """A sharding constraint; an axis that moves to another dim is an all-to-all."""
     out, axes = eqn.outvars[0], constraint(eqn, flow.axes)
     if flow.data:
-      self.constrained |= {(n, dim) for n, dim in zip(out.aval.shape, axes, strict=True) if dim}
       moved = {a for before, after in zip(flow.axes, axes, strict=True) for a in after if a not in before}
       self._exchange(out, flow.names, frozenset(moved), times)
     elif flow.weight and self._stage is not None:
@@ -372,6 +348,32 @@ class Propagation:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
       self.moves.append(LayoutChange(split & arriving, self._part(split, var), times))
+
+
+def unsplit(array: Any) -> Flow:
+  """The flow of a number or an array that stands in the program."""
+  return Flow(((),) * len(np.shape(array)), False)
+
+
+def _joined(first: Flow, after: Flow) -> Flow:
+  """What starts as zeros takes the axes that a loop's body, or another branch, gives it."""
+  if first == after:
+    return first
+  return Flow(
+    first.axes if first.names else after.axes,
+    first.data or after.data,
+    first.weight or after.weight,
+    first.parameter if first.parameter == after.parameter else None,
+  )
+
+
+_FLOWS: Facts[Flow] = Facts(
+  constant=unsplit,
+  follow=lambda eqn, _: DEFAULT,
+  join=_joined,
+  row=lambda _, flow: Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter),
+  stack=lambda _, flow: Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter),
+)
 
 
 def _is_heavy(name: str) -> bool:
