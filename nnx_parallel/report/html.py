@@ -178,7 +178,7 @@ def _time(time: StepTime) -> str:
 
 def search_page(result: SearchResult) -> str:
   """The page of a search: every candidate by memory and time, the front as a table, the winner's code."""
-  from nnx_parallel.report.search.text import (
+  from nnx_parallel.report.search.search import (
     FRONT_COLUMNS,
     OTHER_COLUMNS,
     OTHERS,

@@ -31,15 +31,14 @@ from nnx_parallel.report.estimate.roofline import (
   predict_time,
   step_time,
 )
-from nnx_parallel.report.estimate.workload import trace_workload, with_zero
+from nnx_parallel.report.estimate.workload import trace_workload
 from nnx_parallel.report.program.faults import Comparison, Fault
 from nnx_parallel.report.search.search import (
   SAME_TIME,
-  SearchInputs,
-  compile_first,
-  search,
+
+
+  search, factorisations, searched_axes,
 )
-from nnx_parallel.report.search.space import factorisations, searched_axes
 from nnx_parallel.report.topology import read_machine
 from report import layouts
 
@@ -210,7 +209,7 @@ def test_layers_are_named_by_their_paths():
 def test_search_takes_every_second_layer_too():
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=4)
   search_for = functools.partial(
-    search,
+    search, factorisations, searched_axes,
     lambda: decoders.Decoder(config, nnx.Rngs(0)),
     decoders.loss,
     "tpu:v5e:2x2",

@@ -159,7 +159,7 @@ def memory_plan(
     microbatches=microbatches,
     remat=remat,
     chip=chip_named(chip) if chip is not None else None,
-    host_bytes=round(per_device(work.host_state(), sizes)),
+    host_bytes=round(per_device(work.on_host, sizes)),
     schedule=work.staged.schedule if work.staged is not None else None,
   )
 
@@ -202,8 +202,8 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   state = {
     "parameters": per_device(work.parameters, sizes),
     "other model state": per_device(work.other, sizes),
-    "optimizer": per_device(work.device_state(), sizes),
-    "masters": per_device(work.device_state(masters=True), sizes),
+    "optimizer": per_device(work.optimizer, sizes),
+    "masters": per_device(work.masters, sizes),
     "batch": per_device(work.batch, sizes),
     "accumulators": accumulators,
     # Compilers cast scanned parameters once, before the loop, also where the trace casts each layer's.
@@ -238,7 +238,7 @@ def _gathered_last(work: Workload, sizes: Sizes) -> float:
 
 def _in_passing(work: Workload, sizes: Sizes) -> float:
   """State on its way between host and device: as a guess, four times the largest kind of leaf."""
-  parts = [part.per_device(sizes) for part in work.host_state()]
+  parts = [part.per_device(sizes) for part in work.on_host]
   return min(sum(parts), 4 * max(parts, default=0.0))
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from nnx_parallel.core.dims import IDENTITIES, MOVES
-from nnx_parallel.core.flow import Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
+from nnx_parallel.core.flow import Flow, Meeting, Met, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, Inner, read, through, values_of, walk, wiring
 from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
@@ -60,6 +60,22 @@ class Sharded:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayoutChange:
+  """An array of the batch that changes its layout, forward and (the other way) backward.
+
+  Attributes:
+    axes: what is exchanged.
+    part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
+      a gather.
+    times: runs.
+  """
+
+  axes: Split
+  part: Sharded
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Product:
   """One matrix product or convolution, or a kernel that states its cost.
 
@@ -79,6 +95,7 @@ class Product:
     weighs: whether the other operand is made of parameters only.
     shared: axes of dims that both operands have and the result keeps, for example that of experts.
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
+    gathers: operands, gathered over the axes that the product does not use.
   """
 
   arithmetic: str
@@ -94,22 +111,7 @@ class Product:
   weighs: bool = False
   shared: Split = frozenset()
   tokens: Split = frozenset()
-
-
-@dataclasses.dataclass(frozen=True)
-class LayoutChange:
-  """An array of the batch that changes its layout, forward and (the other way) backward.
-
-  Attributes:
-    axes: what is exchanged.
-    part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
-      a gather.
-    times: runs.
-  """
-
-  axes: Split
-  part: Sharded
-  times: int
+  gathers: tuple[LayoutChange, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,9 +316,23 @@ class Propagation:
         weighs=weighs,
         shared=met.shared if weighs else frozenset(),
         tokens=frozenset(itertools.chain(*met.main)),
+        gathers=tuple(self._gathers(eqn, inputs, found, met, times)),
       )
     )
     return out
+
+  def _gathers(
+    self, eqn: Any, inputs: list[Flow], found: Meeting, met: Met, times: int
+  ) -> Iterator[LayoutChange]:
+    """The operands that are gathered: over axes of free dims that the result does not have, or of one sum."""
+    kept = [frozenset(itertools.chain(*dims)) for dims in (met.main, met.other)]
+    for side, (var, flow) in enumerate(zip(eqn.invars[:2], inputs[:2], strict=True)):
+      other = inputs[1 - side]
+      lost = {axis for d in found.free[side] for axis in flow.axes[d]} - kept[side != (not met.main_is_left)]
+      for own, across in zip(found.summed[side], found.summed[1 - side], strict=True):
+        lost |= {*flow.axes[own]} - {*other.axes[across]}
+      if lost:
+        yield LayoutChange(frozenset(lost), self._part(flow.names - lost, var), times)
 
   def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
     """A sharding constraint; an axis that moves to another dim is an all-to-all."""

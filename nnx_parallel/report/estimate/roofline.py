@@ -57,7 +57,6 @@ from nnx_parallel.train.options import Gradients
 
 if TYPE_CHECKING:
   from nnx_parallel.report.compile_report import CompileReport
-  from nnx_parallel.report.topology import Machine
 
 
 EXPOSED = 0.1
@@ -216,14 +215,15 @@ def step_time(
     microbatches = 1  # the trace has all of them
   products = work.products if work.staged is None else work.staged.useful
   useful = _flops((*products, *products, *products), sizes)
-  flops = _flops((*work.products, *work.products, *work.products, *work.recomputed), sizes)
+  flops = _flops((*work.products, *work.products, *work.products, *work.recomputed, *work.update), sizes)
   links = Links(sizes, chip, slice_size)
   _send_parameters(work, links, microbatches)
   _send_activations(work, links, microbatches)
+  _send_update(work, links)
   if work.staged is not None:
     _send_between_stages(work.staged, links)
-  if work.host_state():
-    links.waiting["host"] = 2 * per_device(work.host_state(), sizes) / chip.host_bandwidth
+  if work.on_host:
+    links.waiting["host"] = 2 * per_device(work.on_host, sizes) / chip.host_bandwidth
   return StepTime(
     compute=_arithmetic_seconds(flops, chip),
     memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
@@ -257,37 +257,6 @@ def compiled_time(report: CompileReport) -> StepTime | None:
     model_flops=cost.flops,
     peak=_main_peak(cost.arithmetic, chip),
     uncounted=cost.uncounted,
-  )
-
-
-def program_time(
-  report: CompileReport, predicted: StepTime, machine: Machine, scattered: Collection[str] = ()
-) -> StepTime:
-  """The time of a compiled program on a machine that it may not be compiled for.
-
-  FLOPs and collective bytes are the program's. Memory traffic, and which links overlap, are `predicted`: a
-  CPU program is fused and scheduled differently from that of another chip. Two properties of CPU programs are
-  corrected: bfloat16 collectives are in float32, and a reduce-scatter (of gradients, over the `scattered`
-  axes) is an all-reduce and a slice. Along the axis of a pipeline weights may move beside compute; what the
-  stages send, permutes, is waited for.
-  """
-  on_cpu = report.target.endswith("cpu")
-  beside = {axis for name in predicted.overlapped for axis in name.split("+")}
-  links = Links(report.axes, machine.chip, machine.slice_size)
-  for c in report.collectives:
-    widened = on_cpu and predicted.main_arithmetic == "bfloat16" and c.dtype == "f32"
-    sliced = on_cpu and c.kind == "all-reduce" and set(c.axes) <= set(scattered)
-    sent = c.sent_bytes / ((2 if widened else 1) * (2 if sliced else 1))
-    hop = c.kind == "collective-permute" and "+".join(c.axes) in predicted.waiting
-    links.add(c.axes, sent, c.times, hidden=beside.issuperset(c.axes) and not hop)
-  host = {name: value for name, value in predicted.waiting.items() if name == "host"}
-  return dataclasses.replace(
-    predicted,
-    compute=_arithmetic_seconds(report.cost.arithmetic, machine.chip),
-    overlapped=links.overlapped,
-    waiting=host | links.waiting,
-    arithmetic=report.cost.arithmetic,
-    uncounted=report.cost.uncounted,
   )
 
 
@@ -349,7 +318,7 @@ def _main_peak(flops: Mapping[str, float], chip: Chip) -> float:
 def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
   activations = sum(
     p.times * (p.data.per_device(sizes) + p.out.per_device(sizes))
-    for p in (*work.products, *work.products, *work.products, *work.recomputed)
+    for p in (*work.products, *work.products, *work.products, *work.recomputed, *work.update)
   )
   if work.staged is None:
     used = sum(part.gathered(work.gather_axes).per_device(sizes) for part in work.used) * microbatches
@@ -357,7 +326,7 @@ def _traffic(work: Workload, sizes: Sizes, microbatches: int) -> float:
     weighed = (p for p in work.products if p.weighs)
     used = sum(p.times * p.other.gathered(work.gather_axes).per_device(sizes) for p in weighed)
   weights = used * (4 if work.recomputed else 3)
-  state = per_device((*work.parameters, *(group.part for group in work.optimizer)), sizes)
+  state = per_device((*work.parameters, *work.optimizer, *work.masters, *work.on_host), sizes)
   return activations + weights + 2 * state + 2 * per_device(work.gradients, sizes)
 
 
@@ -367,10 +336,18 @@ def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
   for part in work.used:
     gathered = part.split & frozenset(work.gather_axes)
     links.ring(gathered, part.gathered(gathered), passes, passes=passes, hidden=True)
-  for (split, further), (stored, read, summed) in work.reduced.items():
-    once = summed if microbatches > 1 else read
-    total, runs = _rounds(work.stage if further else 0, microbatches, stored, read, once)
+  for t in work.trained:
+    once, split = t.summed if microbatches > 1 else t.read, t.stored.split
+    total, runs = _rounds(work.stage if t.further else 0, microbatches, t.stored.bytes, t.read, once)
     links.ring(frozenset(work.token_axes) - split, Sharded(total, split), runs, passes=1, hidden=True)
+
+
+def _send_update(work: Workload, links: Links) -> None:
+  """What the optimizer's products send: sums of partial results, and operands that are gathered."""
+  for p in work.update:
+    links.ring(p.summed, p.out, p.times, passes=2 * p.times, hidden=False)
+    for move in p.gathers:
+      links.ring(move.axes, move.part, move.times, passes=move.times, hidden=False)
 
 
 def _send_between_stages(staged: StagedWork, links: Links) -> None:

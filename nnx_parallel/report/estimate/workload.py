@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in
 from nnx_parallel.core.flow import Flow
-from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts
+from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts, without_unused
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import (
   LayerOptions,
@@ -31,11 +33,11 @@ from nnx_parallel.layers.layers import (
   with_stages,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.constrain import scoped
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.tracing import state_paths
 from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import (
   LayoutChange,
@@ -45,45 +47,25 @@ from nnx_parallel.report.estimate.propagate import (
   Sharded,
   Sizes,
   Split,
+  unsplit,
 )
 from nnx_parallel.train.gradients import check_divides
 from nnx_parallel.train.options import Gradients, is_scattered
-
-
-@dataclasses.dataclass(frozen=True)
-class StateGroup:
-  """Arrays of the state of one shape and layout, with what decides how a ZeRO stage splits them.
-
-  Attributes:
-    shape: global shape of one of them, in elements.
-    spec: its layout in the plan.
-    part: all of them; `with_zero` splits it further than `spec`.
-    spreads: whether a stage may split them: the state of a parameter, and parameters that have state of
-      their own shape.
-    masters: whether they are float32 copies of parameters in a smaller type; see `with_masters`.
-    on_host: whether the plan keeps them in the host's memory.
-  """
-
-  shape: tuple[int, ...]
-  spec: PartitionSpec
-  part: Sharded
-  spreads: bool
-  masters: bool = False
-  on_host: bool = False
+from nnx_parallel.train.update import apply
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """Trained parameters of one shape and layout, and their gradients.
+  """Trained parameters of one layout, and their gradients.
 
   Attributes:
-    leaf: the parameters.
+    stored: the parameters.
     read: their bytes in the type in which the loss uses them, which is that of a microbatch's gradients.
     summed: bytes of the gradients' sum over microbatches, which is in float32 at least.
-    further: axes over which the stage splits their update beside the axes that split them.
+    further: axes over which the ZeRO stage splits their update beside the axes that split them.
   """
 
-  leaf: StateGroup
+  stored: Sharded
   read: int
   summed: int
   further: Split = frozenset()
@@ -115,7 +97,7 @@ class StagedWork:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """One step of a model on a batch, for any sizes of the mesh axes.
+  """One step of a model on a batch.
 
   Attributes:
     parameters: trained and frozen parameters.
@@ -123,7 +105,9 @@ class Workload:
       that is narrower.
     trained: those that get a gradient.
     other: the model's other state.
-    optimizer: the optimizer's state.
+    optimizer: the optimizer's state in device memory, without the masters.
+    masters: float32 copies of parameters in a smaller type; see `with_masters`.
+    on_host: the optimizer's state in the host's memory, leaves of one shape and layout together.
     batch: the inputs.
     batch_axes: axes that split the batch.
     gather_axes: those of `batch_axes` over which parameters are gathered before use; the others hold
@@ -140,13 +124,12 @@ class Workload:
       parameters of all layers before it scans them; nothing where they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
-    constrained: (size, axes) of dims of activations that have sharding constraints.
     products: matrix products of the forward pass.
     recomputed: matrix products that rematerialisation runs again.
+    update: matrix products of the optimizer.
     uncounted: operation -> runs, of operations that compute and are not among the products.
-    stage: ZeRO stage; see `with_zero`.
+    stage: ZeRO stage, 0 where it splits nothing.
     scattered: whether gradients are held split as their update is.
-    offload: whether the state of parameters is in host memory, also where the plan keeps it on the device.
     staged: what a pipeline over its layers does, whose trace this is; None without one.
   """
 
@@ -154,7 +137,9 @@ class Workload:
   used: tuple[Sharded, ...]
   trained: tuple[Trained, ...]
   other: tuple[Sharded, ...]
-  optimizer: tuple[StateGroup, ...]
+  optimizer: tuple[Sharded, ...]
+  masters: tuple[Sharded, ...]
+  on_host: tuple[Sharded, ...]
   batch: tuple[Sharded, ...]
   batch_axes: tuple[str, ...]
   gather_axes: tuple[str, ...]
@@ -168,95 +153,97 @@ class Workload:
   narrowed: tuple[Sharded, ...]
   largest: tuple[Sharded, ...]
   moves: tuple[LayoutChange, ...]
-  constrained: frozenset[tuple[int, tuple[str, ...]]]
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
+  update: tuple[Product, ...]
   uncounted: Mapping[str, int]
   stage: int
   scattered: bool
-  offload: bool
   staged: StagedWork | None = None
 
   @functools.cached_property
   def gradients(self) -> tuple[Sharded, ...]:
     """The gradients of one batch or microbatch, in the types of their parameters."""
-    return _merge(Sharded(t.leaf.part.bytes, self._held(t)) for t in self.trained)
+    return _merge(Sharded(t.stored.bytes, self._held(t)) for t in self.trained)
 
   @functools.cached_property
   def sums(self) -> tuple[Sharded, ...]:
     """The sums of gradients over microbatches."""
     return _merge(Sharded(t.summed, self._held(t)) for t in self.trained)
 
-  @functools.cached_property
-  def reduced(self) -> Mapping[tuple[Split, Split], tuple[int, int, int]]:
-    """(axes of parameters, further axes of their update) -> bytes stored, read and summed."""
-    found: dict[tuple[Split, Split], tuple[int, int, int]] = {}
-    for t in self.trained:
-      key = (t.leaf.part.split, t.further)
-      stored, read, summed = found.get(key, (0, 0, 0))
-      found[key] = (stored + t.leaf.part.bytes, read + t.read, summed + t.summed)
-    return found
-
   def _held(self, trained: Trained) -> Split:
-    return trained.leaf.part.split | (trained.further if self.scattered else frozenset())
-
-  def host_state(self) -> tuple[Sharded, ...]:
-    """The optimizer's state in the host's memory."""
-    return tuple(group.part for group in self.optimizer if self._on_host(group))
-
-  def device_state(self, *, masters: bool = False) -> tuple[Sharded, ...]:
-    """The optimizer's state in device memory: the float32 masters, or everything else."""
-    groups = [group for group in self.optimizer if group.masters == masters]
-    return tuple(group.part for group in groups if not self._on_host(group))
-
-  def _on_host(self, group: StateGroup) -> bool:
-    # Scalars are not worth a transfer, and stay on the device.
-    return group.on_host or (self.offload and group.spreads and bool(group.shape))
-
-
-def with_zero(work: Workload, sizes: Sizes, stage: int) -> Workload:
-  """The same step with the optimizer's state split over the batch axes too, as `plan(..., zero=stage)` does.
-
-  An array is split only where one of its dims divides; `work` itself is returned where nothing is. Stage 3,
-  which splits the parameters too, is an axis of the rules (`fsdp`), not a stage here.
-  Source: ZeRO, arXiv:1910.02054.
-  """
-  spread = functools.partial(_spread, axes=work.batch_axes, sizes=sizes)
-  optimizer = tuple(dataclasses.replace(group, part=spread(group)) for group in work.optimizer)
-  if not stage or optimizer == work.optimizer:
-    return work
-  return dataclasses.replace(
-    work,
-    stage=stage,
-    optimizer=optimizer,
-    scattered=stage == 2,
-    narrowed=() if stage == 2 else work.narrowed,
-    trained=tuple(
-      dataclasses.replace(t, further=spread(t.leaf).split - t.leaf.part.split) for t in work.trained
-    ),
-  )
-
-
-def with_offload(work: Workload) -> Workload:
-  """The same step with the state of parameters in the host's memory, as `plan(optimizer_memory=...)` does.
-
-  It comes after `with_zero`: what a stage splits further is also less to fetch. `work` itself is returned
-  where there is no such state.
-  """
-  moved = dataclasses.replace(work, offload=True)
-  return moved if len(moved.host_state()) > len(work.host_state()) else work
-
-
-def _spread(group: StateGroup, axes: tuple[str, ...], sizes: Sizes) -> Sharded:
-  if not group.spreads:
-    return group.part
-  spec, _ = optimizer_layout.add_zero_axes(group.spec, group.shape, axes, sizes)
-  return Sharded(group.part.bytes, frozenset(axes_in(spec)))
+    return trained.stored.split | (trained.further if self.scattered else frozenset())
 
 
 def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
   """Sum of bytes on each device."""
   return sum(part.per_device(sizes) for part in parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTrace:
+  """The programs of a step, which do not depend on the sizes of mesh axes, except that of pipeline stages.
+
+  Attributes:
+    forward: the loss.
+    backward: from the same inputs to what the loss keeps for the backward pass.
+    update: from the parameters, their gradients and the optimizer's state to the new ones; None without an
+      optimizer.
+    schedule: that of a pipeline, whose trace `forward` is.
+    plain: the loss without the pipeline.
+    parts: rematerialised part of the loss -> its own `backward`, once somebody asked for it.
+  """
+
+  forward: Any
+  backward: Any
+  update: Any
+  schedule: Schedule | None = None
+  plain: Any = None
+  parts: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+
+
+def trace_step(
+  plan: Plan,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  *,
+  remat: Policy = "as written",
+  layers: str | None = None,
+  pipeline: Pipeline | None = None,
+  microbatches: int = 1,
+) -> StepTrace:
+  """Traces a step abstractly; the arguments are those of `memory_plan`.
+
+  The loss is traced with the plan's rules in scope, so that `constrain` means here what it means in training.
+
+  Raises:
+    TrainError: no such remat policy, or no layer for it.
+    ReportError: a step in place of its loss function.
+  """
+  if hasattr(loss, "options"):
+    raise ReportError(
+      f"an estimate reads the loss function, and got a {type(loss).__name__}.",
+      fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
+    )
+  batch = batch_structs(batch)
+  used, plain, options = LayersUsed(), None, None
+  if pipeline is None:
+    loss = with_layers(loss, remat=remat, layers=layers)
+  else:
+    check_divides(batch, microbatches)
+    options = LayerOptions(remat, pattern=layers, pipeline=pipeline)
+    plain = jax.make_jaxpr(_flat_loss(plan, loss, batch))(*_structs(plan, batch))
+  flat = _flat_loss(plan, loss, batch, options)
+  if options is not None:
+    flat = _with_stages(plan, flat, options, microbatches, used)
+  arrays = _structs(plan, batch)
+
+  def kept(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+    _, pullback = jax.vjp(lambda t: flat(t, rest, inputs), trained)
+    return jax.tree.leaves(pullback)
+
+  forward, backward = jax.make_jaxpr(flat)(*arrays), jax.make_jaxpr(kept)(*arrays)
+  return StepTrace(forward, backward, _trace_update(plan), used.schedule, plain)
 
 
 def trace_workload(
@@ -270,59 +257,58 @@ def trace_workload(
   pipeline: Pipeline | None = None,
   microbatches: int = 1,
 ) -> Workload:
-  """Traces a loss abstractly and lists what its step holds, multiplies and sends.
+  """Traces a step and lists what it holds, multiplies and sends; see `trace_step` and `workload_of`."""
+  options: Any = {"remat": remat, "layers": layers, "pipeline": pipeline, "microbatches": microbatches}
+  return workload_of(plan, trace_step(plan, loss, batch, **options), batch, gradients, pipeline)
 
-  The arguments are those of `memory_plan`; the sizes of the plan's axes are not used, but for that of the
-  stages of a pipeline, which takes all microbatches at once. The loss is traced with
-  the plan's rules in scope, so that `constrain` means here what it means in training.
+
+def workload_of(
+  plan: Plan,
+  trace: StepTrace,
+  batch: Any,
+  gradients: Gradients | None = None,
+  pipeline: Pipeline | None = None,
+) -> Workload:
+  """What a traced step holds, multiplies and sends on the layout of a plan.
 
   Raises:
-    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
-    ReportError: a step in place of its loss function.
+    TrainError: gradients that cannot be scattered.
   """
-  if hasattr(loss, "options"):
-    raise ReportError(
-      f"an estimate reads the loss function, and got a {type(loss).__name__}.",
-      fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
-    )
-  batch = batch_structs(batch)
-  changed = with_layers(loss, remat=remat, layers=layers) if pipeline is None else loss
-  options = None if pipeline is None else LayerOptions(remat, pattern=layers, pipeline=pipeline)
-  if options is not None:
-    check_divides(batch, microbatches)
-  traces = _Traces(plan, changed, batch, options, microbatches)
-  batch_axes = plan.batch_axes
-  forward, flows = traces.loss(), traces.flows
+  batch_axes, inputs = plan.batch_axes, jax.tree.leaves(batch_structs(batch))
+  paths, trained_count = _order(plan)
+  leaves = [plan.of("model")[path] for path in paths]
+  flows = [_flow(leaf, n) for n, leaf in enumerate(leaves)]
+  batch_flows = [Flow(axes_by_dim(plan.batch_spec(x.ndim), x.ndim), True) for x in inputs]
+  flows += batch_flows
   seen = Propagation(batch_axes=batch_axes, stage=pipeline.axis if pipeline is not None else None)
-  seen.run(forward, flows)
-  read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(traces.leaves)]
-  kept = _residuals(traces.backward(), flows, batch_axes)
-  again = [_layer(item, batch_axes) for item in seen.kept]
-  scanned = _scanned(forward, flows, read, trained=len(traces.trained_paths))
+  seen.run(trace.forward, flows)
+  read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(leaves)]
+  kept = _residuals(trace.backward, flows, batch_axes)
+  again = [_layer(item, batch_axes, trace.parts) for item in seen.kept]
+  scanned = _scanned(trace.forward, seen.flows, leaves[:trained_count], read)
   layer = max((parts for parts, _ in again), key=lambda p: sum(x.bytes for x in p), default=())
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
-  owners = [(leaf, leaf.parameter) for leaf in plan.leaves if leaf.root == "optimizer"]
-  own_shape = {p: leaf for leaf, p in owners if p and leaf.shape == plan.of("model")[p].shape}
-  trained = _trained(
-    (plan.of("model")[path], own_shape.get(path), size)
-    for path, size in zip(traces.trained_paths, read, strict=False)
-  )
+  state = [leaf for leaf in plan.leaves if leaf.root == "optimizer"]
+  near = [leaf for leaf in state if not leaf.on_host]
+  trained = _trained(plan, leaves[:trained_count], read)
   further = any(t.further for t in trained)
   scattered = is_scattered(gradients, plan.zero, further=further)
   weighted = [product for product in seen.products if product.weighs]
   shared = frozenset[str]().union(*(product.shared for product in weighted))
   tokens = frozenset(batch_axes).union(*(product.tokens for product in weighted))
   return Workload(
-    parameters=parameter_parts(plan),
+    parameters=_merge(_part(leaf) for leaf in model if leaf.is_parameter),
     used=_merge(
       Sharded(_resized(leaf, min(size, leaf.dtype.itemsize)), _part(leaf).split)
-      for leaf, size in zip(traces.leaves, read, strict=True)
+      for leaf, size in zip(leaves, read, strict=True)
       if leaf.is_parameter
     ),
     trained=trained,
     other=_merge(_part(leaf) for leaf in model if not leaf.is_parameter),
-    optimizer=_grouped((leaf, path is not None) for leaf, path in owners),
-    batch=_merge(Sharded(nbytes(x), f.names) for x, f in zip(traces.inputs, traces.batch_flows, strict=True)),
+    optimizer=_merge(_part(leaf) for leaf in near if "masters" not in leaf.path),
+    masters=_merge(_part(leaf) for leaf in near if "masters" in leaf.path),
+    on_host=_alike(leaf for leaf in state if leaf.on_host),
+    batch=_merge(Sharded(nbytes(x), f.names) for x, f in zip(inputs, batch_flows, strict=True)),
     batch_axes=batch_axes,
     gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
     token_axes=tuple(axis for axis in axis_sizes(plan.mesh) if axis in tokens),
@@ -336,15 +322,19 @@ def trace_workload(
     narrowed=() if scattered else _merge(part for x in scanned for part in x.narrowed),
     largest=tuple(Sharded(size, split) for split, size in seen.largest.items()),
     moves=tuple(seen.moves),
-    constrained=frozenset(seen.constrained),
     products=tuple(seen.products),
     recomputed=tuple(product for _, products in again for product in products),
+    update=_update_products(plan, trace.update),
     uncounted=dict(seen.uncounted),
     stage=(2 if scattered else 1) if further else 0,
     scattered=scattered,
-    offload=False,
-    staged=None if pipeline is None else _staged(traces, seen, _Traces(plan, loss, batch), pipeline.axis),
+    staged=None if pipeline is None else _staged(trace, seen, flows, pipeline.axis),
   )
+
+
+def finds_layers(plan: Plan, loss: Callable[[Any, Any], Any], batch: Any, layers: str | None = None) -> bool:
+  """Whether the loss has layers that remat policies apply to; see `with_layers`."""
+  return has_layers(jax.make_jaxpr(_flat_loss(plan, with_marks(loss, layers), batch))(*_structs(plan, batch)))
 
 
 def batch_structs(batch: Any) -> Any:
@@ -400,13 +390,13 @@ def check_batch(plan: Plan, batch: Any, microbatches: int = 1) -> None:
       )
 
 
-def _staged(traces: _Traces, seen: Propagation, plain: _Traces, axis: str) -> StagedWork:
+def _staged(trace: StepTrace, seen: Propagation, flows: Sequence[Flow], axis: str) -> StagedWork:
   """What a pipeline does, by its trace and that of the loss without it."""
-  assert traces.used.schedule is not None
+  assert trace.schedule is not None
   whole = Propagation()
-  whole.run(plain.loss(), plain.flows)
+  whole.run(trace.plain, flows)
   return StagedWork(
-    schedule=traces.used.schedule,
+    schedule=trace.schedule,
     useful=tuple(dataclasses.replace(p, split=p.split | {axis}) for p in whole.products),
     hops=tuple(seen.hops),
     reordered=tuple(seen.reordered),
@@ -414,92 +404,105 @@ def _staged(traces: _Traces, seen: Propagation, plain: _Traces, axis: str) -> St
   )
 
 
-def finds_layers(plan: Plan, loss: Callable[[Any, Any], Any], batch: Any, layers: str | None = None) -> bool:
-  """Whether the loss has layers that remat policies apply to; see `with_layers`."""
-  return has_layers(_Traces(plan, with_marks(loss, layers), batch).loss())
+def _order(plan: Plan) -> tuple[list[Path], int]:
+  """The paths of the model's leaves, the trained ones first, and how many these are."""
+  trains = nnx.filterlib.to_predicate(plan.wrt)
+  flat: Any = nnx.to_flat_state(plan.abstract["model"].state)
+  chosen = [path for path, leaf in flat if trains(path, leaf)]
+  return [*chosen, *(path for path, leaf in flat if not trains(path, leaf))], len(chosen)
 
 
-def parameter_parts(plan: Plan) -> tuple[Sharded, ...]:
-  """The parameters of a plan, by the axes that split them."""
-  return _merge(_part(leaf) for leaf in plan.leaves if leaf.is_parameter)
+def _structs(plan: Plan, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
+  """The trained leaves of the model, the others, and the batch, as the functions of a trace take them."""
+  paths, count = _order(plan)
+  rows = (plan.of("model")[path] for path in paths)
+  arrays = [jax.ShapeDtypeStruct(row.shape, row.dtype) for row in rows]
+  return arrays[:count], arrays[count:], jax.tree.leaves(batch)
 
 
-class _Traces:
-  """The loss as a function of flat arrays, and the axes of each."""
+def _flat_loss(
+  plan: Plan, loss: Callable[[Any, Any], Any], batch: Any, options: LayerOptions | None = None
+) -> Callable[..., Any]:
+  """The loss as a function of flat arrays."""
+  graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
+  by_path: Any = dict(nnx.to_flat_state(state))
+  paths, structure, rows = _order(plan)[0], jax.tree.structure(batch), plan.of("model")
+  # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
+  # one here, so that each dim divides; sizes are used when the workload is evaluated.
+  mesh, scope = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1)), _scope(plan, options)
 
-  def __init__(
-    self,
-    plan: Plan,
-    loss: Callable[[Any, Any], Any],
-    batch: Any,
-    options: LayerOptions | None = None,
-    microbatches: int = 1,
-  ):
-    graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
-    is_trained, rows = nnx.filterlib.to_predicate(plan.wrt), plan.of("model")
-    flat = sorted(nnx.to_flat_state(state), key=lambda row: not is_trained(*row))
-    self.trained_paths = [path for path, leaf in flat if is_trained(path, leaf)]
-    self.inputs, structure = jax.tree.flatten(batch)
-    ranks = [len(x.shape) for x in self.inputs]
-    self.batch_flows = [Flow(axes_by_dim(plan.batch_spec(rank), rank), True) for rank in ranks]
-    self.leaves = [rows[path] for path, _ in flat]
-    self.flows = [Flow(axes_by_dim(x.spec, len(x.shape)), False, True, n) for n, x in enumerate(self.leaves)]
-    self.flows += self.batch_flows
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*self.leaves, *self.inputs)]
-    first, last = len(self.trained_paths), len(flat)
-    self._arrays = arrays[:first], arrays[first:last], arrays[last:]
+  def live(path: Any, x: Any) -> Any:
+    leaf = by_path[path]
+    if not isinstance(leaf, nnx.Variable):
+      return x
+    placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
+    return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
 
-    # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
-    # one here, so that each dim divides; sizes are used when the workload is evaluated.
-    mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
-    scope = plan.activation_rules
-    if (
-      options is not None
-    ):  # a pipeline lays out its arrays by types on Explicit axes, which are not followed
-      scope = dataclasses.replace(scope, mesh=abstract_mesh(axis_sizes(plan.mesh)))
+  def flat(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+    values = zip(paths, (*trained, *rest), strict=True)
+    made = nnx.from_flat_state([(path, live(path, x)) for path, x in values])
+    with nnx.use_eager_sharding(False), scoped(scope):
+      module = nnx.merge(graphdef, made)
+      with contextlib.nullcontext() if options is None else options.marking(module):
+        result = loss(module, jax.tree.unflatten(structure, inputs))
+    return result[0] if isinstance(result, tuple) else result
 
-    def live(path: Any, leaf: Any, x: Any) -> Any:
-      if not isinstance(leaf, nnx.Variable):
-        return x
-      placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
-      return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
+  return flat
 
-    def pure(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      values = zip(flat, (*trained, *rest), strict=True)
-      made = nnx.from_flat_state([(path, live(path, leaf, x)) for (path, leaf), x in values])
-      with nnx.use_eager_sharding(False), scoped(scope):
-        module = nnx.merge(graphdef, made)
-        with contextlib.nullcontext() if options is None else options.marking(module):
-          result = loss(module, jax.tree.unflatten(structure, inputs))
-      return result[0] if isinstance(result, tuple) else result
 
-    self._pure = pure
-    self.used = LayersUsed()
-    if options is None:
-      return
+def _scope(plan: Plan, options: LayerOptions | None) -> Any:
+  """The plan's rules; a pipeline lays out its arrays by types on Explicit axes, which are not followed."""
+  scope = plan.activation_rules
+  return scope if options is None else dataclasses.replace(scope, mesh=abstract_mesh(axis_sizes(plan.mesh)))
 
-    def staged(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      piped = with_stages(
-        lambda model, part: pure(model[0], model[1], part),
-        options,
-        microbatches,
-        lambda _: ({}, ()),
-        self.used,
-      )
-      with scoped(scope):
-        return piped((trained, rest), inputs)
 
-    self._pure = staged
+def _with_stages(
+  plan: Plan, flat: Callable[..., Any], options: LayerOptions, microbatches: int, used: LayersUsed
+) -> Callable[..., Any]:
+  """The flat loss as a pipeline over its layers."""
 
-  def loss(self) -> Any:
-    return jax.make_jaxpr(self._pure)(*self._arrays)
+  def staged(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+    piped = with_stages(
+      lambda model, part: flat(*model, part), options, microbatches, lambda _: ({}, ()), used
+    )
+    with scoped(_scope(plan, options)):
+      return piped((trained, rest), inputs)
 
-  def backward(self) -> Any:
-    def kept(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
-      _, pullback = jax.vjp(lambda t: self._pure(t, rest, inputs), trained)
-      return jax.tree.leaves(pullback)
+  return staged
 
-    return jax.make_jaxpr(kept)(*self._arrays)
+
+def _trace_update(plan: Plan) -> Any:
+  """The optimizer's update, from the model, the gradients and the state; None without an optimizer."""
+  if "optimizer" not in plan.abstract:
+    return None
+  model, optimizer = plan.abstract["model"], plan.abstract["optimizer"]
+
+  def update(state: Any, grads: Any, held: Any) -> Any:
+    with nnx.use_eager_sharding(False):
+      live, made = nnx.merge(model.graphdef, state), nnx.merge(optimizer.graphdef, held)
+      apply(made, live, grads, jnp.float32(0), optax.tree.norm)
+      return nnx.state((live, made))
+
+  return jax.make_jaxpr(update)(model.state, model.chosen(plan.wrt), optimizer.state)
+
+
+def _update_products(plan: Plan, update: Any) -> tuple[Product, ...]:
+  """The matrix products of the optimizer's update (Muon, Shampoo); gradients lie as their parameters do."""
+  if update is None:
+    return ()
+  model, optimizer = plan.abstract["model"], plan.abstract["optimizer"]
+  rows, held = plan.of("model"), plan.of("optimizer")
+  states = [(model.state, rows), (model.chosen(plan.wrt), rows), (optimizer.state, held)]
+  leaves = [table.get(path) for state, table in states for path in state_paths(state)]
+  given = zip(opened(update).invars, leaves, strict=True)
+  seen = Propagation(batch_axes=plan.batch_axes)
+  seen.run(update, [unsplit(var.aval) if leaf is None else _flow(leaf) for var, leaf in given])
+  return tuple(seen.products)
+
+
+def _flow(leaf: LeafPlan, number: int | None = None) -> Flow:
+  """A planned array as what a trace starts with."""
+  return Flow(axes_by_dim(leaf.spec, len(leaf.shape)), False, True, number)
 
 
 class _Residuals(NamedTuple):
@@ -535,33 +538,23 @@ def _on_host(var: Any) -> bool:
   return var.aval.memory_space is jax.memory.Space.Host
 
 
-def _layer(item: RematRegion, batch_axes: Sequence[str]) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
+def _layer(
+  item: RematRegion, batch_axes: Sequence[str], known: dict[int, Any]
+) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
   """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
-  arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
 
   def kept(*values: Any) -> Any:
     _, pullback = jax.vjp(as_function(item.jaxpr), *values)
     return jax.tree.leaves(pullback)
 
-  traced = jax.make_jaxpr(kept)(*arrays)
+  if id(item.jaxpr) not in known:
+    arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
+    known[id(item.jaxpr)] = jax.make_jaxpr(kept)(*arrays)
+  traced = known[id(item.jaxpr)]
   again = Propagation(item.saves, batch_axes)
-  again.run(traced, item.inputs, item.times, live=_live(traced))
+  again.run(without_unused(traced), item.inputs, item.times)
   found = _residuals(traced, item.inputs, batch_axes)
   return _merge((*found.scanned, *found.outside)), tuple(again.products)
-
-
-def _live(traced: Any) -> frozenset[int]:
-  """Positions of the operations whose results are needed; the compiler drops the others."""
-  body = opened(traced)
-  needed: set[Any] = {v for v in body.outvars if not isinstance(v, core.Literal)}
-  live: set[int] = set()
-  for position in reversed(range(len(body.eqns))):
-    eqn = body.eqns[position]
-    if needed.isdisjoint(eqn.outvars):
-      continue
-    live.add(position)
-    needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
-  return frozenset(live)
 
 
 class _Scanned(NamedTuple):
@@ -578,38 +571,34 @@ class _Scanned(NamedTuple):
   narrowed: tuple[Sharded, ...]
 
 
-def _scanned(traced: Any, flows: Sequence[Flow], read: Sequence[int], *, trained: int) -> list[_Scanned]:
-  """One for each scan of the outermost level; `read` are bytes per element in which parameters are used.
+def _scanned(
+  traced: Any, flows: Mapping[Any, Flow], trained: Sequence[LeafPlan], read: Sequence[int]
+) -> list[_Scanned]:
+  """One for each scan of the outermost level.
 
-  The first `trained` inputs get gradients.
+  `flows` are those of its variables, `read` the bytes per element in which parameters are used, of which the
+  first are `trained`.
   """
-  body = opened(traced)
-  flow = dict(zip(body.invars, flows, strict=True))
-  with_gradient = set(body.invars[:trained])
-  cast_from = {
-    eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "convert_element_type"
-  }
-  narrow = {var: min(size, var.aval.dtype.itemsize) for var, size in zip(body.invars, read, strict=False)}
   found: list[_Scanned] = []
-  for eqn in body.eqns:
+  for eqn in opened(traced).eqns:
     if eqn.primitive.name != "scan":
       continue
-    counts = scan_counts(eqn)
-    rows = [v for v in eqn.invars[counts.constants + counts.carried :] if not isinstance(v, core.Literal)]
-    pairs = [(v, cast_from.get(v, v)) for v in rows]
-    pairs = [(v, own) for v, own in pairs if own in narrow]
-    used = {own: nbytes(own.aval) // own.aval.dtype.itemsize * narrow[own] for _, own in pairs}
-    found.append(
-      _Scanned(
-        once=tuple(Sharded(used[own] // eqn.params["length"], flow[own].names) for _, own in pairs),
-        casts=tuple(Sharded(size, flow[own].names) for own, size in used.items() if size < nbytes(own.aval)),
-        narrowed=tuple(
-          Sharded(nbytes(own.aval) - nbytes(v.aval), flow[own].names)
-          for v, own in pairs
-          if own in with_gradient and nbytes(v.aval) < nbytes(own.aval)
-        ),
+    once, casts, narrowed = list[Sharded](), dict[int, Sharded](), list[Sharded]()
+    for var in scan_counts(eqn).split(eqn.invars)[2]:
+      number = None if isinstance(var, core.Literal) else flows[var].parameter
+      if number is None:
+        continue
+      (own, split), elements = (
+        (opened(traced).invars[number].aval, flows[var].names),
+        math.prod(var.aval.shape),
       )
-    )
+      used = elements * min(read[number], own.dtype.itemsize)
+      once.append(Sharded(used // eqn.params["length"], split))
+      if used < nbytes(own):
+        casts[number] = Sharded(used, split)
+      if number < len(trained) and nbytes(var.aval) < nbytes(own):
+        narrowed.append(Sharded(nbytes(own) - nbytes(var.aval), split))
+    found.append(_Scanned(tuple(once), tuple(casts.values()), tuple(narrowed)))
   return found
 
 
@@ -617,15 +606,12 @@ def _part(leaf: LeafPlan) -> Sharded:
   return Sharded(leaf.bytes, frozenset(axes_in(leaf.spec)))
 
 
-def _grouped(rows: Iterable[tuple[LeafPlan, bool]]) -> tuple[StateGroup, ...]:
-  """One entry for leaves of one shape, layout and place, that a stage may split or not."""
-  sums = Counter[tuple[Any, ...]]()
-  for leaf, spreads in rows:
-    masters = leaf.root == "optimizer" and "masters" in leaf.path
-    sums[leaf.shape, leaf.spec, _part(leaf).split, spreads, masters, leaf.on_host] += leaf.bytes
-  return tuple(
-    StateGroup(shape, spec, Sharded(size, split), *rest) for (shape, spec, split, *rest), size in sums.items()
-  )
+def _alike(leaves: Iterable[LeafPlan]) -> tuple[Sharded, ...]:
+  """One part for leaves of one shape and layout."""
+  sums = Counter[Any]()
+  for leaf in leaves:
+    sums[leaf.shape, leaf.spec, _part(leaf).split] += leaf.bytes
+  return tuple(Sharded(size, split) for (_, _, split), size in sums.items())
 
 
 def _resized(leaf: LeafPlan, itemsize: int) -> int:
@@ -633,26 +619,24 @@ def _resized(leaf: LeafPlan, itemsize: int) -> int:
   return leaf.bytes // leaf.dtype.itemsize * itemsize
 
 
-def _trained(rows: Iterable[tuple[LeafPlan, LeafPlan | None, int]]) -> tuple[Trained, ...]:
-  """One entry for parameters of one shape and layout.
+def _trained(plan: Plan, leaves: Sequence[LeafPlan], read: Sequence[int]) -> tuple[Trained, ...]:
+  """The trained parameters by layout; `read` are the bytes per element of their use.
 
-  A row is a parameter, its optimizer state of its own shape, and the bytes per element of its use.
+  The optimizer's state of a parameter's own shape says over which axes a ZeRO stage splits the update.
   """
-  groups: dict[tuple[Any, ...], list[tuple[LeafPlan, int]]] = {}
-  for leaf, state, size in rows:
-    further = _part(state).split - _part(leaf).split if state else frozenset[str]()
-    groups.setdefault((leaf.shape, leaf.spec, state is not None, further), []).append((leaf, size))
-  return tuple(
-    Trained(
-      StateGroup(
-        shape, spec, Sharded(sum(leaf.bytes for leaf, _ in group), _part(group[0][0]).split), spreads
-      ),
-      read=sum(_resized(leaf, size) for leaf, size in group),
-      summed=sum(_resized(leaf, max(4, leaf.dtype.itemsize)) for leaf, _ in group),
-      further=further,
-    )
-    for (shape, spec, spreads, further), group in groups.items()
-  )
+  held = ((leaf.parameter, leaf) for leaf in plan.leaves if leaf.root == "optimizer")
+  states = {path: leaf for path, leaf in held if path and leaf.shape == plan.of("model")[path].shape}
+  sums: dict[tuple[Split, Split], list[int]] = {}
+  for leaf, size in zip(leaves, read, strict=False):
+    state, split = states.get(leaf.path), _part(leaf).split
+    further = _part(state).split - split if state is not None else frozenset()
+    stored, used, summed = sums.get((split, further), (0, 0, 0))
+    sums[split, further] = [
+      stored + leaf.bytes,
+      used + _resized(leaf, size),
+      summed + _resized(leaf, max(4, leaf.dtype.itemsize)),
+    ]
+  return tuple(Trained(Sharded(a, split), b, c, further) for (split, further), (a, b, c) in sums.items())
 
 
 def _merge(parts: Iterable[Sharded]) -> tuple[Sharded, ...]:

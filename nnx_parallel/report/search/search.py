@@ -1,13 +1,11 @@
-"""Ranks every mesh, and every way to run the step on it, by predicted memory and time.
+"""Finds a layout for a step on a machine: a dozen meshes, remat policies and numbers of microbatches.
 
-Tried are all factorisations of the devices into the axes that the model can use, an axis for experts and
-split sequences where the model has names for them, pipelines where asked for, microbatches, remat policies,
-ZeRO stages, and optimizer state in the host's memory.
+The memory plan leaves out what is too large, the model of the step's time ranks the others, and where a
+compiler can be asked, the first layout that it accepts wins.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,35 +17,36 @@ import jax
 import optax
 from flax import nnx
 
-from nnx_parallel.core.axes import axes_by_dim
-from nnx_parallel.core.mesh import abstract_mesh
-from nnx_parallel.core.text import format_bytes
-from nnx_parallel.errors import NnxParallelError, ReportError
+from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
+from nnx_parallel.core.text import Shown, format_bytes
+from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
-from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories
-from nnx_parallel.report.estimate.roofline import StepTime, program_time, step_time
-from nnx_parallel.report.estimate.workload import batch_structs, parameter_parts, with_offload, with_zero
-from nnx_parallel.report.search.space import (
-  RuleVariant,
-  Sizes,
-  mesh_text,
-  rule_variants,
-  searched_axes,
-  stage_variants,
+from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES, ERROR_BAND, memory_categories
+from nnx_parallel.report.estimate.roofline import StepTime, step_time
+from nnx_parallel.report.estimate.workload import (
+  StepTrace,
+  batch_structs,
+  check_batch,
+  finds_layers,
+  trace_step,
+  workload_of,
 )
-from nnx_parallel.report.tables import not_counted, results_text
+from nnx_parallel.report.tables import Table, not_counted, render, results_text, usable_note
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step
 
+Fit = Literal["likely", "borderline", "no"]
+Sizes = Mapping[str, int]
 SAME_TIME = 0.005
 """Relative difference of predicted times below which less memory decides."""
-Fit = Literal["likely", "borderline", "no"]
-_SAME_MEMORY = 0.005  # a ZeRO stage that saves less is dropped
+INNER = 8
+"""The most devices over which axes that do not split the batch, and pipeline stages, are tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,42 +54,37 @@ class Candidate:
   """One way to run the step.
 
   Attributes:
-    sizes: mesh axis -> size.
+    plan: the layout.
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_layers`.
-    zero: ZeRO stage of the optimizer's state (1) and of the gradients too (2); see `plan`.
-    offload: whether the optimizer's state is in host memory between steps.
-    changes: logical name -> axes, where the rules differ from the user's: split sequences, experts.
     memory_bytes: predicted need of one device.
     time: predicted time of the step.
     fits: `"likely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`, of
       one model's test cases), `"borderline"` if only the prediction does, else `"no"`.
-    report: the compiler's figures, where this candidate was compiled.
-    compiled: the time of the compiled program, by its own FLOPs and collectives; see `program_time`.
     pipeline: the pipeline over the layers, or None.
     schedule: that of the pipeline: its stages, ticks and bubble.
-    idle: axes of size 1 that neither the model nor the rules need.
+    report: the compiler's figures, where this candidate was compiled.
   """
 
-  sizes: Mapping[str, int]
+  plan: Plan
   microbatches: int
   remat: RematName | Remat
-  zero: int
-  offload: bool
-  changes: Mapping[str, tuple[str, ...]]
   memory_bytes: int
   time: StepTime
   fits: Fit
-  report: CompileReport | None = None
-  compiled: StepTime | None = None
   pipeline: Pipeline | None = None
   schedule: Schedule | None = None
-  idle: frozenset[str] = frozenset()
+  report: CompileReport | None = None
+
+  @property
+  def sizes(self) -> Sizes:
+    """Mesh axis -> size."""
+    return axis_sizes(self.plan.mesh)
 
   @property
   def mesh_text(self) -> str:
-    """The axes that the model or the rules need, as arguments of `make_mesh`."""
-    return mesh_text(self.sizes, self.idle)
+    """The mesh as arguments of `make_mesh`."""
+    return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
   @property
   def refused(self) -> str:
@@ -103,22 +97,19 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult:
-  """Every candidate, ranked.
+class SearchResult(Shown):
+  """Every candidate, ranked; prints the winner as code, the best candidate of each mesh, and notes.
 
   Attributes:
     machine: what was searched for.
     fitting: candidates that fit by the memory plan: those that likely do, then borderline ones, each
-      fastest first; times within `SAME_TIME` count as equal, and the smaller one comes first. Compiled ones
-      come before the others.
+      fastest first; times within `SAME_TIME` count as equal, and the smaller one comes first.
     too_large: candidates that do not, smallest first.
-    refused: reason -> number of mesh factorisations that it ruled out.
-    best: the winner: the first of `fitting`, or with `compile_best` the fastest that compiled, fits
-      and has no wrong result; None when there is none.
-    notes: axes that split nothing, the notes of the winner's plan, compilers that are not installed,
+    refused: reason -> number of meshes that it ruled out.
+    best: the winner: the first of `fitting` that no compiler refused; None when there is none.
+    notes: axes that split nothing, the notes of the winner's plan, what no compiler was asked about,
       operations that were not counted.
     layers: dotted paths of the layers, where they were given.
-    idle: axes of size 1 that the winner's code leaves out.
   """
 
   machine: Machine
@@ -128,80 +119,84 @@ class SearchResult:
   best: Candidate | None
   notes: tuple[str, ...] = ()
   layers: str | None = None
-  idle: frozenset[str] = frozenset()
-
-  def pareto(self) -> tuple[Candidate, ...]:
-    """Candidates that no other one beats in both predicted memory and predicted time, fastest first.
-
-    Times within `SAME_TIME` count as equal. What was refused as compiled is left out.
-    """
-    front: list[Candidate] = []
-    for candidate in sorted((c for c in self.fitting if not c.refused), key=speed):
-      if not front or candidate.memory_bytes < front[-1].memory_bytes:
-        front.append(candidate)
-    return tuple(front)
 
   def code(self) -> str:
-    """The winner as code to paste.
+    """The winner as code to paste, for `init`, `loss`, `rules` and `optimizer`.
 
     Raises:
       ReportError: nothing fits, or no compiled program that fits computes the right results.
     """
-    if self.best is None and any(c.report is not None and c.report.faults for c in self.fitting):
+    best = self.best
+    if best is None and any(c.report is not None and c.report.faults for c in self.fitting):
       raise ReportError(
         f"no layout that was compiled for {self.machine.text} fits and computes the right results.",
         details="\n".join(self.notes),
         fix='constrain that value to one layout, nxp.constrain(x, "batch", ...), and search again; or'
         " compile more layouts: search(..., compile_best=8).",
       )
-    if self.best is None:
+    if best is None:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
-    from nnx_parallel.report.search.text import winner_code
+    layout = f", zero={best.plan.zero}" if best.plan.zero else ""
+    layout += ', optimizer_memory="pinned_host"' if is_offloaded(best.plan) else ""
+    step = f"microbatches={best.microbatches}"
+    if best.remat != "as written":
+      step += f', remat="{best.remat}"' if isinstance(best.remat, str) else f", remat=nxp.{best.remat!r}"
+      step += f', layers="{self.layers}"' if self.layers else ""
+    if best.pipeline is not None:
+      axis, parts = best.pipeline.axis, best.pipeline.virtual_stages
+      step += f', pipeline="{axis}"' if parts == 1 else f", pipeline=nxp.{best.pipeline!r}"
+    return (
+      f"mesh = nxp.make_mesh({best.mesh_text})\n"
+      f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{layout})\n"
+      "model, state = nxp.create_sharded_model(plan)\n"
+      f"step = nxp.train_step(loss, {step})\n"
+    )
 
-    return winner_code(self.best, self.layers, self.idle)
+  def table(self) -> Table:
+    """The best candidate of each mesh; where nothing fits, the smallest."""
+    shown = _one_of_each_mesh(self.fitting or self.too_large)
+    fastest = min((c.time.seconds for c in shown), default=1.0)
+    compiled = any(c.report is not None for c in shown)
+    columns = ("mesh", "microbatches>", "remat", "memory>", "fits", "time>", "bound by")
+    columns += ("compiler needs>", "results") if compiled else ()
+    rows = [(*_cells(c, fastest), *(_compiled(c) if compiled else ())) for c in shown]
+    title = "Best layout of each mesh; times are relative to the fastest"
+    return Table(title if self.fitting else "Nothing fits. The smallest layout of each mesh", columns, rows)
+
+  def summary(self) -> str:
+    """One sentence: how many layouts were tried, and how many fit."""
+    chip, tried = self.machine.chip, len(self.fitting) + len(self.too_large)
+    sure = sum(candidate.fits == "likely" for candidate in self.fitting)
+    return (
+      f"{tried} layouts for {self.machine.devices} x {chip.name}, {format_bytes(chip.usable_bytes)} usable"
+      f" each{usable_note(chip)}: {len(self.fitting)} fit by the memory plan, {sure} of them likely."
+    )
+
+  def __str__(self) -> str:
+    lines = [self.summary()]
+    if self.best is not None:
+      edge = ", a borderline fit" * (self.best.report is None and self.best.fits == "borderline")
+      lines += ["", f"The winner{edge}:", "", *(f"  {line}" for line in self.code().splitlines()), ""]
+    lines += [f"note: {note}" for note in self.notes]
+    if self.best is None or any(c.fits == "borderline" for c in self.fitting):
+      lines.append(f"note: In {CASES} test cases {BAND_TEXT}.")
+    lines += [f"left out, {count} meshes: {why}" for why, count in [*self.refused.items()][:5]]
+    return "\n".join([*lines, "", render(*self.table())])
 
   def to_json(self) -> str:
-    """The winner, the Pareto front and the counts as JSON."""
+    """The winner, the best candidate of each mesh, what was compiled and the counts as JSON."""
+    fastest = min((c.time.seconds for c in self.fitting), default=1.0)
     body = {
       "topology": self.machine.text,
       "fitting": len(self.fitting),
       "too_large": len(self.too_large),
       "refused": dict(self.refused),
-      "best": _row(self.best) if self.best else None,
-      "pareto": [_row(candidate) for candidate in self.pareto()],
-      "compiled": [_row(candidate) for candidate in self.fitting if candidate.report is not None],
+      "best": _as_json(self.best, fastest) if self.best else None,
+      "meshes": [_as_json(candidate, fastest) for candidate in _one_of_each_mesh(self.fitting)],
+      "compiled": [_as_json(c, fastest) for c in self.fitting if c.report is not None],
       "notes": list(self.notes),
     }
     return json.dumps(body, indent=2)
-
-  def __str__(self) -> str:
-    from nnx_parallel.report.search.text import search_text
-
-    return search_text(self)
-
-  def to_html(self) -> str:
-    """One self-contained HTML page."""
-    from nnx_parallel.report.html import search_page
-
-    return search_page(self)
-
-  def _repr_html_(self) -> str:
-    from nnx_parallel.report.html import notebook_frame
-
-    return notebook_frame(self.to_html())
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchInputs:
-  """The arguments of `search` that a compilation needs."""
-
-  init: Callable[[], Any]
-  loss: Callable[[Any, Any], Any]
-  rules: Any
-  optimizer: optax.GradientTransformation | None
-  batch: Any
-  machine: Machine
-  layers: str | None = None
 
 
 def search(
@@ -214,45 +209,43 @@ def search(
   optimizer: optax.GradientTransformation | None = None,
   remat: RematName | Remat | Sequence[RematName | Remat] = ("none", "dots", "full"),
   layers: str | None = None,
-  zero: int | Sequence[int] = (0, 1, 2),
-  offload: bool | Sequence[bool] = (False, True),
+  zero: int = 0,
+  optimizer_memory: str | None = None,
   max_microbatches: int = 64,
-  pipeline: str | None = None,
-  compile_best: int = 0,
+  pipeline: str | Pipeline | None = None,
+  compile_best: int = 3,
 ) -> SearchResult:
-  """Ranks every way to run a step on a machine, by a model of its memory and time.
+  """Finds a fast layout of a step on a machine that fits.
+
+  Tried are about a dozen meshes of the axes that the rules name, each with the remat policies and numbers of
+  microbatches. Axes that do not split the batch (`tensor`) get up to 8 devices. Of those that split it
+  (`data`, `fsdp`) one gets the others, or the last one 8 devices, or a slice, and one before it the rest.
 
   Args:
     init: builds the module.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
-    topology: the machine, e.g. `"tpu:v5p:4x4x8"`; its compiler is needed only by `compile_best`.
+    topology: the machine, e.g. `"tpu:v5p:4x4x8"`.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    rules: as for `plan`; the axes that they name are the axes searched over. Where they replicate `sequence`
-      or `expert` (see `search/space.py`), splitting it is tried too.
-    optimizer: its state is counted.
+    rules: as for `plan`.
+    optimizer: its state, FLOPs and collectives are counted.
     remat: the word or `Remat` of one, or those to try; see `with_layers`. Where the loss has no layers that
       they apply to, it is run as written, with a line in `notes`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    zero: the ZeRO stage, or those to try, where they split something further; see `plan`. Stage 3 is an
-      `fsdp` axis of the rules.
-    offload: whether the optimizer's state is in host memory; both are tried by default.
+    zero: the ZeRO stage; as in `plan`.
+    optimizer_memory: where the optimizer's state is between steps; as in `plan`.
     max_microbatches: largest number of parts of the batch to try; powers of two.
-    pipeline: also try pipelines over a mesh axis of this name, with all numbers of stages, as in
-      `train_step(pipeline=...)`; each needs a trace of its own. Those of stacked layers have the layers split
-      over it, where they are named `layers` and the rules replicate that name. Not tried together with split
-      sequences or experts.
-    compile_best: how many of the fastest to compile for simulated CPU devices, where this process has
-      enough of them, borderline ones included; they are then ordered by what was compiled. The
-      first of these that the machine's own compiler accepts wins, where that is installed; `notes` lists what
-      was not. A layout that does not fit, or with a result that the compiler gets wrong (`report.faults`),
-      comes behind the others and does not win.
+    pipeline: also try 2, 4 and 8 pipeline stages over this mesh axis; as in `train_step`. Each needs a trace
+      of its own. Stacked layers lie on their stages where the rules split them over it.
+    compile_best: how many of the first layouts to compile at most, with the compiler of the machine, or for
+      simulated CPU devices where that is not installed and this process has enough of them. The first that
+      fits and computes the right results (`report.faults`) wins; those before it come behind the others.
 
   Returns:
     Every candidate, ranked; print it.
 
   Raises:
-    ReportError: the topology, a policy or a stage is unknown, `max_microbatches` is not positive, or the
-      rules name no axis.
+    ReportError: the topology or a policy is unknown, `max_microbatches` is not positive, or the rules name no
+      axis.
     TrainError: `layers` matches no module, or a pipeline finds no consecutive equal layers.
 
   Example:
@@ -272,228 +265,232 @@ def search(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
       fix="max_microbatches=1 for whole batches only.",
     )
-  given: Any = (remat,) if isinstance(remat, str | Remat) or callable(remat) else remat
-  unnamed = [known for known in given if callable(known.policy if isinstance(known, Remat) else known)]
-  if unnamed:
-    raise ReportError(
-      f"remat={unnamed[0]!r} has no name to print.", fix='remat=("none", "full", nxp.Remat("full", every=2))'
-    )
-  remats: tuple[RematName | Remat, ...] = tuple(given)
-  stages = (zero,) if isinstance(zero, int) else tuple(zero)
-  places = (offload,) if isinstance(offload, bool) else tuple(offload)
-  strange = [stage for stage in stages if stage not in (0, 1, 2)]
-  if strange:
-    raise ReportError(
-      f"zero={strange[0]!r} is not a stage to search over.",
-      fix="zero=(0, 1, 2); stage 3 is the rule fsdp(), and is searched as a mesh axis.",
-    )
-  if compile_best and optimizer is None:
-    raise ReportError(
-      "a train step cannot be compiled without an optimizer.",
-      details=f"compile_best={compile_best}",
-      fix="search(..., optimizer=optax.adamw(1e-3), compile_best=...).",
-    )
-  target, batch = read_machine(topology), batch_structs(batch)
-  refused: dict[str, int] = {}
+  machine, batch = read_machine(topology), batch_structs(batch)
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  named = searched_axes(rules)
+  probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate")
+  used = {axis for leaf in probe.leaves for axis in axes_in(leaf.spec)} | {*probe.batch_axes}
+  idle = [axis for axis in named if axis not in used]
+  notes = [f"The axis {axis!r} splits nothing of this model: its size is 1." for axis in idle]
+  remats = _policies(remat)
+  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
+    notes.append(f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.")
+    remats = ("as written",)
+  place: Any = {"optimizer": optimizer, "zero": zero, "optimizer_memory": optimizer_memory}
+  task = _Task(loss, machine, batch, remats, layers, max_microbatches, stages)
   found: list[Candidate] = []
-  tried = rule_variants(init, loss, rules, optimizer, batch, remats, layers)
-  if pipeline is not None:
-    tried += stage_variants(
-      init, loss, rules, optimizer, batch, tried[0], pipeline, target.devices, max_microbatches, layers
-    )
-  for variant in tried:
-    for sizes in variant.meshes(target.devices):
-      whole = {**dict.fromkeys(variant.idle, 1), **sizes}
-      if any(whole[axis] == 1 for axis in variant.needed):
-        continue  # the same as without the changes
-      reason = variant.refuse(whole, batch)
-      if reason:
-        refused[reason] = refused.get(reason, 0) + 1
-        continue
-      found += _candidates(variant, whole, target, batch, stages, places, max_microbatches)
+  refused: dict[str, int] = {}
+  for sizes in meshes(machine, named, probe.batch_axes, idle, stages.axis if stages else None):
+    try:
+      layout = make_plan(init, abstract_mesh(sizes), rules, **place)
+      check_batch(layout, batch)
+    except NnxParallelError as error:
+      refused[error.what] = refused.get(error.what, 0) + 1
+      continue
+    found += task.candidates(layout)
   fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "likely", speed(c)))
   too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
-  inputs = SearchInputs(init, loss, rules, optimizer, batch, target, layers)
-  idle = _unneeded(inputs, tried[0].idle)
-  fitting, too_large = ([dataclasses.replace(c, idle=idle) for c in some] for some in (fitting, too_large))
-  best = fitting[0] if fitting else None
-  notes = tuple(
-    f"The axis {axis!r} splits nothing of this model{'' if axis in idle else ': 1'}."
-    for axis in tried[0].idle
-  )
-  if set(remats) - set(tried[0].workloads):
-    notes += (f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.",)
-  missed = not_counted(tried[0].work.uncounted)
-  notes += (missed.rstrip(),) if missed else ()
-  if compile_best and optimizer is not None:
-    chosen = sorted(fitting, key=speed)[:compile_best]
-    fitting, best, more = compile_first(inputs, chosen, [c for c in fitting if c not in chosen])
-    notes += more
+  tried, best, more = task.compiled(fitting, compile_best if optimizer is not None else 0)
   if best is not None:
-    layout, idle = _planned(inputs, best)
-    notes += tuple(f"note of the winner's plan: {note}" for note in layout.notes)
-  return SearchResult(target, tuple(fitting), tuple(too_large), refused, best, notes, layers, idle)
-
-
-def _unneeded(inputs: SearchInputs, axes: Sequence[str]) -> frozenset[str]:
-  """Those of some axes which split nothing that the rules do not demand."""
-  rules, found = RuleSet.of(inputs.rules), list[str]()
-  for axis in axes:
-    others = [other for other in searched_axes(rules) if other not in (*found, axis)]
-    with contextlib.suppress(NnxParallelError):
-      if others:
-        make_plan(inputs.init, abstract_mesh(dict.fromkeys(others, 2)), rules, uneven="replicate")
-        found.append(axis)
-  return frozenset(found)
-
-
-def _planned(inputs: SearchInputs, candidate: Candidate) -> tuple[Plan, frozenset[str]]:
-  """The plan of a candidate, on the fewest axes that give the same layout, and the axes left out."""
-  sizes = dict(candidate.sizes)
-  full = _layout(inputs, candidate, sizes)
-  ones = frozenset(axis for axis, size in sizes.items() if size == 1)
-  for idle in dict.fromkeys((ones, *(frozenset({axis}) for axis in sorted(ones)), candidate.idle)):
-    kept = {axis: size for axis, size in sizes.items() if axis not in idle}
-    if not idle or not kept:
-      continue
-    try:
-      fewer = _layout(inputs, candidate, kept)
-    except NnxParallelError:
-      continue
-    if _splits(fewer, sizes) == _splits(full, sizes):
-      return fewer, idle
-  return full, frozenset()
-
-
-def _splits(layout: Plan, sizes: Mapping[str, int]) -> list[Any]:
-  """The axes of the batch and of each leaf's dims that split something."""
-  found = (axes_by_dim(leaf.spec, len(leaf.shape)) for leaf in layout.leaves)
-  specs = [(tuple(layout.batch_axes),), *found]
-  return [[tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec] for spec in specs]
-
-
-def _layout(inputs: SearchInputs, candidate: Candidate, sizes: Mapping[str, int]) -> Plan:
-  rules = RuleSet.of(inputs.rules)
-  rules = rules.replace(candidate.changes) if candidate.changes else rules
-  place: dict[str, Any] = {"optimizer_memory": "pinned_host"} if candidate.offload else {}
-  return make_plan(
-    inputs.init, abstract_mesh(dict(sizes)), rules, optimizer=inputs.optimizer, zero=candidate.zero, **place
+    notes += [f"of the winner's plan: {note}" for note in best.plan.notes]
+    missed = not_counted(best.time.uncounted).rstrip()
+    notes += [missed] if missed else []
+  return SearchResult(
+    machine, tuple(tried), tuple(too_large), refused, best, (*notes, *more), layers
   )
 
 
-def _candidates(
-  variant: RuleVariant,
-  sizes: Sizes,
-  target: Machine,
-  batch: Any,
-  stages: Sequence[int],
-  offload: Sequence[bool],
-  most: int,
-) -> Iterator[Candidate]:
-  parts = math.prod(sizes.get(axis, 1) for axis in variant.work.batch_axes)
-  examples = min((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=1)
-  powers = [2**n for n in range(most.bit_length()) if 2**n <= most]
-  tried = powers if variant.schedule is None else [variant.schedule.microbatches]
-  counts = [count for count in tried if examples % (parts * count) == 0]
-  least: dict[tuple[RematName | Remat, bool, int], float] = {}
-  for (remat, traced), stage, offloaded in itertools.product(
-    variant.workloads.items(), sorted(stages), offload
-  ):
-    placed = with_zero(traced, sizes, stage)
-    work = with_offload(placed) if offloaded else placed
-    if placed.stage != stage or (offloaded and work is placed):
-      continue  # nothing is left to split, or to move: the same as without
+def searched_axes(rules: Rules) -> tuple[str, ...]:
+  """Mesh axes that rules name: those of the batch first, the others by appearance.
+
+  Raises:
+    ReportError: they name none.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> searched_axes(nxp.LogicalRules(mlp="tensor", batch=("data", "fsdp"), embed="fsdp"))
+    ('data', 'fsdp', 'tensor')
+  """
+  ruleset = RuleSet.of(rules)
+  options = [*ruleset.logical.get("batch", ()), *itertools.chain(*ruleset.logical.values())]
+  named = [axis for option in options for axis in option]
+  named += list(ruleset.fallback.axes) if ruleset.fallback else []
+  axes = tuple(dict.fromkeys(named))
+  if not axes:
+    raise ReportError(
+      "the rules name no mesh axis, so there is nothing to search over.",
+      details=f"rules {rules}",
+      fix='LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), or fsdp().',
+    )
+  return axes
+
+
+def meshes(
+  machine: Machine,
+  axes: Sequence[str],
+  batch_axes: Sequence[str],
+  idle: Sequence[str] = (),
+  stage: str | None = None,
+) -> list[Sizes]:
+  """The meshes to try; every one of the machine's devices where none of them is usual.
+
+  Args:
+    machine: its devices, and how many of them the fast links join.
+    axes: the axes of the rules.
+    batch_axes: those of them that split the batch.
+    idle: those that get size 1.
+    stage: the axis of pipeline stages, which is tried without a pipeline too.
+  """
+
+  def is_usual(sizes: Sizes) -> bool:
+    inner = math.prod(size for axis, size in sizes.items() if axis not in (*batch_axes, stage))
+    outer = [sizes[axis] for axis in batch_axes if sizes[axis] > 1]
+    fits = inner <= min(INNER, machine.slice_size) and sizes.get(stage or "", 1) <= INNER
+    return fits and len(outer) < 3 and (len(outer) < 2 or outer[-1] in (INNER, machine.slice_size // inner))
+
+  # Neighbours in a pipeline send least, so the stages come first: they take the slowest links.
+  ordered = [*dict.fromkeys([stage, *axes] if stage else axes)]
+  found = factorisations(machine.devices, [axis for axis in ordered if axis not in idle] or ordered[:1])
+  every = [{axis: sizes.get(axis, 1) for axis in ordered} for sizes in found]
+  return [sizes for sizes in every if is_usual(sizes)] or every
+
+
+def factorisations(count: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+  """Every way to write `count` as a product of one size per axis.
+
+  Example:
+    >>> [tuple(s.values()) for s in factorisations(4, ("data", "tensor"))]
+    [(1, 4), (2, 2), (4, 1)]
+  """
+  if len(axes) == 1:
+    yield {axes[0]: count}
+    return
+  for size in (n for n in range(1, count + 1) if count % n == 0):
+    for rest in factorisations(count // size, axes[1:]):
+      yield {axes[0]: size, **rest}
+
+
+def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
+  given: Any = (remat,) if isinstance(remat, str | Remat) or callable(remat) else remat
+  for known in given:
+    if callable(known.policy if isinstance(known, Remat) else known):
+      raise ReportError(
+        f"remat={known!r} has no name to print.", fix='remat=("none", "full", nxp.Remat("full", every=2))'
+      )
+  return tuple(dict.fromkeys(given))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+  """What stays the same from mesh to mesh, with the traces: they do not depend on the sizes of axes."""
+
+  loss: Callable[[Any, Any], Any]
+  machine: Machine
+  batch: Any
+  remats: tuple[RematName | Remat, ...]
+  layers: str | None
+  most: int
+  pipeline: Pipeline | None
+  traces: dict[Any, StepTrace] = dataclasses.field(default_factory=dict[Any, StepTrace])
+
+  def candidates(self, plan: Plan) -> Iterator[Candidate]:
+    """The layout with each policy and number of microbatches."""
+    sizes, counts = axis_sizes(plan.mesh), [2**n for n in range(self.most.bit_length())]
+    shards = math.prod(sizes[axis] for axis in plan.batch_axes)
+    examples = min((x.shape[0] for x in jax.tree.leaves(self.batch) if x.shape), default=1)
+    stages = sizes.get(self.pipeline.axis, 1) if self.pipeline is not None else 1
+    if stages > 1:
+      counts = [stages * n for n in (2, 4, 8) if stages * n <= self.most]
+    counts = [count for count in counts if examples % (shards * count) == 0]
+    # A pipeline recomputes its layers, whatever the policy.
+    for remat in self.remats if stages == 1 else self.remats[:1]:
+      for some in [counts] if stages == 1 else [[count] for count in counts]:
+        yield from self._with_trace(plan, remat, some, self.pipeline if stages > 1 else None)
+
+  def _with_trace(
+    self, plan: Plan, remat: RematName | Remat, counts: Sequence[int], pipeline: Pipeline | None
+  ) -> Iterator[Candidate]:
+    if not counts:
+      return
+    sizes, chip = axis_sizes(plan.mesh), self.machine.chip
+    key = remat if pipeline is None else (sizes[pipeline.axis], *counts)
+    if key not in self.traces:
+      options: Any = {"remat": remat, "layers": self.layers, "pipeline": pipeline}
+      try:
+        self.traces[key] = trace_step(plan, self.loss, self.batch, microbatches=counts[0], **options)
+      except SchemeError:  # fewer layers than stages
+        return
+    trace = self.traces[key]
+    work = workload_of(plan, trace, self.batch, pipeline=pipeline)
     for count in counts:
       memory = round(sum(memory_categories(work, sizes, count).values()))
-      key = (remat, offloaded, count)
-      if stage and memory > (1 - _SAME_MEMORY) * least.get(key, math.inf):
-        continue
-      least[key] = memory
-      time = step_time(work, sizes, target.chip, microbatches=count, slice_size=target.slice_size)
-      fits = _fit(memory, target.chip.usable_bytes)
-      how = sizes, count, remat, stage, offloaded, variant.changes
-      yield Candidate(*how, memory, time, fits, pipeline=variant.pipeline, schedule=variant.schedule)
+      time = step_time(work, sizes, chip, microbatches=count, slice_size=self.machine.slice_size)
+      fits = _fit(memory, chip.usable_bytes)
+      yield Candidate(plan, count, remat, memory, time, fits, pipeline, trace.schedule)
+
+  def compiled(
+    self, fitting: list[Candidate], most: int
+  ) -> tuple[list[Candidate], Candidate | None, list[str]]:
+    """Compiles the first `most` candidates until one is accepted.
+
+    Returns:
+      All candidates, the refused ones last; the winner; and notes.
+    """
+    text, note = self._compiler()
+    if not most or not fitting or text is None:
+      return fitting, next(iter(fitting), None), [note] if most and fitting else []
+    refused: list[Candidate] = []
+    for n, candidate in enumerate(fitting[:most]):
+      done = compile_candidate(candidate, self.loss, self.batch, text, self.machine, self.layers)
+      if not done.refused and done.report is not None:
+        checked = f"The winner was compiled for {text}: it fits, {results_text(done.report.results)}."
+        return [done, *fitting[n + 1 :], *refused], done, [*map(_why, refused), checked]
+      refused.append(done)
+    rest = fitting[most:]
+    # A program that nobody compiled may be as wrong as those that were.
+    wrong = any(c.report is not None and c.report.faults for c in refused)
+    best = rest[0] if rest and rest[0].fits == "likely" and not wrong else None
+    more = [f"None of the {len(refused)} compiled layouts fits; the winner was not compiled."] if best else []
+    return [*rest, *refused], best, [*map(_why, refused), *more]
+
+  def _compiler(self) -> tuple[str | None, str]:
+    """The topology to compile for; None, and the reason, without a compiler."""
+    machine, here = self.machine, len(jax.devices("cpu"))
+    missing = missing_compiler(machine)
+    if missing is None and (machine.chip.platform != "cpu" or machine.devices <= here):
+      return machine.text, ""
+    if machine.devices <= here:
+      return f"cpu:{machine.devices}", ""
+    return None, (
+      f"The layouts were not compiled: {machine.devices} simulated devices are needed, and this process has"
+      f" {here} (JAX_NUM_CPU_DEVICES={machine.devices} JAX_PLATFORMS=cpu)"
+      + (f"; {missing.what} {missing.fix}" if missing is not None else ".")
+    )
 
 
-def _fit(memory: int, usable: int) -> Fit:
-  if memory > usable:
-    return "no"
-  return "likely" if memory * ERROR_BAND[1] <= usable else "borderline"
-
-
-def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str) -> Candidate:
-  """The candidate with the report of its compiled step, and its time by that."""
-  layout = _layout(inputs, candidate, candidate.sizes)
+def compile_candidate(
+  candidate: Candidate,
+  loss: Callable[[Any, Any], Any],
+  batch: Any,
+  topology: str,
+  machine: Machine,
+  layers: str | None = None,
+) -> Candidate:
+  """The candidate with the report of its compiled step."""
   step = train_step(
-    inputs.loss,
+    loss,
     remat=candidate.remat,
-    layers=inputs.layers,
+    layers=layers,
     microbatches=candidate.microbatches,
     pipeline=candidate.pipeline,
   )
-  report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
-  batch_axes = set(layout.batch_axes)
-  splitting = {axis for part in parameter_parts(layout) for axis in part.split}
-  time = program_time(report, candidate.time, inputs.machine, batch_axes & splitting)
-  return dataclasses.replace(candidate, report=report, compiled=time)
+  report = compile_report(step, candidate.plan, batch=batch, topology=topology, chip=machine.chip)
+  return dataclasses.replace(candidate, report=report)
 
 
-def compile_first(
-  inputs: SearchInputs, chosen: Sequence[Candidate], others: Sequence[Candidate]
-) -> tuple[list[Candidate], Candidate | None, tuple[str, ...]]:
-  """Compiles candidates for simulated devices, orders them by that, and has the first checked.
-
-  Where the compiler of the machine is installed, it decides whether a candidate fits and computes the right
-  results. Where none of the chosen ones fits, the first of the others wins if it likely fits; but not where a
-  compiled one computes wrong results, because the others may too.
-
-  Returns:
-    All candidates, the compiled ones first, of these the refused ones last; the winner; and notes for
-    the reader.
-  """
-  notes: list[str] = []
-  target, here = inputs.machine, len(jax.devices("cpu"))
-  done = list(chosen)
-  if target.devices <= here:
-    text = f"cpu:{target.devices}"
-    done = sorted(
-      (compile_candidate(inputs, c, text) for c in done),
-      key=lambda c: (bool(c.refused), c.compiled.seconds if c.compiled else math.inf),
-    )
-  elif target.chip.platform != "cpu":
-    notes.append(
-      f"Not compiled for simulated devices: {target.devices} are needed, and this process has {here}."
-      f" Start it with JAX_NUM_CPU_DEVICES={target.devices} JAX_PLATFORMS=cpu."
-    )
-  best = next((c for c in done if not c.refused), None)
-  if target.chip.platform != "cpu" and best is not None:
-    missing = missing_compiler(target)
-    if missing is None:
-      best = _checked(inputs, done, notes)
-      done.sort(key=lambda c: bool(c.refused))
-    else:
-      notes.append(f"Not compiled for {target.text}: {missing}")
-  wrong = [(c, c.report.faults) for c in done if c.report is not None and c.report.faults]
-  notes += [f"{c.mesh_text}, microbatches={c.microbatches} is refused: {faults[0]}." for c, faults in wrong]
-  if best is None and not wrong and others and others[0].fits == "likely":
-    best = others[0]
-    notes.append(f"None of the {len(done)} compiled layouts fits; the winner was not compiled.")
-  return [*done, *others], best, tuple(notes)
-
-
-def _checked(inputs: SearchInputs, done: list[Candidate], notes: list[str]) -> Candidate | None:
-  """The first candidate that the machine's own compiler accepts; those that it compiles are replaced."""
-  for n, candidate in enumerate(done):
-    if candidate.refused:
-      continue
-    done[n] = compile_candidate(inputs, candidate, inputs.machine.text)
-    report = done[n].report
-    if report is not None and not done[n].refused:
-      notes.append(
-        f"The winner was compiled for {inputs.machine.text}: it fits, {results_text(report.results)}."
-      )
-      return done[n]
-  return None
+def is_offloaded(plan: Plan) -> bool:
+  """Whether a plan keeps optimizer state in the host's memory."""
+  return any(leaf.on_host for leaf in plan.leaves)
 
 
 def speed(candidate: Candidate) -> tuple[int, int, float]:
@@ -502,24 +499,61 @@ def speed(candidate: Candidate) -> tuple[int, int, float]:
   return step, candidate.memory_bytes, candidate.time.seconds
 
 
-def _row(candidate: Candidate) -> dict[str, Any]:
+def _fit(memory: int, usable: int) -> Fit:
+  if memory > usable:
+    return "no"
+  return "likely" if memory * ERROR_BAND[1] <= usable else "borderline"
+
+
+def _why(candidate: Candidate) -> str:
+  faults = candidate.report.faults if candidate.report is not None else ()
+  why = f"{faults[0]}" if faults else candidate.refused
+  return f"{candidate.mesh_text}, microbatches={candidate.microbatches} is refused: {why}."
+
+
+def _one_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
+  first: dict[str, Candidate] = {}
+  for candidate in candidates:
+    first.setdefault(candidate.mesh_text, candidate)
+  return list(first.values())
+
+
+def _cells(candidate: Candidate, fastest: float) -> tuple[str, ...]:
+  bubble = candidate.schedule.bubble if candidate.schedule is not None else None
+  return (
+    candidate.mesh_text + ("" if bubble is None else f" (bubble {100 * bubble:.0f} %)"),
+    str(candidate.microbatches),
+    str(candidate.remat),
+    format_bytes(candidate.memory_bytes),
+    candidate.fits,
+    f"{candidate.time.seconds / fastest:.2f}",
+    candidate.time.binds,
+  )
+
+
+def _compiled(candidate: Candidate) -> tuple[str, str]:
+  report = candidate.report
+  if report is None:
+    return "", ""
+  return format_bytes(report.need_bytes), results_text(report.results)
+
+
+def _as_json(candidate: Candidate, fastest: float) -> dict[str, Any]:
+  report, pipeline, schedule = candidate.report, candidate.pipeline, candidate.schedule
   return {
     "mesh": dict(candidate.sizes),
     "microbatches": candidate.microbatches,
     "remat": str(candidate.remat),
-    "zero": candidate.zero,
-    "offload": candidate.offload,
-    "rules": {name: list(axes) for name, axes in candidate.changes.items()},
-    "pipeline": dataclasses.asdict(candidate.pipeline) if candidate.pipeline is not None else None,
-    "bubble": candidate.schedule.bubble if candidate.schedule is not None else None,
+    "zero": candidate.plan.zero,
+    "offload": is_offloaded(candidate.plan),
+    "pipeline": dataclasses.asdict(pipeline) if pipeline is not None else None,
+    "bubble": schedule.bubble if schedule is not None else None,
     "memory_bytes": candidate.memory_bytes,
     "fits": candidate.fits,
-    "seconds": candidate.time.seconds,
-    "mfu": candidate.time.mfu,
+    "time": candidate.time.seconds / fastest,
     "binds": candidate.time.binds,
-    "compiled_bytes": candidate.report.need_bytes if candidate.report else None,
-    "compiled_seconds": candidate.compiled.seconds if candidate.compiled else None,
+    "compiled_bytes": report.need_bytes if report is not None else None,
     "refused": candidate.refused,
-    "faults": [str(fault) for fault in candidate.report.faults] if candidate.report else None,
-    "not_checked": dict(candidate.report.results.unknown) if candidate.report else None,
+    "faults": [str(fault) for fault in report.faults] if report is not None else None,
+    "not_checked": dict(report.results.unknown) if report is not None else None,
   }
