@@ -180,7 +180,7 @@ def test_a_kernel_is_counted_by_its_own_estimate_or_listed():
 
 def test_a_search_lists_what_it_did_not_count():
   of = lambda model, x: loss(model, doubled(x))
-  result = search(Net, of, "cpu:8", batch=BATCH, rules=RULES, remat="as written", zero=0, offload=False)
+  result = search(Net, of, "cpu:8", batch=BATCH, rules=RULES, remat="as written", compile_best=0)
   assert "Not counted: 1 x pallas_call." in result.notes
   assert "Not counted: 1 x pallas_call." in str(result)
 

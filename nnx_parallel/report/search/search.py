@@ -175,8 +175,12 @@ class SearchResult(Shown):
   def __str__(self) -> str:
     lines = [self.summary()]
     if self.best is not None:
-      edge = ", a borderline fit" * (self.best.report is None and self.best.fits == "borderline")
-      lines += ["", f"The winner{edge}:", "", *(f"  {line}" for line in self.code().splitlines()), ""]
+      report, how = self.best.report, ""
+      if report is not None:
+        how = f", compiled for {report.target}: it fits, {results_text(report.results)}"
+      elif self.best.fits == "borderline":
+        how = ", a borderline fit; check it with search(..., compile_best=3)"
+      lines += ["", f"The winner{how}:", "", *(f"  {line}" for line in self.code().splitlines()), ""]
     lines += [f"note: {note}" for note in self.notes]
     if self.best is None or any(c.fits == "borderline" for c in self.fitting):
       lines.append(f"note: In {CASES} test cases {BAND_TEXT}.")
@@ -270,6 +274,7 @@ def search(
   named = searched_axes(rules)
   probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate")
   used = {axis for leaf in probe.leaves for axis in axes_in(leaf.spec)} | {*probe.batch_axes}
+  used |= {stages.axis} if stages else set()
   idle = [axis for axis in named if axis not in used]
   notes = [f"The axis {axis!r} splits nothing of this model: its size is 1." for axis in idle]
   remats = _policies(remat)
@@ -295,9 +300,7 @@ def search(
     notes += [f"of the winner's plan: {note}" for note in best.plan.notes]
     missed = not_counted(best.time.uncounted).rstrip()
     notes += [missed] if missed else []
-  return SearchResult(
-    machine, tuple(tried), tuple(too_large), refused, best, (*notes, *more), layers
-  )
+  return SearchResult(machine, tuple(tried), tuple(too_large), refused, best, (*notes, *more), layers)
 
 
 def searched_axes(rules: Rules) -> tuple[str, ...]:
@@ -443,8 +446,7 @@ class _Task:
     for n, candidate in enumerate(fitting[:most]):
       done = compile_candidate(candidate, self.loss, self.batch, text, self.machine, self.layers)
       if not done.refused and done.report is not None:
-        checked = f"The winner was compiled for {text}: it fits, {results_text(done.report.results)}."
-        return [done, *fitting[n + 1 :], *refused], done, [*map(_why, refused), checked]
+        return [done, *fitting[n + 1 :], *refused], done, [*map(_why, refused)]
       refused.append(done)
     rest = fitting[most:]
     # A program that nobody compiled may be as wrong as those that were.
