@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,9 +25,10 @@ LIMIT = 16
 _LETTER = 0.085  # inches, of the wider letters at 9 points
 
 
-def can_draw() -> bool:
-  """Whether matplotlib is installed."""
-  return importlib.util.find_spec("matplotlib") is not None
+@functools.singledispatch
+def picture_of(report: Any, name: str) -> Figure:
+  """A part of a report as a figure; the module that draws it registers itself for the type of the report."""
+  raise TypeError(f"no picture {name!r} of {type(report).__name__}")
 
 
 def new_figure(width: float = 9.0, height: float = 3.0) -> Figure:
@@ -43,18 +43,6 @@ def new_figure(width: float = 9.0, height: float = 3.0) -> Figure:
 def plain(text: str) -> str:
   """Text without formulas: matplotlib reads a dollar sign as the start of one."""
   return text.replace("$", r"\$")
-
-
-def svg_text(figure: Figure) -> str:
-  """The figure as an SVG element for a page; deterministic."""
-  import matplotlib as mpl
-
-  file = io.StringIO()
-  # Letters stay letters: small, and a reader can search for them.
-  with mpl.rc_context({"svg.hashsalt": "nnx_parallel", "svg.fonttype": "none"}):
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-  text = file.getvalue()
-  return text[text.index("<svg") :]
 
 
 def open_axes(axes: Any, grid: Literal["x", "both"] = "both") -> None:

@@ -23,20 +23,19 @@ from typing_extensions import TypeVar  # with a default, which typing has from P
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
-from nnx_parallel.core.text import as_html, few, format_array
+from nnx_parallel.core.text import as_html, format_array
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.decide import nearest
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.show import audit, diff, json, picture, text
 from nnx_parallel.layout.show.audit import Audit, Trainable
 from nnx_parallel.layout.show.diff import PlanDiff
+from nnx_parallel.layout.table import PlanTable
 from nnx_parallel.layout.tracing import Abstract, trace_module, trace_optimizer
-from nnx_parallel.rules.ruleset import RuleSet
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -45,7 +44,7 @@ R = TypeVar("R", default=Any)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Plan(Generic[R]):
+class Plan(PlanTable, Generic[R]):
   """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
 
   Generic in what is created from it: `Plan[Model]`; `Plan[tuple[Model,
@@ -65,46 +64,10 @@ class Plan(Generic[R]):
     abstract: graph definition and abstract state of the model and of the optimizer; empty without `init`.
   """
 
-  mesh: AnyMesh
-  rules: RuleSet
-  leaves: tuple[LeafPlan, ...]
-  notes: tuple[str, ...] = ()
-  zero: int = 0
-  layers: tuple[str, ...] = ()
   init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
   tx: optax.GradientTransformation | None = None
   wrt: Any = nnx.Param
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
-
-  def __getitem__(self, name: str) -> LeafPlan:
-    """The leaf with this dotted path (`optimizer/...` for optimizer state)."""
-    found = self._by_name.get(name)
-    if found is None:
-      inside = [full for full in self._by_name if full.startswith(f"{name}.")]
-      near = few(inside) if inside else ", ".join(nearest(name, self._by_name)) or "nothing like it"
-      raise PlanError(
-        f"the plan has no leaf {name!r}.",
-        details=f"{'in it' if inside else 'nearest'}: {near}",
-        fix="list them with [leaf.name for leaf in plan.leaves].",
-      )
-    return found
-
-  @functools.cached_property
-  def _by_name(self) -> dict[str, LeafPlan]:
-    found = {leaf.name: leaf for leaf in self.leaves}
-    tied = {path_str(path): leaf for leaf in self.leaves for path in leaf.aliases}
-    return tied | found
-
-  def of(self, root: Root) -> dict[Path, LeafPlan]:
-    """The leaves of one object by path.
-
-    Args:
-      root: `"model"` or `"optimizer"`.
-
-    Returns:
-      Path -> leaf, in flax's order; empty for the optimizer of a plan without one.
-    """
-    return {leaf.path: leaf for leaf in self.leaves if leaf.root == root}
 
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
     """Abstract arrays with the planned sharding, as stored; what a restore or an AOT compile needs.
@@ -116,19 +79,6 @@ class Plan(Generic[R]):
       Path -> `ShapeDtypeStruct` (global storage shape, dtype, sharding).
     """
     return {path: leaf.struct for path, leaf in self.of(root).items()}
-
-  def bytes_per_device(self, root: Root | None = None, *, host: bool = False) -> int:
-    """Bytes that each device holds in its own memory.
-
-    Args:
-      root: count only this object; both when None.
-      host: count the arrays in host memory instead (`plan(optimizer_memory="pinned_host")`).
-
-    Returns:
-      Bytes per device.
-    """
-    rows = (leaf for leaf in self.leaves if leaf.on_host == host and root in (None, leaf.root))
-    return sum(leaf.bytes_per_device for leaf in rows)
 
   @functools.cached_property
   def batch_axes(self) -> tuple[str, ...]:
@@ -350,7 +300,7 @@ class Plan(Generic[R]):
       frozen: kernel
     """
     check_plan(self, "plan.trainable(wrt)")
-    return audit.trainable(self, self.wrt if wrt is None else wrt)
+    return audit.trainable(self, self.abstract["model"], self.wrt if wrt is None else wrt)
 
   @classmethod
   def from_json(

@@ -23,6 +23,7 @@ from nnx_parallel.checkpoint.relayout import no_mesh, on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.text import not_counted
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
@@ -34,7 +35,6 @@ from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.estimate.propagate import Propagation
-from nnx_parallel.report.tables import not_counted
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 
@@ -484,7 +484,8 @@ def _flops(step: Any, model: Any, batch: Any) -> float:
     return math.nan
   if seen.uncounted:
     warnings.warn(
-      f"the recorded mfu is too low. {not_counted(seen.uncounted)}  Fix: fit(..., flops=...) of one device.",
+      f"the recorded mfu is too low. {not_counted(seen.uncounted)}\n"
+      "  Fix: fit(..., flops=...) of one device.",
       NnxParallelWarning,
       stacklevel=3,
     )

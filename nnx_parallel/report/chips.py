@@ -83,6 +83,14 @@ class Chip:
   host_bandwidth: float = 16e9
   efficiency: float = 0.7
 
+  @property
+  def usable_note(self) -> str:
+    """What decides how much of a GPU's memory is usable, as text; nothing for other devices."""
+    if self.platform != "gpu":
+      return ""
+    share = 100 * self.usable_bytes / self.hbm_bytes
+    return f", the {share:.0f} % that JAX takes (XLA_CLIENT_MEM_FRACTION)"
+
   def peak(self, arithmetic: str) -> float:
     """Peak FLOP per second for matrix products.
 

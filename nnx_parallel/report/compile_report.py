@@ -8,14 +8,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core.figures import picture_of
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, path_str, variables
+from nnx_parallel.core.text import Paged, text_of
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import ReportError
@@ -45,8 +47,7 @@ from nnx_parallel.train.step import EvalStep, TrainStep
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-  from nnx_parallel.report.figures import Picture
-
+Picture = Literal["memory", "devices", "collectives", "timeline"]
 _ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
 
 
@@ -91,7 +92,7 @@ class BatchSplit(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileReport:
+class CompileReport(Paged):
   """The figures of one compiled step, per device and per step.
 
   Attributes:
@@ -233,15 +234,13 @@ class CompileReport:
     return json.dumps(body, indent=2)
 
   def __str__(self) -> str:
-    from nnx_parallel.report.tables import report_text
-
-    return report_text(self)
+    return text_of(self)
 
   def picture(self, name: Picture) -> Figure:
     """Draws a part of the report.
 
     Args:
-      name: `"memory"`, `"treemap"` (the arguments by size), `"devices"`, `"collectives"` or `"timeline"`.
+      name: `"memory"`, `"devices"`, `"collectives"` or `"timeline"`.
 
     Returns:
       A matplotlib figure; its `savefig` writes SVG, PNG or PDF.
@@ -260,20 +259,7 @@ class CompileReport:
       >>> report.picture("devices").axes[0].get_xlabel()
       'data'
     """
-    from nnx_parallel.report.figures import report_figure
-
-    return report_figure(self, name)
-
-  def to_html(self) -> str:
-    """One self-contained HTML page."""
-    from nnx_parallel.report.html import report_page
-
-    return report_page(self)
-
-  def _repr_html_(self) -> str:
-    from nnx_parallel.report.html import notebook_frame
-
-    return notebook_frame(self.to_html())
+    return picture_of(self, name)
 
 
 def compile_report(

@@ -5,37 +5,33 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
 
-from nnx_parallel.core.text import format_bytes, format_count, format_seconds, text_table
-from nnx_parallel.report.program.whole import SHARE
-
-if TYPE_CHECKING:
-  from nnx_parallel.report.chips import Chip
-  from nnx_parallel.report.compile_report import CompileReport
-  from nnx_parallel.report.program.faults import Comparison
-  from nnx_parallel.report.program.peak import PeakBuffer
-  from nnx_parallel.report.program.whole import WholeActivation
+from nnx_parallel.core.text import (
+  Table,
+  format_bytes,
+  format_count,
+  format_seconds,
+  not_counted,
+  render,
+  text_of,
+)
+from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.program.faults import Comparison
+from nnx_parallel.report.program.peak import PeakBuffer
+from nnx_parallel.report.program.whole import SHARE, WholeActivation
 
 _ROWS = 12
 _BUFFERS = 6
 _FEW = 3
 
 
-class Table(NamedTuple):
-  """A table of a report, for text and for pages; a column whose name ends in `>` is right-aligned."""
-
-  title: str
-  columns: tuple[str, ...]
-  rows: list[tuple[str, ...]]
-
-
+@text_of.register
 def report_text(report: CompileReport) -> str:
   """The whole report as plain text."""
   wrong = faults_table(report)
   donated = sum(item.bytes for item in report.arguments if item.donated)
-  kept = [(item.name, format_bytes(item.bytes)) for item in report.kept[:6] if item.bytes]
+  kept = arguments_table(report, kept=True)
   sections = [
     "\n".join(head(report)) + "\n",
     render(*wrong) + _FAULTS_FIX if wrong.rows else "",
@@ -45,33 +41,9 @@ def report_text(report: CompileReport) -> str:
     whole_text(report),
     render(*reshards_table(report)) if report.reshards else "",
     f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
-    + (render("Not donated, largest first", ("argument", "bytes>"), kept) if kept else ""),
+    + (render(*kept) if kept.rows else ""),
   ]
   return "\n".join(section for section in sections if section)
-
-
-def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A `Table` as text; a last column that is not right-aligned may wrap."""
-  right = [n for n, column in enumerate(columns) if column.endswith(">")]
-  last = len(columns) - 1
-  header = [column.rstrip(">") for column in columns]
-  table = text_table(header, [*rows], right=right, wrap=() if last in right else (last,))
-  return f"{title}\n{table}\n"
-
-
-def not_counted(operations: Mapping[str, int]) -> str:
-  """A line that names what an estimate left out, or nothing."""
-  if not operations:
-    return ""
-  return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + ".\n"
-
-
-def usable_note(chip: Chip) -> str:
-  """What decides how much of a GPU's memory is usable; nothing for other devices."""
-  if chip.platform != "gpu":
-    return ""
-  share = 100 * chip.usable_bytes / chip.hbm_bytes
-  return f", the {share:.0f} % that JAX takes (XLA_CLIENT_MEM_FRACTION)"
 
 
 def verdict(report: CompileReport) -> str:
@@ -79,7 +51,7 @@ def verdict(report: CompileReport) -> str:
   need = format_bytes(report.need_bytes)
   if report.chip is None or report.available_bytes is None:
     return f"needs {need} per device; the memory of this device is not in the table."
-  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}{usable_note(report.chip)}"
+  have = f"{format_bytes(report.available_bytes)} usable on {report.chip.name}{report.chip.usable_note}"
   if report.fits:
     free = format_bytes(report.available_bytes - report.need_bytes)
     return f"FITS: needs {need} of {have}; {free} free."
@@ -136,7 +108,7 @@ def head(report: CompileReport) -> list[str]:
     between_slices(report),
   ]
   compared = results_note(report)
-  lines += [compared, not_counted(report.cost.uncounted).rstrip(), *(f"Layers: {x}." for x in report.layers)]
+  lines += [compared, not_counted(report.cost.uncounted), *(f"Layers: {x}." for x in report.layers)]
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; the tables below are of the unfinished program.")
   return [line for line in lines if line]
@@ -208,6 +180,17 @@ def memory_text(report: CompileReport) -> str:
   need = max(1, report.need_bytes)
   rows = [(name, format_bytes(size), f"{100 * size / need:.0f} %") for name, size in parts.items()]
   return render("Memory per device", ("what", "bytes>", "share>"), rows)
+
+
+def arguments_table(report: CompileReport, most: int = _BUFFERS, *, kept: bool = False) -> Table:
+  """The largest arguments; or of those whose memory is not reused."""
+  rows = [
+    (item.name, format_bytes(item.bytes))
+    for item in (report.kept if kept else report.arguments)[:most]
+    if item.bytes
+  ]
+  title = "Not donated, largest first" if kept else "Arguments per device, largest first"
+  return Table(title, ("argument", "bytes>"), rows)
 
 
 def peak_table(report: CompileReport, most: int = _BUFFERS) -> Table:

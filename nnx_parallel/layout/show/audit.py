@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from flax import nnx
 
@@ -15,10 +15,8 @@ from nnx_parallel.core.text import Shown, format_array, format_bytes, text_table
 from nnx_parallel.errors import NnxParallelWarning
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
-from nnx_parallel.layout.tracing import nothing_selected
-
-if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.table import PlanTable
+from nnx_parallel.layout.tracing import Abstract, nothing_selected
 
 LARGE = 2**20
 """Bytes above which a replicated leaf is reported: 1 MiB, which is the `min_size` of `fsdp()` in float32."""
@@ -105,7 +103,7 @@ class Audit(Shown, Sequence[Replicated]):
     return f"{text_table(header, rows, right=(1, 3, 4), wrap=(5, 6))}\n{total}{marks}"
 
 
-def audit(plan: Plan, *, min_bytes: int = LARGE) -> Audit:
+def audit(plan: PlanTable, *, min_bytes: int = LARGE) -> Audit:
   """See `Plan.audit`."""
   found = [
     _replicated(leaf) for leaf in plan.leaves if leaf.bytes > min_bytes and leaf.copies == plan.mesh.size
@@ -133,7 +131,7 @@ def _replicated(leaf: LeafPlan) -> Replicated:
   return Replicated(leaf, axis, dim)
 
 
-def warn_replicated(plan: Plan, *, stacklevel: int = 2) -> bool:
+def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
   """See `Plan.warn_replicated`."""
   found = [f for f in audit(plan) if not f.leaf.decision.intended and f.leaf.root == "model"]
   if not found:
@@ -196,16 +194,16 @@ def _count(label: str, leaves: Iterable[LeafPlan]) -> str:
   return f"{label:8}{len(rows):>6} arrays {elements:>16,} elements   {size}"
 
 
-def trainable(plan: Plan, wrt: Any) -> Trainable:
+def trainable(plan: PlanTable, model: Abstract, wrt: Any) -> Trainable:
   """See `Plan.trainable`."""
   selects = nnx.filterlib.to_predicate(wrt)
   trained: list[LeafPlan] = []
   frozen: list[LeafPlan] = []
   other: list[LeafPlan] = []
   rows = plan.of("model")
-  for path, leaf in plan.abstract["model"].leaves.items():
+  for path, leaf in model.leaves.items():
     target = trained if selects(cast(Any, path), leaf) else frozen if isinstance(leaf, nnx.Param) else other
     target.append(rows[path])
   if not trained:
-    raise nothing_selected(wrt, plan.abstract["model"])
+    raise nothing_selected(wrt, model)
   return Trainable(wrt, tuple(trained), tuple(frozen), tuple(other))

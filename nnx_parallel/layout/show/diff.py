@@ -6,17 +6,13 @@ import dataclasses
 import difflib
 import os
 from pathlib import Path as File
-from typing import TYPE_CHECKING
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.text import Shown, format_array, format_bytes, format_spec, number_pattern, text_table
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.show.text import grouped
-
-if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import Plan
-
+from nnx_parallel.layout.table import PlanTable
 
 UPDATE = "NNX_PARALLEL_UPDATE_GOLDEN"
 
@@ -74,7 +70,7 @@ class PlanDiff(Shown):
     return "\n".join([*lines, f"per device {before} -> {after}"])
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: PlanTable, after: PlanTable) -> PlanDiff:
   """See `Plan.diff`."""
   old, new = ({leaf.name: leaf for leaf in p.leaves} for p in (before, after))
   changes: list[Change] = []
@@ -103,7 +99,7 @@ def _layout(leaf: LeafPlan) -> dict[str, str]:
   }
 
 
-def golden_text(plan: Plan) -> str:
+def golden_text(plan: PlanTable) -> str:
   """The layout alone, one readable line for each leaf: the content of golden files."""
   mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
   rows = [f"{leaf.name}: {'  '.join(v for v in _layout(leaf).values() if v != '-')}" for leaf in plan.leaves]
@@ -111,7 +107,7 @@ def golden_text(plan: Plan) -> str:
   return "\n".join([f"mesh {mesh}", *rows, held, ""])
 
 
-def assert_golden_plan(plan: Plan, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
+def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
   """Fails when a plan's layout is not the one in a file that is kept with the tests.
 
   Reasons and rules may change freely; types, shapes, dtypes, specs, padding and bytes may not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,12 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Decision, LeafPlan
+from nnx_parallel.layout.table import PlanTable
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
-
-if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import Plan
 
 FORMAT = 2
 _KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -33,7 +31,7 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: PlanTable) -> str:
   """See `Plan.to_json`."""
   head: dict[str, Any] = {
     "format": FORMAT,

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from nnx_parallel.core.mesh import describe_mesh
 from nnx_parallel.core.nodes import path_str
@@ -20,12 +19,10 @@ from nnx_parallel.core.text import (
   text_table,
 )
 from nnx_parallel.layout.leaf import LeafPlan
-
-if TYPE_CHECKING:
-  from nnx_parallel.layout.plan import Plan
+from nnx_parallel.layout.table import PlanTable
 
 
-def explain(plan: Plan, leaf: LeafPlan) -> str:
+def explain(plan: PlanTable, leaf: LeafPlan) -> str:
   """The text of `Plan.explain`."""
   lines = [f"{leaf.name}: {leaf.kind} {format_array(leaf.dtype, leaf.shape)} -> {leaf.spec}"]
   if leaf.aliases:
@@ -46,7 +43,7 @@ def explain(plan: Plan, leaf: LeafPlan) -> str:
   return "\n  ".join(lines)
 
 
-def plan_text(plan: Plan, *, width: int | None = None) -> str:
+def plan_text(plan: PlanTable, *, width: int | None = None) -> str:
   """The text of `print(plan)`: mesh, rules, one row per group of equal leaves, totals, notes."""
   width = width or page_width()
   mesh = [hang(line, width) for line in describe_mesh(plan.mesh).splitlines()]
@@ -62,7 +59,7 @@ def plan_text(plan: Plan, *, width: int | None = None) -> str:
   return "\n".join(lines)
 
 
-def show(plan: Plan) -> None:
+def show(plan: PlanTable) -> None:
   """See `Plan.show`."""
   if _in_notebook():
     from IPython.display import display  # pyright: ignore[reportMissingImports]
@@ -104,7 +101,7 @@ def _common_name(leaves: Sequence[LeafPlan]) -> str:
   return name if leaves[0].root == "model" else f"optimizer/{name}"
 
 
-def _optimizer_groups(plan: Plan) -> list[tuple[str, list[LeafPlan]]]:
+def _optimizer_groups(plan: PlanTable) -> list[tuple[str, list[LeafPlan]]]:
   # Moments with exactly the layout of their parameters share one row.
   parameters = plan.of("model")
   groups: dict[object, tuple[str, list[LeafPlan]]] = {}
@@ -163,7 +160,7 @@ def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: in
   return lines
 
 
-def _rules_lines(plan: Plan, width: int) -> list[str]:
+def _rules_lines(plan: PlanTable, width: int) -> list[str]:
   if not len(plan.rules.logical):
     return []
   shown = ", ".join(
@@ -173,7 +170,7 @@ def _rules_lines(plan: Plan, width: int) -> list[str]:
   return [hang(f"rules {shown}", width)]
 
 
-def _totals(plan: Plan, width: int) -> list[str]:
+def _totals(plan: PlanTable, width: int) -> list[str]:
   def row(label: str, leaves: Sequence[LeafPlan], *, elements: bool = True, copies: bool = True) -> list[str]:
     total, held = sum(leaf.bytes for leaf in leaves), sum(leaf.bytes_per_device for leaf in leaves)
     count = f"{sum(math.prod(leaf.shape) for leaf in leaves):,}" if elements else ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import Shown, format_bytes
+from nnx_parallel.core.text import Shown, format_bytes, render
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
@@ -67,8 +67,6 @@ class MemoryPlan(Shown):
     return json.dumps(body | {"need_bytes": self.need_bytes}, indent=2)
 
   def __str__(self) -> str:
-    from nnx_parallel.report.tables import render, usable_note
-
     whole = max(1, self.need_bytes)
     rows = [(n, format_bytes(b), f"{100 * b / whole:.0f} %") for n, b in self.categories.items() if b]
     rows.append(("all", format_bytes(whole), "100 %"))
@@ -83,7 +81,7 @@ class MemoryPlan(Shown):
     if self.chip is not None and self.headroom_bytes is not None:
       word = "left" if self.headroom_bytes >= 0 else "too much"
       left = format_bytes(abs(self.headroom_bytes))
-      text += f"{left} {word} on {self.chip.name}{usable_note(self.chip)}.\n"
+      text += f"{left} {word} on {self.chip.name}{self.chip.usable_note}.\n"
     return text + render(
       "Largest leaves", ("leaf", "bytes>"), [(n, format_bytes(b)) for n, b in self.largest]
     )

@@ -36,15 +36,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.text import Shown
+from nnx_parallel.core.text import Shown, Table, not_counted, render
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
+from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
 from nnx_parallel.report.estimate.workload import (
   StagedWork,
@@ -54,10 +55,6 @@ from nnx_parallel.report.estimate.workload import (
   trace_workload,
 )
 from nnx_parallel.train.options import Gradients
-
-if TYPE_CHECKING:
-  from nnx_parallel.report.compile_report import CompileReport
-
 
 EXPOSED = 0.1
 """Share of overlapped link time that is not hidden: a guess."""
@@ -125,9 +122,8 @@ class StepTime(Shown):
     """Model FLOP utilisation: useful FLOPs over what the peak would do in the step's time."""
     return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
 
-  def __str__(self) -> str:
-    from nnx_parallel.report.tables import not_counted, render
-
+  def table(self) -> Table:
+    """The shares of the step, and what bounds it."""
     shares = {name: count / (self.flops or 1) for name, count in self.arithmetic.items()}
     mix = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
     rows = [(name, share_of(self, seconds), "") for name, seconds in self.terms().items()]
@@ -135,7 +131,10 @@ class StepTime(Shown):
     rows += [(name, share_of(self, seconds), "waited for") for name, seconds in self.waiting.items()]
     rows.append(("exposed communication", share_of(self, self.exposed), ""))
     rows.append(("step", "100 %", f"bound by {self.binds}"))
-    return render("Predicted step", ("what", "share>", ""), rows) + not_counted(self.uncounted)
+    return Table("Predicted step", ("what", "share>", ""), rows, not_counted(self.uncounted))
+
+  def __str__(self) -> str:
+    return render(*self.table())
 
   def terms(self) -> dict[str, float]:
     """Seconds of each term that overlaps with the others."""

@@ -19,7 +19,7 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
-from nnx_parallel.core.text import Shown, format_bytes
+from nnx_parallel.core.text import Paged, Table, format_bytes, not_counted, render
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
@@ -36,7 +36,7 @@ from nnx_parallel.report.estimate.workload import (
   trace_step,
   workload_of,
 )
-from nnx_parallel.report.tables import Table, not_counted, render, results_text, usable_note
+from nnx_parallel.report.tables import results_text
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step
@@ -97,7 +97,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult(Shown):
+class SearchResult(Paged):
   """Every candidate, ranked; prints the winner as code, the best candidate of each mesh, and notes.
 
   Attributes:
@@ -169,7 +169,7 @@ class SearchResult(Shown):
     sure = sum(candidate.fits == "likely" for candidate in self.fitting)
     return (
       f"{tried} layouts for {self.machine.devices} x {chip.name}, {format_bytes(chip.usable_bytes)} usable"
-      f" each{usable_note(chip)}: {len(self.fitting)} fit by the memory plan, {sure} of them likely."
+      f" each{chip.usable_note}: {len(self.fitting)} fit by the memory plan, {sure} of them likely."
     )
 
   def __str__(self) -> str:
@@ -298,7 +298,7 @@ def search(
   tried, best, more = task.compiled(fitting, compile_best if optimizer is not None else 0)
   if best is not None:
     notes += [f"of the winner's plan: {note}" for note in best.plan.notes]
-    missed = not_counted(best.time.uncounted).rstrip()
+    missed = not_counted(best.time.uncounted)
     notes += [missed] if missed else []
   return SearchResult(machine, tuple(tried), tuple(too_large), refused, best, (*notes, *more), layers)
 
