@@ -101,9 +101,10 @@ def test_tokens_are_exchanged_between_experts():
 @pytest.mark.parametrize("zero", [0, 1])
 def test_offload_takes_the_state_off_the_device_and_pays_at_the_link(zero):
   axes = {"data": 4, "fsdp": 2, "tensor": 1}
+  rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
   near, away = (
-    layouts.plan(**axes, optimizer=ADAM, zero=zero, **place)
-    for place in ({}, {"optimizer_memory": "pinned_host"})
+    nxp.plan(layouts.init, nxp.abstract_mesh(axes), rules, optimizer=ADAM, zero=zero, optimizer_memory=place)
+    for place in (None, "pinned_host")
   )
   state = 2 * layouts.PARAMS // (8 if zero else 2)
   whole, less = (memory_plan(made, layouts.loss, layouts.batch()) for made in (near, away))
