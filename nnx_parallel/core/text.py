@@ -118,10 +118,10 @@ def print_text(text: str) -> None:
   from rich.text import Text
 
   styled = Text(text, no_wrap=True, overflow="ignore")
-  styled.highlight_regex(r"(?m)^(model|optimizer|total|whole on every device|changed)  .*$", "bold")
+  styled.highlight_regex(r"(?m)^(model|optimizer|object|total|replicated|changed)  .*$", "bold")
   styled.highlight_regex(r"(?m)^mesh .*$", "bold cyan")
   styled.highlight_regex(rf"(?m)^{_INDENT}\S.*$", "dim")
-  styled.highlight_regex(r"(?m)^note: |\bwhole\b|\(!\)|DOES NOT FIT", "yellow")
+  styled.highlight_regex(r"(?m)^note: |\breplicated\b|\(!\)|DOES NOT FIT", "yellow")
   styled.highlight_regex(r"\d[\d.,]* (?:[KMGT]i)?B\b|\bFITS\b", "green")
   Console(soft_wrap=True).print(styled)
 
@@ -178,9 +178,9 @@ def format_array(dtype: object, shape: tuple[int, ...]) -> str:
 
 
 def format_spec(spec: PartitionSpec) -> str:
-  """A spec with one entry per dim: `(-, fsdp, data+fsdp)`; `whole` when nothing is split."""
+  """A spec with one entry per dim: `(-, fsdp, data+fsdp)`; `replicated` when nothing is split."""
   if not any(spec):
-    return "whole"
+    return "replicated"
   parts = ["-" if not e else e if isinstance(e, str) else "+".join(e) for e in spec]
   return f"({', '.join(parts)})"
 

@@ -95,7 +95,7 @@ def _model_row(paths: tuple[Path, ...], leaf: Any, is_table: bool, given: Given)
     found = _unpadded(names, value.shape, found)
   steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
   if missed:
-    whole = f"{missed[0]} whole"
+    whole = f"{missed[0]} replicated"
     reason += "; " + next((s for s in found.steps if s.startswith(f"{missed[0]!r} ->")), whole)
   fallback = given.rules.fallback
   if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
@@ -124,8 +124,8 @@ def _named(paths: tuple[Path, ...], leaf: Any, given: Given) -> Named | None:
   if names is not None and table.optional:
     unknown = unknown_names(names, given)
     names = tuple(None if name in unknown else name for name in names)
-  reason = f"rule {abbreviated(rule.pattern)!r}: {'whole' if names is None else _shown(names)}"
-  step = f"no annotation; path rule {rule.pattern!r}: {names or 'whole'}"
+  reason = f"rule {abbreviated(rule.pattern)!r}: {'replicated' if names is None else _shown(names)}"
+  step = f"no annotation; path rule {rule.pattern!r}: {names or 'replicated'}"
   return Named(names, logical, "path rule", reason, step)
 
 
@@ -162,7 +162,7 @@ def _fallback_row(path: Path, leaf: Any, is_table: bool, given: Given) -> LeafPl
   if fallback is None or fallback.mode != "fsdp":
     reason = "no annotation" if fallback is None else f"no annotation, {fallback}"
     intended = fallback is not None and fallback.mode == "replicate"
-    decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: whole",), intended)
+    decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: replicated",), intended)
     return _row("model", path, leaf, given, decision)
   more, why, reason = _extended(_whole(shape), shape, fallback, leaf, is_table, given)
   intended = bool(more.added) or math.prod(shape) <= fallback.min_size
@@ -313,7 +313,7 @@ def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolu
     entries.append(None if extra else entry)
     if extra and name is not None:
       shown = name if isinstance(name, str) else "+".join(name)
-      steps.append(f"{shown!r} -> whole: {size} would be padded, which only an nnx.Variable hides")
+      steps.append(f"{shown!r} -> replicated: {size} would be padded, which only an nnx.Variable hides")
   return Resolution(PartitionSpec(*entries), (0,) * len(shape), tuple(steps))
 
 

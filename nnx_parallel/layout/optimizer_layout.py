@@ -79,7 +79,7 @@ def layout_after_parameter(
     known = "" if dims is None or kept is None else ", ".join(str(dim) for dim in kept if dim is not None)
     why = f"factored {shape} of {own}" + (f", dim {known}" if known else "")
   if kept is None:
-    kept, why = [None] * len(shape), f"whole: {shape} is not part of {own}"
+    kept, why = [None] * len(shape), f"replicated: {shape} is not part of {own}"
   spec = PartitionSpec(*(None if dim is None else parameter.spec[dim] for dim in kept))
   return spec, tuple(0 if dim is None else parameter.padding[dim] for dim in kept), why
 

@@ -140,7 +140,7 @@ class _Resolver:
     if name in self.mesh:
       return ((name,),)
     if self.rules.unknown == "replicate":
-      self.steps.append(f"{name!r} has no rule: whole")
+      self.steps.append(f"{name!r} has no rule: replicated")
       return ((),)
     near = difflib.get_close_matches(name, [*self.rules, *self.mesh], 1)
     axis = next(iter(self.mesh), "data")
@@ -159,7 +159,7 @@ class _Resolver:
     for option in options:
       kind, why = self._refusal(dim, option)
       if kind == "uneven" and policy == "replicate":
-        self.steps.append(f"{name!r} -> whole: {why} (uneven='replicate')")
+        self.steps.append(f"{name!r} -> replicated: {why} (uneven='replicate')")
         return (), 0
       if not kind:
         self._use(dim, name, option)
@@ -176,7 +176,7 @@ class _Resolver:
       self.steps.append(f"{name!r} -> {show_candidate(option)}: {size} is padded to {size + extra}")
       return option, extra
     if uneven and policy == "next":
-      self.steps.append(f"{name!r} -> whole: {refused[-1][1]}, and no candidate is left (uneven='next')")
+      self.steps.append(f"{name!r} -> replicated: {refused[-1][1]}, and no candidate is left (uneven='next')")
       return (), 0
     if uneven:
       self._raise_uneven(dim, name, uneven[0])

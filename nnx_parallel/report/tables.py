@@ -176,7 +176,7 @@ that operation another layout; then compile again.
 
 def memory_text(report: CompileReport) -> str:
   """Bytes per device by category."""
-  parts = {**report.categories, "all": report.need_bytes}
+  parts = {**report.categories, "total": report.need_bytes}
   need = max(1, report.need_bytes)
   rows = [(name, format_bytes(size), f"{100 * size / need:.0f} %") for name, size in parts.items()]
   return render("Memory per device", ("what", "bytes>", "share>"), rows)
@@ -232,7 +232,7 @@ def sent_tables(report: CompileReport, most: int = _ROWS) -> tuple[Table, Table]
     Table("Sent per step, by kind and axis (payload)", ("kind", "axes", "bytes>"), sums),
     Table(
       "Collectives, largest first" + (f" (and {more} smaller)" if more > 0 else ""),
-      ("kind", "axes", "dtype", "each>", "times>", "all>", "overlaps", "from"),
+      ("kind", "axes", "dtype", "each>", "times>", "total>", "overlaps", "from"),
       rows,
     ),
   )
@@ -250,7 +250,7 @@ def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
   """Activations that devices hold for the examples of others too, and where they begin."""
   found = report.whole_activations
   if not found:
-    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is whole along the batch.\n"
+    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is replicated over the batch axes.\n"
     return "" if found is None else note
   first = min(found, key=lambda one: one.place)
   fix = f": {first.fix}" if first.fix else ""
@@ -275,7 +275,7 @@ def whole_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   ]
   more = f" (and {len(found) - most} smaller)" if len(found) > most else ""
   columns = ("each>", "array", "devices", "made at", "fix")
-  return Table(f"Whole along the batch on each device, though it is split{more}", columns, rows)
+  return Table(f"Activations replicated over the batch axes{more}", columns, rows)
 
 
 def _place(one: WholeActivation) -> str:
@@ -293,5 +293,5 @@ def reshards_table(report: CompileReport) -> Table:
     )
     for item in report.reshards
   ]
-  title = "Made whole on each device against the layout (involuntary full rematerialization)"
+  title = "Involuntary full rematerialization (replicated against the layout)"
   return Table(title, ("where", "tensor", "bytes>", "sharding asked for"), rows)

@@ -30,7 +30,7 @@ def test_a_large_leaf_without_a_rule_is_found_with_bytes_and_a_remedy():
   assert (found.leaf.name, found.axis, found.dim) == ("kernel", "fsdp", 0)
   assert found.wasted == 2**21 * 3 // 4
   assert flat(plan.audit()) == (
-    "whole on every device n array per device wasted why what could split it"
+    "replicated n array per device wasted why what could split it"
     " kernel 1 float32[1024,512] 2 MiB 1.5 MiB no annotation (!) fsdp could split dim 0 (1024)"
     " 1.5 MiB per device could be saved. (!) no rule asks for it"
   )
@@ -43,7 +43,7 @@ def test_creation_can_warn_once_and_points_at_the_caller():
   (warning,) = caught
   assert warning.filename == __file__
   assert str(warning.message) == (
-    "2 MiB of parameters are whole on each of 8 devices: kernel float32[1024,512] (no annotation; fsdp could"
+    "2 MiB of parameters are replicated on 8 devices: kernel float32[1024,512] (no annotation; fsdp could"
     " split dim 0 (1024)). print(plan.audit()) lists them; fsdp() at the end of the rules splits them,"
     " replicate() accepts them."
   )
@@ -51,7 +51,7 @@ def test_creation_can_warn_once_and_points_at_the_caller():
 
 def test_a_large_cache_is_not_called_a_parameter():
   plan = nxp.plan(lambda: nnx.Dict(keys=nnx.Cache(jnp.zeros((1024, 512)))), nxp.make_mesh(fsdp=8))
-  with pytest.warns(NnxParallelWarning, match=r"2 MiB of the model \(Cache\) are whole on each of 8"):
+  with pytest.warns(NnxParallelWarning, match=r"2 MiB of the model \(Cache\) are replicated on 8"):
     plan.warn_replicated()
 
 
@@ -115,7 +115,7 @@ def test_optimizer_state_is_listed_with_its_parameter():
 def test_one_device_wastes_nothing():
   assert not nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()
   assert (
-    str(nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()) == "nothing above 1 MiB is whole on every device."
+    str(nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()) == "nothing above 1 MiB is replicated."
   )
 
 
@@ -126,8 +126,8 @@ def test_trained_and_frozen_are_counted():
   assert [leaf.name for leaf in selection.trained] == [f"blocks.{i}.norm.scale" for i in range(3)]
   assert len(selection.frozen) == 13
   assert str(selection).splitlines()[:2] == [
-    "trained      3 arrays               24 elements   96 B in all, 96 B per device",
-    "frozen      13 arrays            2,168 elements   8.469 KiB in all, 1.469 KiB per device",
+    "trained      3 arrays               24 elements   total size 96 B, 96 B per device",
+    "frozen      13 arrays            2,168 elements   total size 8.469 KiB, 1.469 KiB per device",
   ]
 
 

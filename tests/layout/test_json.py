@@ -159,7 +159,7 @@ def test_a_difference_names_what_changed_once_for_all_layers():
     "changed               n  what       before               after\n"
     "blocks.*.down.kernel  2  spec       (tensor, fsdp)       (tensor, -)\n"
     "blocks.*.up.kernel    2  spec       (fsdp, tensor)       (-, tensor)\n"
-    "embed.embedding       1  spec       (tensor+data, fsdp)  whole\n"
+    "embed.embedding       1  spec       (tensor+data, fsdp)  replicated\n"
     "embed.embedding       1  stored as  [64,8]               -\n"
     f"per device {before.bytes_per_device() / 1024:.4g} KiB -> {after.bytes_per_device() / 1024:.4g} KiB"
   )
@@ -170,7 +170,7 @@ def test_a_difference_shows_leaves_of_one_side_and_the_mesh():
   text = str(before.diff(after))
   assert text.startswith("mesh {'data': 2, 'fsdp': 2, 'tensor': 2} -> {'data': 1, 'fsdp': 4, 'tensor': 2}\n")
   assert "optimizer/step" in text
-  assert "-       uint32[] whole" in text
+  assert "-       uint32[] replicated" in text
   assert [leaf.name for leaf in after.diff(before).removed][-1] == "optimizer/step"
 
 
@@ -188,7 +188,7 @@ def test_a_golden_plan_is_written_compared_and_its_difference_shown(tmp_path, mo
     "embed.embedding: float32[61,8]  Param  (tensor+data, fsdp)  [64,8]  default  head" in file.read_text()
   )
   other = lm_plan(rules=[nxp.LogicalRules(embed=None, mlp="tensor", vocab=None)])
-  with pytest.raises(AssertionError, match=r"-embed.embedding: .*\n(.*\n)*\+embed.embedding: .*whole"):
+  with pytest.raises(AssertionError, match=r"-embed.embedding: .*\n(.*\n)*\+embed.embedding: .*replicated"):
     assert_golden_plan(other, file)
 
 

@@ -72,7 +72,7 @@ def test_two_names_in_one_dim():
 def test_unknown_names_may_be_whole_as_in_linen():
   found = resolve(("embed", "mlp"), (4, 4), unknown="replicate", mlp="tensor")
   assert found.spec == P(None, "tensor")
-  assert found.steps[0] == "'embed' has no rule: whole"
+  assert found.steps[0] == "'embed' has no rule: replicated"
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_one():
@@ -151,7 +151,7 @@ def test_an_uneven_dim_is_an_error_with_the_next_size():
   [
     ("next", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
     ("pad", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
-    ("replicate", P(None), 0, "'vocab' -> whole: 4 does not divide 30 (uneven='replicate')"),
+    ("replicate", P(None), 0, "'vocab' -> replicated: 4 does not divide 30 (uneven='replicate')"),
     ("error", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
   ],
 )
@@ -163,7 +163,7 @@ def test_uneven_policies_with_candidates_left(policy, spec, padding, step):
 def test_next_keeps_a_dim_whole_when_no_candidate_is_left():
   found = resolve(("vocab",), (31,), uneven="next", vocab=["fsdp", "tensor"])
   assert found.spec == P(None)
-  assert found.steps == ("'vocab' -> whole: 2 does not divide 31, and no candidate is left (uneven='next')",)
+  assert found.steps == ("'vocab' -> replicated: 2 does not divide 31, and no candidate is left (uneven='next')",)
 
 
 def test_pad_rounds_up_for_the_first_candidate_when_none_divides():

@@ -35,24 +35,25 @@ mesh data=2 x fsdp=2 x tensor=2 = 8 devices (cpu, Auto axes)
   inside one host: data, fsdp, tensor
 rules batch -> data+fsdp, embed -> fsdp, mlp -> tensor, vocab -> tensor
 
-model                  n  type         array          spec            per device  why
-blocks.*.down.bias     3  Param        float32[8]     whole                 96 B  no annotation
-blocks.*.down.kernel   3  Param        float32[32,8]  (tensor, fsdp)       768 B  names (mlp, embed)
-blocks.*.norm.scale    3  Param        float32[8]     whole                 96 B  no annotation
-blocks.*.up.bias       3  Param        float32[32]    whole                384 B  no annotation
-blocks.*.up.kernel     3  Param        float32[8,32]  (fsdp, tensor)       768 B  names (embed, mlp)
-embed.embedding           Param        float32[64,8]  (tensor, fsdp)       512 B  names (vocab, embed); tied to head
+model                  n  type         array          spec               per device  why
+blocks.*.down.bias     3  Param        float32[8]     replicated               96 B  no annotation
+blocks.*.down.kernel   3  Param        float32[32,8]  (tensor, fsdp)          768 B  names (mlp, embed)
+blocks.*.norm.scale    3  Param        float32[8]     replicated               96 B  no annotation
+blocks.*.up.bias       3  Param        float32[32]    replicated              384 B  no annotation
+blocks.*.up.kernel     3  Param        float32[8,32]  (fsdp, tensor)          768 B  names (embed, mlp)
+embed.embedding           Param        float32[64,8]  (tensor, fsdp)          512 B  names (vocab, embed); tied to
+                                                                                     head
 
-optimizer              n  type         array          spec            per device  why
-opt_state.0.count         OptArray     int32[]        whole                  4 B  not parameter state
-opt_state.0.mu.*      16  OptVariable  float32        as each          2.562 KiB  as its parameter
-opt_state.0.nu.*      16  OptVariable  float32        as each          2.562 KiB  as its parameter
-step                      OptState     uint32[]       whole                  4 B  not parameter state
+optimizer              n  type         array          spec               per device  why
+opt_state.0.count         OptArray     int32[]        replicated                4 B  not parameter state
+opt_state.0.mu.*      16  OptVariable  float32        same as parameter   2.562 KiB  as its parameter
+opt_state.0.nu.*      16  OptVariable  float32        same as parameter   2.562 KiB  as its parameter
+step                      OptState     uint32[]       replicated                4 B  not parameter state
 
-total      arrays  elements     in all  per device  copies
-model          16     2,192  8.562 KiB   2.562 KiB    2.39
-optimizer      34     4,386  17.13 KiB   5.133 KiB    2.40
-together       50             25.7 KiB   7.695 KiB
+object     arrays  elements  total size  per device  replication
+model          16     2,192   8.562 KiB   2.562 KiB         2.39
+optimizer      34     4,386   17.13 KiB   5.133 KiB         2.40
+total          50              25.7 KiB   7.695 KiB
 layers: 3 x Block at blocks.*
 note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
   weights; split the rows: names (('tensor', 'fsdp'), None)"""  # noqa: E501
@@ -152,11 +153,11 @@ def test_an_unknown_path_is_told_the_nearest():
 
 
 NARROW = """\
-model                  n  array          spec            per device
+model                  n  array          spec               per device
     type; why
-blocks.*.down.bias     3  float32[8]     whole                 96 B
+blocks.*.down.bias     3  float32[8]     replicated               96 B
     Param; no annotation
-blocks.*.down.kernel   3  float32[32,8]  (tensor, fsdp)       768 B
+blocks.*.down.kernel   3  float32[32,8]  (tensor, fsdp)          768 B
     Param; names (mlp, embed)
 """
 
@@ -190,7 +191,7 @@ def test_a_long_path_rule_is_cut_between_its_alternatives():
     plan["attn.query.kernel"].decision.reason
     == "rule ('attn|attention|…', 'q_proj|k_proj|…', 'kernel'): (-, fsdp, -)"
   )
-  assert plan["attn.query.bias"].decision.reason == r"rule '.*\\.(bias|scale|offset|shift|…': whole"
+  assert plan["attn.query.bias"].decision.reason == r"rule '.*\\.(bias|scale|offset|shift|…': replicated"
   assert f"path rule {window!r}" in plan.explain("attn.query.kernel")
 
 
@@ -255,7 +256,7 @@ def test_bytes(count, text):
 
 def test_specs():
   spec = jax.sharding.PartitionSpec
-  assert format_spec(spec()) == format_spec(spec(None, None)) == "whole"
+  assert format_spec(spec()) == format_spec(spec(None, None)) == "replicated"
   assert format_spec(spec(None, ("data", "fsdp"), "tensor")) == "(-, data+fsdp, tensor)"
 
 

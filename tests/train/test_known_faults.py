@@ -251,7 +251,7 @@ def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
   plan = on_three_axes(Normed)
   assert not plan.notes
   assert str(plan.audit()) == (
-    "nothing above 1 MiB is whole on every device.\n"
+    "nothing above 1 MiB is replicated.\n"
     "note: layers.0.kernel, layers.1.kernel: a fault of XLA (swapped examples) can make results wrong here in"
     " a jit of your own, not in train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your"
     " step"

@@ -73,7 +73,7 @@ class Audit(Shown, Sequence[Replicated]):
 
   @property
   def wasted(self) -> int:
-    """Bytes per device that could be saved in all."""
+    """Bytes per device that could be saved together."""
     return sum(finding.wasted for finding in self.findings)
 
   def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Audit(Shown, Sequence[Replicated]):
 
   def _table(self) -> str:
     if not self.findings:
-      return f"nothing above {format_bytes(self.min_bytes)} is whole on every device."
+      return f"nothing above {format_bytes(self.min_bytes)} is replicated."
     rows: list[tuple[str, ...]] = []
     by_leaf = {finding.leaf.name: finding for finding in self.findings}
     for pattern, leaves in grouped(finding.leaf for finding in self.findings):
@@ -97,7 +97,7 @@ class Audit(Shown, Sequence[Replicated]):
           first.remedy,
         )
       )
-    header = ("whole on every device", "n", "array", "per device", "wasted", "why", "what could split it")
+    header = ("replicated", "n", "array", "per device", "wasted", "why", "what could split it")
     marks = "\n(!) no rule asks for it" if any(not f.leaf.decision.intended for f in self.findings) else ""
     total = f"{format_bytes(self.wasted)} per device could be saved."
     return f"{text_table(header, rows, right=(1, 3, 4), wrap=(5, 6))}\n{total}{marks}"
@@ -147,7 +147,7 @@ def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
   if fallback is not None and fallback.mode == "fsdp":
     mend = 'plan(..., uneven="pad") splits what no axis divides'
   message = (
-    f"{held} of {what} are whole on each of {plan.mesh.size} devices: {shown.name}"
+    f"{held} of {what} are replicated on {plan.mesh.size} devices: {shown.name}"
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
     f" print(plan.audit()) lists them; {mend}, replicate() accepts them."
   )
@@ -190,7 +190,7 @@ def _count(label: str, leaves: Iterable[LeafPlan]) -> str:
   rows = tuple(leaves)
   elements = sum(math.prod(leaf.shape) for leaf in rows)
   total, held = sum(leaf.bytes for leaf in rows), sum(leaf.bytes_per_device for leaf in rows)
-  size = f"{format_bytes(total)} in all, {format_bytes(held)} per device"
+  size = f"total size {format_bytes(total)}, {format_bytes(held)} per device"
   return f"{label:8}{len(rows):>6} arrays {elements:>16,} elements   {size}"
 
 

@@ -141,7 +141,7 @@ def _row(name: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
     str(len(leaves)) if len(leaves) > 1 else "",
     first.kind,
     format_array(first.dtype, first.shape) if same_array else f"{first.dtype}",
-    format_spec(first.spec) if same_spec else "as each",
+    format_spec(first.spec) if same_spec else "same as parameter",
     format_bytes(sum(leaf.bytes_per_device for leaf in leaves)),
     reason,
   )
@@ -164,7 +164,7 @@ def _rules_lines(plan: PlanTable, width: int) -> list[str]:
   if not len(plan.rules.logical):
     return []
   shown = ", ".join(
-    f"{name} -> {' | '.join('+'.join(c) or 'whole' for c in options)}"
+    f"{name} -> {' | '.join('+'.join(c) or 'replicated' for c in options)}"
     for name, options in plan.rules.logical.items()
   )
   return [hang(f"rules {shown}", width)]
@@ -182,8 +182,8 @@ def _totals(plan: PlanTable, width: int) -> list[str]:
   roots = [(root, [leaf for leaf in near if leaf.root == root]) for root in ("model", "optimizer")]
   rows = [row(root, leaves) for root, leaves in roots if leaves]
   if len(rows) > 1:
-    rows.append(row("together", near, elements=False, copies=False))
+    rows.append(row("total", near, elements=False, copies=False))
   if away:
     rows.append(row("in host memory", away, copies=False))
-  header = ("total", "arrays", "elements", "in all", "per device", "copies")
+  header = ("object", "arrays", "elements", "total size", "per device", "replication")
   return text_table(header, rows, right=(1, 2, 3, 4, 5), width=width).splitlines()

@@ -69,7 +69,7 @@ class MemoryPlan(Shown):
   def __str__(self) -> str:
     whole = max(1, self.need_bytes)
     rows = [(n, format_bytes(b), f"{100 * b / whole:.0f} %") for n, b in self.categories.items() if b]
-    rows.append(("all", format_bytes(whole), "100 %"))
+    rows.append(("total", format_bytes(whole), "100 %"))
     text = render("Planned memory per device", ("what", "bytes>", "share>"), rows)
     low, high = (format_bytes(self.need_bytes * edge) for edge in ERROR_BAND)
     text += f"In {CASES} test cases {BAND_TEXT}: here {low} to {high}.\n"
@@ -77,11 +77,11 @@ class MemoryPlan(Shown):
       text += f"{self.schedule}. Kept are the inputs of its ticks; layers are recomputed.\n"
       text += "Not counted: buffers of microbatches between stages, and weights on their way to them.\n"
     if self.host_bytes:
-      text += f"Besides, {format_bytes(self.host_bytes)} in the host's memory.\n"
+      text += f"Host memory: {format_bytes(self.host_bytes)} per device.\n"
     if self.chip is not None and self.headroom_bytes is not None:
-      word = "left" if self.headroom_bytes >= 0 else "too much"
+      word = "left on" if self.headroom_bytes >= 0 else "over the limit of"
       left = format_bytes(abs(self.headroom_bytes))
-      text += f"{left} {word} on {self.chip.name}{self.chip.usable_note}.\n"
+      text += f"{left} {word} {self.chip.name}{self.chip.usable_note}.\n"
     return text + render(
       "Largest leaves", ("leaf", "bytes>"), [(n, format_bytes(b)) for n, b in self.largest]
     )
