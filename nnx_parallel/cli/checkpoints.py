@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import fnmatch
 import json
-import re
-import shlex
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,11 +117,9 @@ def run_export(args: argparse.Namespace) -> int:
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map)
   if args.dry_run:
-    with _skip_as_option():
-      return _show(export_fates(plan, weight_map, skip=args.skip))
+    return _show(export_fates(plan, weight_map, skip=args.skip))
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
-  with _skip_as_option():
-    names = export_safetensors(args.out, model, weight_map, skip=args.skip)
+  names = export_safetensors(args.out, model, weight_map, skip=args.skip)
   if args.weight_map and Path(args.weight_map).is_dir():
     shutil.copy(Path(args.weight_map) / CONFIG, args.out)
   print(f"{len(names)} arrays -> {args.out}")
@@ -141,8 +135,7 @@ def run_import(args: argparse.Namespace) -> int:
 
   plan = _plan(args)
   if args.match:
-    with _skip_as_option():
-      found = match_by_shape(args.path, plan, skip=args.skip)
+    found = match_by_shape(args.path, plan, skip=args.skip)
     try:
       with Path(args.match).open("x", encoding="utf-8") as file:
         file.write(found.as_code())
@@ -151,8 +144,7 @@ def run_import(args: argparse.Namespace) -> int:
     return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
-    with _skip_as_option():
-      return _show(import_fates(args.path, plan, weight_map, skip=args.skip))
+    return _show(import_fates(args.path, plan, weight_map, skip=args.skip))
   with Checkpointer(args.out) as checkpointer:
     if steps := checkpointer.steps():
       raise CheckpointError(
@@ -160,8 +152,7 @@ def run_import(args: argparse.Namespace) -> int:
         details=f"steps {', '.join(map(str, steps))}",
         fix="choose an empty directory for OUT.",
       )
-    with _skip_as_option():
-      made = import_safetensors(args.path, plan, weight_map, skip=args.skip)
+    made = import_safetensors(args.path, plan, weight_map, skip=args.skip)
     model, optimizer = made if isinstance(made, tuple) else (made, None)
     checkpointer.save(0, model, optimizer, plan=plan)
     print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")
@@ -304,19 +295,3 @@ def _show(found: Fates | Matched) -> int:
 
   print_text(str(found))
   return 0 if found.complete else options.NO
-
-
-@contextlib.contextmanager
-def _skip_as_option() -> Generator[None]:
-  """Writes Python's `skip=[...]` in errors as `--skip`."""
-
-  def option(found: re.Match[str]) -> str:
-    names = re.findall(r"'([^']*)'", found[1]) or ["PATTERN"]
-    return shlex.join(word for name in names for word in ("--skip", name))
-
-  try:
-    yield
-  except CheckpointError as error:
-    texts = (re.sub(r"skip=(\[.*?\])", option, text) for text in (error.what, error.details, error.fix))
-    what, details, fix = texts
-    raise CheckpointError(what, details=details, fix=fix) from error

@@ -24,6 +24,7 @@ def register(commands: options.Commands) -> None:
     "--batch",
     "--chip",
     "--html",
+    "--json",
     help="compile a recipe's step for a machine that is not here",
     description="Compiles the train step with the real compiler of a machine, on any CPU, and reports"
     " memory per device, FLOPs, collectives, and whether the program that was split over the devices still"
@@ -35,7 +36,6 @@ def register(commands: options.Commands) -> None:
     help="tpu:v5e:4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:2x8 (hosts x GPUs), cpu:8;"
     " default: simulated CPU devices, as many as the mesh has",
   )
-  parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ PLACES = {
 }
 TOLERANCE = 1e-5  # largest relative difference of a loss; training is in float32
 RECORD = "demo.json"  # the numbers of a demo; a folder that has it may be replaced by the next one
-PROMPT = b"def "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ def register(commands: options.Commands) -> None:
     commands,
     "demo",
     run,
-    help="the whole path once: plan, train, save, restore elsewhere, compare, generate",
+    help="the whole path once: plan, train, save, restore elsewhere, compare",
     description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
     " and checks that each continues as the run that never stopped. Exit code 3: a claim does not hold.",
   )
@@ -80,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.loop.progress import StepProgress
-  from nnx_parallel.recipes import text_lm
 
   started = time.perf_counter()
   recipe = load_recipe("text_lm").given(text=args.text)
@@ -116,13 +114,9 @@ def run(args: argparse.Namespace) -> int:
     straight = next_losses(job, args.next_steps)
     others = [continue_at(title, recipe, checkpointer, straight) for title in PLACES]
     print_comparison(straight, others, args.steps)
-    heading("5. Generate", "one line, by the model on one device")
-    alone = Job.restore(recipe, plan_recipe(recipe, options.real_mesh(PLACES["one device"], 1)), checkpointer)
-    text = text_lm.generate(alone.model, PROMPT, 72, temperature=0.5)  # pyright: ignore[reportArgumentType]
-    print((PROMPT + text).decode(errors="replace").split("\n")[0])
 
   seconds = time.perf_counter() - started
-  heading("6. Summary", f"{seconds:.0f} s in all")
+  heading("5. Summary", f"{seconds:.0f} s in all")
   failures = find_failures(before, after, others)
   numbers = {
     "seconds": round(seconds, 1),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +39,16 @@ def make_parser() -> argparse.ArgumentParser:
   return parser
 
 
+def _with_options(text: str) -> str:
+  """An error with Python's `skip=[...]` as `--skip`."""
+
+  def option(found: re.Match[str]) -> str:
+    names = re.findall(r"'([^']*)'", found[1]) or ["PATTERN"]
+    return shlex.join(word for name in names for word in ("--skip", name))
+
+  return re.sub(r"\bskip=(\[.*?\])", option, text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command, with the arguments of the process by default; returns the exit code."""
   parser = make_parser()
@@ -50,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     return code
   except NnxParallelError as error:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    print(f"{type(error).__name__}: {_with_options(str(error))}", file=sys.stderr)
     return FAILED
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)

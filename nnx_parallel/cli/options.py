@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -141,7 +142,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
   "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
-  "--html": {"type": Path, "metavar": "FILE", "help": "also write a page with pictures"},
+  "--html": {"type": Path, "metavar": "FILE", "help": "also write a page"},
+  "--json": {"action": "store_true", "help": "one JSON object instead of tables"},
   "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; for verify: all)"},
   "--skip": {
     "action": "append",
@@ -238,7 +240,7 @@ def format_rules(changes: Mapping[str, tuple[str, ...]]) -> str:
   return ",".join(f"{name}={'+'.join(axes)}" for name, axes in changes.items())
 
 
-def format_sizes(sizes: Sizes) -> str:
+def format_sizes(sizes: Mapping[str, int]) -> str:
   """Sizes of mesh axes as `--mesh` takes them.
 
   Example:
@@ -277,18 +279,14 @@ def parse_mesh(text: str) -> Sizes:
   sizes: Sizes = {}
   for part in text.split(","):
     axis, _, size = part.strip().partition("=")
-    is_size = size == "-1" or (size.isascii() and size.isdigit() and int(size) > 0)
-    if not axis.isidentifier() or not is_size:
+    is_size = (size == "-1" and -1 not in sizes.values()) or re.fullmatch("[1-9][0-9]*", size)
+    if not axis.isidentifier() or axis in sizes or not is_size:
       raise MeshError(
         f"cannot read {part.strip()!r} in --mesh {text}.",
-        details="an axis is a name, its size a number of devices; -1 takes the rest",
+        details="an axis is a name, once, its size a number of devices; one -1 takes the rest",
         fix=EXAMPLE,
       )
-    if axis in sizes:
-      raise MeshError(f"the axis {axis!r} is twice in --mesh {text}.", fix=EXAMPLE)
     sizes[axis] = int(size)
-  if list(sizes.values()).count(-1) > 1:
-    raise MeshError(f"more than one -1 in --mesh {text}.", fix="--mesh data=-1,tensor=2")
   return sizes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import abstract_batch, loss_of, start_compiler
@@ -21,35 +21,22 @@ def register(commands: options.Commands) -> None:
     commands,
     "search",
     run,
-    "recipe",
-    "--rules",
-    "--layers",
-    "--batch",
-    "--html",
-    help="rank every layout of a recipe on a machine",
-    description="Tries every factorisation of the mesh with microbatches, remat policies, ZeRO stages and"
-    " offload, and with split sequences and experts where the model names them, by a model of memory and"
-    " time; with --pipeline also stages; prints the Pareto front and the winner as code. Exit code 3:"
-    " nothing fits.",
+    *("recipe", "--rules", "--zero", "--offload", "--layers", "--pipeline", "--batch", "--html", "--json"),
+    help="find a fast layout of a recipe that fits on a machine",
+    description="Tries about a dozen meshes with microbatches and remat policies. The memory plan leaves out"
+    " what is too large, and a compiler decides. Prints the winner as code. Exit code 3: nothing fits.",
   )
   add = parser.add_argument
   add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
   add(
     "--compile-best",
-    type=options.positive,
-    default=0,
+    type=int,
+    choices=range(65),
+    default=3,
     metavar="N",
-    help="compile the N fastest for simulated devices, and the first of these for the machine",
+    help="compile the N fastest at most, until the compiler accepts one (3); 0: none",
   )
-  add("--pipeline", metavar="AXIS", help="also try pipelines over a mesh axis of this name")
-  add("--remat", nargs="+", choices=options.REMATS, help="policies to try (default: none dots full)")
-  add("--zero", nargs="+", type=int, choices=(0, 1, 2), help="ZeRO stages to try (default: 0 1 2)")
-  add(
-    "--offload",
-    action=argparse.BooleanOptionalAction,
-    help="optimizer state always, or never, in host memory (default: both are tried)",
-  )
-  add("--json", action="store_true", help="one JSON object instead of tables")
+  add("--remat", nargs="+", choices=options.REMATS, default=("none", "dots", "full"), help="policies to try")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,14 +44,13 @@ def run(args: argparse.Namespace) -> int:
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.report.search.search import search
-  from nnx_parallel.report.topology import read_machine
+  from nnx_parallel.report.topology import missing_compiler, read_machine
 
-  recipe = load_recipe(args.recipe)
-  devices = read_machine(args.topology).devices
+  recipe, machine = load_recipe(args.recipe), read_machine(args.topology)
   # Simulated devices hold nothing, but each costs some memory of the process.
-  simulate = args.compile_best and devices <= _MOST_SIMULATED
-  start_compiler({"all": devices}, f"cpu:{devices}" if simulate else args.topology, None)
-  tried: dict[str, Any] = {"remat": args.remat, "zero": args.zero, "offload": args.offload}
+  simulate = args.compile_best and machine.devices <= _MOST_SIMULATED
+  simulate = simulate and (machine.chip.platform == "cpu" or missing_compiler(machine) is not None)
+  start_compiler({"all": machine.devices}, f"cpu:{machine.devices}" if simulate else args.topology, None)
   result = search(
     recipe.init,
     loss_of(recipe),
@@ -75,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     compile_best=args.compile_best,
     layers=args.layers,
     pipeline=args.pipeline,
-    **{name: value for name, value in tried.items() if value is not None},
+    remat=args.remat,
+    zero=args.zero,
+    optimizer_memory="pinned_host" if args.offload else None,
   )
   print(result.to_json()) if args.json else print_text(str(result))
   if result.best is not None and not args.json:
@@ -88,12 +76,11 @@ def run(args: argparse.Namespace) -> int:
 def command(args: argparse.Namespace, best: Candidate) -> str:
   """The command that compiles a candidate, as a line for the shell."""
   words = ["nnx-parallel", "compile", args.recipe, "--topology", args.topology]
-  words += ["--mesh", options.format_sizes(dict(best.sizes)), "--microbatches", str(best.microbatches)]
-  words += ["--remat", best.remat, "--zero", str(best.zero)]
+  words += ["--mesh", options.format_sizes(best.sizes), "--microbatches", str(best.microbatches)]
+  words += ["--remat", str(best.remat), "--zero", str(args.zero)]
   words += ["--layers", args.layers] if args.layers else []
-  words += ["--offload"] if best.offload else []
+  words += ["--offload"] if args.offload else []
   words += ["--pipeline", options.format_pipeline(best.pipeline)] if best.pipeline else []
-  rules = {**args.rules, **best.changes}
-  words += ["--rules", options.format_rules(rules)] if rules else []
+  words += ["--rules", options.format_rules(args.rules)] if args.rules else []
   words += ["--batch", str(args.batch)] if args.batch else []
   return shlex.join(words)

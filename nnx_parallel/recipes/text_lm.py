@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.typing import ArrayLike
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
@@ -310,48 +309,3 @@ def find_text(root: Path, suffix: str = "", skip: Container[str] = ()) -> dict[s
           if content and b"\0" not in content:
             found[path.relative_to(root).as_posix()] = content
   return dict(sorted(found.items()))
-
-
-# Generation ------------------------------------------------------------------------------------
-
-
-def generate(
-  model: TextLM,
-  prompt: bytes,
-  length: int,
-  *,
-  temperature: float = 0.0,
-  seed: int = 0,
-  window: int = CONFIG.sequence,
-) -> bytes:
-  """Continues `prompt` by `length` bytes; greedy at temperature 0.
-
-  The model runs on the whole window for each byte, which is fast enough for a line of text.
-  """
-  if not prompt:
-    raise RecipeError("generate needs a prompt of at least one byte.", fix='prompt=b"\\n"')
-  quiet = nnx.view(model, deterministic=True, raise_if_not_found=False)
-  context = np.zeros(window, np.int32)
-  recent = np.frombuffer(prompt, np.uint8)[-window:]
-  context[: len(recent)] = recent
-  key = jax.random.key(seed)
-  out = _continue(quiet, context, len(recent), key, np.float32(temperature), length)
-  return np.asarray(out, np.uint8).tobytes()
-
-
-@functools.partial(nnx.jit, static_argnames="length")
-def _continue(
-  model: TextLM, context: ArrayLike, used: ArrayLike, key: jax.Array, temperature: ArrayLike, length: int
-) -> jax.Array:
-  def one_byte(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
-    context, used = carry
-    logits = model(context[None])[0, used - 1]
-    noise = jax.random.gumbel(key, logits.shape) * temperature
-    byte = jnp.argmax(logits + noise).astype(context.dtype)
-    full = used == context.size
-    context = jnp.where(full, jnp.roll(context, -1), context)
-    place = jnp.where(full, used - 1, used)
-    return (context.at[place].set(byte), place + 1), byte
-
-  carry = (jnp.asarray(context), jnp.asarray(used))
-  return jax.lax.scan(one_byte, carry, jax.random.split(key, length))[1]

@@ -250,8 +250,8 @@ def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
   """Activations that devices hold for the examples of others too, and where they begin."""
   found = report.whole_activations
   if not found:
-    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is replicated over the batch axes.\n"
-    return "" if found is None else note
+    least = format_bytes(SHARE * report.need_bytes)
+    return "" if found is None else f"No activation of {least} or more is replicated over the batch axes.\n"
   first = min(found, key=lambda one: one.place)
   fix = f": {first.fix}" if first.fix else ""
   return (

@@ -73,7 +73,7 @@ def test_the_demo(tmp_path, capfd):
   assert cli.main(["demo", "--out", str(out), "--steps", "6", "--next-steps", "2"]) == 0
   text, warned = capfd.readouterr()
   assert "Involuntary full rematerialization" not in warned
-  for part in ("1. Plan", "2. Train", "3. Save", "4. Restore", "5. Generate", "6. Summary"):
+  for part in ("1. Plan", "2. Train", "3. Save", "4. Restore", "5. Summary"):
     assert part in text
   record = json.loads((out / "demo.json").read_text())
   assert record["held_out_after"]["bits_per_byte"] < record["held_out_before"]["bits_per_byte"]

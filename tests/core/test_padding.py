@@ -366,7 +366,8 @@ def test_an_array_without_a_variable_is_not_padded():
   names = nxp.PathRules([("table|weight", (None, "tensor"))])
   plan = nxp.plan(lambda: Raw(nnx.Rngs(0)), nxp.make_mesh(tensor=8), names, uneven="pad")
   assert (plan["table"].padding, plan["weight"].padding) == ((0, 0), (0, 2))
-  assert "'tensor' -> replicated: 6 would be padded, which only an nnx.Variable hides" in plan.explain("table")
+  why = "'tensor' -> replicated: 6 would be padded, which only an nnx.Variable hides"
+  assert why in plan.explain("table")
   model = nxp.create_sharded_model(plan)
   assert model(jnp.ones((2, 5))).shape == (2, 6)
 

@@ -114,9 +114,7 @@ def test_optimizer_state_is_listed_with_its_parameter():
 
 def test_one_device_wastes_nothing():
   assert not nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()
-  assert (
-    str(nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()) == "nothing above 1 MiB is replicated."
-  )
+  assert str(nxp.plan(big, nxp.abstract_mesh(fsdp=1)).audit()) == "nothing above 1 MiB is replicated."
 
 
 def test_trained_and_frozen_are_counted():

@@ -163,7 +163,8 @@ def test_uneven_policies_with_candidates_left(policy, spec, padding, step):
 def test_next_keeps_a_dim_whole_when_no_candidate_is_left():
   found = resolve(("vocab",), (31,), uneven="next", vocab=["fsdp", "tensor"])
   assert found.spec == P(None)
-  assert found.steps == ("'vocab' -> replicated: 2 does not divide 31, and no candidate is left (uneven='next')",)
+  why = "'vocab' -> replicated: 2 does not divide 31, and no candidate is left (uneven='next')"
+  assert found.steps == (why,)
 
 
 def test_pad_rounds_up_for_the_first_candidate_when_none_divides():

@@ -180,35 +180,3 @@ def test_dropout_is_an_option_and_its_random_state_is_always_there():
   assert nnx.state(plain, nnx.RngState)
   assert text_lm.loss(plain, batch)[0] == text_lm.loss(plain, batch)[0]
   assert text_lm.loss(noisy, batch)[0] != text_lm.loss(noisy, batch)[0]
-
-
-# Generation
-
-
-def greedy(model, prompt, length, window):
-  logits = nnx.jit(lambda model, tokens: model(tokens))
-  text = list(prompt)
-  for _ in range(length):
-    seen = text[-window:]
-    padded = np.array([seen + [0] * (window - len(seen))], np.int32)  # later bytes are not seen
-    text.append(int(jnp.argmax(logits(model, padded)[0, len(seen) - 1])))
-  return bytes(text[len(prompt) :])
-
-
-@pytest.mark.parametrize("prompt", [b"a", b"a longer prompt than the window"])
-def test_greedy_generation_equals_one_byte_at_a_time(prompt):
-  model = small()
-  assert text_lm.generate(model, prompt, 10, window=8) == greedy(model, prompt, 10, 8)
-
-
-def test_temperature_draws_by_its_seed_and_dropout_is_off():
-  model = small(dataclasses.replace(SMALL, dropout=0.5))
-  one, again, other = (
-    text_lm.generate(model, b"x", 20, temperature=1.0, seed=s, window=8) for s in (0, 0, 1)
-  )
-  assert one == again != other
-
-
-def test_an_empty_prompt_is_refused():
-  with pytest.raises(RecipeError, match="needs a prompt of at least one byte"):
-    text_lm.generate(small(), b"", 3)

@@ -506,7 +506,7 @@ def test_meshes_that_cannot_split_the_batch_are_left_out_with_the_reason():
   result = find("gpu:h100:2x8", jax.ShapeDtypeStruct((24, WIDTH), jnp.float32))
   (reason,) = result.refused
   assert reason.startswith("batch has 24 examples, which 16 shards cannot split evenly")
-  assert f"left out, {result.refused[reason]} meshes: {reason}" in str(result)
+  assert f"{result.refused[reason]} meshes are left out: {reason}" in " ".join(str(result).split())
   assert all(math.prod((c.sizes["data"], c.sizes["fsdp"])) in (1, 2, 4, 8) for c in result.fitting)
 
 

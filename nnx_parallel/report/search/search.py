@@ -19,7 +19,7 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
-from nnx_parallel.core.text import Paged, Table, format_bytes, not_counted, render
+from nnx_parallel.core.text import Paged, Table, format_bytes, hang, not_counted, page_width, render
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
@@ -181,10 +181,11 @@ class SearchResult(Paged):
       elif self.best.fits == "borderline":
         how = ", a borderline fit; check it with search(..., compile_best=3)"
       lines += ["", f"The winner{how}:", "", *(f"  {line}" for line in self.code().splitlines()), ""]
-    lines += [f"note: {note}" for note in self.notes]
+    notes = [*self.notes]
     if self.best is None or any(c.fits == "borderline" for c in self.fitting):
-      lines.append(f"note: In {CASES} test cases {BAND_TEXT}.")
-    lines += [f"left out, {count} meshes: {why}" for why, count in [*self.refused.items()][:5]]
+      notes.append(f"In {CASES} test cases {BAND_TEXT}.")
+    notes += [f"{count} meshes are left out: {why}" for why, count in [*self.refused.items()][:5]]
+    lines += [hang(f"note: {note}", page_width()) for note in notes]
     return "\n".join([*lines, "", render(*self.table())])
 
   def to_json(self) -> str:
