@@ -259,8 +259,8 @@ class Plan(PlanTable, Generic[R]):
       >>> init, mesh = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8)
       >>> before, after = nxp.plan(init, mesh, nxp.replicate()), nxp.plan(init, mesh, nxp.fsdp(min_size=64))
       >>> print(before.diff(after))
-      changed  n  what  before  after
-      kernel   1  spec  whole   (-, fsdp)
+      changed  n  what  before      after
+      kernel   1  spec  replicated  (-, fsdp)
       per device 2.25 KiB -> 512 B
     """
     check_plan(other, "plan.diff(other)", creates=False)
@@ -294,8 +294,8 @@ class Plan(PlanTable, Generic[R]):
       >>> from flax import nnx
       >>> plan = nxp.plan(lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8))
       >>> print(plan.trainable(nnx.PathContains("bias")))
-      trained      1 arrays               64 elements   256 B in all, 256 B per device
-      frozen       1 arrays              512 elements   2 KiB in all, 2 KiB per device
+      trained      1 arrays               64 elements   total size 256 B, 256 B per device
+      frozen       1 arrays              512 elements   total size 2 KiB, 2 KiB per device
       trained: bias
       frozen: kernel
     """
