@@ -224,7 +224,7 @@ def step_time(
   if work.on_host:
     links.waiting["host"] = 2 * per_device(work.on_host, sizes) / chip.host_bandwidth
   return StepTime(
-    compute=_arithmetic_seconds(flops, chip),
+    compute=arithmetic_seconds(flops, chip),
     memory=_traffic(work, sizes, microbatches) / chip.hbm_bandwidth,
     overlapped=links.overlapped,
     waiting=links.waiting,
@@ -248,7 +248,7 @@ def compiled_time(report: CompileReport) -> StepTime | None:
   for c in report.collectives:
     links.add(c.axes, c.sent_bytes, c.times, hidden=c.overlapped)
   return StepTime(
-    compute=_arithmetic_seconds(cost.arithmetic, chip),
+    compute=arithmetic_seconds(cost.arithmetic, chip),
     memory=cost.hbm_bytes / chip.hbm_bandwidth,
     overlapped=links.overlapped,
     waiting=links.waiting,
@@ -306,7 +306,8 @@ def _flops(products: Sequence[Product], sizes: Sizes) -> dict[str, float]:
   return found
 
 
-def _arithmetic_seconds(flops: Mapping[str, float], chip: Chip) -> float:
+def arithmetic_seconds(flops: Mapping[str, float], chip: Chip) -> float:
+  """Seconds of FLOPs by arithmetic."""
   return sum(count / (chip.peak(name) * chip.efficiency) for name, count in flops.items())
 
 
