@@ -1,6 +1,6 @@
 """A small job to start from: predicts a byte from the 8 bytes before it. `nnx-parallel new FILE` copies it.
 
-nnx-parallel train starter --mesh fsdp=8 --steps 200
+Train it with `nnx-parallel train starter --mesh fsdp=8 --steps 200`.
 """
 
 import itertools
