@@ -475,7 +475,7 @@ def test_members_of_groups_agree_with_their_labels(text):
 
 
 @pytest.mark.parametrize(
-  ("text", "blockwise"),
+  ("text", "blocks"),
   [
     ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", [0, 0, 0, 0, 1, 1, 1, 1]),
     ("{devices=[4,2]<=[2,4]T(1,0)}", [0, 1, 2, 3, 0, 1, 2, 3]),

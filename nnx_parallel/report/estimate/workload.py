@@ -8,7 +8,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -440,7 +440,7 @@ def _flat_loss(
 
   def flat(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
     values = zip(paths, (*trained, *rest), strict=True)
-    made = nnx.from_flat_state([(path, live(path, x)) for path, x in values])
+    made = nnx.from_flat_state(cast(Any, [(path, live(path, x)) for path, x in values]))
     with nnx.use_eager_sharding(False), scoped(scope):
       module = nnx.merge(graphdef, made)
       with contextlib.nullcontext() if options is None else options.marking(module):
@@ -584,7 +584,8 @@ def _scanned(
     if eqn.primitive.name != "scan":
       continue
     once, casts, narrowed = list[Sharded](), dict[int, Sharded](), list[Sharded]()
-    for var in scan_counts(eqn).split(eqn.invars)[2]:
+    rows: list[Any] = scan_counts(eqn).split(eqn.invars)[2]
+    for var in rows:
       number = None if isinstance(var, core.Literal) else flows[var].parameter
       if number is None:
         continue

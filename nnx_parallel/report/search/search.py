@@ -355,7 +355,7 @@ def meshes(
   # Neighbours in a pipeline send least, so the stages come first: they take the slowest links.
   ordered = [*dict.fromkeys([stage, *axes] if stage else axes)]
   found = factorisations(machine.devices, [axis for axis in ordered if axis not in idle] or ordered[:1])
-  every = [{axis: sizes.get(axis, 1) for axis in ordered} for sizes in found]
+  every: list[Sizes] = [{axis: sizes.get(axis, 1) for axis in ordered} for sizes in found]
   return [sizes for sizes in every if is_usual(sizes)] or every
 
 
