@@ -104,7 +104,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
     return memory_plan(layout, loss, BATCH, microbatches=4).categories
 
   wide, narrow = planned(F32), planned(BF16)
-  assert narrow["accumulators"] == wide["accumulators"] == 2 * narrow["parameters"]
+  assert narrow["summed gradients"] == wide["summed gradients"] == 2 * narrow["parameters"]
   assert narrow["parameters"] == wide["parameters"] // 2
 
 

@@ -122,8 +122,8 @@ def test_scattered_gradients_are_planned_split():
     memory_plan(layout, layouts.loss, layouts.batch(), microbatches=4, gradients=g)
     for g in ("whole", "scattered")
   )
-  assert whole.categories["accumulators"] == layouts.PARAMS
-  assert split.categories["accumulators"] == layouts.PARAMS // 8
+  assert whole.categories["summed gradients"] == layouts.PARAMS
+  assert split.categories["summed gradients"] == layouts.PARAMS // 8
   assert memory_plan(layout, layouts.loss, layouts.batch(), microbatches=4) == split
   unsplit = layouts.plan(optimizer=ADAM, **axes)
   with pytest.raises(nxp.errors.TrainError, match="the plan of the optimizer has zero=0"):
@@ -137,7 +137,7 @@ def test_masters_are_a_category_of_their_own():
   init = lambda: nnx.Linear(64, 64, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   layout = nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=nxp.with_masters(ADAM))
   found = memory_plan(layout, lambda m, x: jnp.mean(m(x)), jax.ShapeDtypeStruct((8, 64), jnp.bfloat16))
-  assert found.categories["masters"] == 64 * 64 * 4 // 8
+  assert found.categories["master weights"] == 64 * 64 * 4 // 8
   assert found.categories["optimizer"] == 2 * 64 * 64 * 4 // 8 + 8
 
 

@@ -103,7 +103,7 @@ def test_microbatches_divide_activations_and_double_gradients():
   one, four = (memory_plan(plan(fsdp=8), loss, BATCH, microbatches=m, remat="full") for m in (1, 4))
   assert four.categories["kept activations"] == one.categories["kept activations"] // 4
   assert one.categories["gradients"] == PARAMS // 8
-  assert four.categories["gradients"] == four.categories["accumulators"] == PARAMS // 8
+  assert four.categories["gradients"] == four.categories["summed gradients"] == PARAMS // 8
 
 
 def scanned(cast_first, model, batch):
@@ -127,7 +127,7 @@ def test_weights_cast_before_the_scan_have_gradients_half_as_large():
   )
   layers = sum(layout[name].bytes_per_device for name in ("up", "down"))
   assert own["gradients"] - first["gradients"] == layers // 2
-  assert own["cast parameters"] == first["cast parameters"] == layers // 2
+  assert own["parameters in compute dtype"] == first["parameters in compute dtype"] == layers // 2
   assert trace_workload(layout, functools.partial(scanned, True), small).narrowed
   sizes = {"data": 2, "fsdp": 2, "tensor": 1}
   split = nxp.plan(init, nxp.abstract_mesh(sizes), RULES, optimizer=optax.adam(1e-3), zero=2)
@@ -490,7 +490,7 @@ def test_stage_two_splits_gradients_as_the_state_of_their_shape():
   for optimizer, ways in ((optax.adam(1e-3), 8), (optax.sgd(0.1), 1)):
     work = trace_workload(zero_plan(2, optimizer), loss, BATCH)
     found = memory_categories(work, {"data": 8, "fsdp": 1, "tensor": 1}, 4)
-    assert found["gradients"] == found["accumulators"] == PARAMS / ways
+    assert found["gradients"] == found["summed gradients"] == PARAMS / ways
     assert work.stage == (2 if ways == 8 else 0)
 
 

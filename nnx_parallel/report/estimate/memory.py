@@ -53,7 +53,7 @@ class MemoryPlan(Shown):
 
   @property
   def need_bytes(self) -> int:
-    """Bytes per device."""
+    """Bytes of one device at the peak of a step."""
     return sum(self.categories.values())
 
   @property
@@ -70,7 +70,7 @@ class MemoryPlan(Shown):
     whole = max(1, self.need_bytes)
     rows = [(n, format_bytes(b), f"{100 * b / whole:.0f} %") for n, b in self.categories.items() if b]
     rows.append(("total", format_bytes(whole), "100 %"))
-    text = render("Planned memory per device", ("what", "bytes>", "share>"), rows)
+    text = render("Planned memory per device, at the peak of a step", ("what", "bytes>", "share>"), rows)
     low, high = (format_bytes(self.need_bytes * edge) for edge in ERROR_BAND)
     text += f"In {CASES} test cases {BAND_TEXT}: here {low} to {high}.\n"
     if self.schedule is not None:
@@ -83,7 +83,7 @@ class MemoryPlan(Shown):
       left = format_bytes(abs(self.headroom_bytes))
       text += f"{left} {word} {self.chip.name}{self.chip.usable_note}.\n"
     return text + render(
-      "Largest leaves", ("leaf", "bytes>"), [(n, format_bytes(b)) for n, b in self.largest]
+      "Largest arrays of the state, per device", ("array", "bytes>"), [(n, format_bytes(b)) for n, b in self.largest]
     )
 
 
@@ -114,7 +114,7 @@ def memory_plan(
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
-      are those of all microbatches in flight, and "cast parameters" the layers as they lie on their stages.
+      are those of all microbatches in flight, and "parameters in compute dtype" the layers as they lie on their stages.
     chip: to compare with.
 
   Returns:
@@ -191,21 +191,21 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
     {
       "gradients": gradients,
       "kept activations": kept,
-      "one layer": layer,
+      "activations of one layer": layer,
       # Those in use, and the next ones, which are being gathered: a guess.
       "gathered parameters": 2 * _gathered(work, sizes),
     },
-    {"gradients": gradients, "state in passing": _in_passing(work, sizes)},
+    {"gradients": gradients, "optimizer state in transfer": _in_passing(work, sizes)},
   ]
   state = {
     "parameters": per_device(work.parameters, sizes),
     "other model state": per_device(work.other, sizes),
     "optimizer": per_device(work.optimizer, sizes),
-    "masters": per_device(work.masters, sizes),
+    "master weights": per_device(work.masters, sizes),
     "batch": per_device(work.batch, sizes),
-    "accumulators": accumulators,
+    "summed gradients": accumulators,
     # Compilers cast scanned parameters once, before the loop, also where the trace casts each layer's.
-    "cast parameters": max(per_device(work.kept_weights, sizes), per_device(work.casts, sizes)),
+    "parameters in compute dtype": max(per_device(work.kept_weights, sizes), per_device(work.casts, sizes)),
   }
   return state | max(moments, key=lambda moment: sum(moment.values()))
 
