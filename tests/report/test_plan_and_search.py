@@ -629,6 +629,8 @@ def test_the_compiler_decides():
   text = str(result)
   assert f"The winner, compiled for 8 x cpu: it fits, all {len(result.best.report.results.right)}" in text
   assert "compiler needs" in text
+  (note,) = find("cpu:8", optimizer=None, compile_best=1).notes
+  assert "a train step needs search(..., optimizer=)" in note
   far = find("tpu:v5e:4x4", compile_best=1)
   assert "16 simulated devices are needed, and this process has 8" in far.notes[0] or far.best.report
 
@@ -656,9 +658,11 @@ def test_rules_without_axes_are_refused():
     searched_axes(nxp.replicate())
 
 
-def test_no_part_of_the_batch_is_refused():
+def test_what_no_layout_could_have_is_an_error():
   with pytest.raises(ReportError, match=r"max_microbatches=0 leaves nothing to try(.|\n)*max_microbatches=1"):
-    search(init, loss, "cpu:8", batch=BATCH, rules=RULES, max_microbatches=0)
+    find("cpu:8", max_microbatches=0)
+  with pytest.raises(nxp.errors.PlanError, match="zero=1 splits optimizer state, and there is no optimizer"):
+    find("cpu:8", optimizer=None, zero=1)
 
 
 def test_70b_is_planned_from_shapes_alone():

@@ -82,9 +82,8 @@ class MemoryPlan(Shown):
       word = "left on" if self.headroom_bytes >= 0 else "over the limit of"
       left = format_bytes(abs(self.headroom_bytes))
       text += f"{left} {word} {self.chip.name}{self.chip.usable_note}.\n"
-    return text + render(
-      "Largest arrays of the state, per device", ("array", "bytes>"), [(n, format_bytes(b)) for n, b in self.largest]
-    )
+    largest = [(name, format_bytes(size)) for name, size in self.largest]
+    return text + render("Largest arrays of the state, per device", ("array", "bytes>"), largest)
 
 
 def memory_plan(
@@ -114,7 +113,8 @@ def memory_plan(
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default those of the plan's ZeRO stage.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
-      are those of all microbatches in flight, and "parameters in compute dtype" the layers as they lie on their stages.
+      are those of all microbatches in flight, and "parameters in compute dtype" the layers as they lie on
+      their stages.
     chip: to compare with.
 
   Returns:

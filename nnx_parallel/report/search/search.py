@@ -273,7 +273,8 @@ def search(
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   named = searched_axes(rules)
-  probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate")
+  place: Any = {"optimizer": optimizer, "zero": zero, "optimizer_memory": optimizer_memory}
+  probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate", **place)
   used = {axis for leaf in probe.leaves for axis in axes_in(leaf.spec)} | {*probe.batch_axes}
   used |= {stages.axis} if stages else set()
   idle = [axis for axis in named if axis not in used]
@@ -282,7 +283,6 @@ def search(
   if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
     notes.append(f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.")
     remats = ("as written",)
-  place: Any = {"optimizer": optimizer, "zero": zero, "optimizer_memory": optimizer_memory}
   task = _Task(loss, machine, batch, remats, layers, max_microbatches, stages)
   found: list[Candidate] = []
   refused: dict[str, int] = {}
@@ -296,6 +296,8 @@ def search(
     found += task.candidates(layout)
   fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "likely", speed(c)))
   too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
+  if compile_best and optimizer is None:
+    notes.append("The layouts were not compiled: a train step needs search(..., optimizer=).")
   tried, best, more = task.compiled(fitting, compile_best if optimizer is not None else 0)
   if best is not None:
     notes += [f"of the winner's plan: {note}" for note in best.plan.notes]
