@@ -36,13 +36,14 @@ def _is_product(eqn: Any) -> bool:
   return any(e.primitive.name in PRODUCTS for e in eqns)
 
 
-def stored(body: Any, saved: Collection[Any]) -> list[Any]:
+def stored(jaxpr: Any, saved: Collection[Any]) -> list[Any]:
   """The variables of a jaxpr that a program keeps to have the saved ones again, inputs left out.
 
   What a product reads stays. Another elementwise result is replaced by its sources where they, without those
   that are kept anyway, are no larger. Inputs of the trace cost nothing.
   """
-  sources = facts_of(body, [()] * len(body.invars), _SOURCES)
+  body = opened(jaxpr)
+  sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
   kept: dict[Any, None] = {var: None for var in saved if id(var) in read}
   for var in sorted((v for v in saved if v not in kept), key=lambda v: -nbytes(v.aval)):

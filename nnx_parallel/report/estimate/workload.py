@@ -524,8 +524,8 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   data = [var for var in saved if seen.flows[var].data]
   weights = [var for var in saved if seen.flows[var].weight and not seen.flows[var].data]
   rows = dict.fromkeys(var for var in data if var in loops)
-  outside = [var for var in stored(body, [v for v in data if v not in loops]) if var not in rows]
-  weights = [v for v in weights if v in loops] + stored(body, [v for v in weights if v not in loops])
+  outside = [var for var in stored(traced, [v for v in data if v not in loops]) if var not in rows]
+  weights = [v for v in weights if v in loops] + stored(traced, [v for v in weights if v not in loops])
 
   def parts(group: Iterable[Any]) -> tuple[Sharded, ...]:
     return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
@@ -589,11 +589,9 @@ def _scanned(
       number = None if isinstance(var, core.Literal) else flows[var].parameter
       if number is None:
         continue
-      (own, split), elements = (
-        (opened(traced).invars[number].aval, flows[var].names),
-        math.prod(var.aval.shape),
-      )
-      used = elements * min(read[number], own.dtype.itemsize)
+      own: Any = opened(traced).invars[number].aval
+      split = flows[var].names
+      used = math.prod(var.aval.shape) * min(read[number], own.dtype.itemsize)
       once.append(Sharded(used // eqn.params["length"], split))
       if used < nbytes(own):
         casts[number] = Sharded(used, split)
