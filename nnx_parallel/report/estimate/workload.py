@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.extend import core
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in
 from nnx_parallel.core.flow import Flow
+from nnx_parallel.core.interpret import is_literal
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts, without_unused
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.core.nodes import Path
@@ -518,7 +518,7 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   seen.run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
   # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
-  results = dict.fromkeys(var for var in body.outvars if not isinstance(var, core.Literal))
+  results = dict.fromkeys(var for var in body.outvars if not is_literal(var))
   inputs = set(body.invars)
   saved = [var for var in results if var in seen.flows and var not in inputs and not _on_host(var)]
   data = [var for var in saved if seen.flows[var].data]
@@ -586,7 +586,7 @@ def _scanned(
     once, casts, narrowed = list[Sharded](), dict[int, Sharded](), list[Sharded]()
     rows: list[Any] = scan_counts(eqn).split(eqn.invars)[2]
     for var in rows:
-      number = None if isinstance(var, core.Literal) else flows[var].parameter
+      number = None if is_literal(var) else flows[var].parameter
       if number is None:
         continue
       own: Any = opened(traced).invars[number].aval
