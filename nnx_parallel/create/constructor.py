@@ -33,6 +33,7 @@ from nnx_parallel.layout.tracing import (
   trace_optimizer,
   why_one_program,
 )
+from nnx_parallel.rules.logical import Uneven
 from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "jit"]
@@ -50,7 +51,12 @@ def create_sharded_model(init: Plan[R], *, compile: Compile = "slices") -> R: ..
 
 @overload
 def create_sharded_model(
-  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, compile: Compile = "slices"
+  init: Callable[[], M],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  compile: Compile = "slices",
+  uneven: Uneven = "error",
 ) -> M: ...
 
 
