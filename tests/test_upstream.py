@@ -179,14 +179,6 @@ def test_operations_name_their_dims_under_known_parameters(name, known, function
   assert known <= set(equations(function, X)[name].params)
 
 
-@pytest.mark.skipif(not OLD, reason="newer versions refuse by themselves")
-def test_old_tracers_have_a_sharding_that_can_be_replaced():
-  """`layout/tracing.py` (`_quick_conversions`): goes with jax 0.10."""
-  from jax.interpreters.partial_eval import DynamicJaxprTracer
-
-  assert "sharding" not in vars(DynamicJaxprTracer)
-
-
 def test_residuals_of_a_pullback_are_its_leaves():
   """`report/estimate/workload.py` reads there what the backward pass keeps."""
   kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)

@@ -56,17 +56,10 @@ def layout_after_parameter(
   """Gives an optimizer array the layout of its parameter.
 
   The same shape gets the same spec (moments). More dims in front are replicated (the history of L-BFGS). Some
-  of the parameter's dims, in order, keep their axes (the factored moments of Adafactor and SM3). Any other
-  array is replicated.
+  of the parameter's dims, in order, keep their axes (the factored moments of Adafactor and SM3); `dims` are
+  these, if known: sizes are ambiguous for square matrices. Any other array is replicated.
 
-  Args:
-    parameter: the parameter's row.
-    shape: global shape of the optimizer's array, in elements.
-    dims: the dims of the parameter that it has, if known; needed for square matrices, where sizes are
-      ambiguous.
-
-  Returns:
-    `(spec, padding, why)`.
+  Returns `(spec, padding, why)`.
   """
   own, extra = parameter.shape, len(shape) - len(parameter.shape)
   kept: Sequence[int | None] | None
@@ -89,13 +82,8 @@ def zero_axes(
 ) -> tuple[str, ...]:
   """The mesh axes, major to minor, over which a ZeRO stage splits the optimizer state; () for stage 0.
 
-  Args:
-    zero: the stage: 0, 1 or 2.
-    axes: the user's choice; None takes `batch`.
-    batch: the mesh axes that split the batch.
-    mesh: mesh axis name -> size in devices.
-
-  Source: ZeRO, arXiv:1910.02054. Axes that do not cross slices give the hybrid form.
+  `axes` is the user's choice; None takes `batch`, the axes that split the batch. Axes that do not cross
+  slices give the hybrid form. Source: ZeRO, arXiv:1910.02054.
   """
   if zero == 3:
     raise PlanError(
@@ -109,41 +97,28 @@ def zero_axes(
   if zero == 0:
     return ()
   chosen = tuple(batch) if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  absent = [axis for axis in chosen if axis not in mesh]
+  why = ""
   if not chosen:
+    why = "no mesh axis splits the batch" if axes is None else "zero_axes names no axis"
+  elif absent:
+    why = f"zero_axes names {absent[0]!r}, which is not in the mesh"
+  elif len({*chosen}) != len(chosen):
+    why = f"zero_axes={chosen!r} names an axis twice"
+  if why:
+    own = next(iter(mesh))
     raise PlanError(
-      f"zero={zero} splits nothing: "
-      + ("no mesh axis splits the batch." if axes is None else "zero_axes names no axis."),
+      f"zero={zero} splits nothing: {why}.",
       details=f"mesh {dict(mesh)}",
-      fix=f"zero_axes={next(iter(mesh))!r}, or split the batch: LogicalRules(batch={next(iter(mesh))!r}).",
+      fix=f"zero_axes={tuple(batch) or own!r}, or split the batch: LogicalRules(batch={own!r}).",
     )
-  if len(set(chosen)) != len(chosen):
-    raise PlanError(
-      f"zero_axes={chosen!r} names an axis twice.", fix=f"zero_axes={tuple(dict.fromkeys(chosen))!r}"
-    )
-  for axis in chosen:
-    if axis not in mesh:
-      raise PlanError(
-        f"zero_axes names {axis!r}, which is not in the mesh.",
-        details=f"mesh {dict(mesh)}",
-        fix=f"zero_axes={tuple(batch)!r}",
-      )
   return chosen
 
 
 def add_zero_axes(
   spec: PartitionSpec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
 ) -> tuple[PartitionSpec, str]:
-  """Splits an optimizer array over more axes, as `add_axes`.
-
-  Args:
-    spec: its spec so far, one entry per dim.
-    shape: global shape in elements.
-    axes: mesh axes to add, major to minor; those in `spec` already are left out.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    `(spec, why)`; the spec is unchanged when no dim divides.
-  """
+  """Splits an optimizer array over more axes, as `add_axes`, and says where; unchanged if no dim divides."""
   used = {*axes_in(spec)}
   left = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
   if not left:

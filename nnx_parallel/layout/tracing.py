@@ -153,31 +153,6 @@ def state_paths(state: Any) -> tuple[Path, ...]:
   return tuple(found[i] for i in range(len(arrays)))
 
 
-@contextlib.contextmanager
-def _quick_conversions() -> Generator[None]:
-  """Keeps tracing linear in the number of random draws under jax 0.10.
-
-  There `jnp.array` reads the `sharding` of each tracer, and tracers read the whole trace for the error
-  message (48 transformer blocks: 6 s instead of 1). Newer versions raise at once, as this does.
-  """
-  if jax.__version_info__ >= (0, 12):
-    yield
-    return
-  # Imported here, because newer versions of jax are free to move it.
-  from jax.interpreters.partial_eval import DynamicJaxprTracer
-
-  def refuse(_: Any) -> None:
-    raise AttributeError("a traced array has no sharding")
-
-  tracers: Any = DynamicJaxprTracer
-  tracers.sharding = property(refuse)
-  try:
-    yield
-  finally:
-    with contextlib.suppress(AttributeError):  # another thread was here too
-      del tracers.sharding
-
-
 def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
   """Runs a constructor under a trace; its constraints may name the axes of `mesh`, as Auto axes.
 
@@ -187,7 +162,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   try:
-    with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+    with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
       module = init()
   except TraceContextError as error:
     raise PlanError(

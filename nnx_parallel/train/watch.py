@@ -110,8 +110,8 @@ def _check_methods(attributes: Mapping[str, Any]) -> None:
     if isinstance(value, MethodType) and isinstance(value.__self__, nnx.Pytree) and variables(value.__self__):
       raise TrainError(
         f"{name} is the method {value.__qualname__} of one module, whose arrays a step would not train.",
-        details="flax takes a method for a static attribute: a copy of the module still calls the first one's",
-        fix=f"call self.{value.__name__}(...) where it is used, or keep its name and call getattr(self, name).",
+        details="flax takes it for a static attribute: a copy of the module still calls the first one's",
+        fix=f"call self.{value.__name__}(...) where it is used; or keep its name, and getattr(self, name).",
       )
 
 
