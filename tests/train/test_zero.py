@@ -70,7 +70,7 @@ def test_bytes_of_a_stage():
   nxp.check_layout(model, split, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("gradients", ["whole", "scattered"])
+@pytest.mark.parametrize("gradients", ["like_parameters", "scattered"])
 def test_stages_train_like_one_device(gradients):
   tx = with_gradient_norms(optax.adam(1e-2))
   plans = {name: plan_on(name, tx, zero=2) for name in MESHES}
@@ -169,7 +169,7 @@ def test_a_reduction_beside_scattered_gradients_is_refused():
     reduction(plan_on("dp", zero=2), reduction=np.float16)
 
 
-@pytest.mark.parametrize("gradients", ["whole", "scattered"])
+@pytest.mark.parametrize("gradients", ["like_parameters", "scattered"])
 def test_accumulated_gradients_take_the_planned_bytes(gradients):
   plan = plan_on("dp", zero=2)
   step = nxp.train_step(loss_fn, microbatches=2, gradients=gradients)
@@ -180,7 +180,7 @@ def test_accumulated_gradients_take_the_planned_bytes(gradients):
   assert np.prod(split) == 16 * 32 / 8
   counts = [carried.count(f"f32[{','.join(map(str, shape))}]") for shape in (whole, split)]
   # The loop carries the parameter, and its gradient in one of the two layouts.
-  assert counts == ([2, 0] if gradients == "whole" else [1, 1])
+  assert counts == ([2, 0] if gradients == "like_parameters" else [1, 1])
 
 
 def test_stages_hold_the_planned_bytes_on_each_device():
