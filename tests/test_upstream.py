@@ -447,7 +447,7 @@ def test_optax_keeps_the_metadata_of_the_variables_whose_state_it_makes(tx):
 
 
 def test_the_rules_of_a_flax_context_can_be_read():
-  """`layout/planning.py` reads them; flax.nnx exports only the context."""
+  """`layout/constrain.py` leaves them be; flax.nnx exports only the context."""
   with nnx.logical_axis_rules((("embed", "fsdp"),)):
     assert get_logical_axis_rules() == (("embed", "fsdp"),)
 

@@ -51,13 +51,13 @@ def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]
 
 
 def layout_after_parameter(
-  parameter: LeafPlan, shape: tuple[int, ...], dims: tuple[int | None, ...] | None = None
+  parameter: LeafPlan, shape: tuple[int, ...]
 ) -> tuple[PartitionSpec, tuple[int, ...], str]:
   """Gives an optimizer array the layout of its parameter.
 
   The same shape gets the same spec (moments). More dims in front are replicated (the history of L-BFGS). Some
-  of the parameter's dims, in order, keep their axes (the factored moments of Adafactor and SM3); `dims` are
-  these, if known: sizes are ambiguous for square matrices. Any other array is replicated.
+  of the parameter's dims, by size and in order, keep their axes (the factored moments of Adafactor and SM3).
+  Any other array is replicated.
 
   Returns `(spec, padding, why)`.
   """
@@ -68,9 +68,7 @@ def layout_after_parameter(
   elif extra > 0 and shape[extra:] == own:
     kept, why = (*[None] * extra, *range(len(own))), f"{extra} dims in front"
   else:
-    kept = matching_dims(shape, own) if dims is None or len(dims) != len(shape) else dims
-    known = "" if dims is None or kept is None else ", ".join(str(dim) for dim in kept if dim is not None)
-    why = f"factored {shape} of {own}" + (f", dim {known}" if known else "")
+    kept, why = matching_dims(shape, own), f"factored {shape} of {own}"
   if kept is None:
     kept, why = [None] * len(shape), f"whole: {shape} is not part of {own}"
   spec = PartitionSpec(*(None if dim is None else parameter.spec[dim] for dim in kept))
@@ -128,21 +126,6 @@ def add_zero_axes(
     return spec, f"no dim of {tuple(shape)} divides by {math.prod(mesh[axis] for axis in left)} more"
   where = (f"dim {dim} also over {', '.join(added)}" for added, dim in found.added)
   return found.spec, f"ZeRO: {', '.join(where)}"
-
-
-def distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """The shape with equal sizes made different, later ones longer; sizes of 1 stay.
-
-  Example:
-    >>> distinct_sizes((64, 8, 8, 1, 1))
-    (64, 8, 9, 1, 1)
-  """
-  found: list[int] = []
-  for size in shape:
-    while size > 1 and size in found:
-      size += 1
-    found.append(size)
-  return tuple(found)
 
 
 def matching_dims(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:

@@ -326,34 +326,3 @@ def nothing_selected(wrt: Any, model: Abstract) -> PlanError:
     details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
     fix="wrt=nnx.Param, or a filter that matches some of them.",
   )
-
-
-def factored_dims(
-  model: Abstract, tx: optax.GradientTransformation, wrt: Any, optimizer: Trace
-) -> dict[Path, tuple[int | None, ...]]:
-  """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
-
-  The optimizer is built once more for parameters whose equal dims differ by one element each.
-  """
-  shapes = {path: tuple(value_of(leaf).shape) for path, leaf in model.leaves.items()}
-  probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in shapes.items()}
-  unclear = {
-    path: parameter
-    for path, parameter in optimizer.origins.items()
-    if probes[parameter] != shapes[parameter]
-    and path in optimizer.made.leaves
-    and 0 < len(value_of(optimizer.made.leaves[path]).shape) < len(shapes[parameter])
-  }
-  if not unclear:
-    return {}
-  probed: list[Any] = [
-    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in shapes else leaf)
-    for path, leaf in nnx.to_flat_state(model.state)
-  ]
-  other = trace_optimizer(Abstract(model.graphdef, nnx.from_flat_state(probed)), tx, wrt).made.leaves
-  found = {
-    path: optimizer_layout.matching_dims(tuple(value_of(other[path]).shape), probes[parameter])
-    for path, parameter in unclear.items()
-    if path in other
-  }
-  return {path: dims for path, dims in found.items() if dims is not None}
