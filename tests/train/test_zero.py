@@ -13,39 +13,20 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_training, run_training, with_gradient_norms
-
-
-class Net(nnx.Module):
-  """Two layers; the second bias has 6 elements, which nothing divides."""
-
-  def __init__(self, rngs):
-    self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.down = nnx.Linear(32, 6, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", None)})
-
-  def __call__(self, x):
-    return self.down(nnx.relu(self.up(x)))
+from train import models
+from train.models import MESHES, RULES, Net, data
 
 
 def init():
-  return Net(nnx.Rngs(0))
+  return Net(nnx.Rngs(0), out=6)  # nothing divides the second bias
 
 
 def loss_fn(model, x):
   return ((model(x) - x[:, :6]) ** 2).mean()
 
 
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
-MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
-
-
 def plan_on(name, tx=None, **options):
-  data, fsdp, tensor = MESHES[name]
-  mesh = nxp.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
-  return nxp.plan(init, mesh, RULES, optimizer=tx or optax.adam(1e-2), **options)
-
-
-def data():
-  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(4)]
+  return models.plan_on(name, tx or optax.adam(1e-2), init, **options)
 
 
 def test_the_state_is_split_over_the_axes_that_its_parameter_does_not_use():
