@@ -15,6 +15,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
+from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
@@ -222,7 +223,7 @@ def _check_arrays(plan: Plan, root: Root, found: Mapping[Path, Any]) -> None:
   rows, what = plan.of(root), "module" if root == "model" else "optimizer"
   wrong = [
     f"{rows[path].name}: planned {format_array(rows[path].dtype, rows[path].shape)}, given "
-    + (_shown(found[path]) if path in found else "nothing")
+    + (describe(found[path]) if path in found else "nothing")
     for path in rows
     if path not in found or not _fits(found[path], rows[path])
   ]
@@ -262,9 +263,3 @@ def _implementation(leaf: LeafPlan) -> Any:
   found: list[Any] = []
   jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf.struct)
   return found[0]
-
-
-def _shown(value: Any) -> str:
-  if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-    return f"a {type(value).__name__}"
-  return format_array(value.dtype, value.shape)
