@@ -5,6 +5,7 @@ When one fails under a new version, its docstring names the file that has to cha
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -22,7 +23,7 @@ import tensorstore as ts
 from flax import nnx
 from flax.linen import get_logical_axis_rules
 from flax.nnx import graphlib
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, NamedSharding
@@ -255,6 +256,12 @@ def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
   lowered = jax.jit(jnp.sin).lower(X)
   with pytest.raises(jax.errors.JaxRuntimeError):
     lowered.compile(compiler_options={"xla_no_such_option": 1})
+
+
+def test_devices_are_arranged_by_their_links():
+  """`core/mesh.py`: jax has no stable name for them."""
+  for arrange in (mesh_utils.create_device_mesh, mesh_utils.create_hybrid_device_mesh):
+    assert "allow_split_physical_axes" in inspect.signature(arrange).parameters
 
 
 def test_a_function_is_traced_once_for_each_type():

@@ -213,6 +213,7 @@ class _Pair:
 
     if eqn.primitive.name == "cond" and not inputs[0].fixed:
       raise _Mixed
+    facts: Any = NO_FACTS
     row, stack = _row, _stacked
     if eqn.primitive.name == "scan":
       fixed, carried, _ = scan_counts(eqn).split(inputs)
@@ -222,7 +223,7 @@ class _Pair:
         if carried or any(fact.kind in ("part", "sum") for fact in fixed):
           raise _Mixed
         row, stack = _example, _examples
-    found = through(eqn, inputs, inside, dataclasses.replace(_NO_FACTS, join=self.join, row=row, stack=stack))
+    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=row, stack=stack))
     if eqn.primitive.name == "shard_map":  # each device computes with the parts of its shards
       specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
       for fact, spec in zip((*inputs, *found), specs, strict=True):
@@ -257,9 +258,6 @@ class _Pair:
     else:
       found = _nonlinear(it)
     return [found] * count
-
-
-_NO_FACTS: Any = NO_FACTS
 
 
 def _read(facts: Mapping[Any, Fact], a: Any, b: Any) -> Fact:
