@@ -208,8 +208,9 @@ class _Pair:
 
     def inside(inner: Inner, given: Sequence[Fact]) -> list[Fact]:
       found = self.walk(inner.program, next(programs), given)
-      # The condition of a while.
-      return found if inner.gives or found[0].fixed else _fail()
+      if not inner.gives and not found[0].fixed:  # the condition of a while
+        raise _Mixed
+      return found
 
     if eqn.primitive.name == "cond" and not inputs[0].fixed:
       raise _Mixed

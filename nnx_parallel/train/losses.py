@@ -148,7 +148,7 @@ def _fix_of_loss(value: Any) -> str:
       'return loss, {"accuracy": accuracy} for a loss with a metric (outputs=(...) names arrays);\n'
       "return nxp.weighted(sum, count) for a mean by weights."
     )
-  if jnp.issubdtype(getattr(value, "dtype", None), jnp.complexfloating):
+  if jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating):
     return "loss.real, or abs(loss): the imaginary part would be dropped."
   return "loss.mean(), or nxp.weighted(loss.sum(), loss.size), which weights uneven batches exactly."
 
