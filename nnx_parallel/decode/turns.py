@@ -12,7 +12,7 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, streamed
-from nnx_parallel.layers.stream import Going, Ready, Stream
+from nnx_parallel.layers.stream import DecodePipeline, PipelineState, Prepared
 
 
 class TurnsOfModel:
@@ -46,20 +46,20 @@ class TurnsOfModel:
     self._arrays, self._state, self._inputs = arrays, state, inputs
     self._labels = [label for label, x in zip(labels, arrays, strict=True) for _ in jax.tree.leaves(x)]
     self._specs = specs
-    self._traced: dict[int, tuple[Stream, Ready]] = {}
+    self._traced: dict[int, tuple[DecodePipeline, Prepared]] = {}
 
   @property
   def stages(self) -> int:
     """How many, and how many groups of rows."""
     return self._of(1)[0].schedule.stages
 
-  def begin(self, tokens: int, going: Going | None) -> Going:
+  def begin(self, tokens: int, going: PipelineState | None) -> PipelineState:
     """What goes round before calls with so many tokens: with empty caches, or with those of other calls."""
     stream, ready = self._of(tokens)
     begun = stream.begin(ready, self._states(), self._inputs(tokens))
-    return begun if going is None else Going(begun.ring, going.layers, going.alone)
+    return begun if going is None else PipelineState(begun.ring, going.layers, going.alone)
 
-  def __call__(self, going: Going, tick: Any, entering: Any, leaving: Any, passes: Any = None) -> Any:
+  def __call__(self, going: PipelineState, tick: Any, entering: Any, leaving: Any, passes: Any = None) -> Any:
     """One tick, for the tokens and position of two groups: the logits of the second, and what goes round."""
     stream, ready = self._of(entering[0].shape[1])
     (logits,), going = stream.tick(ready, going, tick, entering, leaving, passes)
@@ -69,7 +69,7 @@ class TurnsOfModel:
     """By the position of the input of the call."""
     return dict(enumerate(jax.tree.leaves(self._state), len(self._labels) + 2))
 
-  def _of(self, tokens: int) -> tuple[Stream, Ready]:
+  def _of(self, tokens: int) -> tuple[DecodePipeline, Prepared]:
     if tokens not in self._traced:
       args = [*self._arrays], self._inputs(tokens), self._state
       stream = streamed(self._call, self._options, args, self._ends, self._specs, self._mesh, self._used)

@@ -199,7 +199,7 @@ def test_any_depth(depth, remat):
 )
 def test_a_step_says_why_layers_are_not_rolled(run, why):
   jaxpr, used = trace(Net(4, run), remat="full")
-  assert f"\n  not rolled: {why}" in str(used)
+  assert f"\n  not scanned: {why}" in str(used)
   assert "scan" not in names(jaxpr)
 
 
@@ -391,7 +391,7 @@ def test_layers_of_two_classes_are_no_surprise():
   done = same(Both(), remat="full")
   assert "encoder.0 to encoder.3: one scan of 4" in done
   assert "decoder.0 to decoder.3: one scan of 4" in done
-  assert "not rolled" not in done
+  assert "not scanned" not in done
 
 
 class Closed(Layer):
