@@ -170,7 +170,7 @@ class TrainPipeline(AroundLayers):
     super().__init__(program, signature, how)
     self.options, self.mesh = options, mesh
     stages = size_along(mesh, options.axis)
-    self.schedule = Schedule(stages, microbatches, self.stack.length, options.repeats)
+    self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
     self._steps = self._count_steps()
     self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
     same = self.same
