@@ -106,8 +106,8 @@ class DecodePipeline(AroundLayers):
     weights = (sum(sizes.values()) - caches) // stages
     return (
       f"{stack.name}: {stages} stages of {chunk} layers over {self.axis}, {stages} groups of rows go round;"
-      f" no stage waits but in the first {stages - 1} ticks; on each stage {format_bytes(caches)} of caches and"
-      f" {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
+      f" no stage waits but in the first {stages - 1} ticks; on each stage {format_bytes(caches)} of caches"
+      f" and {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
     )
 
   def ready(self, model: Sequence[Any], states: Mapping[int, Any]) -> Prepared:
