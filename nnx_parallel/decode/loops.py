@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.decode.turns import Turns
 
 
 class Asked(NamedTuple):
@@ -23,25 +24,6 @@ class Asked(NamedTuple):
   prompts: jax.Array
   lengths: jax.Array
   keys: jax.Array
-
-
-class Turns(Protocol):
-  """Calls of a model whose layers are a pipeline that goes round; see `layers/stream.py`."""
-
-  @property
-  def stages(self) -> int:
-    """How many, and how many groups of rows."""
-    ...
-
-  def begin(self, tokens: int, going: Any) -> Any:
-    """What goes round before calls with so many tokens: with empty caches, or with those of other calls."""
-    ...
-
-  def __call__(
-    self, going: Any, tick: Any, entering: Any, leaving: Any, passes: Any = None
-  ) -> tuple[Any, Any]:
-    """One tick, for the tokens and position of two groups: the logits of the second, and what goes round."""
-    ...
 
 
 class _Rows(NamedTuple):
@@ -142,7 +124,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   In a tick, group `tick % stages` enters the first stage with its next token, and the next group leaves the
   last one, with the logits of its own.
   """
-  groups = turns.stages
+  groups = asked.prompts.shape[0]
   first = jnp.zeros((), jnp.int32)
   going = None
   part = min(loop.prefill, asked.prompts.shape[-1] - 1)

@@ -113,10 +113,9 @@ def _block_sizes(rows: int, columns: int) -> Any:
   q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
   if not q or not kv:
     raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
-  return splash.BlockSizes(
-    block_q=q, block_kv=kv, block_kv_compute=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv,
-    block_q_dq=q, block_kv_dq=kv,
-  )  # fmt: skip
+  queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
+  keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
+  return splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
 def _padded(x: Any) -> Any:
@@ -202,29 +201,23 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   form = _form(match, _scores(match, made), _weights(match, made))
   masks, leaves = _mask(body, match, form)
-  inputs = [*form.inputs, *leaves]
   out = match.product.outvars[0]
 
   def attention_by_kernel(*arrays: Any) -> list[Any]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
-    query = (query.astype(jnp.promote_types(query.dtype, jnp.float32)) * form.scores.scale).astype(
-      query.dtype
-    )
+    wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+    query = (wide * form.scores.scale).astype(query.dtype)
     mask, some = masks(arrays[3:])
     found = _placed(form, kernel, query, key, value, mask)
     if some is not None:  # a row that keeps nothing
-      none = (
-        value.mean(-2, keepdims=True)
-        if math.isfinite(form.scores.fill)
-        else jnp.full_like(value[..., :1, :], jnp.nan)
-      )
-      none = none.reshape(*none.shape[: form.shared], *[1] * (found.ndim - none.ndim), *none.shape[-2:])
+      none = value.mean(-2, keepdims=True) if math.isfinite(form.scores.fill) else jnp.nan * value[..., :1, :]
+      none = jnp.expand_dims(none, range(form.shared, form.shared + found.ndim - none.ndim))
       found = jnp.where(some[:, None], found, none)
     found = found.transpose(form.order).astype(out.aval.dtype)
     where = struct(out.aval).sharding
     return [found if where is None else jax.sharding.reshard(found, where)]
 
-  return call_equation(attention_by_kernel, inputs, match.product.outvars, match.product)
+  return call_equation(attention_by_kernel, [*form.inputs, *leaves], match.product.outvars, match.product)
 
 
 def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
@@ -252,16 +245,13 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
     elif name == "mul" and numbers[0] is not None:
       factor, var = factor * numbers[0], inputs[1]
     elif name == "select_n" and cap is None and _is_mask(inputs[0], var):
-      fill = [number is not None and number * factor <= _FILL for number in numbers[1:]]
-      if fill not in ([True, False], [False, True]):
+      low = {n: x * factor for n, x in enumerate(numbers) if n and x is not None and x * factor <= _FILL}
+      if len(low) != 1:
         raise NotFused(f"its scores go through {described(eqn)}, which is no mask")
-      masks.append((inputs[0], dims, fill[0]))
-      fills |= {
-        number * factor
-        for number, is_fill in zip(numbers[1:], fill, strict=True)
-        if is_fill and number is not None
-      }
-      var = inputs[2 if fill[0] else 1]
+      ((side, fill),) = low.items()
+      masks.append((inputs[0], dims, side == 1))
+      fills.add(fill)
+      var = inputs[3 - side]
     else:
       raise NotFused(f"its scores go through {described(eqn)}")
   if eqn is None:

@@ -46,7 +46,7 @@ from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
-from nnx_parallel.layers.head import check_parts, in_parts
+from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import (
   Scalars,
   calls_layers,
@@ -145,7 +145,7 @@ class LayerOptions:
     scan_layers: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
     attention: `"blockwise"` or their length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
-    loss_chunks: in how many parts of its columns the head is computed, with the loss; None: as written.
+    loss_chunks: in how many chunks of its columns the head is computed, with the loss; None: as written.
     pipeline: the stages that the layers are run on; None: each device computes all layers.
 
   Raises:
@@ -172,7 +172,7 @@ class LayerOptions:
         f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
     check_attention(self.attention)
-    check_parts(self.loss_chunks)
+    check_chunks(self.loss_chunks)
 
   @property
   def how(self) -> Remat:
@@ -183,7 +183,7 @@ class LayerOptions:
 
   @property
   def rewrites(self) -> bool:
-    """Whether attention or the head is computed in parts."""
+    """Whether attention or the head is computed another way."""
     return self.attention is not None or self.loss_chunks is not None
 
   @property
@@ -451,7 +451,7 @@ def _traced(
     traced = flattened(traced, _is_opened)
   rewritten: list[str] = []
   if options.loss_chunks is not None:
-    traced, line = in_parts(traced, options.loss_chunks)
+    traced, line = in_chunks(traced, options.loss_chunks)
     rewritten.append(line)
   if options.attention is not None:
     traced, line = by_blocks(traced, options.attention)

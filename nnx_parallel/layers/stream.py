@@ -110,7 +110,7 @@ class DecodePipeline(AroundLayers):
       f" and {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
     )
 
-  def ready(self, model: Sequence[Any], states: Mapping[int, Any]) -> Prepared:
+  def prepare(self, model: Sequence[Any], states: Mapping[int, Any]) -> Prepared:
     """What all ticks share; to be computed before the loop.
 
     Args:
@@ -123,15 +123,15 @@ class DecodePipeline(AroundLayers):
     piped, rows = self._piped(values), [key for key in self.stack.rows if key not in self.of_layers]
     return Prepared(values, {key: self.split_row(piped, key, values) for key in rows})
 
-  def begin(self, ready: Prepared, states: Mapping[int, Any], inputs: Sequence[Any]) -> PipelineState:
+  def begin(self, prepared: Prepared, states: Mapping[int, Any], inputs: Sequence[Any]) -> PipelineState:
     """Before the first tick.
 
     Args:
-      ready: of `ready`.
+      prepared: of `prepare`.
       states: input -> the state that each group starts with.
       inputs: those of any call.
     """
-    piped, groups = self._piped(ready.values), self.schedule.stages
+    piped, groups = self._piped(prepared.values), self.schedule.stages
     first = {self.inputs[i]: x for i, x in states.items()}
 
     def of_groups(key: Key) -> Any:
@@ -141,12 +141,12 @@ class DecodePipeline(AroundLayers):
     layers = {i: self._laid(key, of_groups(key)) for key, i in self.first.items()}
     alone = {i: jnp.broadcast_to(states[i], (groups, *jnp.shape(states[i]))) for i in self.alone.values()}
     # Any values: the stages that still wait compute on them.
-    entering = self._enter(ready, {i: x[0] for i, x in alone.items()}, inputs)
+    entering = self._enter(prepared, {i: x[0] for i, x in alone.items()}, inputs)
     return PipelineState(piped.for_each_stage(entering), layers, alone)
 
   def tick(
     self,
-    ready: Prepared,
+    prepared: Prepared,
     going: PipelineState,
     tick: Any,
     entering: Sequence[Any],
@@ -156,7 +156,7 @@ class DecodePipeline(AroundLayers):
     """Group `tick % stages` enters; group `(tick + 1) % stages` leaves, in the first ticks with no meaning.
 
     Args:
-      ready: of `ready`.
+      prepared: of `prepare`.
       going: of `begin`, or of the tick before.
       tick: its number.
       entering: the inputs of the call of the group that enters.
@@ -168,12 +168,12 @@ class DecodePipeline(AroundLayers):
     """
     stages = self.schedule.stages
     enters, leaves = tick % stages, (tick + 1) % stages
-    entered = self._enter(ready, {i: x[enters] for i, x in going.alone.items()}, entering)
-    piped = self._piped(ready.values)
+    entered = self._enter(prepared, {i: x[enters] for i, x in going.alone.items()}, entering)
+    piped = self._piped(prepared.values)
     old = {key: going.layers[i] for key, i in self.first.items()}
-    ring, new, (final, _) = piped.turn(entered, going.ring, ready.rows, old, tick, passes)
+    ring, new, (final, _) = piped.turn(entered, going.ring, prepared.rows, old, tick, passes)
     layers = {i: self._laid(key, new[key]) for key, i in self.first.items()}
-    values = self._before(ready, {i: x[leaves] for i, x in going.alone.items()}, leaving)
+    values = self._before(prepared, {i: x[leaves] for i, x in going.alone.items()}, leaving)
     values.update({var: final[n] for var, n in self.stack.final.items()})
     self.evaluate(self.after, values)
     item = tick + 1 - stages
@@ -185,16 +185,16 @@ class DecodePipeline(AroundLayers):
     results = [read(self.outputs[o], values) for o in sorted(self.signature.outputs)]
     return results, PipelineState(ring, layers, alone)
 
-  def _before(self, ready: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Values:
+  def _before(self, prepared: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Values:
     """What is known of a group before the layers."""
-    values = dict(ready.values)
+    values = dict(prepared.values)
     values.update({self.inputs[i]: x for i, x in (*zip(self.calls, inputs, strict=True), *alone.items())})
     self.evaluate(self.before, values)
     return values
 
-  def _enter(self, ready: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Any:
+  def _enter(self, prepared: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Any:
     """What the first layer gets, and what all layers get of this group."""
-    values = self._before(ready, alone, inputs)
+    values = self._before(prepared, alone, inputs)
     carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.stack.carried]
     return carried, {key: values[self.stack.same[key]] for key in self.travels}
 

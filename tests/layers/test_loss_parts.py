@@ -276,12 +276,12 @@ def test_what_is_done_with_the_head_is_said():
   def routed(params, x):
     return one_by_one(params, x * jax.nn.softmax(x @ params["head"])[..., :WIDTH])
 
-  plain = "the head and the loss of each token in 4 parts of the 50 columns"
+  plain = "the head and the loss of each token in 4 chunks of the 50 columns"
   assert line_of(one_by_one, 4) == line_of(routed, 4) == plain
   assert line_of(two, 4) == f"{plain}; the last of 2 heads only, as written: dot_general -> float32[4,13,50]"
   assert line_of(one_by_one, 20) == (
-    "the head and the loss of each token in 17 parts of the 50 columns"
-    " (of 20 that were asked for: parts are of equal length)"
+    "the head and the loss of each token in 17 chunks of the 50 columns"
+    " (of 20 that were asked for: chunks are of equal length)"
   )
 
 
@@ -381,7 +381,7 @@ def test_what_a_mesh_sends(sizes, rules, parts):
   assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * parts
   assert sent[1].get("data", 0) <= sent[0].get("data", 0)
   assert (
-    str(step.layers).strip() == f"the head and the loss of each token in {parts} parts of the 512 columns"
+    str(step.layers).strip() == f"the head and the loss of each token in {parts} chunks of the 512 columns"
   )
 
 
