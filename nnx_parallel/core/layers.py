@@ -14,7 +14,6 @@ from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, va
 from nnx_parallel.core.text import format_array
 
 _NUMBER = re.compile(r"\d+$")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +24,17 @@ class Layers:
     pattern: their dotted paths, with `*` for the number.
     kind: the name of their class.
     paths: where they are, in order.
-    differ: attributes in which they differ, with the values seen.
     unlike: how their Variables differ from those of layers before them with the same pattern and class.
   """
 
   pattern: str
   kind: str
   paths: tuple[Path, ...]
-  differ: tuple[str, ...] = ()
   unlike: str = ""
 
   def __str__(self) -> str:
-    text = f"{len(self.paths)} x {self.kind} at {self.pattern}"
-    text += f" (they differ in {', '.join(self.differ)})" if self.differ else ""
-    return text + (f" (unlike {self.unlike})" if self.unlike else "")
+    unlike = f" (unlike {self.unlike})" if self.unlike else ""
+    return f"{len(self.paths)} x {self.kind} at {self.pattern}{unlike}"
 
 
 def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
@@ -91,8 +87,7 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
       for structure, same in groups.items():
         paths = tuple(path for path, _ in same)
         unlike = "" if structure is first else f"{path_str(members[0][0])}: {_unlike(structure, first)}"
-        differ = _differences([module for _, module in same])
-        found.append(Layers(name, kind.__name__, paths, differ, unlike))
+        found.append(Layers(name, kind.__name__, paths, unlike))
         taken.update(paths)
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
 
@@ -140,19 +135,3 @@ def _unlike(structure: Any, other: Any) -> str:
 
 def _has_matrix(structure: Any) -> bool:
   return any(len(shape) > 1 for _, _, shape, _ in structure)
-
-
-def _differences(modules: list[Any]) -> tuple[str, ...]:
-  """The plain attributes in which modules of one structure differ: `window (None, 128)`."""
-  values: dict[str, dict[Any, None]] = {}
-  for module in modules:
-    for path, node in iter_nodes(module):
-      if isinstance(node, nnx.Module):
-        for name, value in vars(node).items():
-          if isinstance(value, _PLAIN) and not name.startswith("_"):
-            values.setdefault(path_str((*path, name)), {})[value] = None
-  return tuple(
-    f"{name} ({', '.join(map(repr, list(seen)[:3]))}{', ...' if len(seen) > 3 else ''})"
-    for name, seen in values.items()
-    if 1 < len(seen) < len(modules)  # else it is a number or a name of each
-  )
