@@ -86,9 +86,6 @@ def splash_sequence(
     window: a query sees the last `window` positions, its own included; unless causal, as many ahead too.
     interpret: run it on any platform, slowly.
 
-  Returns:
-    `[heads, length, out]`.
-
   Raises:
     NotFused: it has no blocks for this length.
   """
@@ -186,14 +183,9 @@ def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
 
 
 def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
-  """The operation that computes an attention by a kernel.
+  """The operation that computes an attention by a kernel, given its softmax.
 
   The scale is applied to the queries, in their dtype.
-
-  Args:
-    body: the program.
-    match: the softmax.
-    kernel: of the platform.
 
   Raises:
     NotFused: it has not the form that the kernel computes.

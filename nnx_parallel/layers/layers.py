@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.interpret import flattened, interpret
+from nnx_parallel.core.interpret import flattened, interpret, is_literal
 from nnx_parallel.core.jaxprs import (
   CALLS,
   as_function,
@@ -286,38 +285,33 @@ def with_layers(
     1
   """
   options = LayerOptions(remat, scan_layers, layers, attention, loss_chunks)
-
-  def changed(model: Any, batch: Any) -> Any:
-    return _apart(loss, model, batch, options)
-
-  return changed
+  return _on_copies(loss, options, options)
 
 
 def with_marks(loss: Callable[[Any, Any], Any], layers: str | None = None) -> Callable[[Any, Any], Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
-  options = LayerOptions("full", pattern=layers)
-  return lambda model, batch: _apart(loss, model, batch, options, LayerOptions())
+  return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _apart(
-  loss: Callable[[Any, Any], Any],
-  model: Any,
-  batch: Any,
-  marks: LayerOptions,
-  does: LayerOptions | None = None,
-) -> Any:
-  """Calls a loss on a copy of a model, and writes its state back."""
-  graphdef, state = nnx.split(model)
+def _on_copies(
+  loss: Callable[[Any, Any], Any], marks: LayerOptions, does: LayerOptions
+) -> Callable[[Any, Any], Any]:
+  """The same loss, called on a copy of the model whose state is written back."""
 
-  def pure(state: Any, batch: Any) -> Any:
-    module = nnx.merge(graphdef, state)
-    with marks.marking(module):
-      result = loss(module, batch)
-    return result, nnx.state(module, nnx.Variable)
+  def changed(model: Any, batch: Any) -> Any:
+    graphdef, state = nnx.split(model)
 
-  result, after = with_options(pure, marks if does is None else does)(state, batch)
-  nnx.update(model, after)
-  return result
+    def pure(state: Any, batch: Any) -> Any:
+      module = nnx.merge(graphdef, state)
+      with marks.marking(module):
+        result = loss(module, batch)
+      return result, nnx.state(module, nnx.Variable)
+
+    result, after = with_options(pure, does)(state, batch)
+    nnx.update(model, after)
+    return result
+
+  return changed
 
 
 def with_options(
@@ -338,9 +332,8 @@ def with_options(
 
   def changed(*args: Any) -> Any:
     traced, shape = _traced(function, args, options, note)
-    return jax.tree.unflatten(
-      jax.tree.structure(shape), _treated(traced, jax.tree.leaves(args), options, note)
-    )
+    found = _treated(traced, jax.tree.leaves(args), options, note)
+    return jax.tree.unflatten(jax.tree.structure(shape), found)
 
   return changed
 
@@ -473,25 +466,22 @@ def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
       again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
   except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
     return traced, shape  # Python reads the number
-  gone, more = _numbers(traced) - _numbers(again), _numbers(again) - _numbers(traced)
+  (types, numbers), (new_types, new_numbers) = _operations(traced), _operations(again)
   known = {x for place in scalars.mixed for x in scalars.given[place]}
-  is_same = _types(again) == _types(traced) and known.issuperset(gone) and not more
+  is_same = types == new_types and known.issuperset(numbers - new_numbers) and not new_numbers - numbers
   return (again if is_same else traced), shape
 
 
-def _numbers(jaxpr: Any) -> collections.Counter[float]:
-  """The numbers that are written in a program."""
-  literals = (var.val for eqn in equations(jaxpr) for var in eqn.invars if isinstance(var, core.Literal))
-  return collections.Counter(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
-def _types(jaxpr: Any) -> list[Any]:
-  """The operations of a program and their types, but for those that make arrays of scalars."""
-  return [
-    (eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars])
-    for eqn in equations(jaxpr)
-    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS)
-  ]
+def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
+  """The operations of a program but those that make arrays of scalars, with their types; and its numbers."""
+  types: list[Any] = []
+  numbers: collections.Counter[float] = collections.Counter()
+  for eqn in equations(jaxpr):
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS):
+      types.append((eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]))
+    literals = [var.val for var in eqn.invars if is_literal(var)]
+    numbers.update(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+  return types, numbers
 
 
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:

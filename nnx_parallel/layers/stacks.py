@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,11 +29,11 @@ from nnx_parallel.core.jaxprs import (
   among,
   called,
   dependents,
+  equations,
   is_inexact,
   nbytes,
   opened,
   place_of,
-  programs,
   scan_counts,
 )
 from nnx_parallel.core.keys import identity
@@ -465,22 +466,17 @@ def _difference(first: Any, second: Any) -> str:
       for some, other in (given, given[::-1])
     ]
     return f" in the arrays that they get: {texts[0]} / {texts[1]}"
-  for a, b in zip(one.eqns, two.eqns, strict=False):
-    texts = [_told(eqn) for eqn in (a, b)]
+  for pair in itertools.zip_longest(equations(one), equations(two)):
+    texts = [_told(eqn) for eqn in pair]
     if texts[0] != texts[1]:
       return f": {texts[0]} / {texts[1]}"
-  if len(one.eqns) != len(two.eqns):
-    longer, n = max((one, two), key=lambda program: len(program.eqns)), min(len(one.eqns), len(two.eqns))
-    return f": one of them goes on with {longer.eqns[n].primitive.name}"
-  for a, b in zip(one.eqns, two.eqns, strict=True):
-    for x, y in zip(programs(a), programs(b), strict=False):
-      if identity(x) != identity(y):
-        return _difference(x, y)
   return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
 
 
 def _told(eqn: Any) -> str:
   """An operation with its numbers and plain parameters."""
+  if eqn is None:
+    return "no more"
   numbers = [f"{var.val}" for var in eqn.invars if is_literal(var)]
   plain = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if k != "name" and _is_plain(v)]
   return textwrap.shorten(" ".join([eqn.primitive.name, *numbers, *plain]), 80, placeholder=" ...")

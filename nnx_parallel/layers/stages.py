@@ -140,19 +140,6 @@ class AroundLayers:
 class TrainPipeline(AroundLayers):
   """A traced loss of one microbatch as a pipeline.
 
-  Call it with the arrays of the model, and those of the microbatches.
-
-  Args:
-    program: the trace, with its stacks of layers.
-    signature: what its inputs and results are.
-    how: what is done with layers.
-    options: the axis, and the chunks of each stage.
-    microbatches: how many.
-    mesh: the mesh, if there is one.
-
-  Attributes:
-    schedule: when which stage computes what.
-
   Raises:
     TrainError: there are no equal layers, or a Variable changes in a way that a pipeline cannot follow.
     SchemeError: no such axis, or microbatches that do not fit it.

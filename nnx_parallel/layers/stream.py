@@ -52,10 +52,9 @@ class DecodePipeline(AroundLayers):
   """A traced call of one group of rows, whose layers are a pipeline that goes round.
 
   Args:
-    program: the trace, with its stacks of layers.
-    signature: what its inputs and results are; the inputs behind the model's arrays are those that differ in
-      each call, and states, which each group has for itself.
-    how: what is done with layers.
+    program, how: as for `AroundLayers`.
+    signature: also; the inputs behind the model's arrays are those that differ in each call, and states,
+      which each group has for itself.
     axis: the mesh axis of the stages.
     mesh: the mesh, if there is one.
     specs: input -> the spec of a state; those that are not there are left to the compiler.
@@ -111,12 +110,7 @@ class DecodePipeline(AroundLayers):
     )
 
   def prepare(self, model: Sequence[Any], states: Mapping[int, Any]) -> Prepared:
-    """What all ticks share; to be computed before the loop.
-
-    Args:
-      model: the arrays of the model.
-      states: input -> the state that each group starts with.
-    """
+    """What all ticks share, given the arrays of the model and the state that each group starts with."""
     values = values_of(self.program.jaxpr, model)
     values.update({self.inputs[i]: states[i] for i in self.constant})
     self.evaluate(self.fixed, values)
@@ -124,13 +118,7 @@ class DecodePipeline(AroundLayers):
     return Prepared(values, {key: self.split_row(piped, key, values) for key in rows})
 
   def begin(self, prepared: Prepared, states: Mapping[int, Any], inputs: Sequence[Any]) -> PipelineState:
-    """Before the first tick.
-
-    Args:
-      prepared: of `prepare`.
-      states: input -> the state that each group starts with.
-      inputs: those of any call.
-    """
+    """What goes round before the first tick, given the state that each group starts with, and any inputs."""
     piped, groups = self._piped(prepared.values), self.schedule.stages
     first = {self.inputs[i]: x for i, x in states.items()}
 

@@ -102,8 +102,10 @@ def planned(init, depth, axes):
   return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("init", "depth"), [(Listed, 6), (Stacked, 8)])
+@pytest.mark.parametrize(
+  ("init", "depth", "layout"),
+  [(Listed, 6, "dp"), (Listed, 6, "uneven"), (Stacked, 8, "stages"), (Stacked, 8, "both")],
+)
 def test_tokens_are_those_of_one_device(init, depth, layout):
   model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))
   for sampling, prefill in ((plain.GREEDY, 1), (plain.DRAWN, 2)):
@@ -113,6 +115,24 @@ def test_tokens_are_those_of_one_device(init, depth, layout):
     lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
     found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
     assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
+
+
+def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
+  def make():
+    return Stacked(len(PROMPTS), 2)
+
+  mesh = nxp.make_mesh(data=4, stage=2)
+  rows = nxp.PathRules([(r".*\.cached_(key|value)", (None, "batch", None, None, None))])
+  training = nxp.plan(make, mesh, [nxp.PathRules([(r"blocks\..*", ("stage", ...))]), nxp.replicate()])
+  names = nxp.LogicalRules(
+    batch=("data", "stage"), **dict.fromkeys(("embed", "heads", "mlp", "vocab", "layers"), ())
+  )
+  decoding = nxp.plan(make, mesh, [names, rows, nxp.replicate()])
+  model = nxp.reshard(nxp.create_sharded_model(training), decoding)
+  assert model.blocks.attention.cached_key[...].sharding.shard_shape((2, 16, 9, 8, 2))[1] == 2
+  lengths = np.maximum(LENGTHS, 3)
+  found = nxp.generator(NEW, prefill=2)(model, PROMPTS, lengths=lengths)
+  assert plain.rows(found) == expected(Stacked, 2, plain.GREEDY, (), 2)
 
 
 class Windowed(nnx.Module):
@@ -167,8 +187,7 @@ def windows(depth, batch, length):
   return [(empty, empty)] * depth
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout", ["dp", "both"])
+@pytest.mark.parametrize(("layout", "explicit"), [("dp", True), ("both", False), ("both", True)])
 def test_caches_that_are_an_argument(layout, explicit):
   depth, axes = 4, LAYOUTS[layout]
   options = {"call": Given.__call__, "cache": functools.partial(windows, depth)}
