@@ -496,7 +496,7 @@ def test_what_does_not_fit_is_refused(shape, logits, options, message):
   [
     (5, {}, "top_k from 1 to 4"),
     (1, {"score": "relu"}, "score='relu'"),
-    (1, {"bias": np.zeros(3)}, r"jnp.zeros\(4\)"),
+    (1, {"bias": np.zeros(3)}, r"a bias of shape \(4,\)"),
     (1, {"groups": 3}, "4 experts cannot be in 3 equal groups"),
     (3, {"groups": 2}, "top_groups from 2 to 2"),
     (3, {"mask": np.ones((2, 1), bool)}, r"a mask of shape \(2,\)"),
