@@ -410,7 +410,9 @@ class Bound:
       prompts = jnp.take_along_axis(prompts, moved, axis=1)
       prompts = prompts if options.slots else rows(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    loop = Loop(limit, tuple(map(int, options.stop)), options.prefill, forward, rows, self._pin, self._logits)
+    kept = self._pin if options.slots else rows
+    stops = tuple(map(int, options.stop))
+    loop = Loop(limit, stops, options.prefill, forward, rows, self._pin, kept, self._logits)
     asked = Asked(prompts, args.lengths, keys)
     with default_scope(self.scope):
       if self.pipeline is not None and isinstance(sampling, Sampling):

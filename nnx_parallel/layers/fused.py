@@ -216,7 +216,7 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
   """What is done with the product of queries and keys, from the softmax back to it."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
-  if _uncast(largest, made, ("stop_gradient", "transpose")) is not _uncast(var, made, ("transpose",)):
+  if _uncast(largest, made, ("stop_gradient",))[0] is not _uncast(var, made)[0]:
     raise NotFused("another maximum than that of its scores is subtracted")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
@@ -255,18 +255,13 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
 
 def _weights(match: Any, made: Mapping[Any, Any]) -> tuple[int, ...]:
   """The dims of the weights, in terms of those of the scores."""
-  var = match.product.invars[match.side]
-  dims = tuple(range(len(var.aval.shape)))
-  while (eqn := made[var]).primitive.name == "transpose" or _is_cast(eqn):
-    if eqn.primitive.name == "transpose":
-      dims = tuple(eqn.params["permutation"][d] for d in dims)
-    var = eqn.invars[0]
-  exponentials = match.exp.outvars[0]
-  if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) is not exponentials:
+  var, dims = _uncast(match.product.invars[match.side], made)
+  eqn, exponentials = made[var], _uncast(match.exp.outvars[0], made)
+  if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) != exponentials:
     raise NotFused(f"its weights go through {described(eqn)}")
-  if _uncast(match.total.invars[0], made) is not exponentials:
+  if _uncast(match.total.invars[0], made) != exponentials:
     raise NotFused("another sum than that of its exponentials divides them")
-  below, shape = eqn.invars[1], exponentials.aval.shape
+  below, shape = eqn.invars[1], exponentials[0].aval.shape
   kept = tuple(d for d in range(len(shape)) if d not in match.summed)
   column = tuple(1 if d in match.summed else size for d, size in enumerate(shape))
   while among(below, made) and below is not match.total.outvars[0]:
@@ -349,11 +344,14 @@ def _is_cast(eqn: Any) -> bool:
   return casts and is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
 
 
-def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> Any:
-  """The variable that one is, before its casts and some other operations."""
-  while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in others):
+def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> tuple[Any, tuple[int, ...]]:
+  """The variable that one is before its casts, transposes and some other operations, and the dims of that."""
+  dims = tuple(range(len(var.aval.shape)))
+  while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
+    if made[var].primitive.name == "transpose":
+      dims = tuple(made[var].params["permutation"][d] for d in dims)
     var = made[var].invars[0]
-  return var
+  return var, dims
 
 
 def _is_mask(var: Any, scores: Any) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
-from nnx_parallel.layers.pipeline import Piped, Pipeline, Schedule, size_along
+from nnx_parallel.layers.pipeline import Layer, Piped, Pipeline, Schedule, size_along
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
 
 
@@ -115,6 +115,23 @@ class AroundLayers:
     """Evaluates some operations, and adds their results to the values."""
     run_operations([self.eqns[n] for n in numbers], values, self.how.run)
 
+  def layer(self, known: Mapping[Key, Any], kept: Collection[Key] = ()) -> Layer:
+    """One layer, for `Piped`, which carries with its results the arrays that travel with them.
+
+    Args:
+      known: values of `same` that are one array for all microbatches.
+      kept: results of each layer that are read elsewhere.
+    """
+
+    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
+      carried, sent = carry
+      given = {**known, **shared, **gathered, **sent, **row, **state}
+      carried, made = self.stack.layer(carried, given)
+      changed = {key: made[new] for key, new in self.of_layers.items()}
+      return (carried, sent), changed, {key: made[key] for key in kept}
+
+    return layer
+
   def split_row(self, piped: Piped, key: Key, values: Values) -> Any:
     """A row of all layers, on their stages."""
     stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
@@ -196,7 +213,10 @@ class TrainPipeline(AroundLayers):
     stack, count = self.stack, self.signature.model
     fixed = values_of(self.program.jaxpr, model)
     self.evaluate(self.fixed, fixed)
-    piped = Piped(self.schedule, self.options.axis, self.mesh, self._layer(fixed))
+    apart = {*self.travels, *self.gathered, *self.shared}
+    known = {key: read(var, fixed) for key, var in stack.same.items() if key not in apart}
+    kept = [key for key, some in stack.made.items() if not self.read.isdisjoint(each_of(some))]
+    piped = Piped(self.schedule, self.options.axis, self.mesh, self.layer(known, kept))
     starts, ends = self._count(model)
     varying: Values = dict(zip(self.inputs[count:], parts, strict=True)) | starts
     varying = {var: piped.split_microbatches(x) for var, x in varying.items()}
@@ -295,21 +315,6 @@ class TrainPipeline(AroundLayers):
     last, starts = jax.lax.scan(advance, first, length=self.schedule.microbatches)
     begun = {self.inputs[i]: x for i, x in zip(self.alone.values(), starts, strict=True)}
     return begun, {self.outputs[o]: x for o, x in zip(self.alone, last, strict=True)}
-
-  def _layer(self, fixed: Values) -> Callable[..., Any]:
-    """One layer, for `Piped`."""
-    stack = self.stack
-    apart = {*self.travels, *self.gathered, *self.shared}
-    known = {key: read(var, fixed) for key, var in stack.same.items() if key not in apart}
-    kept = [key for key, some in stack.made.items() if not self.read.isdisjoint(each_of(some))]
-
-    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
-      carried, sent = carry
-      carried, made = stack.layer(carried, {**known, **shared, **gathered, **sent, **row, **state})
-      changed = {key: made[new] for key, new in self.of_layers.items()}
-      return (carried, sent), changed, {key: made[key] for key in kept}
-
-    return layer
 
   def _of_each(
     self,

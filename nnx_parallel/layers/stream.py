@@ -187,16 +187,8 @@ class DecodePipeline(AroundLayers):
     return carried, {key: values[self.stack.same[key]] for key in self.travels}
 
   def _piped(self, values: Values) -> Piped:
-    stack = self.stack
-    known = {key: read(var, values) for key, var in stack.same.items() if key not in self.travels}
-
-    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
-      del shared, gathered
-      carried, sent = carry
-      carried, made = stack.layer(carried, {**known, **sent, **row, **state})
-      return (carried, sent), {key: made[new] for key, new in self.of_layers.items()}, {}
-
-    return Piped(self.schedule, self.axis, self.mesh, layer)
+    known = {key: read(var, values) for key, var in self.stack.same.items() if key not in self.travels}
+    return Piped(self.schedule, self.axis, self.mesh, self.layer(known))
 
   def _laid(self, key: Key, x: Any) -> Any:
     """States of layers, `[stages, groups, layers of a stage, ...]`, on their stages."""
