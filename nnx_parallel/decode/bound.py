@@ -334,7 +334,7 @@ class Bound:
       raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
-  def _turns(self, others: list[Any], caches: list[Any], rows: int, length: int) -> Turns:
+  def _turns(self, axis: str, others: list[Any], caches: list[Any], rows: int, length: int) -> Turns:
     """Calls of the model for one group of rows, its layers on stages."""
 
     def call(others: list[Any], inputs: Any, state: State) -> Any:
@@ -351,8 +351,8 @@ class Bound:
     labels = [self.labels[i] for i, x in names for _ in jax.tree.leaves(x)]
     specs = [getattr(where, "spec", None) for where in self._of_caches]
     specs += [None] * len(jax.tree.leaves(state[1]))
-    layers = self.options.layer_options
-    return Turns(call, layers, others, state, inputs, labels, specs, self.binding.mesh, self._used)
+    layers, mesh = self.options.layer_options, self.binding.mesh
+    return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
   def _over_rows(self, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` for each row by itself, where rows have caches of their own."""
@@ -416,7 +416,7 @@ class Bound:
     asked = Asked(prompts, args.lengths, keys)
     with default_scope(self.scope):
       if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(others, caches, batch // self.stages, width + limit)
+        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
         found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
         return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
       state = self._empty(caches, options.slots or batch, width + limit)

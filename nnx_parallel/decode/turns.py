@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed, streamed
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, program_of, treatment_of
 from nnx_parallel.layers.stream import DecodePipeline, PipelineState, Prepared
 
 
@@ -23,6 +23,7 @@ class Turns:
   Attributes:
     call: `(arrays, (tokens, position), state) -> (logits, arrays, state)`, for one group of rows.
     options: with a pipeline.
+    axis: the mesh axis of the stages.
     arrays: those of the model.
     state: that of one group before its first token.
     inputs: makes any tokens and position, for a number of tokens.
@@ -34,6 +35,7 @@ class Turns:
 
   call: Callable[..., Any]
   options: LayerOptions
+  axis: str
   arrays: Sequence[Any]
   state: Any
   inputs: Callable[[int], Any]
@@ -64,7 +66,11 @@ class Turns:
   def _of(self, tokens: int) -> tuple[DecodePipeline, Prepared]:
     if tokens not in self._traced:
       args = [*self.arrays], self.inputs(tokens), self.state
-      stream = streamed(self.call, self.options, args, self._ends, self.specs, self.mesh, self.used)
+      program, signature, _ = program_of(self.call, args, self.options, self._ends, self.used)
+      known = {n: spec for n, spec in zip(self._states(), self.specs, strict=True) if spec is not None}
+      how = treatment_of(self.options)
+      stream = DecodePipeline(program, signature, how, self.axis, self.mesh, known)
+      self.used.done = (str(stream),)
       changed = [self.labels[i] for i in stream.changed.values() if i < len(self.labels)]
       if changed:
         raise lost(changed)

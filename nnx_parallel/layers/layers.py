@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.interpret import flattened, interpret, is_literal
 from nnx_parallel.core.jaxprs import (
@@ -39,7 +38,6 @@ from nnx_parallel.core.jaxprs import (
   without_unused,
 )
 from nnx_parallel.core.layers import Layers, find_layers
-from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
@@ -58,7 +56,6 @@ from nnx_parallel.layers.mark import (
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows
 from nnx_parallel.layers.stages import Signature, TrainPipeline
-from nnx_parallel.layers.stream import DecodePipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 RematName = Literal["as written", "none", "dots", "full", "offload"]
@@ -353,7 +350,7 @@ def with_stages(
     objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
     options: what is done with the layers; with a pipeline.
     microbatches: parts of the batch.
-    ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`.
+    ends: as in `program_of`.
     used: gets what was done.
   """
   assert options.pipeline is not None
@@ -362,9 +359,9 @@ def with_stages(
   def changed(model: Any, batch: Any) -> Any:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
-    program, signature, tree = _program(objective, (model, first), options, ends, used)
+    program, signature, tree = program_of(objective, (model, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
-    piped = TrainPipeline(program, signature, _treatment(options), pipeline, microbatches, mesh)
+    piped = TrainPipeline(program, signature, treatment_of(options), pipeline, microbatches, mesh)
     used.done, used.schedule = (str(piped), *used.done), piped.schedule
     found = piped(arrays, jax.tree.leaves(parts))
     found = [join_batch(x) if n in signature.outputs else x for n, x in enumerate(found)]
@@ -373,47 +370,23 @@ def with_stages(
   return changed
 
 
-def streamed(
-  call: Callable[..., Any],
-  options: LayerOptions,
-  args: tuple[Any, Any, Any],
-  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
-  specs: Sequence[PartitionSpec | None],
-  mesh: AnyMesh | None,
-  used: LayersUsed,
-) -> DecodePipeline:
-  """A call whose layers are a pipeline that goes round.
-
-  Args:
-    call: `(model, inputs, states) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
-    options: what is done with the layers; with a pipeline.
-    args: its arguments for one group of rows.
-    ends: as in `with_stages`; positions of inputs count the arrays of the three arguments.
-    specs: of the states; None where the compiler chooses.
-    mesh: the mesh, if there is one.
-    used: gets what was done.
-
-  Raises:
-    TrainError: no equal layers, or layers that give more than a result and states.
-    SchemeError: no such axis.
-  """
-  assert options.pipeline is not None
-  program, signature, _ = _program(call, args, options, ends, used)
-  first = sum(len(jax.tree.leaves(x)) for x in args[:2])
-  known = {n: spec for n, spec in enumerate(specs, first) if spec is not None}
-  stream = DecodePipeline(program, signature, _treatment(options), options.pipeline.axis, mesh, known)
-  used.done = (str(stream),)
-  return stream
-
-
-def _program(
+def program_of(
   function: Callable[..., Any],
   args: tuple[Any, ...],
   options: LayerOptions,
   ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> tuple[Stacks, Signature, Any]:
-  """The trace of a loss for a pipeline, what its inputs and results are, and the structure of the results."""
+  """The trace of a call for a pipeline, what its inputs and results are, and the structure of the results.
+
+  Args:
+    function: of pytrees of arrays, first the model; marks its layers by `options.marking`.
+    args: its arguments for one microbatch, or one group of rows.
+    options: with a pipeline.
+    ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`;
+      positions of inputs count the arrays of all arguments.
+    used: gets what was done.
+  """
   assert options.pipeline is not None
   with mapped_axes((options.pipeline.axis,)):
     traced, shape = _traced(function, args, options, used)
@@ -486,7 +459,7 @@ def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
 
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
   """The results of a trace whose layers are treated by the options."""
-  remat, how = options.how, _treatment(options)
+  remat, how = options.how, treatment_of(options)
   size = max(remat.every, remat.group)
   auto = AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
   scan_from = 2 if options.scan_layers is True else auto
@@ -526,7 +499,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
   return found
 
 
-def _treatment(options: LayerOptions) -> Treatment:
+def treatment_of(options: LayerOptions) -> Treatment:
   """What `remat` does with layers."""
   remat = options.how
   policy = remat.policy if remat.changes else None

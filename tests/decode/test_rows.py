@@ -193,10 +193,14 @@ def test_beams_of_a_model_with_caches(layout):
       np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"slots": 8}, {"sampling": nxp.Beams(2)}], ids=["slots", "beams"])
-def test_no_whole_cache_is_gathered(options):
+@pytest.mark.parametrize(
+  ("init", "options"),
+  [(plain.Model, {}), (One, {"slots": 8}), (One, {"sampling": nxp.Beams(2)})],
+  ids=["batch", "slots", "beams"],
+)
+def test_no_whole_cache_is_gathered(init, options):
   generate = nxp.generator(NEW, **options)
-  text = generate.lower(sharded(One, "both"), plain.PROMPTS).compile().as_text()
+  text = generate.lower(sharded(init, "both"), plain.PROMPTS).compile().as_text()
   gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
   assert gathered, "the weights are sharded over fsdp"
   assert not [line for line in gathered if f",{LENGTH}," in line]
