@@ -2,7 +2,7 @@
 
 The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys; it
 is mapped over the batch and the heads, and placed on the mesh by `jax.shard_map`: a kernel is a program of
-one device. An attention of another form is computed by blocks.
+one device. An attention of another form is blockwise.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
     mask, some = masks(arrays[3:])
     found = _placed(form, kernel, query, key, value, mask)
     if some is not None:  # a row that keeps nothing
-      none = value.mean(-2, keepdims=True) if math.isfinite(form.scores.fill) else jnp.nan * value[..., :1, :]
+      finite = math.isfinite(form.scores.fill)
+      none = value.mean(-2, keepdims=True) if finite else jnp.full_like(value[..., :1, :], jnp.nan)
       none = jnp.expand_dims(none, range(form.shared, form.shared + found.ndim - none.ndim))
       found = jnp.where(some[:, None], found, none)
     found = found.transpose(form.order).astype(out.aval.dtype)

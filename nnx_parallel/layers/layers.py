@@ -277,8 +277,8 @@ def with_layers(
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(9)])
-    >>> rolled = with_layers(lambda model, x: model(x).sum(), scan_layers=True)
-    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
+    >>> scanned = with_layers(lambda model, x: model(x).sum(), scan_layers=True)
+    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(scanned)(model, jnp.ones((2, 4))).eqns].count("scan")
     1
   """
   options = LayerOptions(remat, scan_layers, layers, attention, loss_chunks)

@@ -360,12 +360,12 @@ class Piped:
     pairs = [(n, (n + by) % size) for n in range(size)]
 
     # Not `jnp.roll`: XLA sends twice for its transpose.
-    def roll(x: Any) -> Any:
+    def shift(x: Any) -> Any:
       spec = jax.typeof(x).sharding.spec if self._explicit else PartitionSpec(*[None] * dim, self.axis)
       axes = None if self._explicit else {self.axis, *manual_too(mesh)}
       return on_shards(lambda x: jax.lax.ppermute(x, self.axis, pairs), mesh, (spec,), spec, axes)(x)
 
-    return jax.tree.map(roll, tree) if size > 1 else tree
+    return jax.tree.map(shift, tree) if size > 1 else tree
 
   def _of(self, made: Any) -> Any:
     """The results of layers, `[ticks, stages, chunk, ...]`, by microbatch and layer."""

@@ -47,7 +47,7 @@ def pipeline(
       own only; with `virtual_stages`, chunk `c` moves to stage `c % stages` first.
     x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` is each `microbatches`-th example from `n`.
     *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids,
-      the result of an encoder. Floating ones travel with `x`; others lie whole on each stage.
+      the result of an encoder. Floating ones travel with `x`; others are replicated over the stages.
     microbatches: a multiple of the stages that divides the batch.
     axis: the mesh axis of the stages.
     virtual_stages: chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule, whose bubble is
