@@ -16,7 +16,7 @@ are computed once and not once for each stage. The loop has one more buffer for 
 each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
 from it one by one, and the last stage puts its results into the room that they leave.
 
-`Piped.turn` is one tick of a pipeline without an end (`layers/stream.py`), in which microbatches come back.
+`PipelineLoop.turn` is one tick of a pipeline without an end (`layers/stream.py`): microbatches come back.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def staged(x: Any, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piped:
+class PipelineLoop:
   """A scan over layers, to be run as a pipeline.
 
   Attributes:

@@ -28,7 +28,7 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
-from nnx_parallel.layers.pipeline import Layer, Piped, Pipeline, Schedule, size_along
+from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
 
 
@@ -116,7 +116,7 @@ class AroundLayers:
     run_operations([self.eqns[n] for n in numbers], values, self.how.run)
 
   def layer(self, known: Mapping[Key, Any], kept: Collection[Key] = ()) -> Layer:
-    """One layer, for `Piped`, which carries with its results the arrays that travel with them.
+    """One layer, for `PipelineLoop`, which carries with its results the arrays that travel with them.
 
     Args:
       known: values of `same` that are one array for all microbatches.
@@ -132,7 +132,7 @@ class AroundLayers:
 
     return layer
 
-  def split_row(self, piped: Piped, key: Key, values: Values) -> Any:
+  def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> Any:
     """A row of all layers, on their stages."""
     stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
     return piped.split_layers(stacked, whole=isinstance(self.stack.rows[key], list))
@@ -216,7 +216,7 @@ class TrainPipeline(AroundLayers):
     apart = {*self.travels, *self.gathered, *self.shared}
     known = {key: read(var, fixed) for key, var in stack.same.items() if key not in apart}
     kept = [key for key, some in stack.made.items() if not self.read.isdisjoint(each_of(some))]
-    piped = Piped(self.schedule, self.options.axis, self.mesh, self.layer(known, kept))
+    piped = PipelineLoop(self.schedule, self.options.axis, self.mesh, self.layer(known, kept))
     starts, ends = self._count(model)
     varying: Values = dict(zip(self.inputs[count:], parts, strict=True)) | starts
     varying = {var: piped.split_microbatches(x) for var, x in varying.items()}
@@ -228,7 +228,7 @@ class TrainPipeline(AroundLayers):
     ends |= changed
     return [self._result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
 
-  def _run_layers(self, piped: Piped, fixed: Values, varying: Values) -> tuple[Values, Values]:
+  def _run_layers(self, piped: PipelineLoop, fixed: Values, varying: Values) -> tuple[Values, Values]:
     """The results of the layers for each microbatch, and what the layers have changed for good."""
     stack = self.stack
 
@@ -257,7 +257,7 @@ class TrainPipeline(AroundLayers):
     return found, changed
 
   def _result(
-    self, o: int, piped: Piped, model: Sequence[Any], fixed: Values, varying: Values, ends: Values
+    self, o: int, piped: PipelineLoop, model: Sequence[Any], fixed: Values, varying: Values, ends: Values
   ) -> Any:
     """One result of all microbatches."""
     var, count = self.outputs[o], self.schedule.microbatches
@@ -318,7 +318,7 @@ class TrainPipeline(AroundLayers):
 
   def _of_each(
     self,
-    piped: Piped,
+    piped: PipelineLoop,
     numbers: list[int],
     wanted: set[Any],
     fixed: Values,

@@ -1,9 +1,9 @@
 """The layers of a call that is repeated for ever: a pipeline in which no stage waits.
 
 A generated token has to pass all layers before the next one begins. So as many groups of rows as stages go
-round: while one of them is on the last stage, the next is on the one before (`Piped.turn`). In a tick a group
-enters, by what stands before the layers, and another leaves, by what stands after them. Weights are brought
-to their stages once; each stage holds the caches of its layers, for all groups.
+round: while one of them is on the last stage, the next is on the one before (`PipelineLoop.turn`). In a tick
+one group enters, by what stands before the layers, and another leaves, by what stands after them. Weights are
+brought to their stages once; each stage holds the caches of its layers, for all groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.pipeline import Piped, Schedule, size_along, staged
+from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of
 from nnx_parallel.layers.stages import AroundLayers, Signature
 
@@ -186,9 +186,9 @@ class DecodePipeline(AroundLayers):
     carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.stack.carried]
     return carried, {key: values[self.stack.same[key]] for key in self.travels}
 
-  def _piped(self, values: Values) -> Piped:
+  def _piped(self, values: Values) -> PipelineLoop:
     known = {key: read(var, values) for key, var in self.stack.same.items() if key not in self.travels}
-    return Piped(self.schedule, self.axis, self.mesh, self.layer(known))
+    return PipelineLoop(self.schedule, self.axis, self.mesh, self.layer(known))
 
   def _laid(self, key: Key, x: Any) -> Any:
     """States of layers, `[stages, groups, layers of a stage, ...]`, on their stages."""
