@@ -448,15 +448,13 @@ def _capacity(model: Any) -> tuple[int, int] | None:
 
 def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: int, own_rows: bool) -> None:
   (batch, length), (rows, width) = capacity, prompts
-  if own_rows and batch != 1:
+  wanted, why = (
+    (1, "each slot or beam has a cache for one") if own_rows else (rows, f"there are {rows} prompts")
+  )
+  if batch != wanted:
     raise DecodeError(
-      f"the model's cache is for {batch} rows, and each slot or beam has a cache for one.",
-      fix="init_cache((1, length, features)) of each attention.",
-    )
-  if not own_rows and rows != batch:
-    raise DecodeError(
-      f"there are {rows} prompts, and the model's cache is for {batch}.",
-      fix=f"init_cache(({rows}, length, features)) of each attention.",
+      f"{why}, and the model's cache is for {batch}.",
+      fix=f"init_cache(({wanted}, length, features)) of each attention.",
     )
   # The last new token is not read.
   needed = width + limit - 1

@@ -52,8 +52,14 @@ class Generator:
     Raises:
       DecodeError: prompts, lengths, a cache or a key that do not fit.
     """
-    bound, args = self._prepared(model, prompts, lengths, key, requests)
-    return bound(args)
+    prompts, lengths, requests = _checked(prompts, lengths, requests)
+    sampling = self.options.sampling
+    if key is None and isinstance(sampling, Sampling) and sampling.temperature:
+      raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
+    bound = self._bound(model, prompts)
+    given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
+    defaults = bound.defaults(prompts.shape)
+    return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
 
   def lower(self, model: Any, prompts: Any) -> Any:
     """Lowers the program for prompts of this shape, without running it.
@@ -69,9 +75,7 @@ class Generator:
     Raises:
       DecodeError: as in a call.
     """
-    _check_prompts(prompts)
-    bound = self._bound(model)
-    bound.check(prompts.shape)
+    bound = self._bound(model, prompts)
     return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
 
   def argument_names(self, model: Any) -> dict[str, str]:
@@ -97,23 +101,11 @@ class Generator:
       the fields of `Generated` and the caches by the number of their Variable; and its abstract arguments
       after the first.
     """
-    _check_prompts(prompts)
-    bound = self._bound(model)
-    bound.check(prompts.shape)
+    bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
 
-  def _prepared(self, model: Any, prompts: Any, lengths: Any, key: Any, requests: Any) -> tuple[Bound, Args]:
-    prompts, lengths, requests = _checked(prompts, lengths, requests)
-    sampling = self.options.sampling
-    if key is None and isinstance(sampling, Sampling) and sampling.temperature:
-      raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
-    bound = self._bound(model)
-    bound.check(prompts.shape)
-    given = Args(*(None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)))
-    defaults = bound.defaults(prompts.shape)
-    return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
-
-  def _bound(self, model: Any) -> Bound:
+  def _bound(self, model: Any, prompts: Any = None) -> Bound:
+    """The program of a model, for prompts that fit it."""
     if not isinstance(model, nnx.Pytree):
       raise DecodeError(
         f"the model is a {type(model).__name__}, not a live module.", fix="generate(model, prompts)"
@@ -121,6 +113,9 @@ class Generator:
     found = self._bounds.get(model)
     if found is None or not found.binding.watch.same():
       found = self._bounds[model] = Bound(self.options, self.layers, model)
+    if prompts is not None:
+      _check_prompts(prompts)
+      found.check(prompts.shape)
     return found
 
 

@@ -467,15 +467,6 @@ class _Rewriting:
       term.power is None and (term.factor is None) != (term.share is None) for term in of(inputs[0])
     ):
       return [functools.reduce(_Term.times, (_Term(term.factor, term.share) for term in of(inputs[0])))]
-    if name == "select_n" and not isinstance(inputs[0], (_Logits, _Statistic)):
-      ones = filled(out, 1, out.dtype)
-      found: list[_Term] = []
-      for n, x in enumerate(inputs[1:]):
-        for term in of(x) if isinstance(x, (_Logits, _Statistic)) else [_Term(factor=x)]:
-          factor = ones if term.factor is None else ones * term.factor
-          cases = [factor if n == m else jnp.zeros_like(factor) for m in range(len(inputs) - 1)]
-          found.append(dataclasses.replace(term, factor=jax.lax.select_n(inputs[0], *cases)))
-      return found
     return None
 
   def _reduced(self, eqn: Any, inputs: list[Any]) -> Any:
