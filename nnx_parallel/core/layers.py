@@ -62,7 +62,7 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   """
   by_depth: dict[int, list[tuple[Path, Any]]] = {}
   order: dict[Path, int] = {}
-  for path, module in _modules(model):
+  for path, module in modules_of(model):
     order[path] = len(order)
     by_depth.setdefault(len(path), []).append((path, module))
   found: list[Layers] = []
@@ -92,7 +92,7 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
 
 
-def _modules(model: Any) -> Iterator[tuple[Path, Any]]:
+def modules_of(model: Any) -> Iterator[tuple[Path, Any]]:
   """Every module but lists and dicts of modules, each once."""
   parts = dict(enumerate(model)) if isinstance(model, (tuple, list)) else model
   roots = parts.items() if isinstance(parts, dict) else [(None, model)]
