@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -60,36 +61,33 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
     3 x Linear at layers.*
     1 x Linear at layers.* (unlike layers.0: bias is Param float32[2])
   """
-  by_depth: dict[int, list[tuple[Path, Any]]] = {}
-  order: dict[Path, int] = {}
-  for path, module in modules_of(model):
-    order[path] = len(order)
-    by_depth.setdefault(len(path), []).append((path, module))
+  modules = list(modules_of(model))
+  order = {path: n for n, (path, _) in enumerate(modules)}
   found: list[Layers] = []
   taken: set[Path] = set()
-  for depth in sorted(by_depth):
+  for depth, same_depth in itertools.groupby(sorted(modules, key=_depth), _depth):
     beside: dict[Any, list[tuple[Path, Any]]] = {}
-    for path, module in by_depth[depth]:
+    for path, module in same_depth:
       name = _pattern(path) if pattern is None else _matched(path, pattern)
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         beside.setdefault((name, type(module)), []).append((path, module))
     for (name, kind), members in beside.items():
-      if pattern is None and len(members) < 2:
-        continue
-      groups: dict[Any, list[tuple[Path, Any]]] = {}
+      groups: dict[Any, list[Path]] = {}
       for path, module in members:
-        groups.setdefault(_structure(module), []).append((path, module))
-      if pattern is None and not any(map(_has_matrix, groups)):
+        groups.setdefault(_structure(module), []).append(path)
+      # Parts of different widths are stages, which have layers inside.
+      if pattern is None and not (any(map(_has_matrix, groups)) and max(map(len, groups.values())) > 1):
         continue
-      if pattern is None and all(len(same) < 2 for same in groups.values()):
-        continue  # parts of different widths: stages, which have layers inside
       first = next(iter(groups))
-      for structure, same in groups.items():
-        paths = tuple(path for path, _ in same)
+      for structure, paths in groups.items():
         unlike = "" if structure is first else f"{path_str(members[0][0])}: {_unlike(structure, first)}"
-        found.append(Layers(name, kind.__name__, paths, unlike))
+        found.append(Layers(name, kind.__name__, tuple(paths), unlike))
         taken.update(paths)
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
+
+
+def _depth(row: tuple[Path, Any]) -> int:
+  return len(row[0])
 
 
 def modules_of(model: Any) -> Iterator[tuple[Path, Any]]:
