@@ -85,6 +85,10 @@ class Loop:
       found |= tokens == stop
     return found
 
+  def unfinished(self, rows: _Rows, step: jax.Array, last: jax.Array) -> jax.Array:
+    """Whether a row may still write. Whether all have ended takes an all-reduce for each token."""
+    return ~jnp.all(rows.ended) if self.stops else step < last
+
   def read_together(self, prompts: jax.Array, lengths: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     """Reads what all prompts have, `prefill` tokens at once, but for the last token of the shortest."""
     position = jnp.zeros((), jnp.int32)
@@ -105,18 +109,14 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: Any) -> tuple[
   """Continues all prompts at once; `position` is the same for all rows."""
   last = asked.lengths.max() + loop.limit - 1
 
-  def more(carry: Any) -> Any:
-    position, rows, _ = carry
-    # Whether all rows have ended takes an all-reduce for each token.
-    return ~jnp.all(rows.ended) if loop.stops else position < last
-
   def one(carry: Any) -> Any:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
     return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
 
   position, state = loop.read_together(asked.prompts, asked.lengths, state)
-  _, rows, state = jax.lax.while_loop(more, one, (position, _begun(loop, asked, position), state))
+  begun = position, _begun(loop, asked, position), state
+  _, rows, state = jax.lax.while_loop(lambda carry: loop.unfinished(carry[1], carry[0], last), one, begun)
   return state, Generated(rows.found, rows.counts)
 
 
@@ -149,10 +149,6 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
   begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
 
-  def more(carry: Any) -> Any:
-    tick, rows, _ = carry
-    return ~jnp.all(rows.ended) if loop.stops else tick < last
-
   def one(carry: Any) -> Any:
     tick, rows, going = carry
     (enters, number), (leaves, done) = _in_and_out(tick, groups)
@@ -165,8 +161,8 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
     after = jax.tree.map(lambda new, old: jnp.where(tick >= groups - 1, new, old), after, before)
     return tick + 1, jax.tree.map(lambda x, new: x.at[leaves].set(new), rows, after), going
 
-  start = jnp.zeros((), jnp.int32)
-  _, rows, _ = jax.lax.while_loop(more, one, (start, begun, turns.begin(1, going)))
+  start = jnp.zeros((), jnp.int32), begun, turns.begin(1, going)
+  _, rows, _ = jax.lax.while_loop(lambda carry: loop.unfinished(carry[1], carry[0], last), one, start)
   return Generated(rows.found, rows.counts)
 
 

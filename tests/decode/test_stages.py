@@ -118,20 +118,16 @@ def test_tokens_are_those_of_one_device(init, depth, layout):
 
 
 def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
-  def make():
-    return Stacked(len(PROMPTS), 2)
+  def plan(batch, layers, rule):
+    names = dict.fromkeys(("embed", "heads", "mlp", "vocab"), ())
+    rules = [nxp.LogicalRules(batch=batch, layers=layers, **names), nxp.PathRules([rule]), nxp.replicate()]
+    return nxp.plan(lambda: Stacked(len(PROMPTS), 2), nxp.make_mesh(data=4, stage=2), rules)
 
-  mesh = nxp.make_mesh(data=4, stage=2)
-  rows = nxp.PathRules([(r".*\.cached_(key|value)", (None, "batch", None, None, None))])
-  training = nxp.plan(make, mesh, [nxp.PathRules([(r"blocks\..*", ("stage", ...))]), nxp.replicate()])
-  names = nxp.LogicalRules(
-    batch=("data", "stage"), **dict.fromkeys(("embed", "heads", "mlp", "vocab", "layers"), ())
-  )
-  decoding = nxp.plan(make, mesh, [names, rows, nxp.replicate()])
-  model = nxp.reshard(nxp.create_sharded_model(training), decoding)
+  training = plan("data", "stage", (r"blocks\..*", ("stage", ...)))
+  rows = r".*\.cached_(key|value)", (None, "batch", None, None, None)
+  model = nxp.reshard(nxp.create_sharded_model(training), plan(("data", "stage"), (), rows))
   assert model.blocks.attention.cached_key[...].sharding.shard_shape((2, 16, 9, 8, 2))[1] == 2
-  lengths = np.maximum(LENGTHS, 3)
-  found = nxp.generator(NEW, prefill=2)(model, PROMPTS, lengths=lengths)
+  found = nxp.generator(NEW, prefill=2)(model, PROMPTS, lengths=np.maximum(LENGTHS, 3))
   assert plain.rows(found) == expected(Stacked, 2, plain.GREEDY, (), 2)
 
 
