@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.interpret import flattened, interpret, is_literal
+from nnx_parallel.core.interpret import flattened, interpret
 from nnx_parallel.core.jaxprs import (
   among,
   bind,
   call_equation,
   dependents,
   is_inexact,
+  operations_behind,
   traced,
   without_unused,
 )
@@ -119,17 +120,6 @@ def _shards(length: int) -> tuple[int, int]:
   split = batch_axes(RuleSet(logical=rules_in_scope() or LogicalRules()), dict(mesh.shape)) or ()
   apart = mesh.size // math.prod(mesh.shape[axis] for axis in split)
   return shards, 1 if shards % apart else apart
-
-
-def _derived(body: Any) -> set[Any]:
-  """The variables whose gradients a program needs, if it is differentiated."""
-  found = {var for var in body.outvars if not is_literal(var)}
-  for eqn in reversed(body.eqns):
-    if eqn.primitive.name != "stop_gradient" and any(
-      var in found and is_inexact(var.aval) for var in eqn.outvars
-    ):
-      found.update(var for var in eqn.invars if not is_literal(var))
-  return found
 
 
 def _head(body: Any, chunks: int) -> tuple[Any, list[Any]]:
@@ -377,7 +367,10 @@ class _Rewriting:
 
   def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid, apart: int):
     self._flat, self._product, self._labels, self._grid, self._apart = flat, product, labels, grid, apart
-    self._derived = _derived(flat.jaxpr)
+    # The variables whose gradients a program needs, if it is differentiated.
+    passing = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    behind = operations_behind(passing, flat.jaxpr.outvars)
+    self._derived = {out for eqn in behind for out in eqn.outvars}
     self._kinds: dict[str, _Kind] = {}
     self._made: dict[Any, Any] = {}
 
