@@ -420,7 +420,7 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
   """The kernel on each device's examples and heads."""
 
   def local(query: Any, key: Any, value: Any, *mask: Any) -> Any:
-    run = functools.partial(_run, kernel, form.scores.cap, mask[0] if mask else None)
+    run: Any = functools.partial(kernel, mask=mask[0] if mask else None, cap=form.scores.cap)
     for _ in range(query.ndim - 2 - form.shared):
       run = jax.vmap(run, in_axes=(0, None, None))
     for _ in range(form.shared):
@@ -445,10 +445,6 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
     local, in_specs=tuple(specs), out_specs=specs[0], axis_names={*free}, check_vma=False
   )
   return placed(*arrays)
-
-
-def _run(kernel: Kernel, cap: float | None, mask: Any, query: Any, key: Any, value: Any) -> Any:
-  return kernel(query, key, value, mask, cap)
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
