@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tensorstore as ts
 from flax import nnx
 from flax.linen import get_logical_axis_rules
 from flax.nnx import graphlib
@@ -495,22 +494,6 @@ def test_a_traced_product_holds_the_precision_of_the_configuration():
   assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
   kinds = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
   assert [kind.value for kind in kinds] == sorted(kind.value for kind in kinds)
-
-
-def test_tensorstore_tells_its_chunks_and_a_missing_one(tmp_path):
-  """`checkpoint/store.py` reads chunk by chunk; a chunk that is not there is damage, not zeros."""
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"w": jnp.ones((8, 8))})
-  folder = tmp_path / "1" / "model" / "w"
-  files = {"driver": "file", "path": f"{folder}/"}
-  spec = {"driver": "zarr3", "kvstore": files, "fill_missing_data_reads": False}
-  opened = ts.open(spec, open=True, read=True).result()
-  assert opened.chunk_layout.read_chunk.shape == (8, 8)
-  for file in (folder / "c").rglob("*"):
-    if file.is_file():
-      file.unlink()
-  with pytest.raises(ValueError, match="missing"):
-    opened.read().result()
 
 
 def test_jax_tells_a_job_when_it_is_asked_to_end():

@@ -67,8 +67,8 @@ class Checkpointer:
     keep_best: how many of the best.
     asynchronous: whether `save` returns once the arrays are copied off the devices. A save that is not done
       when the script ends is finished then; if it fails, the exit code is 1.
-    verify: what `restore` checks: `"full"` every value, `"metadata"` the files' sizes and the metadata,
-      `"off"` nothing.
+    verify: what `restore` checks beside the files' sizes: `"full"` every value, `"metadata"` the contents of
+      all small files, `"off"` nothing.
     byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
       save holds a copy of them all.
     chunk_bytes: largest piece of an array that is read as a whole; None stores each shard as one piece.
@@ -528,8 +528,7 @@ class Checkpointer:
     self._pending, self._lock = None, threading.RLock()
 
   def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
-    folder = self._catalog.folder(record.step)
-    return compare(record, goal, folder=folder, byte_budget=self._byte_budget, **choose)
+    return compare(record, goal, byte_budget=self._byte_budget, **choose)
 
   def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> Any:
     """Restores a step into a target."""

@@ -1,95 +1,16 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-import nnx_parallel as nxp
-from checkpoint.runs import assert_same, target_of
+from checkpoint.runs import assert_same
 from nnx_parallel.checkpoint import folders, manifest, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
 RNG = np.random.default_rng(0)
-SHAPES = {"cube": (8, 12, 16), "wide": (3, 8), "row": (24,), "one": ()}
-DTYPES = [np.float32, jnp.bfloat16, np.int8, np.bool_]
-SPECS = [P(), P("x"), P(None, "x"), P("y", "x"), P(None, ("x", "y")), P(None, None, "y")]
-
-
-def fitting(spec, shape, mesh):
-  """The spec without the axes that do not divide the array's dims."""
-  entries = [
-    entry if shape[dim] % np.prod([mesh.shape[a] for a in np.atleast_1d(entry)]) == 0 else None
-    for dim, entry in enumerate(spec[: len(shape)])
-    if entry is not None or dim < len(shape)
-    for entry in [entry or ()]
-  ]
-  return P(*entries)
-
-
-@pytest.mark.parametrize("chunk_bytes", [None, 96, 1000])
-@pytest.mark.parametrize("saved", [P(), P("y", "x"), P(None, None, "y")])
-def test_the_same_as_orbax_in_any_layout(tmp_path, chunk_bytes, saved):
-  mesh = nxp.make_mesh(x=4, y=2)
-  values = {
-    name: RNG.standard_normal(shape).astype(dtype)
-    for (name, shape), dtype in zip(SHAPES.items(), DTYPES, strict=True)
-  }
-
-  def placed(spec):
-    layouts = {name: NamedSharding(mesh, fitting(spec, x.shape, mesh)) for name, x in values.items()}
-    return jax.device_put(values, layouts)
-
-  Checkpointer(tmp_path, chunk_bytes=chunk_bytes).save(1, placed(saved))
-  opened = store.open_arrays(epath.Path(tmp_path / "1" / "model"), target_of(placed(saved)))
-  for spec in SPECS:
-    targets = target_of(placed(spec))
-    with store.readers() as pool:
-      found = store.start(opened, targets, pool)()
-    plain = store.load(tmp_path / "1", "model", targets, byte_budget=1 << 20, pad=False)
-    for name in values:
-      assert found[name].sharding == plain[name].sharding
-      for one, other in zip(found[name].addressable_shards, plain[name].addressable_shards, strict=True):
-        np.testing.assert_array_equal(one.data, other.data, strict=True)
-
-
-@pytest.mark.parametrize("shape", [(512, 1024), (8,), ()], ids=str)
-@pytest.mark.parametrize("spec", [P(), P("x")], ids=["replicated", "split"])
-def test_the_first_step_after_a_restore_reuses_the_buffers(tmp_path, shape, spec):
-  layout = NamedSharding(nxp.make_mesh(x=8), spec if shape else P())
-  tree = {name: jax.device_put(np.ones(shape, np.float32), layout) for name in "vw"}
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, tree)
-  restored = checkpointer.restore(target_of(tree))
-  buffers = {name: pointers(array) for name, array in restored.items()}
-  assert len({*buffers["v"], *buffers["w"]}) == 16
-  after = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(restored)
-  assert {name: pointers(array) for name, array in after.items()} == buffers
-  for shard in (*after["v"].addressable_shards, *after["w"].addressable_shards):
-    np.testing.assert_array_equal(shard.data, np.full(shard.data.shape, 2, np.float32))
-
-
-def pointers(array):
-  return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-
-
-def test_devices_that_are_no_cpus_are_given_host_arrays(tmp_path, monkeypatch):
-  mesh = nxp.make_mesh(x=4, y=2)
-  tree = {"w": jax.device_put(RNG.standard_normal((8, 12)), NamedSharding(mesh, P("x")))}
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, tree)
-  monkeypatch.setattr(store, "on_cpu", lambda _: False)
-  for spec in (P("x"), P("y", "x"), P()):
-    layout = NamedSharding(mesh, spec)
-    found = checkpointer.restore({"w": jax.ShapeDtypeStruct((8, 12), tree["w"].dtype, sharding=layout)})["w"]
-    assert found.sharding == layout
-    assert_same(found, tree["w"])
 
 
 @pytest.fixture(params=["ocdbt", "compressed"])

@@ -114,10 +114,10 @@ def test_a_checkpointer_without_a_save_is_collected(tmp_path):
 def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number):
   directory, trees = saved
 
-  def fail(*_):
+  def fail(*_, **__):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((store, "_read_chunk"), (folders, "sha256")):
+  for owner, name in ((store, "load"), (folders, "sha256")):
     with monkeypatch.context() as patch:
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
