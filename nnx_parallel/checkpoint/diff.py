@@ -119,8 +119,8 @@ class Diff(Shown):
     values: the saved JSON values that fill the target's, by item and the target's path.
     bytes_read: bytes of arrays that this process wants of the files: its shards. Chunks are read as a whole.
     device_bytes: most bytes on one device of this process when all is restored.
-    host_bytes: most host memory of this process during the restore: the byte budget, or one larger array, and
-      the shards of devices in host memory.
+    host_bytes: most host memory of this process during the restore: the byte budget, or twice the largest
+      array, and the shards of devices in host memory.
   """
 
   step: int
@@ -281,7 +281,7 @@ def compare(
   wrong = {match.name for match in (*reshaped, *retyped)}
   fitting = tuple(match for match in matches if match.name not in wrong)
   per_device = _bytes_per_device(match.target.struct for match in matches)
-  in_flight = max(byte_budget, max((store.shard_bytes(match.stored) for match in fitting), default=0))
+  in_flight = max(byte_budget, 2 * max((store.shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
     step=manifest.step,
     matches=fitting,

@@ -12,6 +12,9 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.errors import CheckpointError
 
+# Where Orbax cannot read a shard, it leaves its coroutines of the others to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def chunk_of(directory, step, name="w"):
   return min(path for path in (directory / str(step) / "model" / name / "c").rglob("*") if path.is_file())

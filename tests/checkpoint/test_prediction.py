@@ -13,6 +13,10 @@ from nnx_parallel.checkpoint import diff, folders, store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
+# Where Orbax cannot read a shard, it leaves its coroutines of the others to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 # 64-bit arrays while jax has none.
 
 
