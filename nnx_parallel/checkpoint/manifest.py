@@ -28,8 +28,8 @@ from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
 # A field may be added to the format: readers ignore what they do not know. A field with another meaning is
-# another format, and then what reads this one stays.
-FORMAT = 4
+# another format, and then what reads the older one stays. Format 4 has `digests` of parts, whose sum counts.
+FORMAT, READABLE = 5, (4, 5)
 LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999; a later save is later than that
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 # What parsing raises where fields are missing, of other types, or nested too deeply.
@@ -48,8 +48,7 @@ class LeafRecord:
     encoding: of the stored array (`encoding.encoding_of`).
     kind: the Variable's type, for example `"Param"`; empty for plain arrays.
     nbytes: bytes of the stored array.
-    block: shape of the stored array's logical blocks, in elements.
-    digests: one for each block, in C order; none for an array without elements.
+    digest: of the stored array (`digest.digest`); 0 for an array without elements.
     layout: the one it was saved in, as `diff.layout_text` writes it; empty for numpy arrays.
   """
 
@@ -59,14 +58,8 @@ class LeafRecord:
   encoding: str
   kind: str
   nbytes: int
-  block: tuple[int, ...]
-  digests: tuple[int, ...]
+  digest: int = 0
   layout: str = ""
-
-  @property
-  def digest(self) -> int:
-    """The digest of the whole array; it does not depend on the size of the blocks."""
-    return sum(self.digests) % 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +225,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
     raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
   if sha256 != _sha256(_json(signed)):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  if number != FORMAT:
+  if number not in READABLE:
     raise CheckpointError(
       f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
       fix="install the nnx_parallel that wrote it.",
@@ -299,9 +292,10 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  lists: dict[str, Any] = {name: tuple(map(_whole, fields[name])) for name in ("shape", "block", "digests")}
+  digests = fields["digests"] if "digests" in fields else [fields["digest"]]
+  checked = {"shape": tuple(map(_whole, fields["shape"])), "digest": sum(map(_whole, digests)) % 2**32}
   known = {field.name for field in dataclasses.fields(LeafRecord)}
-  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | lists)
+  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
   _text(leaf.kind)
   _text(leaf.layout)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
@@ -310,9 +304,6 @@ def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
     raise ValueError(f"{path} in the folder {leaf.folder!r}")
   if (leaf.encoding == encoding.EMPTY) != (0 in leaf.shape) or leaf.nbytes != math.prod(stored) * itemsize:
     raise ValueError(f"{path}: {leaf.nbytes:,} bytes of {leaf.dtype}{list(leaf.shape)} ({leaf.encoding})")
-  counts = [-(-size // part) for size, part in zip(stored, leaf.block, strict=True)]
-  if len(leaf.digests) != (math.prod(counts) if stored or itemsize else 0):
-    raise ValueError(f"{path}: {len(leaf.digests)} digests for blocks of {leaf.block}")
   return leaf
 
 

@@ -13,7 +13,7 @@ from etils import epath
 from nnx_parallel.checkpoint import encoding, folders, multihost, store
 from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
 from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
-from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
+from nnx_parallel.checkpoint.digest import digest, total
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
 from nnx_parallel.core.nodes import is_key
@@ -25,9 +25,6 @@ _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError
 # Which small files' contents each kind of verification compares; digests cover the chunks in "full".
 _HASHED = {"full": "metadata", "metadata": "all", "off": "none"}
 VERIFY = tuple(_HASHED)
-
-
-Digests = tuple[int, ...]
 
 
 def read(
@@ -56,12 +53,11 @@ def read(
     results, found = _read_all(step_dir, manifest, diff, verify, byte_budget)
   # Of an array that is spread over processes, each has digested its share. Only now, when no process can fail
   # before it, are the shares added up.
-  sums = iter(multihost.added_up([number for _, spread, digests in found if spread for number in digests]))
+  sums = iter(multihost.added_up([number for _, is_share, number in found if is_share]))
   problems: list[str] = []
   with multihost.together():
-    for leaf, spread, digests in found:
-      summed = tuple(next(sums) for _ in digests) if spread else digests
-      problems += _wrong_values(step_dir, manifest, leaf, summed)
+    for leaf, is_share, number in found:
+      problems += _wrong_values(step_dir, manifest, leaf, next(sums) if is_share else number)
     if problems:
       raise damage(manifest.step, problems)
   return results
@@ -69,8 +65,8 @@ def read(
 
 def _read_all(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
-) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, Digests]]]:
-  """Reads the arrays. For each, this process's digests, and whether they are a share of them."""
+) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, int]]]:
+  """Reads the arrays. For each, whether this process's digest is a share of the whole, and that digest."""
   results: dict[str, dict[str, Array]] = {}
   waiting: list[tuple[LeafPair, jax.Array]] = []
   for item, group in itertools.groupby(diff.matches, lambda leaf: leaf.item):
@@ -82,8 +78,8 @@ def _read_all(
       array = take(leaf.saved.folder, None)
       results.setdefault(item, {})[leaf.path] = place(array, leaf)
       if verify == "full" and array is not None:
-        waiting.append((leaf, digest(array, leaf.on_disk.shape, leaf.saved.block)))
-  return results, [(leaf, not parts.is_fully_addressable, totals(parts)) for leaf, parts in waiting]
+        waiting.append((leaf, digest(array, leaf.on_disk.shape)))
+  return results, [(leaf, not parts.is_fully_addressable, total(parts)) for leaf, parts in waiting]
 
 
 def check_values(
@@ -110,8 +106,8 @@ def check_values(
     for leaf in group:
       try:
         found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
-        digests = totals(digest(found[leaf.saved.folder], block=leaf.saved.block))
-        if problems := _wrong_values(step_dir, manifest, leaf, digests):
+        number = total(digest(found[leaf.saved.folder]))
+        if problems := _wrong_values(step_dir, manifest, leaf, number):
           raise damage(manifest.step, problems)
       except DamagedError as error:
         yield leaf.name, error.what
@@ -180,17 +176,13 @@ def _files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list
   return [*damaged_files(step_dir, manifest, names).values()]
 
 
-def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, digests: Digests) -> list[str]:
-  """The damaged files of a leaf and its ranges with other digests than were saved; empty for a good leaf."""
-  saved, shape = leaf.saved, leaf.on_disk.shape
-  pairs = zip(digests, saved.digests, strict=True)
-  values = [
-    f"the values of {leaf.item}/{leaf.saved_path}{block_ranges(i, shape, saved.block)} are not those that "
-    f"were saved (files under {leaf.item}/{saved.folder})"
-    for i, (found, wanted) in enumerate(pairs)
-    if found != wanted
-  ]
-  return [*_files_of(step_dir, manifest, leaf), *values] if values else []
+def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, number: int) -> list[str]:
+  """What is wrong with a leaf of this digest, its damaged files first; nothing with a good one."""
+  if number == leaf.saved.digest:
+    return []
+  where = f"{leaf.item}/{leaf.saved_path}"
+  text = f"the values of {where} are not those that were saved (files under {leaf.item}/{leaf.saved.folder})"
+  return [*_files_of(step_dir, manifest, leaf), text]
 
 
 def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from flax import nnx
 from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, paths, store
 from nnx_parallel.checkpoint.catalog import Place
 from nnx_parallel.checkpoint.diff import layout_text
-from nnx_parallel.checkpoint.digest import block_shape, digest_later
+from nnx_parallel.checkpoint.digest import digest_later
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.relayout import without_padding
@@ -111,7 +110,7 @@ def write(
   step, content = request.step, request.content
   # Before the write, whose threads need the same cores.
   digests = {
-    (item, path): digest_later(content.arrays[item][leaf.folder], leaf.block)
+    (item, path): digest_later(content.arrays[item][leaf.folder])
     for item, record in content.items.items()
     for path, leaf in record.leaves.items()
     if leaf.encoding != encoding.EMPTY
@@ -142,18 +141,15 @@ def write(
   def finish() -> None:
     # A training loop has the main thread, so its order among other blocks may differ between processes.
     with quiet, multihost.together(f"save to {directory}") as block:
-      parts = [later() for later in digests.values()]
-      counts = [len(numbers) for numbers in parts]
-      block.mine = multihost.sparse([number for numbers in parts for number in numbers])
+      block.mine = multihost.sparse([later() for later in digests.values()])
       names = [*digests]
       digests.clear()
       if wait is not None:
         block.wait_for(wait)
     if place is None:
       return
-    sums = iter(multihost.summed(block.found, sum(counts)))
-    whole = {leaf: tuple(itertools.islice(sums, count)) for leaf, count in zip(names, counts, strict=True)}
-    items = _with_digests(content.items, whole)
+    sums = multihost.summed(block.found, len(names))
+    items = _with_digests(content.items, dict(zip(names, sums, strict=True)))
     sizes = folders.all_files(folder)
     _require_stored(step, items, sizes)
     small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]
@@ -215,19 +211,17 @@ def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | N
     encoding=how,
     kind=kind_of(leaf) if isinstance(leaf, nnx.Variable) else "",
     nbytes=stored.nbytes if stored is not None else 0,
-    block=block_shape(tuple(stored.shape), stored.dtype.itemsize) if stored is not None else (),
-    digests=(),
     layout=layout_text(value.sharding) if isinstance(value, jax.Array) else "",
   ), stored
 
 
 def _with_digests(
-  items: Mapping[str, ItemRecord], digests: Mapping[tuple[str, str], tuple[int, ...]]
+  items: Mapping[str, ItemRecord], digests: Mapping[tuple[str, str], int]
 ) -> dict[str, ItemRecord]:
   return {
     item: ItemRecord(
       {
-        path: dataclasses.replace(leaf, digests=digests.get((item, path), ()))
+        path: dataclasses.replace(leaf, digest=digests.get((item, path), 0))
         for path, leaf in record.leaves.items()
       },
       record.values,

@@ -159,7 +159,7 @@ def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
     data = encoding.stored_form((), wanted.struct.dtype, kind, None)
     if dtype == data.dtype and shape[len(shape) - len(data.shape) :] == data.shape:
       shape, dtype = shape[: len(shape) - len(data.shape)], wanted.struct.dtype
-  return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0, (), ())
+  return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0)
 
 
 def _placed(array: Any, match: LeafPair) -> Any:
