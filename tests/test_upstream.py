@@ -395,7 +395,7 @@ def test_what_runs_at_exit_can_run_before_threads_are_joined():
 
 
 def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
-  """`checkpoint/{store,diff,folders}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+  """`checkpoint/{array_io,storage}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"w": jnp.ones((8, 8))})
   folder = tmp_path / "1" / "model" / "w"
@@ -404,14 +404,14 @@ def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
 
 
 def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
-  """`checkpoint/store.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
+  """`checkpoint/array_io.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
   response = ocp.save_checkpointables_async(tmp_path / "run", {"model": {"w": jnp.ones(4)}})
   assert response._thread_runner._future.exception(60) is None
   response.result()
 
 
 def test_orbax_logs_through_absl():
-  """`checkpoint/store.py` (`quiet`) filters this logger."""
+  """`checkpoint/array_io.py` (`quiet`) filters this logger."""
   assert absl.logging.get_absl_logger() is logging.getLogger("absl")
 
 

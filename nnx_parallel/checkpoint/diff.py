@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from nnx_parallel.checkpoint import encoding, store
+from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.core.axes import axes_of, entry_of
@@ -281,7 +281,7 @@ def compare(
   wrong = {match.name for match in (*reshaped, *retyped)}
   fitting = tuple(match for match in matches if match.name not in wrong)
   per_device = _bytes_per_device(match.target.struct for match in matches)
-  in_flight = max(byte_budget, 2 * max((store.shard_bytes(match.stored) for match in fitting), default=0))
+  in_flight = max(byte_budget, 2 * max((array_io.shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
     step=manifest.step,
     matches=fitting,
@@ -292,7 +292,7 @@ def compare(
     skipped=tuple(patterns.left_out),
     misspelt=tuple((name, _closest(name, paths)) for name in patterns.unused() + renames.unused()),
     values=found,
-    bytes_read=sum(store.shard_bytes(match.stored) for match in fitting if match.saved.nbytes),
+    bytes_read=sum(array_io.shard_bytes(match.stored) for match in fitting if match.saved.nbytes),
     device_bytes=max((n for device, n in per_device.items() if device is not None), default=0),
     host_bytes=in_flight + sum(n for d, n in per_device.items() if d is None or d.platform == "cpu"),
   )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import encoding, folders, multihost, store
+from nnx_parallel.checkpoint import array_io, encoding, multihost, storage
 from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
 from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import digest, total
@@ -124,7 +124,7 @@ def damaged_files(
     CheckpointError: a file that this machine cannot read at the moment.
   """
   files = list(names)
-  problems = folders.each(step_dir, lambda name: _problem(step_dir, manifest, name, hashed), files)
+  problems = storage.each(lambda name: _problem(step_dir, manifest, name, hashed), files)
   return {name: f"{name} {problem}" for name, problem in zip(files, problems, strict=True) if problem}
 
 
@@ -137,7 +137,7 @@ def _problem(step_dir: epath.Path, manifest: Manifest, name: str, hashed: str) -
     found = file.stat().length
     if found != size:
       return f"has {found:,} bytes instead of {size:,}"
-    if (not size and is_no_file(file)) or (sha256 is not None and folders.sha256(file) != sha256):
+    if (not size and is_no_file(file)) or (sha256 is not None and storage.sha256(file) != sha256):
       return "does not have the contents that were written"
   except FileNotFoundError:
     return "is missing"
@@ -190,7 +190,7 @@ def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[Leaf
   group: list[LeafPair] = []
   total = 0
   for leaf in matches:
-    size = store.shard_bytes(leaf.stored)
+    size = array_io.shard_bytes(leaf.stored)
     if group and (leaf.item != group[0].item or total + size > byte_budget):
       yield group
       group, total = [], 0
@@ -217,8 +217,8 @@ def _load(
   stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
   pad = any(leaf.on_disk.shape != leaf.stored.shape for leaf in full)
   try:
-    tree = {**dict.fromkeys(stored, store.PLACEHOLDER), **targets}
-    loaded = store.load(step_dir, item, tree, byte_budget=byte_budget, pad=pad)
+    tree = {**dict.fromkeys(stored, array_io.PLACEHOLDER), **targets}
+    loaded = array_io.load(step_dir, item, tree, byte_budget=byte_budget, pad=pad)
     return {name: loaded[name] for name in targets}
   except _READ_ERRORS as error:
     raise_transient(error, f"{step_dir / item}")

@@ -12,13 +12,14 @@ import jax
 from etils import epath
 from flax import nnx
 
-from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, paths, store
+from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, paths, storage
 from nnx_parallel.checkpoint.catalog import Place
 from nnx_parallel.checkpoint.diff import layout_text
 from nnx_parallel.checkpoint.digest import digest_later
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.relayout import without_padding
+from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import CheckpointError
@@ -92,7 +93,7 @@ def encode(roots: Mapping[str, Mapping[str, Any]]) -> Content:
 
 
 def write(
-  directory: epath.Path,
+  where: Storage,
   request: Request,
   *,
   place: Place | None,
@@ -100,7 +101,7 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step, replacing one that exists; the caller has locked the directory.
+  """Starts writing a step, replacing one that exists; the caller has locked the storage.
 
   In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
 
@@ -115,15 +116,14 @@ def write(
     for path, leaf in record.leaves.items()
     if leaf.encoding != encoding.EMPTY
   }
-  final = directory / str(step)
-  folder = directory / f"{step}{folders.SAVING}" if folders.is_local(directory) else final
-  if folder == final and jax.process_index() == 0:
-    folders.mark(directory, step, folders.SAVING)
+  folder = where.saving(step)
+  if jax.process_index() == 0:
+    where.begin(step)
   wait = None
   with contextlib.ExitStack() as stack:
-    stack.enter_context(store.quiet())
+    stack.enter_context(array_io.quiet())
     if content.arrays:
-      copies = store.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+      copies = array_io.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
       logger.info(
         "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
         step,
@@ -131,7 +131,7 @@ def write(
         f"{copies:,}",
         f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
       )
-      wait = store.start_save(
+      wait = array_io.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
       )
     elif jax.process_index() == 0:
@@ -140,7 +140,7 @@ def write(
 
   def finish() -> None:
     # A training loop has the main thread, so its order among other blocks may differ between processes.
-    with quiet, multihost.together(f"save to {directory}") as block:
+    with quiet, multihost.together(f"save to {where.directory}") as block:
       block.mine = multihost.sparse([later() for later in digests.values()])
       names = [*digests]
       digests.clear()
@@ -150,10 +150,10 @@ def write(
       return
     sums = multihost.summed(block.found, len(names))
     items = _with_digests(content.items, dict(zip(names, sums, strict=True)))
-    sizes = folders.all_files(folder)
+    sizes = storage.all_files(folder)
     _require_stored(step, items, sizes)
     small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]
-    hashes = folders.each(folder, lambda name: folders.sha256(folder / name), small)
+    hashes = storage.each(lambda name: storage.sha256(folder / name), small)
     record = Manifest(
       step=step,
       items=items,
@@ -168,25 +168,9 @@ def write(
       parent=place.parent,
     )
     manifest.write(record, folder)
-    folders.make_tree_durable(folder)
-    if folder != final:
-      folders.commit(folder, final)
-    else:  # the manifest was the commit
-      (directory / f"{step}{folders.SAVING}").unlink()
+    where.commit(step)
 
   return finish
-
-
-def abandon(directory: epath.Path, step: int) -> None:
-  """Removes what a failed save left. The next save removes what remains."""
-  if jax.process_index() != 0:
-    return
-  with contextlib.suppress(OSError):
-    if not folders.is_local(directory):
-      folders.recover(directory)
-      return
-    for entry in directory.glob(f"{step}{folders.SAVING}*"):
-      entry.rmtree()
 
 
 def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | None]:

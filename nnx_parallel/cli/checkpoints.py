@@ -170,13 +170,14 @@ def run_import(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
-  from nnx_parallel.checkpoint import folders, manifest
+  from nnx_parallel.checkpoint import manifest
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.storage import storage_of
 
   checkpointer = Checkpointer(args.directory)
   record = checkpointer.metadata(args.step)
   if args.json:
-    folder = folders.folder_of(checkpointer.directory, record.step)
+    folder = storage_of(checkpointer.directory).folder(record.step)
     print(json.dumps(manifest.as_json(folder), indent=2))
     return 0
   _print_steps(checkpointer)
@@ -255,12 +256,12 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
   """Checks the steps, one line each."""
-  from nnx_parallel.checkpoint import folders
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.damage import VanishedError
+  from nnx_parallel.checkpoint.storage import storage_of
 
   checkpointer = Checkpointer(args.directory)
-  found = sorted([*checkpointer.steps(), *folders.unrecognised_steps(checkpointer.directory)])
+  found = sorted([*checkpointer.steps(), *storage_of(checkpointer.directory).unrecognised_steps()])
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises: there is no step

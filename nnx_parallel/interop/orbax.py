@@ -11,10 +11,11 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint import encoding, paths, store, targets
+from nnx_parallel.checkpoint import array_io, encoding, paths, targets
 from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
+from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.core.nodes import is_key, plain_path
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import WeightMap
@@ -57,7 +58,7 @@ def restore_orbax(
     CheckpointError: no Orbax checkpoint, leaves of the target that it does not have in that form, or leaves
       under the prefix that the target does not have.
   """
-  step_dir = epath.Path(path) if "://" in os.fspath(path) else epath.Path(os.path.abspath(path))
+  step_dir = absolute(path)
   goal = targets.read(target, optimizer=optimizer)
   if optimizer == "restore" and "optimizer" not in goal.leaves:
     raise CheckpointError(
@@ -92,9 +93,11 @@ def restore_orbax(
   for root in goal.leaves:
     name, rows, structure = trees[places[root][0]]
     matches = {tables[root][match.saved_path]: match for match in diff.matches if match.item == root}
-    tree = [matches[keys].stored if keys in matches else store.PLACEHOLDER for keys in rows]
+    tree = [matches[keys].stored if keys in matches else array_io.PLACEHOLDER for keys in rows]
     pad = any(match.saved.shape != match.target.struct.shape for match in matches.values())
-    loaded = store.load(step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad)
+    loaded = array_io.load(
+      step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad
+    )
     arrays = dict(zip(rows, jax.tree.leaves(loaded), strict=True))
     found[root] = {match.path: _placed(arrays[keys], match) for keys, match in matches.items()}
   return goal.build(found)
@@ -106,7 +109,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
   Raises:
     CheckpointError: not an Orbax checkpoint, or several items and none named.
   """
-  with store.quiet():
+  with array_io.quiet():
     try:
       names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
     except ocp.errors.InvalidLayoutError:

@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import diff, encoding, folders, multihost, targets
+from nnx_parallel.checkpoint import diff, encoding, multihost, storage, targets
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import (
@@ -190,7 +190,7 @@ def export_safetensors(
   @contextlib.contextmanager
   def together() -> Generator[None]:
     """A block of the export; an error on one process ends it on all."""
-    with multihost.together(), folders.friendly_errors(f"export to {final.name}", final.parent):
+    with multihost.together(), storage.friendly_errors(f"export to {final.name}", final.parent):
       yield
 
   with together():
@@ -202,11 +202,11 @@ def export_safetensors(
     with together():
       if is_first:
         temporary.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(folders.writer_lock(epath.Path(temporary)))
+        stack.enter_context(storage.LocalStorage(epath.Path(temporary)).lock())
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         _require_new(final)  # whoever had the lock before may just have written it
         for left in temporary.iterdir():
-          if left.name != folders.LOCK:
+          if left.name != storage.LOCK:
             left.unlink()
         _lay_out(temporary, specs, file_bytes)
     with together():
@@ -220,12 +220,12 @@ def export_safetensors(
       with together():
         _store([tensors[name] for name in first.names], arrays)
     with together():
-      folders.make_tree_durable(epath.Path(temporary))
+      storage.make_tree_durable(epath.Path(temporary))
     with together():
       if is_first:
         temporary.rename(final)
-        (final / folders.LOCK).unlink()
-        folders.make_durable([epath.Path(final), epath.Path(final.parent)])
+        (final / storage.LOCK).unlink()
+        storage.make_durable([epath.Path(final), epath.Path(final.parent)])
   return [*specs]
 
 
@@ -408,7 +408,7 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
   """Creates the files with their headers and full sizes, and the index."""
   total = _nbytes(specs)
-  folders.check_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
+  storage.require_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
   groups = [*_cut_into_files(specs, file_bytes)]
   names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
   names = names if len(groups) > 1 else [SINGLE]

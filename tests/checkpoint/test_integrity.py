@@ -7,7 +7,7 @@ import pytest
 import nnx_parallel as nxp
 from benchmarks import torture
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import manifest, store
+from nnx_parallel.checkpoint import array_io, manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.errors import CheckpointError
@@ -203,7 +203,7 @@ def test_a_limit_on_threads_is_no_damage(saved, monkeypatch):
     raise RuntimeError("can't start new thread")
 
   with monkeypatch.context() as patch:
-    patch.setattr(store, "load", limited)
+    patch.setattr(array_io, "load", limited)
     text = r"(?s)cannot read .*can.t start new thread.*no sign of damage"
     with pytest.raises(CheckpointError, match=text) as error:
       Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")

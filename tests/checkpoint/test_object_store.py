@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import folders, manifest
+from nnx_parallel.checkpoint import manifest, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli.main import main
 from nnx_parallel.errors import CheckpointError
@@ -19,9 +19,8 @@ def store(tmp_path, monkeypatch):
   def unknown(*_):
     raise AssertionError("not on an object store")
 
-  monkeypatch.setattr(folders, "is_local", lambda _: False)
-  monkeypatch.setattr(folders, "commit", unknown)
-  monkeypatch.setattr(folders.os, "fsync", unknown)
+  monkeypatch.setattr(storage, "is_local", lambda _: False)
+  monkeypatch.setattr(storage.os, "fsync", unknown)
   return tmp_path
 
 
@@ -67,8 +66,9 @@ def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
   for step, tree in trees.items():
     checkpointer.save(step, tree)
   (store / "2" / manifest.FILE).unlink()
-  for suffix in (folders.SAVING, folders.DELETING):
-    mark = folders.mark(checkpointer.directory, 2, suffix)
+  for suffix in (storage.SAVING, storage.DELETING):
+    mark = store / f"2{suffix}"
+    mark.touch()
     assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
     assert main(["verify", str(store)]) == 0
     mark.unlink()
@@ -107,9 +107,9 @@ def test_a_deletion_cut_short_is_finished_and_a_finished_save_stays(store):
   checkpointer = Checkpointer(store)
   for step in (1, 2):
     checkpointer.save(step, arrays())
-  folders.mark(checkpointer.directory, 1, folders.DELETING)
-  folders.mark(checkpointer.directory, 2, folders.SAVING)
-  assert folders.recover(checkpointer.directory) == ["1"]
+  (store / f"1{storage.DELETING}").touch()
+  (store / f"2{storage.SAVING}").touch()
+  assert checkpointer._storage.recover() == ["1"]
   assert names(store) == ["2"]
 
 
@@ -159,11 +159,11 @@ def test_the_store_is_asked_for_many_files_at_a_time(store, monkeypatch):
     return crowd
 
   kind = type(checkpointer.directory)
-  assert crowded(folders, "sha256", lambda: checkpointer.save(1, tree)).met.is_set()
+  assert crowded(storage, "sha256", lambda: checkpointer.save(1, tree)).met.is_set()
   assert crowded(kind, "stat", lambda: checkpointer.save(2, tree)).met.is_set()
   assert crowded(kind, "stat", lambda: checkpointer.latest()).met.is_set()
-  assert crowded(folders, "sha256", lambda: checkpointer.latest()).count == 0
-  restored = crowded(folders, "sha256", lambda: checkpointer.restore(target_of(tree)))
+  assert crowded(storage, "sha256", lambda: checkpointer.latest()).count == 0
+  restored = crowded(storage, "sha256", lambda: checkpointer.restore(target_of(tree)))
   assert restored.met.is_set()
   assert restored.count <= len(checkpointer.metadata().files)
   assert_same(checkpointer.restore(target_of(tree)), tree)

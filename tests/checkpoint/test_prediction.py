@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import diff, folders, store
+from nnx_parallel.checkpoint import array_io, diff, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def test_arrays_that_jax_would_make_smaller_are_refused_before_reading(wide, mon
   diff = checkpointer.diff(target, only=[name])
   assert not diff.fits
   assert [match.name for match in diff.retyped] == [f"model/{name}"]
-  monkeypatch.setattr(store, "load", lambda *_, **__: pytest.fail("an array was read"))
+  monkeypatch.setattr(array_io, "load", lambda *_, **__: pytest.fail("an array was read"))
   fix = r'  Fix: jax.config.update\("jax_enable_x64", True\), or ask for .*cast=True, .*as_numpy=True\.'
   with pytest.raises(CheckpointError, match=rf"(?s)1 of another dtype.*{text}.*\n{fix}"):
     checkpointer.restore(target, only=[name])
@@ -236,13 +236,13 @@ def test_damage_to_a_leaf_that_is_not_restored_does_no_harm(saved):
 
 def test_on_restore_only_metadata_is_hashed(saved, monkeypatch):
   directory, trees = saved
-  hashed, sha256 = [], folders.sha256
+  hashed, sha256 = [], storage.sha256
 
   def watched(file):
     hashed.append(str(file.relative_to(directory / "2")))
     return sha256(file)
 
-  monkeypatch.setattr(folders, "sha256", watched)
+  monkeypatch.setattr(storage, "sha256", watched)
   Checkpointer(directory).restore({"w": target_of(trees[2])["w"]}, only=["w"])
   assert "model/w/zarr.json" in hashed
   assert [name for name in hashed if "/c/" in name or name.startswith(("model/b", "model/half"))] == []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import folders, manifest
+from nnx_parallel.checkpoint import manifest, storage
 from nnx_parallel.checkpoint.catalog import Retention, newest_first, place_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manifest import Header
@@ -107,7 +107,7 @@ def test_another_run_beside_it_takes_no_step_from_a_run(two):
 def test_a_save_that_failed_is_nobodys_parent(two, monkeypatch):
   _, tree, checkpointer = two
   with monkeypatch.context() as patch:
-    patch.setattr(folders, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    patch.setattr(storage, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(CheckpointError, match="the disk is full"):
       checkpointer.save(300, tree)
   checkpointer.save(400, tree)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.checkpoint import folders
+from nnx_parallel.checkpoint import storage
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.recorder import Position
 from nnx_parallel.report.estimate.propagate import Propagation
@@ -322,7 +322,7 @@ def test_a_run_ends_with_the_error_of_its_last_background_save(tmp_path, monkeyp
   def full(_):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(folders, "make_tree_durable", full)
+  monkeypatch.setattr(storage, "make_tree_durable", full)
   with pytest.raises(nxp.errors.CheckpointError, match=r"cannot save step 1 in .*: the disk is full"):
     fit(steps=1, checkpointer=nxp.Checkpointer(tmp_path, asynchronous=True))
 

@@ -6,7 +6,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from checkpoint.runs import assert_same
-from nnx_parallel.checkpoint import folders, manifest, store
+from nnx_parallel.checkpoint import array_io, manifest, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -25,10 +25,10 @@ def foreign(request, tmp_path):
     checkpointer.save(step, tree)
     folder, record = checkpointer.directory / str(step), checkpointer.metadata(step)
     folder.rmtree()
-    with context, store.quiet():
+    with context, array_io.quiet():
       ocp.save_checkpointables(folder, {"model": tree})
-    sizes = folders.all_files(folder)
-    hashes = {name: folders.sha256(folder / name) for name in sizes}
+    sizes = storage.all_files(folder)
+    hashes = {name: storage.sha256(folder / name) for name in sizes}
     manifest.write(dataclasses.replace(record, files=sizes, hashes=hashes), folder)
   return checkpointer, tree
 
