@@ -40,26 +40,6 @@ def test_steps_come_back_and_old_ones_go(store, asynchronous):
   assert "model/w/zarr.json" in checkpointer.metadata().files
 
 
-def test_a_save_cut_short_is_no_step_and_can_be_made_again(store, monkeypatch):
-  tree = arrays()
-  checkpointer = Checkpointer(store)
-  checkpointer.save(1, tree)
-
-  def killed(*_):
-    raise KeyboardInterrupt
-
-  with monkeypatch.context() as patch:
-    patch.setattr(manifest, "write", killed)
-    with pytest.raises(KeyboardInterrupt):
-      checkpointer.save(2, tree)
-  assert names(store) == ["1", "2", "2.nnx-saving"]
-  again = Checkpointer(store)
-  assert (again.steps(), again.latest()) == ([1], 1)
-  again.save(2, tree)
-  assert names(store) == ["1", "2"]
-  assert_same(again.restore(target_of(tree)), tree)
-
-
 def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
   checkpointer = Checkpointer(store)
   trees = {step: arrays(step) for step in (1, 2)}
@@ -91,26 +71,6 @@ def test_an_array_that_cannot_be_decoded_is_damage(store):
   assert list(checkpointer.verify(2)) == ["model/w/c/0/0", "model/w"]
   with pytest.warns(UserWarning, match="step 2 was passed over"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
-
-
-def test_a_failed_save_leaves_nothing(store, monkeypatch):
-  def full(*_):
-    raise OSError(28, "No space left")
-
-  monkeypatch.setattr(manifest, "write", full)
-  with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full"):
-    Checkpointer(store).save(2, arrays())
-  assert names(store) == []
-
-
-def test_a_deletion_cut_short_is_finished_and_a_finished_save_stays(store):
-  checkpointer = Checkpointer(store)
-  for step in (1, 2):
-    checkpointer.save(step, arrays())
-  (store / f"1{storage.DELETING}").touch()
-  (store / f"2{storage.SAVING}").touch()
-  assert checkpointer._storage.recover() == ["1"]
-  assert names(store) == ["2"]
 
 
 def test_folders_of_others_and_complete_steps_are_left_alone(store):

@@ -16,7 +16,6 @@ import pytest
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import array_io, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 
@@ -40,19 +39,6 @@ def test_an_existing_step_is_replaced_only_by_name(saved):
   checkpointer.save(2, trees[1], overwrite=True)
   assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
   assert names(directory) == ["1", "2"]
-
-
-@pytest.mark.parametrize("moment", ["make_tree_durable", "make_durable"])
-def test_a_failed_overwrite_keeps_the_old_step(saved, monkeypatch, moment):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  with monkeypatch.context() as patch:
-    patch.setattr(storage, moment, broken(28))
-    with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full\.\n  .*No space"):
-      checkpointer.save(2, trees[1], overwrite=True)
-  assert names(directory) == ["1", "2"]
-  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
-  checkpointer.save(3, trees[1])
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -81,23 +67,6 @@ def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkey
   assert checkpointer.steps() == [3, 4]
   checkpointer.save(5, tree)
   assert names(tmp_path) == ["5"]
-
-
-def test_a_replacement_that_was_cut_in_two_is_read_as_it_is_and_undone_by_the_next_save(saved):
-  directory, trees = saved
-  (directory / "2").rename(directory / "2.nnx-replaced")
-  for litter in ("3.nnx-saving", "4.nnx-deleting", "5.nnx-saving.orbax-checkpoint-tmp", "notes.nnx"):
-    (directory / litter).mkdir()
-  before = names(directory)
-  checkpointer = Checkpointer(directory)
-  assert (checkpointer.steps(), checkpointer.latest()) == ([1, 2], 2)
-  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
-  assert checkpointer.verify(2) == {}
-  assert cli.main(["inspect", str(directory), "--json"]) == 0
-  assert names(directory) == before
-  checkpointer.save(6, trees[1])
-  assert names(directory) == ["1", "2", "6", "notes.nnx"]
-  assert_same(checkpointer.restore(target_of(trees[2]), 2), trees[2])
 
 
 def test_a_step_that_is_damaged_and_half_replaced_is_not_listed_twice(saved):
@@ -468,18 +437,6 @@ def test_killed_jobs_lose_nothing():
 
   killed = torture.kills(4, seed=3)  # one of each kind
   assert [kill for kill in killed if kill.problem] == []
-
-
-def test_a_step_is_saved_also_when_the_replaced_one_cannot_be_removed(saved, monkeypatch):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  with monkeypatch.context() as patch:
-    patch.setattr(type(checkpointer.directory), "rmtree", broken(16))
-    with pytest.warns(UserWarning, match=r"2.nnx-replaced, left by .*, could not be removed: .*busy"):
-      checkpointer.save(2, trees[1], overwrite=True)
-  assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
-  checkpointer.save(3, trees[1])
-  assert names(directory) == ["1", "2", "3"]
 
 
 def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkeypatch):
