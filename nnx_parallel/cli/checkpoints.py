@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import fnmatch
 import json
-import re
-import shlex
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +16,7 @@ from nnx_parallel.errors import CheckpointError
 if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
-  from nnx_parallel.interop.fates import Fates
+  from nnx_parallel.interop.dry_run import DryRun
   from nnx_parallel.interop.match import Matched
   from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import Plan
@@ -114,18 +110,16 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
   """Restores a model, and writes the files."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.fates import export_fates
+  from nnx_parallel.interop.dry_run import dry_run_export
   from nnx_parallel.interop.huggingface import CONFIG
   from nnx_parallel.interop.safetensors import export_safetensors
 
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map)
   if args.dry_run:
-    with _skip_as_option():
-      return _show(export_fates(plan, weight_map, skip=args.skip))
+    return _show(dry_run_export(plan, weight_map, skip=args.skip))
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
-  with _skip_as_option():
-    names = export_safetensors(args.out, model, weight_map, skip=args.skip)
+  names = export_safetensors(args.out, model, weight_map, skip=args.skip)
   if args.weight_map and Path(args.weight_map).is_dir():
     shutil.copy(Path(args.weight_map) / CONFIG, args.out)
   print(f"{len(names)} arrays -> {args.out}")
@@ -135,14 +129,13 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.fates import import_fates
+  from nnx_parallel.interop.dry_run import dry_run_import
   from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.safetensors import import_safetensors
 
   plan = _plan(args)
   if args.match:
-    with _skip_as_option():
-      found = match_by_shape(args.path, plan, skip=args.skip)
+    found = match_by_shape(args.path, plan, skip=args.skip)
     try:
       with Path(args.match).open("x", encoding="utf-8") as file:
         file.write(found.as_code())
@@ -151,8 +144,7 @@ def run_import(args: argparse.Namespace) -> int:
     return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
-    with _skip_as_option():
-      return _show(import_fates(args.path, plan, weight_map, skip=args.skip))
+    return _show(dry_run_import(args.path, plan, weight_map, skip=args.skip))
   with Checkpointer(args.out) as checkpointer:
     if steps := checkpointer.steps():
       raise CheckpointError(
@@ -160,8 +152,7 @@ def run_import(args: argparse.Namespace) -> int:
         details=f"steps {', '.join(map(str, steps))}",
         fix="choose an empty directory for OUT.",
       )
-    with _skip_as_option():
-      made = import_safetensors(args.path, plan, weight_map, skip=args.skip)
+    made = import_safetensors(args.path, plan, weight_map, skip=args.skip)
     model, optimizer = made if isinstance(made, tuple) else (made, None)
     checkpointer.save(0, model, optimizer, plan=plan)
     print(f"step 0: {checkpointer.metadata(0).nbytes:,} bytes -> {args.out}")
@@ -300,24 +291,8 @@ def _weight_map(place: str | None, imported: str | None = None) -> WeightMap | N
   return weight_map_of(place) if Path(place).is_dir() else load_weight_map(place)
 
 
-def _show(found: Fates | Matched) -> int:
+def _show(found: DryRun | Matched) -> int:
   from nnx_parallel.core.text import print_text
 
   print_text(str(found))
   return 0 if found.complete else options.NO
-
-
-@contextlib.contextmanager
-def _skip_as_option() -> Generator[None]:
-  """Writes Python's `skip=[...]` in errors as `--skip`."""
-
-  def option(found: re.Match[str]) -> str:
-    names = re.findall(r"'([^']*)'", found[1]) or ["PATTERN"]
-    return shlex.join(word for name in names for word in ("--skip", name))
-
-  try:
-    yield
-  except CheckpointError as error:
-    texts = (re.sub(r"skip=(\[.*?\])", option, text) for text in (error.what, error.details, error.fix))
-    what, details, fix = texts
-    raise CheckpointError(what, details=details, fix=fix) from error

@@ -377,7 +377,7 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
     if not encoding.is_array(array) or is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
       raise CheckpointError(
         f"{path} has no form in safetensors: {getattr(array, 'dtype', type(array).__name__)}.",
-        fix=f"leave it out by name: skip=[{path!r}].",
+        fix=f"leave it out by name: skip=[{path!r}] (--skip {path}).",
       )
     made = jnp.asarray(array)
     if made.dtype != array.dtype:

@@ -309,7 +309,7 @@ class WeightMap:
         f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
         f"{len(spare)} arrays of the file no use.",
         details="\n".join([*missing[:12], *spare[:12]]),
-        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
+        fix="add rules, leave out leaves of the model by name (skip=[...], --skip) or arrays of the file "
         "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
       )
     return found.groups
@@ -358,7 +358,7 @@ class WeightMap:
       raise CheckpointError(
         f"the weight map is not complete: {len(lost)} leaves of the model have no rule.",
         details="\n".join(f"no rule  {path}" for path in lost[:12]),
-        fix="add rules for them, or leave them out by name: skip=[...].",
+        fix="add rules for them, or leave them out by name: skip=[...], --skip.",
       )
     for group in groups:
       if len(group.layers) <= max(group.layers):
