@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore as ts
 from flax import nnx
 from flax.linen import get_logical_axis_rules
 from flax.nnx import graphlib
@@ -731,3 +732,18 @@ def test_modules_as_trees(tmp_path):
     assert trained(tmp_path / "trees") == with_graphs
   finally:
     flax.config.update("nnx_graph_mode", True)
+
+
+def test_tensorstore_tells_a_missing_chunk(tmp_path):
+  """`checkpoint/array_io.py`: a chunk that is not there is damage, not zeros."""
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"w": jnp.ones((8, 8))})
+  folder = tmp_path / "1" / "model" / "w"
+  files = {"driver": "file", "path": f"{folder}/"}
+  spec = {"driver": "zarr3", "kvstore": files, "fill_missing_data_reads": False}
+  opened = ts.open(spec, open=True, read=True).result()
+  for file in (folder / "c").rglob("*"):
+    if file.is_file():
+      file.unlink()
+  with pytest.raises(ValueError, match="missing"):
+    opened.read().result()

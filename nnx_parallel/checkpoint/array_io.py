@@ -1,32 +1,39 @@
-"""The arrays of a step on disk: Orbax writes and reads them.
+"""The arrays of a step on disk: Orbax writes them, TensorStore reads them.
 
 Orbax stores one Zarr 3 folder per array, without compression: on local disks that is faster than the default
 in both directions, and a damaged file belongs to one array. The step folder is an ordinary Orbax checkpoint,
-readable with `orbax.checkpoint.v1.load_checkpointables` alone.
+readable with `orbax.checkpoint.v1.load_checkpointables` alone. Loading by Orbax is no option in a job of
+several processes: it counts its loads, all processes must make equally many, and a process that verifies its
+share, or meets damage, makes more than the others.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+import tensorstore as ts
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
+from nnx_parallel.checkpoint.storage import kvstore_of
 
-PLACEHOLDER: Any = ocp.PLACEHOLDER
 _CLEAN_UP_S = 10.0  # in which what else is being written should end
 # Below this a replicated array is written by one process, not cut into a file per replica.
 _SMALLEST_REPLICA_SLICE = 4 << 20
+
+Box = tuple[tuple[int, int], ...]
+"""The start and stop of a shard along each dim."""
 
 
 def start_save(
@@ -50,7 +57,7 @@ def start_save(
     background: whether all arrays are copied off the devices before this returns; otherwise only a budget's
       worth of copies exists at a time.
   """
-  context = _context(byte_budget=None)
+  context = _context()
   budget = _write_budget(items, byte_budget)
   context.memory_options.write_concurrent_bytes = budget
   context.memory_options.transfer_concurrent_bytes = None if background else budget
@@ -91,44 +98,6 @@ def host_bytes_to_save(
   return copies if background else min(copies, _write_budget(items, byte_budget))
 
 
-def load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
-  """Reads some arrays of one item by Orbax, each process its own shards.
-
-  Args:
-    step_dir: the step.
-    item: the item's name.
-    tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
-      `PLACEHOLDER` in place of those that are not wanted.
-    byte_budget: most bytes in flight.
-    pad: whether arrays may be larger than the stored ones; the rest is zero.
-  """
-  wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
-  # Orbax refuses a shard that is as large as its budget.
-  largest = max(map(_bytes_of_one_shard, wanted), default=0)
-  context = _context(byte_budget=max(byte_budget, largest + 1))
-  context.array_options.loading.enable_padding_and_truncation = pad
-  # Each process reads alone: the others must not wait for one that cannot read a file.
-  me = jax.process_index()
-  context.multiprocessing_options.primary_host = me
-  context.multiprocessing_options.active_processes = {me}
-  abstract = jax.tree.map(_abstract, tree)
-  with context, quiet():
-    try:
-      return ocp.load(step_dir, abstract, checkpointable_name=item)
-    except Exception as error:
-      # Orbax wraps what TensorStore raised while it read a shard in a bare `Exception`.
-      if type(error) is not Exception or error.__cause__ is None:
-        raise
-      cause = error.__cause__
-    raise cause  # not above, where the two would be each other's cause
-
-
-def _abstract(leaf: Any) -> Any:
-  # np.empty reserves addresses, not memory.
-  is_host = isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding
-  return np.empty(leaf.shape, leaf.dtype) if is_host else leaf
-
-
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
   """Keeps the log of Orbax out of the terminal; its failures are raised with their cause."""
@@ -145,13 +114,8 @@ def quiet() -> Generator[None]:
     logger.removeFilter(is_of_others)
 
 
-def _bytes_of_one_shard(target: jax.ShapeDtypeStruct) -> int:
-  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
-  return math.prod(shape) * target.dtype.itemsize
-
-
 def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
-  # As in `load`, an array that is larger than the budget goes alone.
+  # Orbax refuses an array that is larger than its budget.
   arrays = [array for tree in items.values() for array in tree.values()]
   return max(byte_budget, *(_bytes_here(array, replicas=True) + 1 for array in arrays))
 
@@ -163,21 +127,106 @@ def _bytes_here(array: Array, *, replicas: bool) -> int:
   return sum(s.data.nbytes for s in array.addressable_shards if replicas or s.replica_id == 0)
 
 
-def _context(*, byte_budget: int | None) -> ocp.Context:
+def _context() -> ocp.Context:
   context = ocp.Context()
   saving = context.array_options.saving
   saving.use_ocdbt = False
   saving.use_compression = False
   saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
-  context.memory_options.read_concurrent_bytes = byte_budget
   # In the background an unwritable parent is noticed late, and the process then hangs at exit.
   context.async_options.create_directories_asynchronously = False
   return context
 
 
+def read(
+  folder: epath.Path,
+  stored: Mapping[str, jax.ShapeDtypeStruct],
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  byte_budget: int,
+) -> dict[str, Array]:
+  """Reads arrays of an item into their targets' shardings, each process its own shards, alone.
+
+  Args:
+    folder: of the item.
+    stored: shape and dtype on the disk, by name.
+    targets: shape, dtype and sharding wanted; without a sharding a numpy array. A shape may be larger than
+      the stored one; the rest is zero.
+    byte_budget: host bytes in flight: half in shards that are being read, unless one array has more, and half
+      in chunks that several shards share.
+
+  Raises:
+    ValueError: a file is not what was written, or missing.
+    OSError: a file cannot be looked for.
+  """
+  context = ts.Context({"cache_pool": {"total_bytes_limit": byte_budget // 2}})
+  opened = {name: _open(folder / name, form, context) for name, form in stored.items()}
+  arrays: dict[str, Array] = {}
+  reading: collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]] = collections.deque()
+  in_flight = 0
+
+  def finish_one() -> None:
+    nonlocal in_flight
+    name, reads = reading.popleft()
+    for _, read in reads.values():
+      read.result()
+    arrays[name] = _placed(targets[name], {box: block for box, (block, _) in reads.items()})
+    in_flight -= shard_bytes(targets[name])
+
+  for name, target in targets.items():
+    while reading and in_flight + shard_bytes(target) > byte_budget // 2:
+      finish_one()
+    reading.append((name, _start_reading(opened[name].result(), target)))
+    in_flight += shard_bytes(target)
+  while reading:
+    finish_one()
+  return jax.block_until_ready(arrays)
+
+
+def _open(folder: epath.Path, stored: jax.ShapeDtypeStruct, context: ts.Context) -> ts.Future[ts.TensorStore]:
+  # Where a chunk is missing, it would otherwise be read as zeros.
+  spec = {"driver": "zarr3", "kvstore": kvstore_of(folder), "fill_missing_data_reads": False}
+  form: dict[str, Any] = {"shape": stored.shape, "dtype": ts.dtype(stored.dtype)}
+  return ts.open(spec, open=True, read=True, context=context, **form)
+
+
+def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[Box, tuple[Any, Any]]:
+  """Starts to read each distinct shard of this process: its memory, and a future. Padding is zero."""
+  reads: dict[Box, tuple[Any, Any]] = {}
+  for index in _indices(target):
+    box = _box(index, target.shape)
+    if box in reads:
+      continue
+    block = np.zeros([stop - start for start, stop in box], target.dtype)
+    cut = tuple(slice(min(a, size), min(b, size)) for (a, b), size in zip(box, store.shape, strict=True))
+    stored = block[(*(slice(part.stop - part.start) for part in cut), ...)]  # the ellipsis keeps rank 0
+    reads[box] = block, ts.array(stored).write(store[cut])
+  return reads
+
+
+def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
+  if target.sharding is None:
+    return blocks[_box((), target.shape)]
+  return jax.make_array_from_callback(
+    target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
+  )
+
+
 def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   """Bytes of the distinct shards of an array that this process has."""
+  shards = {_box(index, target.shape) for index in _indices(target)}
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return len(shards) * math.prod(shape) * target.dtype.itemsize
+
+
+def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...]]:
+  """The index of each shard of this process."""
   if target.sharding is None:
-    return math.prod(target.shape) * target.dtype.itemsize
-  shards = {str(index) for index in target.sharding.addressable_devices_indices_map(target.shape).values()}
-  return len(shards) * math.prod(target.sharding.shard_shape(target.shape)) * target.dtype.itemsize
+    return [()]
+  return [index or () for index in target.sharding.addressable_devices_indices_map(target.shape).values()]
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+  """The start and stop along each dim of a shard."""
+  parts = index or (slice(None),) * len(shape)
+  return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))

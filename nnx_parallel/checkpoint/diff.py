@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import difflib
 import fnmatch
@@ -83,11 +82,11 @@ class LeafPair:
   def stored(self) -> jax.ShapeDtypeStruct:
     """The array to read: the stored dtype, the target's padded shape and sharding.
 
-    It has no sharding (a numpy array) where Orbax makes no jax array of the dtype: see `_is_read_by_jax`.
+    It has no sharding (a numpy array) where jax lacks the dtype because `jax_enable_x64` is off.
     """
     struct, saved = self.target.struct, self.saved
     dtype = struct.dtype if is_key(struct.dtype) else np.dtype(saved.dtype)
-    sharding = struct.sharding if _is_read_by_jax(dtype) else None
+    sharding = struct.sharding if _made_of(dtype) == dtype else None
     return encoding.stored_form(struct.shape, dtype, saved.encoding, sharding)
 
   @property
@@ -415,14 +414,6 @@ def _closest(name: str, names: list[str]) -> str | None:
 def _made_of(dtype: Any) -> Any:
   """The dtype of an array that jax makes from this one; 32 bits for 64 while `jax_enable_x64` is off."""
   return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
-
-
-def _is_read_by_jax(dtype: Any) -> bool:
-  """Whether jax has this dtype in the threads of Orbax, which a scope of `jax.enable_x64` does not reach."""
-  if is_key(dtype) or dtype.itemsize < 8 or _made_of(dtype) != dtype:
-    return is_key(dtype) or _made_of(dtype) == dtype
-  with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    return pool.submit(_made_of, dtype).result() == dtype
 
 
 def _wants_x64(match: LeafPair) -> bool:

@@ -33,7 +33,7 @@ def read(
   """Reads all matched leaves.
 
   `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
-  all small files. The files' sizes are always compared: Orbax reads a chunk that is missing as zeros.
+  all small files. The files' sizes are always compared.
 
   Returns:
     Arrays by item and the target's path.
@@ -213,13 +213,9 @@ def _load(
   targets = {leaf.saved.folder: leaf.stored for leaf in full}
   if not targets:
     return {}
-  leaves = manifest.items[item].leaves.values()
-  stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
-  pad = any(leaf.on_disk.shape != leaf.stored.shape for leaf in full)
+  stored = {leaf.saved.folder: leaf.on_disk for leaf in full}
   try:
-    tree = {**dict.fromkeys(stored, array_io.PLACEHOLDER), **targets}
-    loaded = array_io.load(step_dir, item, tree, byte_budget=byte_budget, pad=pad)
-    return {name: loaded[name] for name in targets}
+    return array_io.read(step_dir / item, stored, targets, byte_budget=byte_budget)
   except _READ_ERRORS as error:
     raise_transient(error, f"{step_dir / item}")
     if len(group) == 1:

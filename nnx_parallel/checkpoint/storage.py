@@ -20,7 +20,7 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from etils import epath
 from typing_extensions import override
@@ -76,6 +76,12 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path
+
+
+def kvstore_of(path: epath.Path) -> Any:
+  """How TensorStore names a folder."""
+  place = f"{os.fspath(path)}/"
+  return place if "://" in place else {"driver": "file", "path": place}
 
 
 def storage_of(directory: epath.Path) -> Storage:

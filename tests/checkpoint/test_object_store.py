@@ -10,9 +10,6 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli.main import main
 from nnx_parallel.errors import CheckpointError
 
-# Where Orbax cannot read a shard, it leaves its coroutines of the others to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
 ):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, nxp.create_sharded_model(deep_plan(saved)))
-  monkeypatch.setattr(array_io, "load", lambda *_, **__: pytest.fail("an array was read"))
+  monkeypatch.setattr(array_io, "read", lambda *_, **__: pytest.fail("an array was read"))
   text = rf"does not fit the target \(4 {kind}\)\.\n(.*\n)*?  {kind}  +model/layers\.12\.kernel"
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(deep_plan(wanted))

@@ -117,7 +117,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
   def fail(*_, **__):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((array_io, "load"), (storage, "sha256")):
+  for owner, name in ((array_io, "read"), (storage, "sha256")):
     with monkeypatch.context() as patch:
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
