@@ -206,7 +206,7 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
 
 def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
   if target.sharding is None:
-    return blocks[_box((), target.shape)]
+    return blocks[_box(None, target.shape)]
   return jax.make_array_from_callback(
     target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
   )
@@ -219,14 +219,14 @@ def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
   return len(shards) * math.prod(shape) * target.dtype.itemsize
 
 
-def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...]]:
+def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...] | None]:
   """The index of each shard of this process."""
   if target.sharding is None:
-    return [()]
-  return [index or () for index in target.sharding.addressable_devices_indices_map(target.shape).values()]
+    return [None]
+  return target.sharding.addressable_devices_indices_map(target.shape).values()
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def _box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
   """The start and stop along each dim of a shard."""
   parts = index or (slice(None),) * len(shape)
   return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))

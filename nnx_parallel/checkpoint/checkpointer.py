@@ -53,7 +53,7 @@ class Checkpointer:
   several processes, make each call on all of them.
 
   Args:
-    directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
+    directory: local, or an object store that `etils.epath` and TensorStore know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
     max_to_keep: how many of the newest steps to keep; None keeps all. Each step names the one that its run
       resumed from or saved before; those that a run left behind by resuming from before them go first.

@@ -293,7 +293,8 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
   digests = fields["digests"] if "digests" in fields else [fields["digest"]]
-  checked = {"shape": tuple(map(_whole, fields["shape"])), "digest": sum(map(_whole, digests)) % 2**32}
+  checked: dict[str, Any] = {"shape": tuple(map(_whole, fields["shape"]))}
+  checked["digest"] = sum(map(_whole, digests)) % 2**32
   known = {field.name for field in dataclasses.fields(LeafRecord)}
   leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
   _text(leaf.kind)

@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import diff, encoding, multihost, storage, targets
+from nnx_parallel.checkpoint import encoding, multihost, storage
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import (
@@ -32,8 +32,7 @@ from nnx_parallel.interop.weights import (
   Shape,
   WeightMap,
   import_arrays,
-  random_state,
-  unused_skip,
+  leaves_to_write,
 )
 from nnx_parallel.layout.plan import Plan
 
@@ -367,12 +366,8 @@ def _open(file: Path) -> dict[str, Tensor]:
 
 
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
-  random = random_state(model)
-  patterns = diff.Patterns(None, skip)
   found: dict[str, _Leaf] = {}
-  for path, leaf in targets.saved_roots(model, None)["model"].items():
-    if patterns.leaves_out(path) or path in random:
-      continue
+  for path, leaf in leaves_to_write(model, skip).items():
     array: Any = value_of(leaf)
     if not encoding.is_array(array) or is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
       raise CheckpointError(
@@ -386,8 +381,6 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
         fix='jax.config.update("jax_enable_x64", True), or convert it first.',
       )
     found[path] = _Leaf(made, tuple(leaf.shape))
-  if unused := patterns.unused():
-    raise unused_skip(unused)
   return found
 
 

@@ -544,11 +544,26 @@ def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[st
   Raises:
     CheckpointError: a pattern that matches no path.
   """
+  return _left_out(paths, skip) | _random_state(plan.abstract_model)
+
+
+def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, Any]:
+  """The leaves of a model that an export writes: all but those skipped, and random state.
+
+  Raises:
+    CheckpointError: a pattern that matches no path.
+  """
+  leaves = targets.saved_roots(model, None)["model"]
+  away = _left_out(leaves, skip) | _random_state(model)
+  return {path: leaf for path, leaf in leaves.items() if path not in away}
+
+
+def _left_out(paths: Iterable[str], skip: Iterable[str]) -> set[str]:
   patterns = diff.Patterns(None, skip)
   found = {path for path in paths if patterns.leaves_out(path)}
   if unused := patterns.unused():
-    raise unused_skip(unused)
-  return found | random_state(plan.abstract_model)
+    raise CheckpointError(f"skip={unused} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
+  return found
 
 
 def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
@@ -580,16 +595,11 @@ def is_real(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 
-def random_state(model: object) -> set[str]:
+def _random_state(model: object) -> set[str]:
   """The paths of a module's random keys and counters."""
   if not isinstance(model, nnx.Module):
     return set()
   return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
-
-
-def unused_skip(names: list[str]) -> CheckpointError:
-  """The error for patterns that leave out nothing."""
-  return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
 _PART = re.compile(r"\([^)]*\)|[^\s()]+")  # of a side of a pattern: one dim
