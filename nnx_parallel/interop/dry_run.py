@@ -75,9 +75,29 @@ def dry_run_import(
 ) -> DryRun:
   """What `import_safetensors` would do with the same arguments; reads the headers of the files alone.
 
+  Args:
+    path: as for `import_safetensors`.
+    plan: of the model; it may be on an abstract mesh.
+    weight_map: as for `import_safetensors`.
+    skip: as for `import_safetensors`.
+
+  Returns:
+    A table of what becomes of each array; `complete` says whether the import can go on.
+
   Raises:
     CheckpointError: files that cannot be read, a pattern that does not fit its arrays, or a `skip` that
       matches nothing.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> init = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> _ = nxp.interop.export_safetensors(folder, init())
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8))
+    >>> [(row.status, row.file, row.model) for row in dry_run_import(folder, plan).rows]
+    [('read', 'bias', 'bias'), ('read', 'kernel', 'kernel')]
   """
   wanted = model_leaves(plan)
   left_out = initialised(plan, wanted, skip)
@@ -109,8 +129,23 @@ def dry_run_import(
 def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
   """What `export_safetensors` would write of a model with this plan; no array is read.
 
+  Args:
+    plan: of the model.
+    weight_map: as for `export_safetensors`.
+    skip: as for `export_safetensors`.
+
+  Returns:
+    A table of the arrays that would be written.
+
   Raises:
     CheckpointError: an incomplete weight map, or a `skip` that matches nothing.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=8), nxp.fsdp())
+    >>> [(row.status, row.file, row.array) for row in dry_run_export(plan, skip=["bias"]).rows]
+    [('write', 'kernel', 'float32[8,4]'), ('left out', '', '')]
   """
   leaves = model_leaves(plan)
   left_out = initialised(plan, leaves, skip)

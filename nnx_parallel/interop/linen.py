@@ -126,6 +126,10 @@ def export_linen(
 
   Raises:
     CheckpointError: an incomplete weight map.
+
+  Example:
+    >>> export_linen(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))["params"]["kernel"].shape
+    (4, 2)
   """
   leaves = leaves_to_write(model, skip)
   shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}

@@ -59,6 +59,13 @@ def restore_orbax(
   Raises:
     CheckpointError: no Orbax checkpoint, leaves of the target that it does not have in that form, or leaves
       under the prefix that the target does not have.
+
+  Example:
+    >>> import tempfile
+    >>> import numpy as np
+    >>> ocp.save(f"{(folder := tempfile.mkdtemp())}/1", {"params": {"w": np.arange(4.0, dtype=np.float32)}})
+    >>> restore_orbax(f"{folder}/1", {"w": np.zeros(4, np.float32)}, prefix="params")["w"]
+    array([0., 1., 2., 3.], dtype=float32)
   """
   step_dir = absolute(path)
   goal = targets.read(target, optimizer=optimizer)

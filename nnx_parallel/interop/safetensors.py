@@ -153,6 +153,17 @@ def import_safetensors(
 
   Raises:
     CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> init = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> _ = export_safetensors(folder, init())
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+    >>> import_safetensors(folder, plan).kernel.sharding.spec
+    P('fsdp', None)
   """
   return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
@@ -181,6 +192,13 @@ def export_safetensors(
 
   Raises:
     CheckpointError: the folder exists, the weight map is incomplete, or a leaf has no form in safetensors.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> export_safetensors(folder, nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+    ['bias', 'kernel']
   """
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")

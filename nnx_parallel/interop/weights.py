@@ -298,6 +298,9 @@ class WeightMap:
       shapes: of the arrays in the file, by name.
       skip: paths that need no source; a layer that belongs to one may stay unused.
 
+    Returns:
+      The arrays of the file that make each leaf.
+
     Raises:
       CheckpointError: leaves without a source, or arrays and layers that no rule uses.
     """
@@ -318,6 +321,14 @@ class WeightMap:
     self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
   ) -> Comparison:
     """Finds the arrays of a file for the leaves of a model, as `match` does, and what is left over.
+
+    Args:
+      paths: as for `match`.
+      shapes: as for `match`.
+      skip: as for `match`.
+
+    Returns:
+      The arrays that make leaves, and what is missing, cut and unused.
 
     Raises:
       CheckpointError: a pattern does not fit the arrays of its rule.
@@ -350,6 +361,12 @@ class WeightMap:
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """The groups of a model that is to be written.
 
+    Args:
+      paths: of the leaves.
+
+    Returns:
+      The arrays of the file, and the leaves that make each.
+
     Raises:
       CheckpointError: a path without a rule, or layers that do not make up a whole array.
     """
@@ -370,10 +387,16 @@ class WeightMap:
     return groups
 
   def through(self, target: Target) -> Target:
-    """A target of the saved leaves, whose `build` makes those of the given target.
+    """The target of a restore whose saved leaves have the names and forms of the file.
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.
+
+    Args:
+      target: as `Checkpointer.restore` reads it.
+
+    Returns:
+      A target of the saved leaves, whose `build` makes the leaves of the given target.
     """
     parameters = target.leaves["model"]
     wanted: dict[str, dict[str, TargetLeaf]] = {}
@@ -433,10 +456,25 @@ class SameNames(WeightMap):
 
 
 def load_weight_map(file: str) -> WeightMap:
-  """Runs a Python file and returns its `WEIGHT_MAP`.
+  """Runs a Python file that defines a weight map.
+
+  Args:
+    file: the file; it is run, so it must be yours.
+
+  Returns:
+    Its `WEIGHT_MAP`.
 
   Raises:
     CheckpointError: no such file, or it defines no `WEIGHT_MAP`.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "names.py")
+    >>> rule = "Rule('h.{i}.weight', 'layers.{i}.kernel', 'o i -> i o')"
+    >>> text = f"from nnx_parallel.interop import Rule, WeightMap; WEIGHT_MAP = WeightMap({rule})"
+    >>> _ = file.write_text(text)
+    >>> load_weight_map(str(file)).rules[0].file
+    'h.{i}.weight'
   """
   try:
     found = runpy.run_path(file).get("WEIGHT_MAP")

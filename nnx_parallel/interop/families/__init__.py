@@ -43,9 +43,16 @@ def from_config(
     param_dtype: of all parameters.
     ignore: keys of `config.json` that have no effect, although they are not known here.
 
+  Returns:
+    A plain module: a `Decoder`, `GPT2`, `T5`, `Bert` or `ViT`.
+
   Raises:
     CheckpointError: files that cannot be read.
     RecipeError: a family, or a setting, that is not here.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> plan = nxp.plan(lambda: from_config("Qwen3-0.6B", nnx.Rngs(0)), mesh, nxp.fsdp())  # doctest: +SKIP
   """
   found = {key: value for key, value in read_config(Path(folder)).items() if key not in ignore}
   family = found.get("model_type")
