@@ -176,8 +176,11 @@ class Catalog:
         details=f"steps: {self.storage.steps()}",
         fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
       )
-    if exists:
-      self.storage.check_replacement(step)
+    if exists and not self.storage.can_replace():
+      raise CheckpointError(
+        f"cannot replace step {step} in {self.storage.directory}: renames are not atomic there.",
+        fix="save under another step, or delete this one first.",
+      )
     headers = self.headers()
     newest = next(iter(newest_first(headers)), None)
     # Another Checkpointer of the job may have saved since: the run did not leave its steps behind.

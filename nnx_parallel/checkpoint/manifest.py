@@ -269,26 +269,24 @@ def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
 def _header(signed: Mapping[str, Any]) -> Header:
   metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}
   parent = signed["parent"] if signed["parent"] is None else _whole(signed["parent"])
-  return Header(_whole(signed["step"]), _moment(signed["time"]), metrics, parent)
+  return Header(_whole(signed["step"]), float(signed["time"]), metrics, parent)
 
 
 def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
   items = {
     _folder_name(name): ItemRecord(
       {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()},
-      _table(item["values"], encoding.read_json),
+      _values(item["values"]),
     )
     for name, item in body["items"].items()
   }
   checked: dict[str, Any] = {
     "items": items,
-    "extra": _table(body["extra"], encoding.read_json),
-    "versions": _table(body["versions"], _text),
-    "fingerprint": _text(body["fingerprint"]),
-    "files": _table(body["files"], _whole, _inside),
-    "hashes": _table(body["hashes"], _text),
+    "extra": _values(body["extra"]),
+    "files": {_inside(name): _whole(size) for name, size in body["files"].items()},
+    **{name: body[name] for name in ("plan", "versions", "fingerprint", "hashes")},
   }
-  return Manifest(**vars(_header(signed)), plan=body["plan"], **checked)
+  return Manifest(**vars(_header(signed)), **checked)
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
@@ -297,8 +295,6 @@ def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
   checked["digest"] = sum(map(_whole, digests)) % 2**32
   known = {field.name for field in dataclasses.fields(LeafRecord)}
   leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
-  _text(leaf.kind)
-  _text(leaf.layout)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
   stored = leaf.shape + words if 0 not in leaf.shape else ()
   if leaf.folder != paths.file_name(path):
@@ -323,23 +319,17 @@ def _damaged(file: epath.Path, why: str) -> DamagedError:
   )
 
 
+def _values(values: dict[str, Any]) -> dict[str, Any]:
+  """JSON values that can be read."""
+  for value in values.values():
+    encoding.read_json(value)
+  return values
+
+
 def _whole(value: object) -> int:
   """A number of bytes, steps or elements."""
   if type(value) is not int or not 0 <= value < 2**63:
     raise ValueError(f"{value!r:.100} is not a whole number")
-  return value
-
-
-def _moment(value: object) -> float:
-  """Seconds since 1970, before the year 10000."""
-  if type(value) not in (int, float) or not 0 <= value < 253402300800:  # pyright: ignore[reportOperatorIssue]
-    raise ValueError(f"{value!r:.100} is not a time")
-  return float(value)  # pyright: ignore[reportArgumentType]
-
-
-def _text(value: object) -> str:
-  if not isinstance(value, str):
-    raise ValueError(f"{value!r:.100} is not a text")
   return value
 
 
@@ -354,13 +344,3 @@ def _folder_name(name: str) -> str:
   if "/" in _inside(name):
     raise ValueError(f"{name!r:.100} is not the name of a folder")
   return name
-
-
-def _table(
-  value: dict[str, Any], check: Callable[[Any], object], check_name: Callable[[str], object] = _text
-) -> dict[str, Any]:
-  """A table whose names and values pass the checks."""
-  for name, entry in value.items():
-    check_name(name)
-    check(entry)
-  return value

@@ -170,7 +170,7 @@ class Storage:
     return touched
 
   def check_place(self, step: int) -> None:
-    """Raises where a step cannot be saved: another program wrote its folder, or it cannot be replaced.
+    """Raises where a step cannot be saved: something else has its folder.
 
     Raises:
       CheckpointError: why, and what to do.
@@ -181,17 +181,6 @@ class Storage:
         fix="move that folder elsewhere, or choose another directory; nothing was changed.",
       )
 
-  def check_replacement(self, step: int) -> None:
-    """Raises where a step that exists cannot be replaced.
-
-    Raises:
-      CheckpointError: the storage has no atomic rename.
-    """
-    raise CheckpointError(
-      f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
-      fix="save under another step, or delete this one first.",
-    )
-
   def check_space(self, step: int, nbytes: int) -> None:
     """Raises before a save where it is known to fail: no space, no inodes, no permission.
 
@@ -199,6 +188,10 @@ class Storage:
       CheckpointError: fewer bytes are free than `nbytes`.
       OSError: the folder of the step cannot be made.
     """
+
+  def can_replace(self) -> bool:
+    """Whether a step can be replaced in place."""
+    return False
 
   def saving(self, step: int) -> epath.Path:
     """The folder that a save of the step writes to."""
@@ -318,8 +311,8 @@ class LocalStorage(Storage):
     super().check_place(step)
 
   @override
-  def check_replacement(self, step: int) -> None:
-    pass
+  def can_replace(self) -> bool:
+    return True
 
   @override
   def check_space(self, step: int, nbytes: int) -> None:

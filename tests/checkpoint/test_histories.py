@@ -39,6 +39,10 @@ class Killed(BaseException):
   """Ends a save as SIGKILL does: nothing that comes after it is done."""
 
 
+def full():
+  return OSError(28, "No space left on device")
+
+
 def tree(value):
   return {"w": np.full(3, value, np.float64), "n": value}
 
@@ -73,7 +77,7 @@ class Histories(stateful.RuleBasedStateMachine):
     step=st.integers(1, 6),
     overwrite=st.booleans(),
     moment=st.none() | st.sampled_from(MOMENTS),
-    error=st.sampled_from([Killed(), OSError(28, "No space left on device")]),
+    error=st.sampled_from([Killed, full]),
   )
   def save(self, name, step, overwrite, moment, error):
     handle, before, newest, why = self.handles[name], dict(self.values), self.newest, ""
@@ -147,7 +151,7 @@ class Histories(stateful.RuleBasedStateMachine):
 
 def raising(error):
   def fail(*_, **__):
-    raise error
+    raise error()
 
   return fail
 
