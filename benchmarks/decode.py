@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from harness import Record, measure
-from nnx_parallel.recipes.families.decoder import Config, Decoder, Rope
+from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 
 BATCH, WIDTH, NEW, FEATURES, VOCABULARY, LAYERS, HEADS = 8, 8, 56, 128, 512, 4, 8
 LENGTH = WIDTH + NEW

@@ -32,9 +32,9 @@ from flax import nnx  # noqa: E402
 
 import nnx_parallel as nxp  # noqa: E402
 from harness import Record, measure  # noqa: E402
+from nnx_parallel.interop.families import from_config  # noqa: E402
 from nnx_parallel.interop.huggingface import weight_map_of  # noqa: E402
 from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors  # noqa: E402
-from nnx_parallel.recipes.families import from_config  # noqa: E402
 
 DEPTH = 6
 CASES = ("import", "by hand")

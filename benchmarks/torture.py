@@ -579,13 +579,13 @@ def corruptions(count: int, seed: int = 0, log: Callable[[str], None] = print) -
 
 
 def trees(count: int) -> str:
-  """Runs the test of random trees on `count` new examples, and says how it ended."""
-  tests = pathlib.Path(__file__).parent.parent / "tests" / "checkpoint" / "test_promises.py"
-  test = f"{tests}::test_any_tree_on_any_mesh_under_any_names"
+  """Runs the tests of random trees and histories on `count` new examples, and says how they ended."""
+  tests = pathlib.Path(__file__).parent.parent / "tests" / "checkpoint"
+  random_trees = f"{tests / 'test_promises.py'}::test_any_tree_on_any_mesh_under_any_names"
   done = subprocess.run(
-    [sys.executable, "-m", "pytest", "-q", "--timeout=0", test],
-    env={**os.environ, "RANDOM_TREES": str(count)},
-    cwd=tests.parent.parent.parent,
+    [sys.executable, "-m", "pytest", "-q", "--timeout=0", random_trees, str(tests / "test_histories.py")],
+    env={**os.environ, "RANDOM_TREES": str(count), "RANDOM_HISTORIES": str(count)},
+    cwd=tests.parent.parent,
     capture_output=True,
     text=True,
     check=False,
@@ -660,7 +660,7 @@ def main() -> int:
     "steps that Ctrl-C met": dict(steps),
     f"restores of two readers beside {arguments.reads} saves": dict(reads),
     "saves refused because of readers": refused,
-    f"{arguments.trees} random trees": random_trees,
+    f"{arguments.trees} random trees and histories": random_trees,
     **environment(),
   }
   results = pathlib.Path(__file__).parent / "results"

@@ -7,7 +7,7 @@ from etils import epy
 
 # A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel import errors
+  from nnx_parallel import errors, interop
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.core.mesh import abstract_mesh, describe_mesh, make_mesh
   from nnx_parallel.create.cache import compilation_cache
@@ -141,6 +141,7 @@ __all__ = [
   "generator",
   "infer_rules",
   "init_distributed",
+  "interop",
   "loss_scale_of",
   "main_process",
   "make_mesh",

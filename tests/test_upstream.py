@@ -395,7 +395,7 @@ def test_what_runs_at_exit_can_run_before_threads_are_joined():
 
 
 def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
-  """`checkpoint/{store,diff,folders}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+  """`checkpoint/{array_io,storage}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"w": jnp.ones((8, 8))})
   folder = tmp_path / "1" / "model" / "w"
@@ -404,14 +404,14 @@ def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
 
 
 def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
-  """`checkpoint/store.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
+  """`checkpoint/array_io.py` (`_result`) reads it: the clean-up after a failure waits for other processes."""
   response = ocp.save_checkpointables_async(tmp_path / "run", {"model": {"w": jnp.ones(4)}})
   assert response._thread_runner._future.exception(60) is None
   response.result()
 
 
 def test_orbax_logs_through_absl():
-  """`checkpoint/store.py` (`quiet`) filters this logger."""
+  """`checkpoint/array_io.py` (`quiet`) filters this logger."""
   assert absl.logging.get_absl_logger() is logging.getLogger("absl")
 
 
@@ -494,22 +494,6 @@ def test_a_traced_product_holds_the_precision_of_the_configuration():
   assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
   kinds = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
   assert [kind.value for kind in kinds] == sorted(kind.value for kind in kinds)
-
-
-def test_tensorstore_tells_its_chunks_and_a_missing_one(tmp_path):
-  """`checkpoint/store.py` reads chunk by chunk; a chunk that is not there is damage, not zeros."""
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"w": jnp.ones((8, 8))})
-  folder = tmp_path / "1" / "model" / "w"
-  files = {"driver": "file", "path": f"{folder}/"}
-  spec = {"driver": "zarr3", "kvstore": files, "fill_missing_data_reads": False}
-  opened = ts.open(spec, open=True, read=True).result()
-  assert opened.chunk_layout.read_chunk.shape == (8, 8)
-  for file in (folder / "c").rglob("*"):
-    if file.is_file():
-      file.unlink()
-  with pytest.raises(ValueError, match="missing"):
-    opened.read().result()
 
 
 def test_jax_tells_a_job_when_it_is_asked_to_end():
@@ -747,3 +731,18 @@ def test_modules_as_trees(tmp_path):
     assert trained(tmp_path / "trees") == with_graphs
   finally:
     flax.config.update("nnx_graph_mode", True)
+
+
+def test_tensorstore_tells_a_missing_chunk(tmp_path):
+  """`checkpoint/array_io.py`: a chunk that is not there is damage, not zeros."""
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"w": jnp.ones((8, 8))})
+  folder = tmp_path / "1" / "model" / "w"
+  files = {"driver": "file", "path": f"{folder}/"}
+  spec = {"driver": "zarr3", "kvstore": files, "fill_missing_data_reads": False}
+  opened = ts.open(spec, open=True, read=True).result()
+  for file in (folder / "c").rglob("*"):
+    if file.is_file():
+      file.unlink()
+  with pytest.raises(ValueError, match="missing"):
+    opened.read().result()

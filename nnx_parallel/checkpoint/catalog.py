@@ -10,15 +10,13 @@ import contextlib
 import dataclasses
 import math
 import operator
-import os
 import time
 from collections.abc import Mapping, Sequence
 
-from etils import epath
-
-from nnx_parallel.checkpoint import folders, manifest, restore
+from nnx_parallel.checkpoint import manifest, restore
 from nnx_parallel.checkpoint.damage import damage
 from nnx_parallel.checkpoint.manifest import LATEST, Header, Manifest
+from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.errors import CheckpointError
 
 
@@ -79,23 +77,15 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-  """The steps in a directory, looked up anew at each call.
+  """The order of the steps in a directory, looked up anew at each call.
 
   Attributes:
-    directory: absolute.
+    storage: the steps.
     retention: decides which step is best and which may be deleted.
   """
 
-  directory: epath.Path
+  storage: Storage
   retention: Retention
-
-  def steps(self) -> list[int]:
-    """The complete steps, in the order of their numbers."""
-    return folders.saved_steps(self.directory)
-
-  def folder(self, step: int) -> epath.Path:
-    """The folder of a step."""
-    return folders.folder_of(self.directory, step)
 
   def manifest(self, step: int) -> Manifest:
     """Reads and checks the manifest of a step.
@@ -104,18 +94,18 @@ class Catalog:
       CheckpointError: see `manifest.read`.
       DamagedError: it is the manifest of another step.
     """
-    found = manifest.read(self.folder(step))
+    found = manifest.read(self.storage.folder(step))
     if found.step != step:
       raise damage(step, [f"{manifest.FILE} is that of step {found.step}"])
     return found
 
   def headers(self) -> dict[int, Header | None]:
     """The header of each step; None where it is damaged, or another program wrote the folder."""
-    found: dict[int, Header | None] = dict.fromkeys(folders.unrecognised_steps(self.directory))
-    for step in self.steps():
+    found: dict[int, Header | None] = dict.fromkeys(self.storage.unrecognised_steps())
+    for step in self.storage.steps():
       found[step] = None
       with contextlib.suppress(CheckpointError):
-        header = manifest.read_header(self.folder(step))
+        header = manifest.read_header(self.storage.folder(step))
         found[step] = header if header.step == step else None
     return found
 
@@ -123,22 +113,13 @@ class Catalog:
     """The newest step whose manifest and files are all there, in their sizes, or None."""
     steps = newest_first(self.headers())
     while steps:
-      found = self.identity(step := steps.pop(0))
+      found = self.storage.identity(step := steps.pop(0))
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
-        if not restore.damaged_files(self.folder(step), record, record.files, hashed="none"):
+        if not restore.damaged_files(self.storage.folder(step), record, record.files, hashed="none"):
           return step
-      if found is None or self.identity(step) != found:  # a writer removed or replaced it in between
+      if found is None or self.storage.identity(step) != found:  # a writer removed or replaced it in between
         steps = newest_first(self.headers())
-    return None
-
-  def identity(self, step: int) -> int | None:
-    """A number that changes when another folder takes the name of a step; None when there is none."""
-    folder = self.folder(step)
-    if not folders.is_local(folder):
-      return 0 if folder.exists() else None
-    with contextlib.suppress(FileNotFoundError):
-      return os.stat(folder).st_ino
     return None
 
   def best(self) -> int | None:
@@ -161,7 +142,7 @@ class Catalog:
       CheckpointError: there is no such step; the message lists those there are.
     """
     if step is None or step == "latest":
-      number = next(iter(newest_first(self.headers())), None) if self.steps() else None
+      number = next(iter(newest_first(self.headers())), None) if self.storage.steps() else None
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
@@ -172,8 +153,8 @@ class Catalog:
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
-      folder = self.folder(number := as_step(step))
-      if not ((folder / manifest.FILE).exists() or (not whole and folders.is_unrecognised(folder))):
+      folder = self.storage.folder(number := as_step(step))
+      if not ((folder / manifest.FILE).exists() or (not whole and self.storage.is_unrecognised(number))):
         number = None
     if number is None:
       raise self._no_step(step)
@@ -187,27 +168,17 @@ class Catalog:
     Raises:
       CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
-    folder = self.folder(step)
-    if folders.is_local(folder) and os.path.lexists(folder) and not folder.is_dir():
-      raise CheckpointError(
-        f"cannot save step {step}: {folder} is not a directory.",
-        fix="move it elsewhere; nothing was changed.",
-      )
-    if folders.is_unrecognised(folder):
-      raise CheckpointError(
-        f"cannot save step {step}: {folder} was not written by nnx_parallel, or is damaged.",
-        fix="move that folder elsewhere, or choose another directory; nothing was changed.",
-      )
-    exists = (folder / manifest.FILE).exists()
+    self.storage.check_place(step)
+    exists = (self.storage.folder(step) / manifest.FILE).exists()
     if exists and not overwrite:
       raise CheckpointError(
-        f"cannot save step {step}: it exists in {self.directory}.",
-        details=f"steps: {self.steps()}",
+        f"cannot save step {step}: it exists in {self.storage.directory}.",
+        details=f"steps: {self.storage.steps()}",
         fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
       )
-    if exists and not folders.is_local(self.directory):
+    if exists and not self.storage.can_replace():
       raise CheckpointError(
-        f"cannot replace step {step} in {self.directory}: renames are not atomic there.",
+        f"cannot replace step {step} in {self.storage.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
       )
     headers = self.headers()
@@ -215,11 +186,11 @@ class Catalog:
     # Another Checkpointer of the job may have saved since: the run did not leave its steps behind.
     if saved and position is not None and newest is not None and _follows(newest, position, headers):
       position = newest
-    return place_of(step, position, headers, self.directory)
+    return place_of(step, position, headers, self.storage.directory)
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
-    steps = self.steps()
-    unrecognised = folders.unrecognised_steps(self.directory)
+    steps = self.storage.steps()
+    unrecognised = self.storage.unrecognised_steps()
     details = f"complete steps: {steps or 'none'}"
     if unrecognised:
       details += f"\nincomplete, or written by something else (no {manifest.FILE}): {unrecognised}"
@@ -227,9 +198,9 @@ class Catalog:
     if step == "best":
       what = f"a step with the metric {self.retention.best!r}"
     fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
-    if not self.directory.exists():
+    if not self.storage.directory.exists():
       details = "there is no such directory"
-    return CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
+    return CheckpointError(f"cannot find {what} in {self.storage.directory}.", details=details, fix=fix)
 
 
 def whole(value: object, *, least: int) -> int | None:
@@ -271,37 +242,6 @@ def as_step(step: object) -> int:
 
 def _metrics(headers: Mapping[int, Header | None]) -> dict[int, Mapping[str, float]]:
   return {step: header.metrics for step, header in headers.items() if header is not None}
-
-
-def absolute(directory: str | os.PathLike[str]) -> epath.Path:
-  """The directory as an absolute path, or as the address of an object store.
-
-  Raises:
-    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
-  """
-  try:
-    path = epath.Path(directory).expanduser()
-    remote = not folders.is_local(path)
-    if remote:
-      path.exists()  # imports what the store needs
-  except (KeyError, ImportError) as error:
-    raise CheckpointError(
-      f"cannot open {directory}: no file system for it is installed.",
-      details=str(error),
-      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
-    ) from error
-  if remote:
-    return path
-  path = epath.Path(os.path.abspath(path))
-  if "\\" in os.fspath(path):
-    raise CheckpointError(
-      f"{path} holds a backslash.",
-      details="TensorStore, which writes the arrays, reads it as the start of another folder",
-      fix="rename that folder, or choose another.",
-    )
-  if path.exists() and not path.is_dir():
-    raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
-  return path
 
 
 def newest_first(headers: Mapping[int, Header | None]) -> list[int]:

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import sys
 import threading
 import traceback
@@ -23,23 +22,20 @@ import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, restore, save, targets
-from nnx_parallel.checkpoint.catalog import Catalog, Retention, absolute, as_step, newest_first, one_of, whole
+from nnx_parallel.checkpoint import encoding, manifest, multihost, restore, save, storage, targets
+from nnx_parallel.checkpoint.catalog import Catalog, Retention, as_step, newest_first, one_of, whole
 from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.nodes import value_of
-from nnx_parallel.errors import CheckpointError, NnxParallelWarning
+from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import Plan
 
 R = TypeVar("R")
 
 _RESERVED = ("model", "optimizer")
-
-# Python 3.12.0 to 3.12.2 start no thread once the script has ended, and Orbax needs threads to the end.
-_LOSES_SAVES_AT_EXIT = (3, 12) <= sys.version_info[:3] < (3, 12, 3)
 
 _UNFINISHED: set[Checkpointer] = set()
 """Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
@@ -57,7 +53,7 @@ class Checkpointer:
   several processes, make each call on all of them.
 
   Args:
-    directory: local, or an object store that `etils.epath` and Orbax know; made at the first save. An
+    directory: local, or an object store that `etils.epath` and TensorStore know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
     max_to_keep: how many of the newest steps to keep; None keeps all. Each step names the one that its run
       resumed from or saved before; those that a run left behind by resuming from before them go first.
@@ -67,8 +63,8 @@ class Checkpointer:
     keep_best: how many of the best.
     asynchronous: whether `save` returns once the arrays are copied off the devices. A save that is not done
       when the script ends is finished then; if it fails, the exit code is 1.
-    verify: what `restore` checks: `"full"` every value, `"metadata"` the files' sizes and the metadata,
-      `"off"` nothing.
+    verify: what `restore` checks beside the files' sizes: `"full"` every value, `"metadata"` the contents of
+      all small files, `"off"` nothing.
     byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
       save holds a copy of them all.
     chunk_bytes: largest piece of an array that is read as a whole; None stores each shard as one piece.
@@ -104,14 +100,12 @@ class Checkpointer:
     byte_budget: int = 256 << 20,
     chunk_bytes: int | None = 16 << 20,
   ):
-    self.directory = absolute(directory)
+    self.directory = storage.absolute(directory)
     self.restored: Manifest | None = None
     retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
-    self._catalog = Catalog(self.directory, retention)
-    self._asynchronous, self._verify = (
-      _checked_background(asynchronous),
-      one_of("verify", verify, restore.VERIFY),
-    )
+    self._storage = storage.storage_of(self.directory)
+    self._catalog = Catalog(self._storage, retention)
+    self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
@@ -239,7 +233,7 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """The complete steps, in the order of their numbers; `latest` is the newest."""
-    return multihost.decided(self._catalog.steps)
+    return multihost.decided(self._storage.steps)
 
   def latest(self) -> int | None:
     """The newest step of the run that saved last, whose manifest and files are all there, or None.
@@ -458,10 +452,10 @@ class Checkpointer:
       CheckpointError: no such step, or another process removed or replaced it during the check.
     """
     number = self._resolve(step, whole=False)
-    found = self._catalog.identity(number)
+    found = self._storage.identity(number)
     problems = self._problems(number)
-    if any(multihost.added_up([bool(problems) and self._catalog.identity(number) != found])):
-      raise vanished(self._catalog.folder(number))
+    if any(multihost.added_up([bool(problems) and self._storage.identity(number) != found])):
+      raise vanished(self._storage.folder(number))
     return problems
 
   # Inside.
@@ -472,23 +466,22 @@ class Checkpointer:
     It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
     to write, would leave threads that keep writing and collide with the next save.
     """
-    friendly = functools.partial(folders.friendly_errors, f"save step {request.step}", self.directory)
+    friendly = functools.partial(storage.friendly_errors, f"save step {request.step}", self.directory)
     place = None
     with contextlib.ExitStack() as stack:
       stack.callback(lambda: started.done() or started.set_result(False))
       with multihost.together(), friendly():
         if jax.process_index() == 0:
-          folders.make_directory(self.directory)
-          stack.enter_context(folders.writer_lock(self.directory))
-          folders.recover(self.directory)
+          self._storage.make_directory()
+          stack.enter_context(self._storage.lock())
+          self._storage.recover()
           position, saved = self._position, self._position_saved
           place = self._catalog.place(request.step, position, saved=saved, overwrite=request.overwrite)
-          folders.check_space(self.directory, request.content.nbytes)
-          folders.check_folder(self.directory, request.step)
+          self._storage.check_space(request.step, request.content.nbytes)
       self._saving = request.step if place is not None and place.time is None else None
       with multihost.together(), friendly():
         finish = save.write(
-          self.directory,
+          self._storage,
           request,
           place=place,
           chunk_bytes=self._chunk_bytes,
@@ -501,10 +494,12 @@ class Checkpointer:
         with friendly():
           finish()
       except CheckpointError:
-        save.abandon(self.directory, request.step)
+        if jax.process_index() == 0:
+          with contextlib.suppress(OSError):
+            self._storage.abandon(request.step)
         raise
       if jax.process_index() == 0:
-        for problem in folders.delete_steps(self.directory, self._catalog.expired):
+        for problem in self._storage.delete_all(self._catalog.expired):
           warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
 
   def _start_thread(self, step: int) -> None:
@@ -528,8 +523,7 @@ class Checkpointer:
     self._pending, self._lock = None, threading.RLock()
 
   def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
-    folder = self._catalog.folder(record.step)
-    return compare(record, goal, folder=folder, byte_budget=self._byte_budget, **choose)
+    return compare(record, goal, byte_budget=self._byte_budget, **choose)
 
   def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> Any:
     """Restores a step into a target."""
@@ -544,7 +538,7 @@ class Checkpointer:
         )
     names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
     multihost.require_same("what to restore", f"step {record.step}\n{names}")
-    folder = self._catalog.folder(record.step)
+    folder = self._storage.folder(record.step)
     arrays = restore.read(folder, record, diff, verify=self._verify, byte_budget=self._byte_budget)
     return goal.build({x: {**arrays.get(x, {}), **diff.values.get(x, {})} for x in (*arrays, *diff.values)})
 
@@ -561,7 +555,7 @@ class Checkpointer:
       )
 
   def _problems(self, step: int) -> dict[str, str]:
-    folder = self._catalog.folder(step)
+    folder = self._storage.folder(step)
     try:
       with multihost.together():
         record = self._catalog.manifest(step)
@@ -586,12 +580,12 @@ class Checkpointer:
   @contextlib.contextmanager
   def _there(self, step: int) -> Generator[None]:
     """Raises `VanishedError` when the block fails because another process removed or replaced the step."""
-    found = self._catalog.identity(step)
+    found = self._storage.identity(step)
     try:
       yield
     except CheckpointError as error:
-      if any(multihost.added_up([found is None or self._catalog.identity(step) != found])):
-        raise vanished(self._catalog.folder(step)) from error
+      if any(multihost.added_up([found is None or self._storage.identity(step) != found])):
+        raise vanished(self._storage.folder(step)) from error
       raise
 
   def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
@@ -671,19 +665,6 @@ def _checked_bytes(name: str, value: object, *, least: int) -> int:
   return number
 
 
-def _checked_background(asynchronous: bool) -> bool:
-  """Whether to save in the background: not on a Python that may lose the save at its end."""
-  if asynchronous and _LOSES_SAVES_AT_EXIT:
-    warnings.warn(
-      f"asynchronous=True waits for each save on Python {platform.python_version()}, which would lose the"
-      " last one: it ends no background save at exit.  Fix: Python 3.12.3 or newer, or 3.11.",
-      NnxParallelWarning,
-      stacklevel=3,
-    )
-    return False
-  return asynchronous
-
-
 def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
   numbers: dict[str, float] = {}
   for name, value in metrics.items():
@@ -705,7 +686,7 @@ def _no_target(directory: epath.Path) -> CheckpointError:
 
 
 def _after_fork() -> None:
-  folders.drop_locks()
+  storage.drop_locks()
   _UNFINISHED.clear()
   for checkpointer in _LIVE:
     checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]

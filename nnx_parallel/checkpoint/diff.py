@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import fnmatch
@@ -13,10 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from jax.sharding import NamedSharding, Sharding
 
-from nnx_parallel.checkpoint import encoding, folders, store
+from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.core.axes import axes_of, entry_of
@@ -118,11 +116,10 @@ class Diff(Shown):
     skipped: leaves left out by name.
     misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
     values: the saved JSON values that fill the target's, by item and the target's path.
-    bytes_read: bytes of arrays that this process reads from files: the chunks that hold its shards. On object
-      stores, its shards alone.
+    bytes_read: bytes of arrays that this process wants of the files: its shards. Chunks are read as a whole.
     device_bytes: most bytes on one device of this process when all is restored.
-    host_bytes: most host memory of this process during the restore: two groups of arrays in flight, each of
-      half the byte budget or one larger array, and the shards of devices in host memory.
+    host_bytes: most host memory of this process during the restore: the byte budget, or twice the largest
+      array, and the shards of devices in host memory.
   """
 
   step: int
@@ -232,7 +229,6 @@ def compare(
   manifest: Manifest,
   target: Target,
   *,
-  folder: epath.Path | None = None,
   only: Iterable[str] | None = None,
   skip: Iterable[str] = (),
   rename: Mapping[str, str] | None = None,
@@ -241,8 +237,8 @@ def compare(
 ) -> Diff:
   """Compares the leaves of a checkpoint with those of a target, by name. Differences are no errors.
 
-  `only`, `skip`, `rename`, `cast`: as for `Checkpointer.restore`. Without the `folder` of the step, the bytes
-  to read are those of the shards. Of saved items that are not in the target, only an optimizer is `extra`.
+  `only`, `skip`, `rename`, `cast`: as for `Checkpointer.restore`. Of saved items that are not in the target,
+  only an optimizer is `extra`.
   """
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
   matches: list[LeafPair] = []
@@ -284,7 +280,7 @@ def compare(
   wrong = {match.name for match in (*reshaped, *retyped)}
   fitting = tuple(match for match in matches if match.name not in wrong)
   per_device = _bytes_per_device(match.target.struct for match in matches)
-  in_flight = max(byte_budget, 2 * max((store.shard_bytes(match.stored) for match in fitting), default=0))
+  in_flight = max(byte_budget, 2 * max((array_io.shard_bytes(match.stored) for match in fitting), default=0))
   return Diff(
     step=manifest.step,
     matches=fitting,
@@ -295,7 +291,7 @@ def compare(
     skipped=tuple(patterns.left_out),
     misspelt=tuple((name, _closest(name, paths)) for name in patterns.unused() + renames.unused()),
     values=found,
-    bytes_read=sum(_bytes_read(match, manifest, folder) for match in fitting),
+    bytes_read=sum(array_io.shard_bytes(match.stored) for match in fitting if match.saved.nbytes),
     device_bytes=max((n for device, n in per_device.items() if device is not None), default=0),
     host_bytes=in_flight + sum(n for d, n in per_device.items() if d is None or d.platform == "cpu"),
   )
@@ -413,23 +409,6 @@ def _nearest(item: str, path: str, wanted: TargetLeaf, saved: Mapping[str, LeafR
 
 def _closest(name: str, names: list[str]) -> str | None:
   return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.4)), None)
-
-
-def _bytes_read(match: LeafPair, manifest: Manifest, folder: epath.Path | None) -> int:
-  """Bytes of an array that this process reads; where its metadata is damaged, the bytes of its shards."""
-  struct, name = match.stored, match.saved.folder
-  if match.saved.encoding == encoding.EMPTY:
-    return 0
-  if folder is None or not folders.is_local(folder):  # Orbax reads what is on an object store
-    return store.shard_bytes(struct)
-  # The restore reports damage, and a step that vanished.
-  with contextlib.suppress(OSError, ValueError):
-    file = f"{match.item}/{name}/{store.METADATA}"
-    if manifest.hashes.get(file) == folders.sha256(folder / file):
-      found = store.open_arrays(folder / match.item, {name: match.on_disk})
-      if found is not None:
-        return store.bytes_to_read(found[name], struct)
-  return store.shard_bytes(struct)
 
 
 def _made_of(dtype: Any) -> Any:

@@ -28,8 +28,8 @@ from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
 # A field may be added to the format: readers ignore what they do not know. A field with another meaning is
-# another format, and then what reads this one stays.
-FORMAT = 4
+# another format, and then what reads the older one stays. Format 4 has `digests` of parts, whose sum counts.
+FORMAT, READABLE = 5, (4, 5)
 LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999; a later save is later than that
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 # What parsing raises where fields are missing, of other types, or nested too deeply.
@@ -48,8 +48,7 @@ class LeafRecord:
     encoding: of the stored array (`encoding.encoding_of`).
     kind: the Variable's type, for example `"Param"`; empty for plain arrays.
     nbytes: bytes of the stored array.
-    block: shape of the stored array's logical blocks, in elements.
-    digests: one for each block, in C order; none for an array without elements.
+    digest: of the stored array (`digest.digest`); 0 for an array without elements.
     layout: the one it was saved in, as `diff.layout_text` writes it; empty for numpy arrays.
   """
 
@@ -59,14 +58,8 @@ class LeafRecord:
   encoding: str
   kind: str
   nbytes: int
-  block: tuple[int, ...]
-  digests: tuple[int, ...]
+  digest: int = 0
   layout: str = ""
-
-  @property
-  def digest(self) -> int:
-    """The digest of the whole array; it does not depend on the size of the blocks."""
-    return sum(self.digests) % 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +225,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
     raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
   if sha256 != _sha256(_json(signed)):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  if number != FORMAT:
+  if number not in READABLE:
     raise CheckpointError(
       f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
       fix="install the nnx_parallel that wrote it.",
@@ -276,43 +269,38 @@ def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
 def _header(signed: Mapping[str, Any]) -> Header:
   metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}
   parent = signed["parent"] if signed["parent"] is None else _whole(signed["parent"])
-  return Header(_whole(signed["step"]), _moment(signed["time"]), metrics, parent)
+  return Header(_whole(signed["step"]), float(signed["time"]), metrics, parent)
 
 
 def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
   items = {
     _folder_name(name): ItemRecord(
       {path: _parse_leaf(path, **leaf) for path, leaf in item["leaves"].items()},
-      _table(item["values"], encoding.read_json),
+      _values(item["values"]),
     )
     for name, item in body["items"].items()
   }
   checked: dict[str, Any] = {
     "items": items,
-    "extra": _table(body["extra"], encoding.read_json),
-    "versions": _table(body["versions"], _text),
-    "fingerprint": _text(body["fingerprint"]),
-    "files": _table(body["files"], _whole, _inside),
-    "hashes": _table(body["hashes"], _text),
+    "extra": _values(body["extra"]),
+    "files": {_inside(name): _whole(size) for name, size in body["files"].items()},
+    **{name: body[name] for name in ("plan", "versions", "fingerprint", "hashes")},
   }
-  return Manifest(**vars(_header(signed)), plan=body["plan"], **checked)
+  return Manifest(**vars(_header(signed)), **checked)
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  lists: dict[str, Any] = {name: tuple(map(_whole, fields[name])) for name in ("shape", "block", "digests")}
+  digests = fields["digests"] if "digests" in fields else [fields["digest"]]
+  checked: dict[str, Any] = {"shape": tuple(map(_whole, fields["shape"]))}
+  checked["digest"] = sum(map(_whole, digests)) % 2**32
   known = {field.name for field in dataclasses.fields(LeafRecord)}
-  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | lists)
-  _text(leaf.kind)
-  _text(leaf.layout)
+  leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
   stored = leaf.shape + words if 0 not in leaf.shape else ()
   if leaf.folder != paths.file_name(path):
     raise ValueError(f"{path} in the folder {leaf.folder!r}")
   if (leaf.encoding == encoding.EMPTY) != (0 in leaf.shape) or leaf.nbytes != math.prod(stored) * itemsize:
     raise ValueError(f"{path}: {leaf.nbytes:,} bytes of {leaf.dtype}{list(leaf.shape)} ({leaf.encoding})")
-  counts = [-(-size // part) for size, part in zip(stored, leaf.block, strict=True)]
-  if len(leaf.digests) != (math.prod(counts) if stored or itemsize else 0):
-    raise ValueError(f"{path}: {len(leaf.digests)} digests for blocks of {leaf.block}")
   return leaf
 
 
@@ -331,23 +319,17 @@ def _damaged(file: epath.Path, why: str) -> DamagedError:
   )
 
 
+def _values(values: dict[str, Any]) -> dict[str, Any]:
+  """JSON values that can be read."""
+  for value in values.values():
+    encoding.read_json(value)
+  return values
+
+
 def _whole(value: object) -> int:
   """A number of bytes, steps or elements."""
   if type(value) is not int or not 0 <= value < 2**63:
     raise ValueError(f"{value!r:.100} is not a whole number")
-  return value
-
-
-def _moment(value: object) -> float:
-  """Seconds since 1970, before the year 10000."""
-  if type(value) not in (int, float) or not 0 <= value < 253402300800:  # pyright: ignore[reportOperatorIssue]
-    raise ValueError(f"{value!r:.100} is not a time")
-  return float(value)  # pyright: ignore[reportArgumentType]
-
-
-def _text(value: object) -> str:
-  if not isinstance(value, str):
-    raise ValueError(f"{value!r:.100} is not a text")
   return value
 
 
@@ -362,13 +344,3 @@ def _folder_name(name: str) -> str:
   if "/" in _inside(name):
     raise ValueError(f"{name!r:.100} is not the name of a folder")
   return name
-
-
-def _table(
-  value: dict[str, Any], check: Callable[[Any], object], check_name: Callable[[str], object] = _text
-) -> dict[str, Any]:
-  """A table whose names and values pass the checks."""
-  for name, entry in value.items():
-    check_name(name)
-    check(entry)
-  return value

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import encoding, folders, multihost, store
+from nnx_parallel.checkpoint import array_io, encoding, multihost, storage
 from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
 from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
-from nnx_parallel.checkpoint.digest import block_ranges, digest, totals
+from nnx_parallel.checkpoint.digest import digest, total
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
 from nnx_parallel.core.nodes import is_key
@@ -22,19 +22,18 @@ logger = logging.getLogger(__name__)
 
 # What the readers raise for damaged files.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
-VERIFY = ("full", "metadata", "off")
-
-
-Digests = tuple[int, ...]
+# Which small files' contents each kind of verification compares; digests cover the chunks in "full".
+_HASHED = {"full": "metadata", "metadata": "all", "off": "none"}
+VERIFY = tuple(_HASHED)
 
 
 def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
-  """Reads all matched leaves, half a budget at a time, verifying one group while reading the next.
+  """Reads all matched leaves.
 
-  `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` those of all
-  small files; both compare the sizes of the files too. `"off"` compares nothing.
+  `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
+  all small files. The files' sizes are always compared.
 
   Returns:
     Arrays by item and the target's path.
@@ -48,19 +47,17 @@ def read(
     f"{diff.bytes_read:,}",
     f"{diff.host_bytes:,}",
   )
-  if verify != "off":
-    with multihost.together():
-      _check_files(step_dir, manifest, diff.matches, chunks=verify == "metadata")
+  with multihost.together():
+    _check_files(step_dir, manifest, diff.matches, hashed=_HASHED[verify])
   with multihost.together():
     results, found = _read_all(step_dir, manifest, diff, verify, byte_budget)
   # Of an array that is spread over processes, each has digested its share. Only now, when no process can fail
   # before it, are the shares added up.
-  sums = iter(multihost.added_up([number for _, spread, digests in found if spread for number in digests]))
+  sums = iter(multihost.added_up([number for _, is_share, number in found if is_share]))
   problems: list[str] = []
   with multihost.together():
-    for leaf, spread, digests in found:
-      summed = tuple(next(sums) for _ in digests) if spread else digests
-      problems += _wrong_values(step_dir, manifest, leaf, summed)
+    for leaf, is_share, number in found:
+      problems += _wrong_values(step_dir, manifest, leaf, next(sums) if is_share else number)
     if problems:
       raise damage(manifest.step, problems)
   return results
@@ -68,31 +65,27 @@ def read(
 
 def _read_all(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
-) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, Digests]]]:
-  """Reads the arrays. For each, this process's digests, and whether they are a share of them."""
+) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, int]]]:
+  """Reads the arrays. For each, whether this process's digest is a share of the whole, and that digest."""
   results: dict[str, dict[str, Array]] = {}
   waiting: list[tuple[LeafPair, jax.Array]] = []
-  with store.readers() as pool:
-    # Two groups are in flight: one is read while the other is placed, and its digests are started.
-    groups = _groups(diff.matches, byte_budget // 2)
-    started = ((group, _start(step_dir, manifest, group, byte_budget, pool)) for group in groups)
-    following = next(started, None)
-    while following is not None:
-      group, finish = following
-      following = next(started, None)
-      arrays = finish()
-      for leaf in group:
-        array = arrays.get(leaf.saved.folder)
-        results.setdefault(leaf.item, {})[leaf.path] = place(array, leaf)
-        if verify == "full" and array is not None:
-          waiting.append((leaf, digest(array, leaf.on_disk.shape, leaf.saved.block)))
-  return results, [(leaf, not parts.is_fully_addressable, totals(parts)) for leaf, parts in waiting]
+  for item, group in itertools.groupby(diff.matches, lambda leaf: leaf.item):
+    leaves = [*group]
+    last_use = {leaf.saved.folder: leaf for leaf in leaves}
+    arrays = _load(step_dir, manifest, leaves, byte_budget)
+    for leaf in leaves:
+      take = arrays.pop if leaf is last_use[leaf.saved.folder] else arrays.get
+      array = take(leaf.saved.folder, None)
+      results.setdefault(item, {})[leaf.path] = place(array, leaf)
+      if verify == "full" and array is not None:
+        waiting.append((leaf, digest(array, leaf.on_disk.shape)))
+  return results, [(leaf, not parts.is_fully_addressable, total(parts)) for leaf, parts in waiting]
 
 
 def check_values(
   step_dir: epath.Path, manifest: Manifest, *, byte_budget: int, mine: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[str, str]]:
-  """Reads the arrays of a step to the host, half a budget at a time, and compares the digests.
+  """Reads the arrays of a step to the host, a budget at a time, and compares the digests.
 
   `mine=(1, 4)` takes the second of each four arrays.
 
@@ -105,20 +98,19 @@ def check_values(
     for path, saved in record.leaves.items()
     if saved.encoding != encoding.EMPTY
   ]
-  with store.readers() as pool:
-    for group in _groups(pairs[mine[0] :: mine[1]], byte_budget // 2):
+  for group in _groups(pairs[mine[0] :: mine[1]], byte_budget):
+    try:
+      arrays = _load(step_dir, manifest, group, byte_budget)
+    except DamagedError:
+      arrays = {}  # each is read alone, to name those that are damaged
+    for leaf in group:
       try:
-        arrays = _start(step_dir, manifest, group, byte_budget, pool)()
-      except DamagedError:
-        arrays = {}  # each is read alone, to name those that are damaged
-      for leaf in group:
-        try:
-          found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
-          digests = totals(digest(found[leaf.saved.folder], block=leaf.saved.block))
-          if problems := _wrong_values(step_dir, manifest, leaf, digests):
-            raise damage(manifest.step, problems)
-        except DamagedError as error:
-          yield leaf.name, error.what
+        found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
+        number = total(digest(found[leaf.saved.folder]))
+        if problems := _wrong_values(step_dir, manifest, leaf, number):
+          raise damage(manifest.step, problems)
+      except DamagedError as error:
+        yield leaf.name, error.what
 
 
 def damaged_files(
@@ -132,7 +124,7 @@ def damaged_files(
     CheckpointError: a file that this machine cannot read at the moment.
   """
   files = list(names)
-  problems = folders.each(step_dir, lambda name: _problem(step_dir, manifest, name, hashed), files)
+  problems = storage.each(lambda name: _problem(step_dir, manifest, name, hashed), files)
   return {name: f"{name} {problem}" for name, problem in zip(files, problems, strict=True) if problem}
 
 
@@ -145,7 +137,7 @@ def _problem(step_dir: epath.Path, manifest: Manifest, name: str, hashed: str) -
     found = file.stat().length
     if found != size:
       return f"has {found:,} bytes instead of {size:,}"
-    if (not size and is_no_file(file)) or (sha256 is not None and folders.sha256(file) != sha256):
+    if (not size and is_no_file(file)) or (sha256 is not None and storage.sha256(file) != sha256):
       return "does not have the contents that were written"
   except FileNotFoundError:
     return "is missing"
@@ -156,7 +148,7 @@ def _problem(step_dir: epath.Path, manifest: Manifest, name: str, hashed: str) -
 
 
 def _check_files(
-  step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair], *, chunks: bool
+  step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair], *, hashed: str
 ) -> None:
   """Checks the files of the leaves to restore, and their metadata; other files may be missing."""
   leaves = {(match.item, match.saved.folder) for match in matches}
@@ -173,7 +165,7 @@ def _check_files(
     return item not in manifest.items or (item in items and (item, rest.partition("/")[0]) not in unread)
 
   names = [name for name in manifest.files if is_read(name)]
-  if problems := damaged_files(step_dir, manifest, names, hashed="all" if chunks else "metadata"):
+  if problems := damaged_files(step_dir, manifest, names, hashed=hashed):
     raise damage(manifest.step, [*problems.values()])
 
 
@@ -184,17 +176,13 @@ def _files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list
   return [*damaged_files(step_dir, manifest, names).values()]
 
 
-def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, digests: Digests) -> list[str]:
-  """The damaged files of a leaf and its ranges with other digests than were saved; empty for a good leaf."""
-  saved, shape = leaf.saved, leaf.on_disk.shape
-  pairs = zip(digests, saved.digests, strict=True)
-  values = [
-    f"the values of {leaf.item}/{leaf.saved_path}{block_ranges(i, shape, saved.block)} are not those that "
-    f"were saved (files under {leaf.item}/{saved.folder})"
-    for i, (found, wanted) in enumerate(pairs)
-    if found != wanted
-  ]
-  return [*_files_of(step_dir, manifest, leaf), *values] if values else []
+def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, number: int) -> list[str]:
+  """What is wrong with a leaf of this digest, its damaged files first; nothing with a good one."""
+  if number == leaf.saved.digest:
+    return []
+  where = f"{leaf.item}/{leaf.saved_path}"
+  text = f"the values of {where} are not those that were saved (files under {leaf.item}/{leaf.saved.folder})"
+  return [*_files_of(step_dir, manifest, leaf), text]
 
 
 def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
@@ -202,7 +190,7 @@ def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[Leaf
   group: list[LeafPair] = []
   total = 0
   for leaf in matches:
-    size = store.shard_bytes(leaf.stored)
+    size = array_io.shard_bytes(leaf.stored)
     if group and (leaf.item != group[0].item or total + size > byte_budget):
       yield group
       group, total = [], 0
@@ -215,62 +203,36 @@ def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[Leaf
 def _load(
   step_dir: epath.Path, manifest: Manifest, group: Sequence[LeafPair], byte_budget: int
 ) -> dict[str, Array]:
-  with store.readers() as pool:
-    return _start(step_dir, manifest, group, byte_budget, pool)()
+  """Reads leaves of one item, by folder.
 
-
-def _start(
-  step_dir: epath.Path,
-  manifest: Manifest,
-  group: Sequence[LeafPair],
-  byte_budget: int,
-  pool: concurrent.futures.Executor,
-) -> Callable[[], dict[str, Array]]:
-  """Starts to read a group; the returned function waits, and raises `DamagedError`."""
+  Raises:
+    DamagedError: names the first that cannot be read.
+  """
   item = group[0].item
   full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
   targets = {leaf.saved.folder: leaf.stored for leaf in full}
   if not targets:
-    return dict
-  leaves = manifest.items[item].leaves.values()
-  stored = {leaf.folder for leaf in leaves if leaf.encoding != encoding.EMPTY}
-  read = failed = None
+    return {}
+  stored = {leaf.saved.folder: leaf.on_disk for leaf in full}
   try:
-    opened = store.open_arrays(step_dir / item, {leaf.saved.folder: leaf.on_disk for leaf in full})
-    if opened is not None:
-      read = store.start(opened, targets, pool)
+    return array_io.read(step_dir / item, stored, targets, byte_budget=byte_budget)
   except _READ_ERRORS as error:
-    failed = error
-
-  def finish() -> dict[str, Array]:
-    try:
-      if failed is not None:
-        raise failed
-      if read is not None:
-        return read()
-      pad = any(leaf.on_disk.shape != leaf.stored.shape for leaf in full)
-      tree = {**dict.fromkeys(stored, store.PLACEHOLDER), **targets}
-      loaded = store.load(step_dir, item, tree, byte_budget=byte_budget, pad=pad)
-      return {name: loaded[name] for name in targets}
-    except _READ_ERRORS as error:
-      raise_transient(error, f"{step_dir / item}")
-      if len(group) == 1:
-        (leaf,) = group
-        raise damage(
-          step_dir.name,
-          [
-            *_files_of(step_dir, manifest, leaf),
-            f"{item}/{leaf.saved_path} cannot be read "
-            f"(files under {item}/{leaf.saved.folder}, or the metadata of {item})",
-            str(error)[:300],
-          ],
-        ) from error
-    # One of several arrays failed: read them alone to learn which.
-    return {
-      name: array for leaf in group for name, array in _load(step_dir, manifest, [leaf], byte_budget).items()
-    }
-
-  return finish
+    raise_transient(error, f"{step_dir / item}")
+    if len(group) == 1:
+      (leaf,) = group
+      raise damage(
+        step_dir.name,
+        [
+          *_files_of(step_dir, manifest, leaf),
+          f"{item}/{leaf.saved_path} cannot be read "
+          f"(files under {item}/{leaf.saved.folder}, or the metadata of {item})",
+          str(error)[:300],
+        ],
+      ) from error
+  # One of several arrays failed: read them alone to learn which.
+  return {
+    name: array for leaf in group for name, array in _load(step_dir, manifest, [leaf], byte_budget).items()
+  }
 
 
 def _on_host(leaf: LeafRecord) -> TargetLeaf:

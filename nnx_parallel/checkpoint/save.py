@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,13 +12,14 @@ import jax
 from etils import epath
 from flax import nnx
 
-from nnx_parallel.checkpoint import encoding, folders, manifest, multihost, paths, store
+from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, paths, storage
 from nnx_parallel.checkpoint.catalog import Place
 from nnx_parallel.checkpoint.diff import layout_text
-from nnx_parallel.checkpoint.digest import block_shape, digest_later
+from nnx_parallel.checkpoint.digest import digest_later
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.relayout import without_padding
+from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.errors import CheckpointError
@@ -93,7 +93,7 @@ def encode(roots: Mapping[str, Mapping[str, Any]]) -> Content:
 
 
 def write(
-  directory: epath.Path,
+  where: Storage,
   request: Request,
   *,
   place: Place | None,
@@ -101,7 +101,7 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step, replacing one that exists; the caller has locked the directory.
+  """Starts writing a step, replacing one that exists; the caller has locked the storage.
 
   In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
 
@@ -111,20 +111,19 @@ def write(
   step, content = request.step, request.content
   # Before the write, whose threads need the same cores.
   digests = {
-    (item, path): digest_later(content.arrays[item][leaf.folder], leaf.block)
+    (item, path): digest_later(content.arrays[item][leaf.folder])
     for item, record in content.items.items()
     for path, leaf in record.leaves.items()
     if leaf.encoding != encoding.EMPTY
   }
-  final = directory / str(step)
-  folder = directory / f"{step}{folders.SAVING}" if folders.is_local(directory) else final
-  if folder == final and jax.process_index() == 0:
-    folders.mark(directory, step, folders.SAVING)
+  folder = where.saving(step)
+  if jax.process_index() == 0:
+    where.begin(step)
   wait = None
   with contextlib.ExitStack() as stack:
-    stack.enter_context(store.quiet())
+    stack.enter_context(array_io.quiet())
     if content.arrays:
-      copies = store.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+      copies = array_io.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
       logger.info(
         "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
         step,
@@ -132,7 +131,7 @@ def write(
         f"{copies:,}",
         f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
       )
-      wait = store.start_save(
+      wait = array_io.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
       )
     elif jax.process_index() == 0:
@@ -141,23 +140,20 @@ def write(
 
   def finish() -> None:
     # A training loop has the main thread, so its order among other blocks may differ between processes.
-    with quiet, multihost.together(f"save to {directory}") as block:
-      parts = [later() for later in digests.values()]
-      counts = [len(numbers) for numbers in parts]
-      block.mine = multihost.sparse([number for numbers in parts for number in numbers])
+    with quiet, multihost.together(f"save to {where.directory}") as block:
+      block.mine = multihost.sparse([later() for later in digests.values()])
       names = [*digests]
       digests.clear()
       if wait is not None:
         block.wait_for(wait)
     if place is None:
       return
-    sums = iter(multihost.summed(block.found, sum(counts)))
-    whole = {leaf: tuple(itertools.islice(sums, count)) for leaf, count in zip(names, counts, strict=True)}
-    items = _with_digests(content.items, whole)
-    sizes = folders.all_files(folder)
+    sums = multihost.summed(block.found, len(names))
+    items = _with_digests(content.items, dict(zip(names, sums, strict=True)))
+    sizes = storage.all_files(folder)
     _require_stored(step, items, sizes)
     small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]
-    hashes = folders.each(folder, lambda name: folders.sha256(folder / name), small)
+    hashes = storage.each(lambda name: storage.sha256(folder / name), small)
     record = Manifest(
       step=step,
       items=items,
@@ -172,25 +168,9 @@ def write(
       parent=place.parent,
     )
     manifest.write(record, folder)
-    folders.make_tree_durable(folder)
-    if folder != final:
-      folders.commit(folder, final)
-    else:  # the manifest was the commit
-      (directory / f"{step}{folders.SAVING}").unlink()
+    where.commit(step)
 
   return finish
-
-
-def abandon(directory: epath.Path, step: int) -> None:
-  """Removes what a failed save left. The next save removes what remains."""
-  if jax.process_index() != 0:
-    return
-  with contextlib.suppress(OSError):
-    if not folders.is_local(directory):
-      folders.recover(directory)
-      return
-    for entry in directory.glob(f"{step}{folders.SAVING}*"):
-      entry.rmtree()
 
 
 def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | None]:
@@ -215,19 +195,17 @@ def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | N
     encoding=how,
     kind=kind_of(leaf) if isinstance(leaf, nnx.Variable) else "",
     nbytes=stored.nbytes if stored is not None else 0,
-    block=block_shape(tuple(stored.shape), stored.dtype.itemsize) if stored is not None else (),
-    digests=(),
     layout=layout_text(value.sharding) if isinstance(value, jax.Array) else "",
   ), stored
 
 
 def _with_digests(
-  items: Mapping[str, ItemRecord], digests: Mapping[tuple[str, str], tuple[int, ...]]
+  items: Mapping[str, ItemRecord], digests: Mapping[tuple[str, str], int]
 ) -> dict[str, ItemRecord]:
   return {
     item: ItemRecord(
       {
-        path: dataclasses.replace(leaf, digests=digests.get((item, path), ()))
+        path: dataclasses.replace(leaf, digest=digests.get((item, path), 0))
         for path, leaf in record.leaves.items()
       },
       record.values,

@@ -16,7 +16,7 @@ from nnx_parallel.errors import CheckpointError
 if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
-  from nnx_parallel.interop.fates import Fates
+  from nnx_parallel.interop.dry_run import DryRun
   from nnx_parallel.interop.match import Matched
   from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import Plan
@@ -110,14 +110,14 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
   """Restores a model, and writes the files."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.fates import export_fates
+  from nnx_parallel.interop.dry_run import dry_run_export
   from nnx_parallel.interop.huggingface import CONFIG
   from nnx_parallel.interop.safetensors import export_safetensors
 
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map)
   if args.dry_run:
-    return _show(export_fates(plan, weight_map, skip=args.skip))
+    return _show(dry_run_export(plan, weight_map, skip=args.skip))
   model = Checkpointer(args.directory).restore(plan, args.step, optimizer="drop")
   names = export_safetensors(args.out, model, weight_map, skip=args.skip)
   if args.weight_map and Path(args.weight_map).is_dir():
@@ -129,7 +129,7 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.fates import import_fates
+  from nnx_parallel.interop.dry_run import dry_run_import
   from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.safetensors import import_safetensors
 
@@ -144,7 +144,7 @@ def run_import(args: argparse.Namespace) -> int:
     return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
-    return _show(import_fates(args.path, plan, weight_map, skip=args.skip))
+    return _show(dry_run_import(args.path, plan, weight_map, skip=args.skip))
   with Checkpointer(args.out) as checkpointer:
     if steps := checkpointer.steps():
       raise CheckpointError(
@@ -161,13 +161,14 @@ def run_import(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
   """Prints the steps and one manifest."""
-  from nnx_parallel.checkpoint import folders, manifest
+  from nnx_parallel.checkpoint import manifest
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
+  from nnx_parallel.checkpoint.storage import storage_of
 
   checkpointer = Checkpointer(args.directory)
   record = checkpointer.metadata(args.step)
   if args.json:
-    folder = folders.folder_of(checkpointer.directory, record.step)
+    folder = storage_of(checkpointer.directory).folder(record.step)
     print(json.dumps(manifest.as_json(folder), indent=2))
     return 0
   _print_steps(checkpointer)
@@ -246,12 +247,12 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
   """Checks the steps, one line each."""
-  from nnx_parallel.checkpoint import folders
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.damage import VanishedError
+  from nnx_parallel.checkpoint.storage import storage_of
 
   checkpointer = Checkpointer(args.directory)
-  found = sorted([*checkpointer.steps(), *folders.unrecognised_steps(checkpointer.directory)])
+  found = sorted([*checkpointer.steps(), *storage_of(checkpointer.directory).unrecognised_steps()])
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises: there is no step
@@ -290,7 +291,7 @@ def _weight_map(place: str | None, imported: str | None = None) -> WeightMap | N
   return weight_map_of(place) if Path(place).is_dir() else load_weight_map(place)
 
 
-def _show(found: Fates | Matched) -> int:
+def _show(found: DryRun | Matched) -> int:
   from nnx_parallel.core.text import print_text
 
   print_text(str(found))

@@ -1,1 +1,36 @@
-"""Weights of other programs: safetensors, Orbax alone, and models that were built otherwise."""
+"""Weights of other programs: safetensors, Hugging Face, Orbax, Linen; and programs without their source."""
+
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from nnx_parallel.interop.adapters import merge_adapters
+  from nnx_parallel.interop.dry_run import dry_run_export, dry_run_import
+  from nnx_parallel.interop.families import from_config, load_huggingface
+  from nnx_parallel.interop.huggingface import weight_map_of
+  from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
+  from nnx_parallel.interop.match import match_by_shape
+  from nnx_parallel.interop.orbax import restore_orbax
+  from nnx_parallel.interop.program import export_program, load_program
+  from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
+  from nnx_parallel.interop.weights import Rule, WeightMap, load_weight_map
+
+__all__ = [
+  "Rule",
+  "WeightMap",
+  "dry_run_export",
+  "dry_run_import",
+  "export_linen",
+  "export_program",
+  "export_safetensors",
+  "from_config",
+  "import_linen",
+  "import_safetensors",
+  "linen_names",
+  "load_huggingface",
+  "load_program",
+  "load_weight_map",
+  "match_by_shape",
+  "merge_adapters",
+  "restore_orbax",
+  "weight_map_of",
+]

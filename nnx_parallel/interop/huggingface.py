@@ -1,6 +1,6 @@
 """Weight maps for models of Hugging Face: tables by family, found from `config.json`.
 
-The tables are data: `huggingface.toml`. Their paths are those of `nnx_parallel.recipes.families`.
+The tables are data: `huggingface.toml`. Their paths are those of `nnx_parallel.interop.families`.
 """
 
 from __future__ import annotations

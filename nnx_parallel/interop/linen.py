@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx, serialization, traverse_util
 from flax.core import meta
 
-from nnx_parallel.checkpoint import diff, paths, targets
+from nnx_parallel.checkpoint import paths
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, random_state, unused_skip
+from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, leaves_to_write
 from nnx_parallel.layout.plan import Plan
 
 OTHERS = ("opt_state.*", "step", "tx.*")
@@ -126,15 +126,12 @@ def export_linen(
 
   Raises:
     CheckpointError: an incomplete weight map.
+
+  Example:
+    >>> export_linen(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))["params"]["kernel"].shape
+    (4, 2)
   """
-  patterns, random = diff.Patterns(None, skip), random_state(model)
-  leaves = {
-    path: leaf
-    for path, leaf in targets.saved_roots(model, None)["model"].items()
-    if path not in random and not patterns.leaves_out(path)
-  }
-  if unused := patterns.unused():
-    raise unused_skip(unused)
+  leaves = leaves_to_write(model, skip)
   shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
   flat: dict[tuple[str, ...], Any] = {}
   for found in (weight_map or linen_names(model)).to_write(leaves):

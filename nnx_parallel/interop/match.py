@@ -144,6 +144,17 @@ def match_by_shape(path: str | os.PathLike[str], plan: Plan, *, skip: Iterable[s
 
   Raises:
     CheckpointError: files that cannot be read, or a `skip` that matches nothing.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> init = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> _ = nxp.interop.export_safetensors(folder, init())
+    >>> found = match_by_shape(folder, nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp()))
+    >>> found.complete, sorted(rule.file for rule in found.weight_map.rules)
+    (True, ['bias', 'kernel'])
   """
   leaves = model_leaves(plan)
   left_out = initialised(plan, leaves, skip)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint import encoding, paths, store, targets
+from nnx_parallel.checkpoint import array_io, encoding, paths, targets
 from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
+from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.core.nodes import is_key, plain_path
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import WeightMap
@@ -56,8 +59,15 @@ def restore_orbax(
   Raises:
     CheckpointError: no Orbax checkpoint, leaves of the target that it does not have in that form, or leaves
       under the prefix that the target does not have.
+
+  Example:
+    >>> import tempfile
+    >>> import numpy as np
+    >>> ocp.save(f"{(folder := tempfile.mkdtemp())}/1", {"params": {"w": np.arange(4.0, dtype=np.float32)}})
+    >>> restore_orbax(f"{folder}/1", {"w": np.zeros(4, np.float32)}, prefix="params")["w"]
+    array([0., 1., 2., 3.], dtype=float32)
   """
-  step_dir = epath.Path(path) if "://" in os.fspath(path) else epath.Path(os.path.abspath(path))
+  step_dir = absolute(path)
   goal = targets.read(target, optimizer=optimizer)
   if optimizer == "restore" and "optimizer" not in goal.leaves:
     raise CheckpointError(
@@ -92,9 +102,9 @@ def restore_orbax(
   for root in goal.leaves:
     name, rows, structure = trees[places[root][0]]
     matches = {tables[root][match.saved_path]: match for match in diff.matches if match.item == root}
-    tree = [matches[keys].stored if keys in matches else store.PLACEHOLDER for keys in rows]
+    tree = [matches[keys].stored if keys in matches else ocp.PLACEHOLDER for keys in rows]
     pad = any(match.saved.shape != match.target.struct.shape for match in matches.values())
-    loaded = store.load(step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad)
+    loaded = _load(step_dir, name, jax.tree.unflatten(structure, tree), byte_budget=byte_budget, pad=pad)
     arrays = dict(zip(rows, jax.tree.leaves(loaded), strict=True))
     found[root] = {match.path: _placed(arrays[keys], match) for keys, match in matches.items()}
   return goal.build(found)
@@ -106,7 +116,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
   Raises:
     CheckpointError: not an Orbax checkpoint, or several items and none named.
   """
-  with store.quiet():
+  with array_io.quiet():
     try:
       names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
     except ocp.errors.InvalidLayoutError:
@@ -159,7 +169,7 @@ def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
     data = encoding.stored_form((), wanted.struct.dtype, kind, None)
     if dtype == data.dtype and shape[len(shape) - len(data.shape) :] == data.shape:
       shape, dtype = shape[: len(shape) - len(data.shape)], wanted.struct.dtype
-  return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0, (), ())
+  return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0)
 
 
 def _placed(array: Any, match: LeafPair) -> Any:
@@ -167,3 +177,47 @@ def _placed(array: Any, match: LeafPair) -> Any:
   if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
+
+
+def _load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
+  """Reads some arrays of one item by Orbax, each process its own shards.
+
+  Args:
+    step_dir: the step.
+    item: the item's name.
+    tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
+      `PLACEHOLDER` in place of those that are not wanted.
+    byte_budget: most bytes in flight.
+    pad: whether arrays may be larger than the stored ones; the rest is zero.
+  """
+  wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+  # Orbax refuses a shard that is as large as its budget.
+  largest = max(map(_bytes_of_one_shard, wanted), default=0)
+  context = ocp.Context()
+  context.memory_options.read_concurrent_bytes = max(byte_budget, largest + 1)
+  context.array_options.loading.enable_padding_and_truncation = pad
+  # Each process reads alone: the others must not wait for one that cannot read a file.
+  me = jax.process_index()
+  context.multiprocessing_options.primary_host = me
+  context.multiprocessing_options.active_processes = {me}
+  abstract = jax.tree.map(_abstract, tree)
+  with context, array_io.quiet():
+    try:
+      return ocp.load(step_dir, abstract, checkpointable_name=item)
+    except Exception as error:
+      # Orbax wraps what TensorStore raised while it read a shard in a bare `Exception`.
+      if type(error) is not Exception or error.__cause__ is None:
+        raise
+      cause = error.__cause__
+    raise cause  # not above, where the two would be each other's cause
+
+
+def _abstract(leaf: Any) -> Any:
+  # np.empty reserves addresses, not memory.
+  is_host = isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding
+  return np.empty(leaf.shape, leaf.dtype) if is_host else leaf
+
+
+def _bytes_of_one_shard(target: jax.ShapeDtypeStruct) -> int:
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return math.prod(shape) * target.dtype.itemsize

@@ -108,6 +108,10 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
 
   Raises:
     CheckpointError: there are fewer devices, or `flatbuffers` is not installed.
+
+  Example:
+    >>> served = load_program("forward.zip").load(weights)  # doctest: +SKIP
+    >>> served(x)  # doctest: +SKIP
   """
   with zipfile.ZipFile(file) as packed:
     layout = json.loads(packed.read("layout.json"))

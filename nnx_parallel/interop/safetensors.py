@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import diff, encoding, folders, multihost, targets
+from nnx_parallel.checkpoint import encoding, multihost, storage
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import (
@@ -32,8 +32,7 @@ from nnx_parallel.interop.weights import (
   Shape,
   WeightMap,
   import_arrays,
-  random_state,
-  unused_skip,
+  leaves_to_write,
 )
 from nnx_parallel.layout.plan import Plan
 
@@ -154,6 +153,17 @@ def import_safetensors(
 
   Raises:
     CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> init = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> _ = export_safetensors(folder, init())
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+    >>> import_safetensors(folder, plan).kernel.sharding.spec
+    P('fsdp', None)
   """
   return import_arrays(path, lambda: read_tensors(path), plan, weight_map or SameNames(), skip)
 
@@ -182,6 +192,13 @@ def export_safetensors(
 
   Raises:
     CheckpointError: the folder exists, the weight map is incomplete, or a leaf has no form in safetensors.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> export_safetensors(folder, nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+    ['bias', 'kernel']
   """
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")
@@ -190,7 +207,7 @@ def export_safetensors(
   @contextlib.contextmanager
   def together() -> Generator[None]:
     """A block of the export; an error on one process ends it on all."""
-    with multihost.together(), folders.friendly_errors(f"export to {final.name}", final.parent):
+    with multihost.together(), storage.friendly_errors(f"export to {final.name}", final.parent):
       yield
 
   with together():
@@ -202,11 +219,11 @@ def export_safetensors(
     with together():
       if is_first:
         temporary.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(folders.writer_lock(epath.Path(temporary)))
+        stack.enter_context(storage.LocalStorage(epath.Path(temporary)).lock())
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         _require_new(final)  # whoever had the lock before may just have written it
         for left in temporary.iterdir():
-          if left.name != folders.LOCK:
+          if left.name != storage.LOCK:
             left.unlink()
         _lay_out(temporary, specs, file_bytes)
     with together():
@@ -220,12 +237,12 @@ def export_safetensors(
       with together():
         _store([tensors[name] for name in first.names], arrays)
     with together():
-      folders.make_tree_durable(epath.Path(temporary))
+      storage.make_tree_durable(epath.Path(temporary))
     with together():
       if is_first:
         temporary.rename(final)
-        (final / folders.LOCK).unlink()
-        folders.make_durable([epath.Path(final), epath.Path(final.parent)])
+        (final / storage.LOCK).unlink()
+        storage.make_durable([epath.Path(final), epath.Path(final.parent)])
   return [*specs]
 
 
@@ -367,17 +384,13 @@ def _open(file: Path) -> dict[str, Tensor]:
 
 
 def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
-  random = random_state(model)
-  patterns = diff.Patterns(None, skip)
   found: dict[str, _Leaf] = {}
-  for path, leaf in targets.saved_roots(model, None)["model"].items():
-    if patterns.leaves_out(path) or path in random:
-      continue
+  for path, leaf in leaves_to_write(model, skip).items():
     array: Any = value_of(leaf)
     if not encoding.is_array(array) or is_key(array.dtype) or np.dtype(array.dtype) not in _NAMES:
       raise CheckpointError(
         f"{path} has no form in safetensors: {getattr(array, 'dtype', type(array).__name__)}.",
-        fix=f"leave it out by name: skip=[{path!r}].",
+        fix=f"leave it out by name: skip=[{path!r}] (--skip {path}).",
       )
     made = jnp.asarray(array)
     if made.dtype != array.dtype:
@@ -386,8 +399,6 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
         fix='jax.config.update("jax_enable_x64", True), or convert it first.',
       )
     found[path] = _Leaf(made, tuple(leaf.shape))
-  if unused := patterns.unused():
-    raise unused_skip(unused)
   return found
 
 
@@ -408,7 +419,7 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
   """Creates the files with their headers and full sizes, and the index."""
   total = _nbytes(specs)
-  folders.check_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
+  storage.require_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
   groups = [*_cut_into_files(specs, file_bytes)]
   names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
   names = names if len(groups) > 1 else [SINGLE]

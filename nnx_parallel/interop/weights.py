@@ -298,6 +298,9 @@ class WeightMap:
       shapes: of the arrays in the file, by name.
       skip: paths that need no source; a layer that belongs to one may stay unused.
 
+    Returns:
+      The arrays of the file that make each leaf.
+
     Raises:
       CheckpointError: leaves without a source, or arrays and layers that no rule uses.
     """
@@ -309,7 +312,7 @@ class WeightMap:
         f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
         f"{len(spare)} arrays of the file no use.",
         details="\n".join([*missing[:12], *spare[:12]]),
-        fix="add rules, leave out leaves of the model by name (skip=[...]) or arrays of the file "
+        fix="add rules, leave out leaves of the model by name (skip=[...], --skip) or arrays of the file "
         "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
       )
     return found.groups
@@ -318,6 +321,14 @@ class WeightMap:
     self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
   ) -> Comparison:
     """Finds the arrays of a file for the leaves of a model, as `match` does, and what is left over.
+
+    Args:
+      paths: as for `match`.
+      shapes: as for `match`.
+      skip: as for `match`.
+
+    Returns:
+      The arrays that make leaves, and what is missing, cut and unused.
 
     Raises:
       CheckpointError: a pattern does not fit the arrays of its rule.
@@ -350,6 +361,12 @@ class WeightMap:
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """The groups of a model that is to be written.
 
+    Args:
+      paths: of the leaves.
+
+    Returns:
+      The arrays of the file, and the leaves that make each.
+
     Raises:
       CheckpointError: a path without a rule, or layers that do not make up a whole array.
     """
@@ -358,7 +375,7 @@ class WeightMap:
       raise CheckpointError(
         f"the weight map is not complete: {len(lost)} leaves of the model have no rule.",
         details="\n".join(f"no rule  {path}" for path in lost[:12]),
-        fix="add rules for them, or leave them out by name: skip=[...].",
+        fix="add rules for them, or leave them out by name: skip=[...], --skip.",
       )
     for group in groups:
       if len(group.layers) <= max(group.layers):
@@ -370,10 +387,16 @@ class WeightMap:
     return groups
 
   def through(self, target: Target) -> Target:
-    """A target of the saved leaves, whose `build` makes those of the given target.
+    """The target of a restore whose saved leaves have the names and forms of the file.
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.
+
+    Args:
+      target: as `Checkpointer.restore` reads it.
+
+    Returns:
+      A target of the saved leaves, whose `build` makes the leaves of the given target.
     """
     parameters = target.leaves["model"]
     wanted: dict[str, dict[str, TargetLeaf]] = {}
@@ -433,10 +456,25 @@ class SameNames(WeightMap):
 
 
 def load_weight_map(file: str) -> WeightMap:
-  """Runs a Python file and returns its `WEIGHT_MAP`.
+  """Runs a Python file that defines a weight map.
+
+  Args:
+    file: the file; it is run, so it must be yours.
+
+  Returns:
+    Its `WEIGHT_MAP`.
 
   Raises:
     CheckpointError: no such file, or it defines no `WEIGHT_MAP`.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "names.py")
+    >>> rule = "Rule('h.{i}.weight', 'layers.{i}.kernel', 'o i -> i o')"
+    >>> text = f"from nnx_parallel.interop import Rule, WeightMap; WEIGHT_MAP = WeightMap({rule})"
+    >>> _ = file.write_text(text)
+    >>> load_weight_map(str(file)).rules[0].file
+    'h.{i}.weight'
   """
   try:
     found = runpy.run_path(file).get("WEIGHT_MAP")
@@ -544,11 +582,26 @@ def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[st
   Raises:
     CheckpointError: a pattern that matches no path.
   """
+  return _left_out(paths, skip) | _random_state(plan.abstract_model)
+
+
+def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, Any]:
+  """The leaves of a model that an export writes: all but those skipped, and random state.
+
+  Raises:
+    CheckpointError: a pattern that matches no path.
+  """
+  leaves = targets.saved_roots(model, None)["model"]
+  away = _left_out(leaves, skip) | _random_state(model)
+  return {path: leaf for path, leaf in leaves.items() if path not in away}
+
+
+def _left_out(paths: Iterable[str], skip: Iterable[str]) -> set[str]:
   patterns = diff.Patterns(None, skip)
   found = {path for path in paths if patterns.leaves_out(path)}
   if unused := patterns.unused():
-    raise unused_skip(unused)
-  return found | random_state(plan.abstract_model)
+    raise CheckpointError(f"skip={unused} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
+  return found
 
 
 def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
@@ -580,16 +633,11 @@ def is_real(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 
-def random_state(model: object) -> set[str]:
+def _random_state(model: object) -> set[str]:
   """The paths of a module's random keys and counters."""
   if not isinstance(model, nnx.Module):
     return set()
   return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
-
-
-def unused_skip(names: list[str]) -> CheckpointError:
-  """The error for patterns that leave out nothing."""
-  return CheckpointError(f"skip={names} matches no leaf.", fix="use paths, or patterns such as '*rngs*'.")
 
 
 _PART = re.compile(r"\([^)]*\)|[^\s()]+")  # of a side of a pattern: one dim

@@ -173,7 +173,7 @@ def fit(
       a log gets a line for each record, and otherwise about ten for the run, and one every 30 seconds.
     progress: whether to show a bar or lines; or a `StepProgress`.
     tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted, for
-      `samples_per_second`.
+      `samples_per_second`, where an array of the batch has a dim for them.
     flops: floating point operations of a step on one device; by default three times those of the matrix
       products in the loss (one forward and two backward passes), divided by the devices of the model.
     peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
@@ -261,6 +261,7 @@ def fit(
         found = recorder.of_step(at.step)
         options = at.save_options(own)
         checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=found, **options)
+      shown.note(at.step, f"checkpoint in {checkpointer.directory}")
       saved, saved_at = at.step, time.monotonic()
 
   host = iter(batches(at.samples) if callable(batches) else batches)
@@ -316,7 +317,7 @@ def fit(
         saving = saving or time.monotonic() - saved_at >= 60 * save_every_minutes
       now = evaluating or saving or number in (first, steps) or number % log_every == 0
       with goodput.spend("step"):
-        recorder.add(number, metrics, batch, tokens or examples_in, report=now)
+        recorder.add(number, metrics, batch, tokens or _rows, report=now)
         if evaluating or saving:
           recorder.flush()
       if number == profiled[1]:
@@ -437,6 +438,11 @@ def _require_finite(roots: Mapping[str, Mapping[str, Any]], number: int) -> None
 @functools.partial(jax.jit, static_argnames="finite")
 def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
   return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
+
+
+def _rows(batch: Any) -> int:
+  """The examples of a batch; 0 where no array has a dim for them."""
+  return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
 
 
 def _busy(metrics: Any) -> bool:

@@ -36,8 +36,8 @@ class StepClock:
     """Ends the time of one or more steps, which consumed so many tokens or samples.
 
     Returns:
-      `seconds` per step, and `tokens_per_second` over the window; the first step, which compiles, has no
-      rate. Another `unit` has its own name.
+      `seconds` per step, and `tokens_per_second` over the window, unless nothing was counted; the first
+      step, which compiles, has no rate. Another `unit` has its own name.
     """
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
@@ -45,7 +45,8 @@ class StepClock:
       self._started = True
       return {"seconds": seconds / steps}
     self._ticks.append((seconds, tokens, steps))
-    return {"seconds": seconds / steps, self._rate: self.tokens_per_second}
+    rate = {self._rate: self.tokens_per_second} if tokens else {}
+    return {"seconds": seconds / steps, **rate}
 
   @property
   def step_seconds(self) -> float:

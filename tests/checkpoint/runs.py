@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tensorstore as ts
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -98,9 +97,3 @@ def target_of(tree, mesh=None):
     ),
     tree,
   )
-
-
-def bytes_read():
-  """Bytes that TensorStore has read from files in this process."""
-  found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-  return sum(value["value"] for metric in found for value in metric["values"])

@@ -99,14 +99,14 @@ def test_replicas_are_written_once(tmp_path):
 @pytest.mark.slow
 def test_a_replicated_array_is_written_once_by_both_processes(tmp_path):
   body = """
-    from nnx_parallel.checkpoint import store
+    from nnx_parallel.checkpoint import array_io
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
     def written():
       lines = open("/proc/self/io").read().splitlines()
       return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
-    patch(store, "_SMALLEST_REPLICA_SLICE", 1 << 20)
+    patch(array_io, "_SMALLEST_REPLICA_SLICE", 1 << 20)
     tree = {"w": put(np.ones((16, 1 << 20), np.uint8), nxp.make_mesh(x=8))}
     before = written()
     Checkpointer(arguments[0]).save(1, tree)

@@ -83,7 +83,7 @@ def test_arrays_of_any_shape_are_not_copied_to_be_digested(tmp_path):
   saved, restored = run(tmp_path, body)
   largest, state, slack = 64, 256, 32
   assert saved <= largest + slack  # it is written as a whole
-  assert restored <= state + largest + slack
+  assert restored <= state + 2 * largest + slack
 
 
 @pytest.mark.slow

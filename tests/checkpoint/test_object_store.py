@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import folders, manifest
+from nnx_parallel.checkpoint import manifest, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli.main import main
 from nnx_parallel.errors import CheckpointError
@@ -16,9 +16,8 @@ def store(tmp_path, monkeypatch):
   def unknown(*_):
     raise AssertionError("not on an object store")
 
-  monkeypatch.setattr(folders, "is_local", lambda _: False)
-  monkeypatch.setattr(folders, "commit", unknown)
-  monkeypatch.setattr(folders.os, "fsync", unknown)
+  monkeypatch.setattr(storage, "is_local", lambda _: False)
+  monkeypatch.setattr(storage.os, "fsync", unknown)
   return tmp_path
 
 
@@ -38,34 +37,15 @@ def test_steps_come_back_and_old_ones_go(store, asynchronous):
   assert "model/w/zarr.json" in checkpointer.metadata().files
 
 
-def test_a_save_cut_short_is_no_step_and_can_be_made_again(store, monkeypatch):
-  tree = arrays()
-  checkpointer = Checkpointer(store)
-  checkpointer.save(1, tree)
-
-  def killed(*_):
-    raise KeyboardInterrupt
-
-  with monkeypatch.context() as patch:
-    patch.setattr(manifest, "write", killed)
-    with pytest.raises(KeyboardInterrupt):
-      checkpointer.save(2, tree)
-  assert names(store) == ["1", "2", "2.nnx-saving"]
-  again = Checkpointer(store)
-  assert (again.steps(), again.latest()) == ([1], 1)
-  again.save(2, tree)
-  assert names(store) == ["1", "2"]
-  assert_same(again.restore(target_of(tree)), tree)
-
-
 def test_an_unfinished_save_is_no_damage_and_a_lost_manifest_is(store):
   checkpointer = Checkpointer(store)
   trees = {step: arrays(step) for step in (1, 2)}
   for step, tree in trees.items():
     checkpointer.save(step, tree)
   (store / "2" / manifest.FILE).unlink()
-  for suffix in (folders.SAVING, folders.DELETING):
-    mark = folders.mark(checkpointer.directory, 2, suffix)
+  for suffix in (storage.SAVING, storage.DELETING):
+    mark = store / f"2{suffix}"
+    mark.touch()
     assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
     assert main(["verify", str(store)]) == 0
     mark.unlink()
@@ -88,26 +68,6 @@ def test_an_array_that_cannot_be_decoded_is_damage(store):
   assert list(checkpointer.verify(2)) == ["model/w/c/0/0", "model/w"]
   with pytest.warns(UserWarning, match="step 2 was passed over"):
     assert_same(checkpointer.restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
-
-
-def test_a_failed_save_leaves_nothing(store, monkeypatch):
-  def full(*_):
-    raise OSError(28, "No space left")
-
-  monkeypatch.setattr(manifest, "write", full)
-  with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full"):
-    Checkpointer(store).save(2, arrays())
-  assert names(store) == []
-
-
-def test_a_deletion_cut_short_is_finished_and_a_finished_save_stays(store):
-  checkpointer = Checkpointer(store)
-  for step in (1, 2):
-    checkpointer.save(step, arrays())
-  folders.mark(checkpointer.directory, 1, folders.DELETING)
-  folders.mark(checkpointer.directory, 2, folders.SAVING)
-  assert folders.recover(checkpointer.directory) == ["1"]
-  assert names(store) == ["2"]
 
 
 def test_folders_of_others_and_complete_steps_are_left_alone(store):
@@ -156,11 +116,11 @@ def test_the_store_is_asked_for_many_files_at_a_time(store, monkeypatch):
     return crowd
 
   kind = type(checkpointer.directory)
-  assert crowded(folders, "sha256", lambda: checkpointer.save(1, tree)).met.is_set()
+  assert crowded(storage, "sha256", lambda: checkpointer.save(1, tree)).met.is_set()
   assert crowded(kind, "stat", lambda: checkpointer.save(2, tree)).met.is_set()
   assert crowded(kind, "stat", lambda: checkpointer.latest()).met.is_set()
-  assert crowded(folders, "sha256", lambda: checkpointer.latest()).count == 0
-  restored = crowded(folders, "sha256", lambda: checkpointer.restore(target_of(tree)))
+  assert crowded(storage, "sha256", lambda: checkpointer.latest()).count == 0
+  restored = crowded(storage, "sha256", lambda: checkpointer.restore(target_of(tree)))
   assert restored.met.is_set()
   assert restored.count <= len(checkpointer.metadata().files)
   assert_same(checkpointer.restore(target_of(tree)), tree)

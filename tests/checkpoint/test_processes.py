@@ -154,8 +154,8 @@ def test_a_disk_that_is_full_for_all_is_an_error_on_all(tmp_path, worst):
   # One process cannot write its large array, and waits for the other to write its small one.
   body = """
     import os, resource
-    from nnx_parallel.checkpoint import store
-    patch(store, "_CLEAN_UP_S", 1.0)
+    from nnx_parallel.checkpoint import array_io
+    patch(array_io, "_CLEAN_UP_S", 1.0)
     everything = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     large = {"w": put(np.ones((64, 4096), np.float32), mesh, "a", "b")}
     small = {"m": put(np.ones((64, 64), np.float32), mesh, "a", "b")}
@@ -201,20 +201,20 @@ def test_a_disk_that_is_full_for_all_is_an_error_on_all(tmp_path, worst):
 @pytest.mark.slow
 def test_process_0_decides_what_is_latest_and_verify_leaves_none_waiting(tmp_path):
   body = """
-    from nnx_parallel.checkpoint import folders, restore
+    from nnx_parallel.checkpoint import storage, restore
 
     for step in (1, 2):
       checkpointer.save(step, tree)
     checkpointer.wait()
     if process == 1:  # its file system has not heard of step 2
-      patch(folders, "saved_steps", lambda directory: [1])
+      patch(storage.Storage, "steps", lambda self: [1])
     print(checkpointer.steps(), checkpointer.latest())
     checkpointer.restore(tree)
     print("took", checkpointer.restored.step)
     if process == 1:
       def unreadable(*_, **__):
         raise CheckpointError("the disk of this process is away")
-      patch(restore, "_start", unreadable)
+      patch(restore, "_load", unreadable)
     try:
       print("went on", checkpointer.verify())
     except CheckpointError as error:

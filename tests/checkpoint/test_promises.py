@@ -7,7 +7,7 @@ Told here, or in the test that is named:
 | restore brings back the saved layout | test_restore: test_any_mesh_into_any_other |
 | PRNG keys; `Cannot interpret 'key<fry>'` | test_restore: test_everything_a_run_is; here |
 | silent partial restore | here; by name: test_diff: test_partial_only_by_name |
-| host memory blows up | here; predicted: test_diff: test_a_fit_predicts_bytes |
+| host memory blows up | test_memory; predicted: test_diff: test_a_fit_predicts_bytes |
 | unfinished saves look valid | test_integrity: test_latest_skips_what_is_not_whole |
 | background errors vanish | test_safety: test_background_errors_are_raised_at_the_next_call |
 | slow load from the chunk layout | here; reshard: test_commands: test_reshard_keeps_everything |
@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, assert_same, make_plan
-from nnx_parallel.checkpoint import paths, store
+from nnx_parallel.checkpoint import array_io, paths
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -66,8 +66,7 @@ def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
 ):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, nxp.create_sharded_model(deep_plan(saved)))
-  monkeypatch.setattr(store, "load", lambda *_, **__: pytest.fail("an array was read"))
-  monkeypatch.setattr(store, "start", lambda *_: pytest.fail("an array was read"))
+  monkeypatch.setattr(array_io, "read", lambda *_, **__: pytest.fail("an array was read"))
   text = rf"does not fit the target \(4 {kind}\)\.\n(.*\n)*?  {kind}  +model/layers\.12\.kernel"
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(deep_plan(wanted))
@@ -86,36 +85,6 @@ def test_another_optimizer_chain_is_a_diff_by_path(tmp_path):
     checkpointer.restore(deep_plan(1, momentum))
   _, optimizer = checkpointer.restore(deep_plan(1, momentum), optimizer="fresh")
   assert isinstance(optimizer, nnx.Optimizer)
-
-
-def test_no_more_bytes_are_in_flight_than_the_budget(tmp_path, monkeypatch):
-  model = nxp.create_sharded_model(deep_plan(6))
-  Checkpointer(tmp_path).save(1, model)
-  reads, in_flight, most, start = [], 0, 0, store.start
-
-  def watched(stores, targets, pool):
-    nonlocal in_flight, most
-    size = sum(np.prod(t.sharding.shard_shape(t.shape)) * 4 * 8 for t in targets.values())
-    finish = start(stores, targets, pool)
-    reads.append(size)
-    in_flight += size
-    most = max(most, in_flight)
-
-    def watched_finish():
-      nonlocal in_flight
-      in_flight -= size
-      return finish()
-
-    return watched_finish
-
-  monkeypatch.setattr(store, "start", watched)
-  checkpointer = Checkpointer(tmp_path, byte_budget=1200)
-  assert_same(checkpointer.restore(deep_plan(6)), model)
-  assert reads == [512, 512, 512]
-  assert most == 1024
-  diff = checkpointer.diff(deep_plan(6))
-  assert diff.bytes_read == sum(reads)
-  assert "this process reads" in str(diff)
 
 
 @pytest.mark.parametrize(("asynchronous", "host"), [(False, "513"), (True, "1,536")])

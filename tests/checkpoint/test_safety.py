@@ -1,5 +1,4 @@
 import concurrent.futures
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -15,15 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
-from nnx_parallel.checkpoint import checkpointer as checkpointer_module
-from nnx_parallel.checkpoint import folders, save, store
+from nnx_parallel.checkpoint import array_io, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 
 def names(directory):
-  return sorted(path.name for path in directory.iterdir() if path.name != folders.LOCK)
+  return sorted(path.name for path in directory.iterdir() if path.name != storage.LOCK)
 
 
 def broken(number):
@@ -44,23 +41,10 @@ def test_an_existing_step_is_replaced_only_by_name(saved):
   assert names(directory) == ["1", "2"]
 
 
-@pytest.mark.parametrize("moment", ["make_tree_durable", "commit"])
-def test_a_failed_overwrite_keeps_the_old_step(saved, monkeypatch, moment):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  with monkeypatch.context() as patch:
-    patch.setattr(folders, moment, broken(28))
-    with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*: the disk is full\.\n  .*No space"):
-      checkpointer.save(2, trees[1], overwrite=True)
-  assert names(directory) == ["1", "2"]
-  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
-  checkpointer.save(3, trees[1])
-
-
 @pytest.mark.parametrize("local", [True, False])
 def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkeypatch, local):
   tree = arrays()
-  monkeypatch.setattr(folders, "is_local", lambda _: local)
+  monkeypatch.setattr(storage, "is_local", lambda _: local)
   checkpointer = Checkpointer(tmp_path, max_to_keep=1)
   checkpointer.save(1, tree)
   with monkeypatch.context() as patch:
@@ -77,29 +61,12 @@ def test_a_step_is_saved_also_when_an_old_one_cannot_be_removed(tmp_path, monkey
       checkpointer.save(3, tree)
     assert_same(checkpointer.restore(target_of(tree)), tree)
   with monkeypatch.context() as patch:
-    patch.setattr(folders, "delete_step", broken(5))
+    patch.setattr(type(checkpointer._storage), "delete", broken(5))
     with pytest.warns(UserWarning, match="step 4 is saved, but step 3, .*Input/output error"):
       checkpointer.save(4, tree)
   assert checkpointer.steps() == [3, 4]
   checkpointer.save(5, tree)
   assert names(tmp_path) == ["5"]
-
-
-def test_a_replacement_that_was_cut_in_two_is_read_as_it_is_and_undone_by_the_next_save(saved):
-  directory, trees = saved
-  (directory / "2").rename(directory / "2.nnx-replaced")
-  for litter in ("3.nnx-saving", "4.nnx-deleting", "5.nnx-saving.orbax-checkpoint-tmp", "notes.nnx"):
-    (directory / litter).mkdir()
-  before = names(directory)
-  checkpointer = Checkpointer(directory)
-  assert (checkpointer.steps(), checkpointer.latest()) == ([1, 2], 2)
-  assert_same(checkpointer.restore(target_of(trees[2])), trees[2])
-  assert checkpointer.verify(2) == {}
-  assert cli.main(["inspect", str(directory), "--json"]) == 0
-  assert names(directory) == before
-  checkpointer.save(6, trees[1])
-  assert names(directory) == ["1", "2", "6", "notes.nnx"]
-  assert_same(checkpointer.restore(target_of(trees[2]), 2), trees[2])
 
 
 def test_a_step_that_is_damaged_and_half_replaced_is_not_listed_twice(saved):
@@ -131,13 +98,13 @@ def test_readers_are_in_no_writer_s_way(saved):
 
 def test_a_fork_during_a_background_save_ends_and_holds_nothing(saved, monkeypatch):
   directory, trees = saved
-  go, make_durable = threading.Event(), folders.make_tree_durable
+  go, make_durable = threading.Event(), storage.make_tree_durable
 
   def slow(folder):
     go.wait(60)
     make_durable(folder)
 
-  monkeypatch.setattr(folders, "make_tree_durable", slow)
+  monkeypatch.setattr(storage, "make_tree_durable", slow)
   fork = multiprocessing.get_context("fork")
   with Checkpointer(directory, asynchronous=True) as checkpointer:
     checkpointer.save(3, trees[1])
@@ -172,10 +139,10 @@ def test_only_what_a_step_left_is_swept(saved):
 def test_two_writers_do_not_meet(saved):
   directory, trees = saved
   text = r"this process is already writing there\.\n  held by process \d+ on .*\n  Fix: wait"
-  with folders.writer_lock(folders.epath.Path(directory)):
+  with storage.LocalStorage(storage.epath.Path(directory)).lock():
     with pytest.raises(CheckpointError, match=text):
       Checkpointer(directory).save(3, trees[1])
-    (directory / folders.LOCK).write_text("process 1 on elsewhere\n")
+    (directory / storage.LOCK).write_text("process 1 on elsewhere\n")
     text = r"another job is writing there\.\n  held by process 1 on elsewhere"
     with pytest.raises(CheckpointError, match=text):
       Checkpointer(directory).save(3, trees[1])
@@ -197,8 +164,8 @@ def test_a_disk_without_locks_is_written_to_with_one_warning(tmp_path, monkeypat
 
 def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
   directory, trees = saved
-  usage = folders.shutil.disk_usage(directory)._replace(free=100)
-  monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage)
+  usage = storage.shutil.disk_usage(directory)._replace(free=100)
+  monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
   with pytest.raises(CheckpointError, match=r"the disk is full\.\n  the save needs [\d,]+ bytes, 1"):
     Checkpointer(directory).save(3, trees[1])
   assert names(directory) == ["1", "2"]
@@ -206,7 +173,7 @@ def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
 
 @pytest.mark.parametrize(("number", "why"), [(30, "it may not be written"), (13, "it may not be written")])
 def test_read_only_directories(tmp_path, monkeypatch, number, why):
-  monkeypatch.setattr(folders, "writer_lock", broken(number))
+  monkeypatch.setattr(storage.LocalStorage, "lock", broken(number))
   with pytest.raises(CheckpointError, match=f"cannot save step 1 in .*: {why}"):
     Checkpointer(tmp_path).save(1, arrays())
 
@@ -242,12 +209,12 @@ def test_a_path_that_the_array_store_reads_otherwise_is_refused(tmp_path):
 
 def test_arrays_that_are_stored_elsewhere_are_missed_before_the_commit(saved, monkeypatch):
   directory, trees = saved
-  real = store.start_save
+  real = array_io.start_save
 
   def start(folder, items, **options):
     return real(folder, {"model": {"b": items["model"]["b"]}}, **options)
 
-  monkeypatch.setattr(store, "start_save", start)
+  monkeypatch.setattr(array_io, "start_save", start)
   with pytest.raises(
     CheckpointError, match=r"cannot save step 3: .* no files of model/half, model/step, model/w"
   ):
@@ -295,7 +262,7 @@ def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
   directory, trees = saved
   checkpointer = Checkpointer(directory, asynchronous=True)
   with monkeypatch.context() as patch:
-    patch.setattr(folders, "make_tree_durable", broken(28))
+    patch.setattr(storage, "make_tree_durable", broken(28))
     checkpointer.save(3, trees[1])
     with pytest.raises(CheckpointError, match=r"cannot save step 3 in .*: the disk is full"):
       checkpointer.save(4, trees[1])
@@ -306,13 +273,13 @@ def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
 
 def test_background_saves_return_before_the_commit(saved, monkeypatch):
   directory, trees = saved
-  go, make_durable = threading.Event(), folders.make_tree_durable
+  go, make_durable = threading.Event(), storage.make_tree_durable
 
   def slow(folder):
     go.wait(60)
     make_durable(folder)
 
-  monkeypatch.setattr(folders, "make_tree_durable", slow)
+  monkeypatch.setattr(storage, "make_tree_durable", slow)
   with Checkpointer(directory, asynchronous=True) as checkpointer:
     checkpointer.save(3, trees[1])
     assert checkpointer.steps() == [1, 2]
@@ -342,10 +309,10 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
 def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   code = """
     import atexit, sys, jax.numpy as jnp
-    from nnx_parallel.checkpoint import folders
+    from nnx_parallel.checkpoint import storage
     from nnx_parallel.checkpoint.checkpointer import Checkpointer
     def fail(_): raise OSError(28, "No space left on device")
-    folders.make_tree_durable = fail
+    storage.make_tree_durable = fail
     kept = Checkpointer(sys.argv[1], asynchronous=True)
     kept.save(1, {"w": jnp.ones(4)})
     Checkpointer(sys.argv[2], asynchronous=True).save(2, {"w": jnp.ones(4)})  # collected before its save ends
@@ -371,17 +338,6 @@ def test_a_save_after_the_script_has_ended_says_so(tmp_path):
   done = run(code, tmp_path)
   assert "cannot save step 1: the script has ended, and Python starts no more threads." in done.stderr
   assert done.returncode == 1
-
-
-def test_a_python_that_loses_saves_at_its_end_saves_at_once(tmp_path, monkeypatch):
-  monkeypatch.setattr(checkpointer_module, "_LOSES_SAVES_AT_EXIT", True)
-  with pytest.warns(
-    UserWarning, match=r"asynchronous=True waits for each save on Python .*\n?.*Fix: Python 3"
-  ):
-    checkpointer = Checkpointer(tmp_path, asynchronous=True)
-  checkpointer.save(1, arrays())
-  assert checkpointer.steps() == [1]
-  Checkpointer(tmp_path).save(2, arrays())  # without a warning
 
 
 def test_each_of_two_threads_gets_the_outcome_of_its_own_save(saved):
@@ -412,7 +368,7 @@ def test_each_of_two_threads_gets_the_outcome_of_its_own_save(saved):
 
 def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, monkeypatch):
   directory, trees = saved
-  make_durable, submit = folders.make_tree_durable, concurrent.futures.ThreadPoolExecutor.submit
+  make_durable, submit = storage.make_tree_durable, concurrent.futures.ThreadPoolExecutor.submit
 
   def slow(folder):
     time.sleep(0.2)
@@ -425,7 +381,7 @@ def test_an_interrupt_while_a_save_is_handed_over_does_not_keep_the_lock(saved, 
       raise KeyboardInterrupt
     return future
 
-  monkeypatch.setattr(folders, "make_tree_durable", slow)
+  monkeypatch.setattr(storage, "make_tree_durable", slow)
   checkpointer = Checkpointer(directory, asynchronous=True)
   with monkeypatch.context() as patch:
     patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", interrupted)
@@ -483,18 +439,6 @@ def test_killed_jobs_lose_nothing():
   assert [kill for kill in killed if kill.problem] == []
 
 
-def test_a_step_is_saved_also_when_the_replaced_one_cannot_be_removed(saved, monkeypatch):
-  directory, trees = saved
-  checkpointer = Checkpointer(directory)
-  with monkeypatch.context() as patch:
-    patch.setattr(type(checkpointer.directory), "rmtree", broken(16))
-    with pytest.warns(UserWarning, match=r"2.nnx-replaced, left by .*, could not be removed: .*busy"):
-      checkpointer.save(2, trees[1], overwrite=True)
-  assert_same(checkpointer.restore(target_of(trees[1])), trees[1])
-  checkpointer.save(3, trees[1])
-  assert names(directory) == ["1", "2", "3"]
-
-
 def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkeypatch):
   directory, trees = saved
   monkeypatch.setattr(save, "write", None)
@@ -506,13 +450,13 @@ def test_what_is_in_the_way_of_a_step_is_seen_before_it_is_written(saved, monkey
 
 
 def test_a_new_folder_s_name_is_made_durable_also_behind_a_link(tmp_path, monkeypatch):
-  synced, durable = [], folders.make_durable
+  synced, durable = [], storage.make_durable
 
   def noted(paths):
     synced.extend(map(os.fspath, paths := list(paths)))
     durable(paths)
 
-  monkeypatch.setattr(folders, "make_durable", noted)
+  monkeypatch.setattr(storage, "make_durable", noted)
   (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
   checkpointer = Checkpointer(tmp_path / "link")
   checkpointer.save(1, {"b": jnp.ones(2)})
@@ -521,29 +465,14 @@ def test_a_new_folder_s_name_is_made_durable_also_behind_a_link(tmp_path, monkey
 
 
 def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
-  monkeypatch.setattr(folders, "make_tree_durable", broken(24))
+  monkeypatch.setattr(storage, "make_tree_durable", broken(24))
   with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: too many files are open\."):
     Checkpointer(tmp_path).save(1, arrays())
   with (
     pytest.raises(CheckpointError, match="too many files are open"),
-    folders.friendly_errors("save", tmp_path),
+    storage.friendly_errors("save", tmp_path),
   ):
     raise ValueError("RESOURCE_EXHAUSTED: Error opening local file: Too many open files")
-
-
-def test_a_lock_file_that_is_removed_in_a_save_keeps_two_writers_apart(saved, monkeypatch):
-  directory, trees = saved
-  flock = fcntl.flock
-
-  def removed(file, how):
-    (directory / folders.LOCK).unlink()
-    flock(file, how)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(fcntl, "flock", removed)
-    with pytest.raises(CheckpointError, match=r"its lock file .* was removed"):
-      Checkpointer(directory).save(3, trees[1])
-  Checkpointer(directory).save(3, trees[1])
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path, monkeypatch):

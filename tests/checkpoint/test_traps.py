@@ -15,7 +15,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
-from nnx_parallel.checkpoint import folders, restore, save, store
+from nnx_parallel.checkpoint import array_io, restore, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
@@ -76,7 +76,7 @@ def test_a_padded_leaf_is_saved_while_a_mesh_is_set(tmp_path, caplog):
 
 
 def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
-  monkeypatch.setattr(folders, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+  monkeypatch.setattr(storage, "make_tree_durable", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
   checkpointer = Checkpointer(tmp_path, asynchronous=True)
   checkpointer.save(1, arrays())
   pending = checkpointer._pending
@@ -98,7 +98,7 @@ def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
     checkpointer.close()
   with pytest.raises(CheckpointError, match=r"cannot save step 2: this Checkpointer was closed\."):
     checkpointer.save(2, arrays())
-  assert sorted(path.name for path in tmp_path.iterdir()) == [folders.LOCK]
+  assert sorted(path.name for path in tmp_path.iterdir()) == [storage.LOCK]
 
 
 def test_a_checkpointer_without_a_save_is_collected(tmp_path):
@@ -114,10 +114,10 @@ def test_a_checkpointer_without_a_save_is_collected(tmp_path):
 def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number):
   directory, trees = saved
 
-  def fail(*_):
+  def fail(*_, **__):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((store, "_read_chunk"), (folders, "sha256")):
+  for owner, name in ((array_io, "read"), (storage, "sha256")):
     with monkeypatch.context() as patch:
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
@@ -127,14 +127,14 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
 
 def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):
   directory, trees = saved
-  right = folders.sha256
+  right = storage.sha256
 
   def fail(file):
     if "/2/" in os.fspath(file):
       raise OSError(errno.EIO, os.strerror(errno.EIO))
     return right(file)
 
-  monkeypatch.setattr(folders, "sha256", fail)
+  monkeypatch.setattr(storage, "sha256", fail)
   checkpointer = Checkpointer(directory)
   assert checkpointer.latest() == 2  # it looks at sizes only
   with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged: .* cannot be read"):
@@ -279,7 +279,7 @@ def test_a_step_that_vanishes_is_not_called_damaged(saved, monkeypatch):
   assert_same(checkpointer.restore(target_of(trees[2])), trees[2])  # the newest was asked for
   assert checkpointer.restored.step == 4
   with monkeypatch.context() as patch:  # between the manifest and the arrays
-    patch.setattr(folders, "sha256", lambda file: (_ for _ in ()).throw(FileNotFoundError(file)))
+    patch.setattr(storage, "sha256", lambda file: (_ for _ in ()).throw(FileNotFoundError(file)))
     assert checkpointer.diff(target_of(trees[2])).bytes_read == sum(x.nbytes for x in trees[2].values())
   monkeypatch.setattr(restore, "read", lambda *_, **__: shutil.rmtree(directory / "4") or real(*_, **__))
   with pytest.raises(CheckpointError, match=r"4 vanished: another process removed or replaced it"):
@@ -312,14 +312,14 @@ def test_a_step_that_vanishes_while_it_is_looked_at_is_not_called_damaged(
 
 
 def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):
-  heard, real = [], save.store.start_save
+  heard, real = [], save.array_io.start_save
 
   def start(*arguments, **options):
     logging.getLogger("absl").error("mine")
     heard.append([record.message for record in caplog.records if record.name == "absl"])
     return real(*arguments, **options)
 
-  monkeypatch.setattr(save.store, "start_save", start)
+  monkeypatch.setattr(save.array_io, "start_save", start)
   with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
     checkpointer.save(1, arrays())
   assert heard == [["mine"]]

@@ -17,10 +17,10 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import CheckpointError, RecipeError
+from nnx_parallel.interop.families import from_config
+from nnx_parallel.interop.families.settings import FOLLOWED, settings
 from nnx_parallel.interop.huggingface import weight_map_of
 from nnx_parallel.interop.safetensors import import_safetensors
-from nnx_parallel.recipes.families import from_config
-from nnx_parallel.recipes.families.settings import FOLLOWED, settings
 from tests.interop.make_configs import CASES, inputs, weights
 
 FOUND = json.loads(gzip.decompress(Path(os.environ.get("NNX_CONFIG_CASES", CASES)).read_bytes()))

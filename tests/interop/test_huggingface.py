@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -17,11 +18,11 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.cli.main import main
 from nnx_parallel.errors import CheckpointError, RecipeError
-from nnx_parallel.interop.fates import import_fates
+from nnx_parallel.interop.dry_run import dry_run_import
+from nnx_parallel.interop.families import from_config
+from nnx_parallel.interop.families.decoder import Config
 from nnx_parallel.interop.huggingface import weight_map_of
 from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
-from nnx_parallel.recipes.families import from_config
-from nnx_parallel.recipes.families.decoder import Config
 
 REFERENCES = Path(__file__).parent / "references"
 PRESETS = {
@@ -241,6 +242,16 @@ def test_older_names(tmp_path):
   assert_reference(model, "gpt2")
 
 
+@pytest.mark.parametrize("optimizer", [None, optax.sgd(0.1)])
+def test_one_call_loads_a_sharded_model(optimizer):
+  mesh, rules = nxp.make_mesh(fsdp=2, tensor=4), [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
+  found = nxp.interop.load_huggingface(REFERENCES / "qwen2", mesh, rules, optimizer=optimizer)
+  model, made = found if optimizer else (found, None)
+  assert_reference(model, "qwen2")
+  assert model.layers[0].mlp.up_proj.kernel.sharding.spec == jax.P("fsdp", "tensor")
+  assert isinstance(made, nnx.Optimizer) == (optimizer is not None)
+
+
 def test_a_window_and_positions_as_older_configs_have_them():
   new = json.loads((REFERENCES / "gemma3_text" / "config.json").read_text())
   ropes = new.pop("rope_parameters")
@@ -277,7 +288,7 @@ def test_what_is_not_known(tmp_path):
 RECIPE = """
 from flax import nnx
 import nnx_parallel as nxp
-from nnx_parallel.recipes.families import from_config
+from nnx_parallel.interop.families import from_config
 
 def init():
   return from_config({folder!r}, nnx.Rngs(0))
@@ -320,8 +331,8 @@ def test_a_dry_run_tells_what_does_not_fit(tmp_path, capsys):
     rename=lambda name: name.replace("layers.1.mlp.up", "layers.1.mlp.top"),
     cast=lambda array: array.astype(np.int16) if array.shape == (64, 16) else array,
   )
-  fates = import_fates(folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
-  wrong = {row.what: row for row in fates.rows if row.what != "read"}
+  found = dry_run_import(folder, plan_of("qwen2", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))
+  wrong = {row.status: row for row in found.rows if row.status != "read"}
   assert wrong["unused"].file == "model.layers.1.mlp.top_proj.weight"
   assert wrong["missing"].model == "layers.1.mlp.up_proj.kernel"
   assert wrong["missing"].note.startswith("needs model.layers.1.mlp.up_proj.weight")

@@ -8,7 +8,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.checkpoint import store
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError
@@ -101,31 +100,16 @@ def test_a_stack_of_another_depth_does_not_fit(tmp_path, depth):
     checkpointer.restore(target, 2, weight_map=STACK)
 
 
-def test_each_byte_of_a_list_is_read_once(tmp_path, monkeypatch):
-  listed, optimizer = nxp.create_sharded_model(make_plan(Listed, a=8))
+def test_each_byte_of_a_list_is_read_once(tmp_path):
   checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, listed, optimizer)
-  shares, start = {}, store.start
-
-  def watched(stores, targets, pool):
-    for name, target in targets.items():
-      shard = target.sharding.shard_shape(target.shape)
-      item = stores[name].spec().to_json()["kvstore"]["path"].split("/")[-3]
-      shares[item, name] = np.prod(shard) * target.dtype.itemsize
-    return start(stores, targets, pool)
-
-  monkeypatch.setattr(store, "start", watched)
-  plan = make_plan(Stacked, a=2, b=4)
-  checkpointer.restore(plan, weight_map=STACK)
-  ruled = {
-    (item, leaf.folder): leaf
-    for item, record in checkpointer.metadata().items.items()
-    for path, leaf in record.leaves.items()
-    if "layers." in path
-  }
+  checkpointer.save(1, *nxp.create_sharded_model(make_plan(Listed, a=8)))
+  diff = checkpointer.diff(make_plan(Stacked, a=2, b=4), weight_map=STACK)
+  ruled = {match.name: match for match in diff.matches if "layers." in match.path}
   assert len(ruled) == 18  # kernel and bias of three layers, and two moments of each
-  assert {key: shares[key] * 8 for key in ruled} == {key: leaf.nbytes for key, leaf in ruled.items()}
-  assert checkpointer.diff(plan, weight_map=STACK).bytes_read == checkpointer.metadata().nbytes
+  for match in ruled.values():
+    shard = match.stored.sharding.shard_shape(match.stored.shape)
+    assert np.prod(shard) * match.stored.dtype.itemsize * 8 == match.saved.nbytes
+  assert diff.bytes_read == checkpointer.metadata().nbytes
 
 
 def test_what_a_rule_would_cut_to_32_bits_is_refused(tmp_path):

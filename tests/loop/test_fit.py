@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from nnx_parallel.checkpoint import folders
+from nnx_parallel.checkpoint import storage
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.recorder import Position
 from nnx_parallel.report.estimate.propagate import Propagation
@@ -322,7 +322,7 @@ def test_a_run_ends_with_the_error_of_its_last_background_save(tmp_path, monkeyp
   def full(_):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(folders, "make_tree_durable", full)
+  monkeypatch.setattr(storage, "make_tree_durable", full)
   with pytest.raises(nxp.errors.CheckpointError, match=r"cannot save step 1 in .*: the disk is full"):
     fit(steps=1, checkpointer=nxp.Checkpointer(tmp_path, asynchronous=True))
 
@@ -410,11 +410,13 @@ def test_memory_of_a_long_run_is_bounded(monkeypatch):
   assert seen == [*range(1, 10)]
 
 
-def test_a_resumed_run_says_where_from(tmp_path, capsys):
+def test_a_run_says_where_it_resumes_from_and_what_it_saves(tmp_path, capsys):
   with nxp.Checkpointer(tmp_path) as checkpointer:
     fit(steps=1, checkpointer=checkpointer)
     nxp.fit(STEP, *objects(), endless, plan=plan(), steps=2, checkpointer=checkpointer, resume="latest")
-  assert capsys.readouterr().out.startswith(f"step 1/2  resumed from step 1 of {tmp_path}\n")
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0] == f"step 1/2  resumed from step 1 of {tmp_path}"
+  assert lines[-1] == f"step 2/2  checkpoint in {tmp_path}"
 
 
 def test_a_profile_of_two_steps(tmp_path):
@@ -519,7 +521,7 @@ def test_what_it_shows(capsys):
   assert " tokens/s  " in lines[1]
   assert lines[2] == "step 2/2  eval_loss 0.2500"
   assert "tokens_per_second" in result.metrics
-  assert "samples_per_second" in fake([1.0, 1.0]).metrics
+  assert "samples_per_second" not in fake([1.0, 1.0]).metrics  # scalars have no examples
 
 
 @pytest.mark.parametrize(("steps", "log_every"), [(120, 10), (140, 50), (200, 7)])

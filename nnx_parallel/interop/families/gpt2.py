@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.recipes.families.decoder import ACTIVATIONS, require
-from nnx_parallel.recipes.families.settings import settings
+from nnx_parallel.interop.families.decoder import ACTIVATIONS, require
+from nnx_parallel.interop.families.settings import settings
 
 
 class Attention(nnx.Module):

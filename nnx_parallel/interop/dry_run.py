@@ -17,11 +17,11 @@ from nnx_parallel.layout.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Fate:
+class Row:
   """What becomes of an array of the file, or of a leaf of the model.
 
   Attributes:
-    what: `read`, `write`, `ignored`, `initialised`, `left out`; or `unused`, `missing`, `does not fit`.
+    status: `read`, `write`, `ignored`, `initialised`, `left out`; or `unused`, `missing`, `does not fit`.
     file: the name in the file, empty if there is none; `*` stands for the numbers of a stack.
     array: its dtype and shape there.
     model: the path in the model, empty if there is none.
@@ -29,7 +29,7 @@ class Fate:
     note: the spec of a leaf that is read; else the reason.
   """
 
-  what: str
+  status: str
   file: str = ""
   array: str = ""
   model: str = ""
@@ -38,92 +38,127 @@ class Fate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fates:
-  """The fate of each array; prints as a table with equal layers in one row.
+class DryRun:
+  """What would become of each array; prints as a table with equal layers in one row.
 
   Attributes:
     rows: one for each array, or stack of arrays, and leaf.
   """
 
-  rows: Sequence[Fate]
+  rows: Sequence[Row]
 
   @property
   def complete(self) -> bool:
     """Whether the import or export can go on."""
-    return not any(row.what in ("unused", "missing", "does not fit") for row in self.rows)
+    return not any(row.status in ("unused", "missing", "does not fit") for row in self.rows)
 
   def __str__(self) -> str:
-    folded: dict[tuple[str, ...], list[Fate]] = {}
+    folded: dict[tuple[str, ...], list[Row]] = {}
     for row in self.rows:
-      key = (row.what, number_pattern(row.file), row.array, number_pattern(row.model), row.leaf, row.note)
+      key = (row.status, number_pattern(row.file), row.array, number_pattern(row.model), row.leaf, row.note)
       folded.setdefault(key, []).append(row)
     lines: list[tuple[str, ...]] = []
-    for (what, file, array, model, leaf, note), found in folded.items():
+    for (status, file, array, model, leaf, note), found in folded.items():
       if len(found) == 1:
         file, model = found[0].file, found[0].model
-      lines.append((what, str(len(found)), file, array, model, leaf, note))
+      lines.append((status, str(len(found)), file, array, model, leaf, note))
     lines.sort(key=lambda line: line[0] in ("read", "write"))
-    return text_table(("fate", "n", "file", "array", "model", "leaf", "spec"), lines, right=(1,))
+    return text_table(("status", "n", "file", "array", "model", "leaf", "spec"), lines, right=(1,))
 
 
-def import_fates(
+def dry_run_import(
   path: str | os.PathLike[str],
   plan: Plan,
   weight_map: WeightMap | None = None,
   *,
   skip: Iterable[str] = (),
-) -> Fates:
+) -> DryRun:
   """What `import_safetensors` would do with the same arguments; reads the headers of the files alone.
+
+  Args:
+    path: as for `import_safetensors`.
+    plan: of the model; it may be on an abstract mesh.
+    weight_map: as for `import_safetensors`.
+    skip: as for `import_safetensors`.
+
+  Returns:
+    A table of what becomes of each array; `complete` says whether the import can go on.
 
   Raises:
     CheckpointError: files that cannot be read, a pattern that does not fit its arrays, or a `skip` that
       matches nothing.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> init = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> _ = nxp.interop.export_safetensors(folder, init())
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8))
+    >>> [(row.status, row.file, row.model) for row in dry_run_import(folder, plan).rows]
+    [('read', 'bias', 'bias'), ('read', 'kernel', 'kernel')]
   """
   wanted = model_leaves(plan)
   left_out = initialised(plan, wanted, skip)
   tensors = read_tensors(path)
   shapes = {name: tensor.shape for name, tensor in tensors.items()}
   found = (weight_map or SameNames()).compare(wanted, shapes, left_out)
-  rows: list[Fate] = []
+  rows: list[Row] = []
   for group in found.groups:
-    what, reason = "read", ""
+    status, reason = "read", ""
     try:
       require_fit(group, tensors, wanted)
     except CheckpointError as error:
-      what, reason = "does not fit", error.what
+      status, reason = "does not fit", error.what
     for leaf in group.layers.values():
       if leaf in left_out or leaf in found.missing:
         continue
       note = reason or format_spec(wanted[leaf].struct.sharding.spec)
-      rows.append(Fate(what, *_of_file(group, tensors), leaf, _leaf(wanted[leaf]), note))
+      rows.append(Row(status, *_of_file(group, tensors), leaf, _leaf(wanted[leaf]), note))
   for leaf, reason in found.missing.items():
-    rows.append(Fate("missing", model=leaf, leaf=_leaf(wanted[leaf]), note=reason))
+    rows.append(Row("missing", model=leaf, leaf=_leaf(wanted[leaf]), note=reason))
   for name in found.cut:
-    rows.append(Fate("unused", note=name))
-  for what, names in (("unused", found.unused), ("ignored", found.ignored)):
-    rows += [Fate(what, name, format_array(tensors[name].dtype, tensors[name].shape)) for name in names]
-  rows += [Fate("initialised", model=leaf, leaf=_leaf(wanted[leaf])) for leaf in wanted if leaf in left_out]
-  return Fates(rows)
+    rows.append(Row("unused", note=name))
+  for status, names in (("unused", found.unused), ("ignored", found.ignored)):
+    rows += [Row(status, name, format_array(tensors[name].dtype, tensors[name].shape)) for name in names]
+  rows += [Row("initialised", model=leaf, leaf=_leaf(wanted[leaf])) for leaf in wanted if leaf in left_out]
+  return DryRun(rows)
 
 
-def export_fates(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> Fates:
+def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
   """What `export_safetensors` would write of a model with this plan; no array is read.
+
+  Args:
+    plan: of the model.
+    weight_map: as for `export_safetensors`.
+    skip: as for `export_safetensors`.
+
+  Returns:
+    A table of the arrays that would be written.
 
   Raises:
     CheckpointError: an incomplete weight map, or a `skip` that matches nothing.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=8), nxp.fsdp())
+    >>> [(row.status, row.file, row.array) for row in dry_run_export(plan, skip=["bias"]).rows]
+    [('write', 'kernel', 'float32[8,4]'), ('left out', '', '')]
   """
   leaves = model_leaves(plan)
   left_out = initialised(plan, leaves, skip)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
-  rows: list[Fate] = []
+  rows: list[Row] = []
   for group in (weight_map or SameNames()).to_write(path for path in leaves if path not in left_out):
     group, made = group.numbered(shapes)
     for path in group.layers.values():
       dtype = encoding.dtype_name(group.rule.dtype or leaves[path].struct.dtype)
       array = _stacked(group, format_array(dtype, made[0]))
-      rows.append(Fate("write", _name(group), array, path, _leaf(leaves[path])))
-  rows += [Fate("left out", model=path, leaf=_leaf(leaves[path])) for path in leaves if path in left_out]
-  return Fates(rows)
+      rows.append(Row("write", _name(group), array, path, _leaf(leaves[path])))
+  rows += [Row("left out", model=path, leaf=_leaf(leaves[path])) for path in leaves if path in left_out]
+  return DryRun(rows)
 
 
 def _of_file(group: Group, tensors: Mapping[str, Tensor]) -> tuple[str, str]:

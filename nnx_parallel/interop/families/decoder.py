@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.recipes.families.settings import settings
+from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.schemes.experts import experts
+from nnx_parallel.schemes.routing import route
 
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values of a layer, (batch, length, kv_heads, head_dim)."""
@@ -218,7 +219,7 @@ def require(holds: bool, found: Mapping[str, Any], key: str) -> None:
   """
   if not holds:
     raise RecipeError(
-      f"the modules of nnx_parallel/recipes/families have no {key}={found.get(key)!r}.",
+      f"the modules of nnx_parallel/interop/families have no {key}={found.get(key)!r}.",
       fix="copy the module of the family, and add it.",
     )
 
@@ -325,8 +326,8 @@ class Experts(nnx.Module):
     def expert(p: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
       return (activation(rows @ p["w1"]) * (rows @ p["w3"])) @ p["w2"]
 
-    routing = nxp.route(self.gate(x), self.config.experts_per_token)
-    y, _ = nxp.experts(expert, {"w1": self.w1, "w2": self.w2, "w3": self.w3}, x, routing)
+    routing = route(self.gate(x), self.config.experts_per_token)
+    y, _ = experts(expert, {"w1": self.w1, "w2": self.w2, "w3": self.w3}, x, routing)
     return y
 
 

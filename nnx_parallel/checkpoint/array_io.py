@@ -1,0 +1,232 @@
+"""The arrays of a step on disk: Orbax writes them, TensorStore reads them.
+
+Orbax stores one Zarr 3 folder per array, without compression: on local disks that is faster than the default
+in both directions, and a damaged file belongs to one array. The step folder is an ordinary Orbax checkpoint,
+readable with `orbax.checkpoint.v1.load_checkpointables` alone. Loading by Orbax is no option in a job of
+several processes: it counts its loads, all processes must make equally many, and a process that verifies its
+share, or meets damage, makes more than the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.checkpoint.encoding import Array
+from nnx_parallel.checkpoint.storage import kvstore_of
+
+_CLEAN_UP_S = 10.0  # in which what else is being written should end
+# Below this a replicated array is written by one process, not cut into a file per replica.
+_SMALLEST_REPLICA_SLICE = 4 << 20
+
+Box = tuple[tuple[int, int], ...]
+"""The start and stop of a shard along each dim."""
+
+
+def start_save(
+  step_dir: epath.Path,
+  items: Mapping[str, Mapping[str, Array]],
+  *,
+  chunk_bytes: int | None,
+  byte_budget: int,
+  background: bool,
+) -> Callable[[float], None]:
+  """Starts writing the arrays; the returned function waits, and raises the error of a failed write.
+
+  It takes seconds to wait at most, and may be called again after a `TimeoutError`. Where one process cannot
+  write, Orbax makes the others wait up to twenty minutes for it: see `Block.wait_for`.
+
+  Args:
+    step_dir: created by this call; appears under its name once complete.
+    items: arrays by item and folder name; none of them empty.
+    chunk_bytes: largest piece that is read as a whole; None stores each shard as one piece.
+    byte_budget: most bytes in flight beyond the arrays themselves.
+    background: whether all arrays are copied off the devices before this returns; otherwise only a budget's
+      worth of copies exists at a time.
+  """
+  context = _context()
+  budget = _write_budget(items, byte_budget)
+  context.memory_options.write_concurrent_bytes = budget
+  context.memory_options.transfer_concurrent_bytes = None if background else budget
+  context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
+  with context, quiet():
+    response: Any = ocp.save_checkpointables_async(
+      step_dir, {name: dict(tree) for name, tree in items.items()}
+    )
+  return response.result if jax.process_count() == 1 else functools.partial(_result, response)
+
+
+def _result(response: Any, seconds: float) -> None:
+  """As `response.result`, without its endless clean-up after a failure.
+
+  Orbax then waits for the other items, and these for the other processes, which may have failed too.
+  """
+  failed = response._thread_runner._future.exception(seconds)  # tests/test_upstream.py has what is used of it
+  if failed is None:
+    response.result()
+    return
+  clean_up = threading.Thread(target=_ignore_failure, args=(response,), daemon=True)
+  clean_up.start()
+  clean_up.join(_CLEAN_UP_S)
+  raise failed
+
+
+def _ignore_failure(response: Any) -> None:
+  with contextlib.suppress(Exception):  # it is raised elsewhere
+    response.result()
+
+
+def host_bytes_to_save(
+  items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
+) -> int:
+  """Most host memory that `start_save` takes on this process beyond the arrays."""
+  arrays = [array for tree in items.values() for array in tree.values()]
+  copies = sum(_bytes_here(array, replicas=False) for array in arrays)
+  return copies if background else min(copies, _write_budget(items, byte_budget))
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+  """Keeps the log of Orbax out of the terminal; its failures are raised with their cause."""
+  logger = logging.getLogger("absl")
+
+  # One for each call: of two threads, the first that ends would remove a shared filter.
+  def is_of_others(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+  logger.addFilter(is_of_others)
+  try:
+    yield
+  finally:
+    logger.removeFilter(is_of_others)
+
+
+def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
+  # Orbax refuses an array that is larger than its budget.
+  arrays = [array for tree in items.values() for array in tree.values()]
+  return max(byte_budget, *(_bytes_here(array, replicas=True) + 1 for array in arrays))
+
+
+def _bytes_here(array: Array, *, replicas: bool) -> int:
+  """Bytes of this process's shards: of all replicas, or of the first only."""
+  if isinstance(array, np.ndarray):
+    return array.nbytes
+  return sum(s.data.nbytes for s in array.addressable_shards if replicas or s.replica_id == 0)
+
+
+def _context() -> ocp.Context:
+  context = ocp.Context()
+  saving = context.array_options.saving
+  saving.use_ocdbt = False
+  saving.use_compression = False
+  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
+  # In the background an unwritable parent is noticed late, and the process then hangs at exit.
+  context.async_options.create_directories_asynchronously = False
+  return context
+
+
+def read(
+  folder: epath.Path,
+  stored: Mapping[str, jax.ShapeDtypeStruct],
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  byte_budget: int,
+) -> dict[str, Array]:
+  """Reads arrays of an item into their targets' shardings, each process its own shards, alone.
+
+  Args:
+    folder: of the item.
+    stored: shape and dtype on the disk, by name.
+    targets: shape, dtype and sharding wanted; without a sharding a numpy array. A shape may be larger than
+      the stored one; the rest is zero.
+    byte_budget: host bytes in flight: half in shards that are being read, unless one array has more, and half
+      in chunks that several shards share.
+
+  Raises:
+    ValueError: a file is not what was written, or missing.
+    OSError: a file cannot be looked for.
+  """
+  context = ts.Context({"cache_pool": {"total_bytes_limit": byte_budget // 2}})
+  opened = {name: _open(folder / name, form, context) for name, form in stored.items()}
+  arrays: dict[str, Array] = {}
+  reading: collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]] = collections.deque()
+  in_flight = 0
+
+  def finish_one() -> None:
+    nonlocal in_flight
+    name, reads = reading.popleft()
+    for _, read in reads.values():
+      read.result()
+    arrays[name] = _placed(targets[name], {box: block for box, (block, _) in reads.items()})
+    in_flight -= shard_bytes(targets[name])
+
+  for name, target in targets.items():
+    while reading and in_flight + shard_bytes(target) > byte_budget // 2:
+      finish_one()
+    reading.append((name, _start_reading(opened[name].result(), target)))
+    in_flight += shard_bytes(target)
+  while reading:
+    finish_one()
+  return jax.block_until_ready(arrays)
+
+
+def _open(folder: epath.Path, stored: jax.ShapeDtypeStruct, context: ts.Context) -> ts.Future[ts.TensorStore]:
+  # Where a chunk is missing, it would otherwise be read as zeros.
+  spec = {"driver": "zarr3", "kvstore": kvstore_of(folder), "fill_missing_data_reads": False}
+  form: dict[str, Any] = {"shape": stored.shape, "dtype": ts.dtype(stored.dtype)}
+  return ts.open(spec, open=True, read=True, context=context, **form)
+
+
+def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[Box, tuple[Any, Any]]:
+  """Starts to read each distinct shard of this process: its memory, and a future. Padding is zero."""
+  reads: dict[Box, tuple[Any, Any]] = {}
+  for index in _indices(target):
+    box = _box(index, target.shape)
+    if box in reads:
+      continue
+    block = np.zeros([stop - start for start, stop in box], target.dtype)
+    cut = tuple(slice(min(a, size), min(b, size)) for (a, b), size in zip(box, store.shape, strict=True))
+    stored = block[(*(slice(part.stop - part.start) for part in cut), ...)]  # the ellipsis keeps rank 0
+    reads[box] = block, ts.array(stored).write(store[cut])
+  return reads
+
+
+def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
+  if target.sharding is None:
+    return blocks[_box(None, target.shape)]
+  return jax.make_array_from_callback(
+    target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
+  )
+
+
+def shard_bytes(target: jax.ShapeDtypeStruct) -> int:
+  """Bytes of the distinct shards of an array that this process has."""
+  shards = {_box(index, target.shape) for index in _indices(target)}
+  shape = target.sharding.shard_shape(target.shape) if target.sharding else target.shape
+  return len(shards) * math.prod(shape) * target.dtype.itemsize
+
+
+def _indices(target: jax.ShapeDtypeStruct) -> Iterable[tuple[slice, ...] | None]:
+  """The index of each shard of this process."""
+  if target.sharding is None:
+    return [None]
+  return target.sharding.addressable_devices_indices_map(target.shape).values()
+
+
+def _box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+  """The start and stop along each dim of a shard."""
+  parts = index or (slice(None),) * len(shape)
+  return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))

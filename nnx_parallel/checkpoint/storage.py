@@ -1,0 +1,498 @@
+"""Where the steps are: a local directory, or an object store. No other module asks which of them it is.
+
+On a local file system a step is written under a temporary name, made durable, and renamed: a folder with the
+name of a step is a complete checkpoint. Object stores have no atomic rename. There a step is written under
+its final name and is complete with its manifest, written last; a file beside it marks a save or a deletion in
+progress. This package deletes only what has one of its suffixes, such a mark, or its manifest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import hashlib
+import io
+import os
+import shutil
+import socket
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, TypeVar
+
+from etils import epath
+from typing_extensions import override
+
+from nnx_parallel.checkpoint import manifest
+from nnx_parallel.checkpoint.damage import causes
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning
+
+T = TypeVar("T")
+R = TypeVar("R")
+LOCK = ".nnx_parallel.lock"
+SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
+_PIECE = 1 << 20
+_SYNCING = 16
+_REQUESTS = 64  # to an object store at a time
+# What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+
+_LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def is_local(path: epath.Path) -> bool:
+  """Whether the path is on a file system with locks, fsync and atomic renames."""
+  return "://" not in os.fspath(path)
+
+
+def absolute(directory: str | os.PathLike[str]) -> epath.Path:
+  """The directory as an absolute path, or as the address of an object store.
+
+  Raises:
+    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
+  """
+  try:
+    path = epath.Path(directory).expanduser()
+    remote = not is_local(path)
+    if remote:
+      path.exists()  # imports what the store needs
+  except (KeyError, ImportError) as error:
+    raise CheckpointError(
+      f"cannot open {directory}: no file system for it is installed.",
+      details=str(error),
+      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
+    ) from error
+  if remote:
+    return path
+  path = epath.Path(os.path.abspath(path))
+  if "\\" in os.fspath(path):
+    raise CheckpointError(
+      f"{path} holds a backslash.",
+      details="TensorStore, which writes the arrays, reads it as the start of another folder",
+      fix="rename that folder, or choose another.",
+    )
+  if path.exists() and not path.is_dir():
+    raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
+  return path
+
+
+def kvstore_of(path: epath.Path) -> Any:
+  """How TensorStore names a folder."""
+  place = f"{os.fspath(path)}/"
+  return place if "://" in place else {"driver": "file", "path": place}
+
+
+def storage_of(directory: epath.Path) -> Storage:
+  """The storage of a directory of steps."""
+  return LocalStorage(directory) if is_local(directory) else Storage(directory)
+
+
+class Storage:
+  """A directory of steps in an object store. It has no lock: the caller must let only one job write.
+
+  Args:
+    directory: absolute.
+  """
+
+  def __init__(self, directory: epath.Path):
+    self.directory = directory
+
+  # Reading.
+
+  def steps(self) -> list[int]:
+    """The steps that have a manifest, smallest number first; other folders, empty ones too, do not count."""
+    if not self.directory.is_dir():
+      return []
+    named = ((entry, entry.name.removesuffix(REPLACED)) for entry in self.directory.iterdir())
+    return sorted(
+      {int(name) for entry, name in named if _is_step_name(name) and (entry / manifest.FILE).exists()}
+    )
+
+  def folder(self, step: int) -> epath.Path:
+    """The folder of a step: its number, or the name it has until the step that replaces it is there."""
+    folder, replaced = self._path(step), self._path(step, REPLACED)
+    return replaced if not folder.exists() and (replaced / manifest.FILE).exists() else folder
+
+  def identity(self, step: int) -> int | None:
+    """A number that changes when another folder takes the name of a step; None when there is none."""
+    return 0 if self.folder(step).exists() else None
+
+  def unrecognised_steps(self) -> list[int]:
+    """The folders named like a step that hold files but no manifest: damaged, or of another program."""
+    if not self.directory.is_dir():
+      return []
+    steps = [int(entry.name) for entry in self.directory.iterdir() if _is_step_name(entry.name)]
+    return sorted(step for step in steps if self.is_unrecognised(step))
+
+  def is_unrecognised(self, step: int) -> bool:
+    """Whether the folder of a step holds files but no manifest, and is not being saved or deleted."""
+    folder = self.folder(step)
+    file = folder / manifest.FILE
+    if file.exists() or any(self._path(step, mark).exists() for mark in (SAVING, DELETING)):
+      return False
+    # Another process may have finished the step, or deleted it, since the manifest was looked for.
+    with contextlib.suppress(FileNotFoundError):
+      return folder.is_dir() and any(folder.iterdir()) and not file.exists()
+    return False
+
+  # Writing.
+
+  def make_directory(self) -> None:
+    """Makes the directory."""
+    self.directory.mkdir(parents=True, exist_ok=True)
+
+  def lock(self) -> contextlib.AbstractContextManager[None]:
+    """Holds the directory for writing.
+
+    Raises:
+      CheckpointError: another process, or another save of this one, holds it.
+    """
+    return contextlib.nullcontext()
+
+  def recover(self) -> list[str]:
+    """Finishes or undoes what a killed process left; the caller holds the lock.
+
+    Returns:
+      The names of the folders that were removed or put back.
+    """
+    touched: list[str] = []
+    for entry in self._entries():
+      name, suffix = os.path.splitext(entry.name)
+      if suffix not in (SAVING, DELETING) or not _is_step_name(name):
+        continue
+      if suffix == DELETING or not (self._path(int(name)) / manifest.FILE).exists():
+        if not _removed(functools.partial(self._remove, int(name)), self._path(int(name))):
+          continue  # the mark stays
+        touched.append(name)
+      entry.unlink()
+    return touched
+
+  def check_place(self, step: int) -> None:
+    """Raises where a step cannot be saved: something else has its folder.
+
+    Raises:
+      CheckpointError: why, and what to do.
+    """
+    if self.is_unrecognised(step):
+      raise CheckpointError(
+        f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel, or is damaged.",
+        fix="move that folder elsewhere, or choose another directory; nothing was changed.",
+      )
+
+  def check_space(self, step: int, nbytes: int) -> None:
+    """Raises before a save where it is known to fail: no space, no inodes, no permission.
+
+    Raises:
+      CheckpointError: fewer bytes are free than `nbytes`.
+      OSError: the folder of the step cannot be made.
+    """
+
+  def can_replace(self) -> bool:
+    """Whether a step can be replaced in place."""
+    return False
+
+  def saving(self, step: int) -> epath.Path:
+    """The folder that a save of the step writes to."""
+    return self._path(step)
+
+  def begin(self, step: int) -> None:
+    """Marks a save, for a later recovery."""
+    self._path(step, SAVING).write_text("")
+
+  def commit(self, step: int) -> None:
+    """Makes what is in `saving(step)`, with its manifest, the step."""
+    self._path(step, SAVING).unlink()  # the manifest was the commit
+
+  def abandon(self, step: int) -> None:
+    """Removes what a failed save left. The next save removes what remains."""
+    self.recover()
+
+  def delete(self, step: int) -> None:
+    """Deletes a step. If the process is killed, no incomplete step remains."""
+    mark = self._path(step, DELETING)
+    mark.write_text("")
+    self._remove(step)
+    mark.unlink()
+
+  def delete_all(self, expired: Callable[[], Iterable[int]]) -> list[str]:
+    """Deletes the steps that `expired` returns, and returns the failures as text: they undo no save."""
+    problems: list[str] = []
+    try:
+      steps = [*expired()]
+    except OSError as error:
+      return [f"the old steps could not be listed: {error}"]
+    for step in steps:
+      try:
+        self.delete(step)
+      except OSError as error:
+        problems.append(f"step {step}, which need not be kept, could not be removed: {error}")
+    return problems
+
+  def _path(self, step: int, suffix: str = "") -> epath.Path:
+    return self.directory / f"{step}{suffix}"
+
+  def _entries(self) -> list[epath.Path]:
+    return sorted(self.directory.iterdir(), key=lambda path: path.name)
+
+  def _remove(self, step: int) -> None:
+    folder = self._path(step)
+    (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is no step
+    if folder.exists():
+      folder.rmtree()
+
+
+class LocalStorage(Storage):
+  """A directory of steps on a file system with locks, fsync and atomic renames."""
+
+  @override
+  def identity(self, step: int) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+      return os.stat(self.folder(step)).st_ino
+    return None
+
+  @override
+  def make_directory(self) -> None:
+    """Makes the directory, also where a link leads to it, and waits until its name is on the disk."""
+    folder = epath.Path(os.path.realpath(self.directory))
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # a parent that may be entered and not listed
+      make_durable([path.parent for path in missing])
+
+  @override
+  @contextlib.contextmanager
+  def lock(self) -> Generator[None]:
+    import fcntl  # not on Windows
+
+    with open(self.directory / LOCK, "a+b", buffering=0) as file:
+      _LOCKS.add(file)
+      me = f"process {os.getpid()} on {socket.gethostname()}"
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        file.seek(0)
+        raise _held(self.directory, file.read().decode().strip(), me) from None
+      except OSError as error:
+        if error.errno not in _NO_LOCKS:
+          raise
+        _warn_of_no_locks(str(self.directory), error.strerror or str(error))
+      file.truncate(0)
+      file.write(f"{me}\n".encode())
+      try:
+        yield
+      finally:
+        if not file.closed:
+          file.truncate(0)
+
+  @override
+  def recover(self) -> list[str]:
+    touched: list[str] = []
+    for entry in self._entries():
+      name, suffix = os.path.splitext(entry.name.partition(".orbax-checkpoint-tmp")[0])
+      if suffix not in (SAVING, REPLACED, DELETING) or not _is_step_name(name):
+        continue  # an export in progress, or a folder of another program
+      if suffix == REPLACED and not self._path(int(name)).exists():
+        entry.rename(self._path(int(name)))
+      elif not _removed(entry.rmtree, entry):
+        continue
+      touched.append(entry.name)
+    return touched
+
+  @override
+  def check_place(self, step: int) -> None:
+    folder = self.folder(step)
+    if os.path.lexists(folder) and not folder.is_dir():
+      raise CheckpointError(
+        f"cannot save step {step}: {folder} is not a directory.",
+        fix="move it elsewhere; nothing was changed.",
+      )
+    super().check_place(step)
+
+  @override
+  def can_replace(self) -> bool:
+    return True
+
+  @override
+  def check_space(self, step: int, nbytes: int) -> None:
+    require_space(self.directory, nbytes)
+    # Where Orbax cannot make it on process 0, the other processes wait for it for twenty minutes.
+    if not self.saving(step).exists():
+      self.saving(step).mkdir()
+      self.saving(step).rmdir()
+
+  @override
+  def saving(self, step: int) -> epath.Path:
+    return self._path(step, SAVING)
+
+  @override
+  def begin(self, step: int) -> None:
+    pass  # the name of the folder is the mark
+
+  @override
+  def commit(self, step: int) -> None:
+    """Gives the finished folder its name once it is on the disk, replacing an older step of that name."""
+    final, replaced = self._path(step), self._path(step, REPLACED)
+    make_tree_durable(self.saving(step))
+    if (final / manifest.FILE).exists():
+      final.rename(replaced)
+    elif final.exists():
+      final.rmdir()  # an empty folder; anything else was refused before the save began
+    self.saving(step).rename(final)
+    make_durable([self.directory])
+    if replaced.exists():
+      _removed(replaced.rmtree, replaced)  # where a reader has files open, NFS keeps them; the step is saved
+
+  @override
+  def abandon(self, step: int) -> None:
+    for entry in self.directory.glob(f"{step}{SAVING}*"):
+      entry.rmtree()
+
+  @override
+  def delete(self, step: int) -> None:
+    moved = self._path(step, DELETING)
+    self._path(step).rename(moved)
+    make_durable([self.directory])
+    moved.rmtree()
+
+
+def _held(directory: epath.Path, holder: str, me: str) -> CheckpointError:
+  own = holder == me
+  return CheckpointError(
+    f"cannot write to {directory}: {'this process is already' if own else 'another job is'} writing there.",
+    details=f"held by {holder or 'a process without a name yet'}",
+    fix="wait until the other save has finished: checkpointer.wait(); or share one Checkpointer."
+    if own
+    else "give each job its own directory, or wait until the other has finished.",
+  )
+
+
+@functools.cache
+def _warn_of_no_locks(directory: str, why: str) -> None:
+  warnings.warn(
+    f"{directory} has no file locks ({why}), so nothing stops a second job from writing there.  Fix: let one"
+    " job write to it; Lustre has locks when it is mounted with flock.",
+    NnxParallelWarning,
+    stacklevel=3,
+  )
+
+
+def drop_locks() -> None:
+  """Closes the parent's locks in a forked process, because a lock is held until all its copies are closed."""
+  for file in _LOCKS:
+    file.close()
+
+
+def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
+  """Whether a folder could be removed. If not, the next save tries again."""
+  try:
+    remove()
+  except OSError as error:
+    warnings.warn(f"{folder}, left by an earlier save, could not be removed: {error}", stacklevel=4)
+    return False
+  return True
+
+
+def all_files(folder: epath.Path) -> dict[str, int]:
+  """Bytes of each file below a folder, by relative path."""
+  found: dict[str, int] = {}
+  level = [folder]
+  while level:
+    entries = [path for listed in each(lambda path: list(path.iterdir()), level) for path in listed]
+    looks = list(zip(entries, each(lambda path: path.stat(), entries), strict=True))
+    found |= {os.fspath(p.relative_to(folder)): look.length for p, look in looks if not look.is_directory}
+    level = [path for path, look in looks if look.is_directory]
+  return found
+
+
+def each(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+  """Calls the function for each item, many at a time: object stores and shared disks take long to answer."""
+  with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+    return list(pool.map(call, items))
+
+
+def sha256(file: epath.Path) -> str:
+  """SHA-256 of a file, read piece by piece."""
+  total = hashlib.sha256()
+  # Steps have thousands of small files, which Python opens much faster than epath.
+  with open(file, "rb") if is_local(file) else file.open("rb") as stream:
+    while piece := stream.read(_PIECE):
+      total.update(piece)
+  return total.hexdigest()
+
+
+def make_durable(paths: Iterable[epath.Path]) -> None:
+  """Waits until local files or folders are on the disk."""
+  for path in paths:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(handle)
+    finally:
+      os.close(handle)
+
+
+def make_tree_durable(folder: epath.Path) -> None:
+  """Waits until everything below a local folder is on the disk.
+
+  TensorStore has synced the files of the arrays, but Orbax syncs neither its metadata nor the folders.
+  """
+  paths: list[epath.Path] = []
+  for parent, folders, names in os.walk(folder):
+    if "zarr.json" in names:
+      paths += [epath.Path(below) for below, _, _ in os.walk(parent)]
+      folders.clear()
+    else:
+      paths += [epath.Path(parent), *(epath.Path(parent) / name for name in names)]
+  with concurrent.futures.ThreadPoolExecutor(_SYNCING) as pool:
+    list(pool.map(lambda path: make_durable([path]), paths))
+
+
+def require_space(
+  directory: epath.Path,
+  nbytes: int,
+  *,
+  doing: str = "save",
+  fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+) -> None:
+  """Raises when a local disk has too little free space.
+
+  Raises:
+    CheckpointError: fewer bytes are free than `nbytes`.
+  """
+  if (free := shutil.disk_usage(directory).free) < nbytes:
+    raise CheckpointError(
+      f"cannot {doing} to {directory}: the disk is full.",
+      details=f"the {doing} needs {nbytes:,} bytes, {free:,} are free",
+      fix=fix,
+    )
+
+
+@contextlib.contextmanager
+def friendly_errors(doing: str, directory: os.PathLike[str]) -> Generator[None]:
+  """Turns errors of the operating system or Orbax in its block into a `CheckpointError`."""
+  try:
+    yield
+  except CheckpointError:
+    raise
+  except (OSError, ValueError, RuntimeError, TypeError) as error:
+    cause = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+    code, text = cause and cause.errno, f"{error}"
+    if code in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+      why, fix = "too many files are open", "raise the limit (ulimit -n), or close files."
+    elif code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+      why, fix = "the disk is full", "free some space; the steps saved before are untouched."
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS) or "Permission denied" in text:
+      why, fix = "it may not be written", "choose a directory that this user can write to."
+    elif code in (errno.ENOTDIR, errno.EEXIST) or isinstance(cause, NotADirectoryError):
+      why, fix = "a file is in the way", "choose a directory, not a file."
+    else:
+      why, fix = f"{type(error).__name__}", "see the cause above; the steps saved before are untouched."
+    details = text[:500] or repr(error)
+    raise CheckpointError(
+      f"cannot {doing} in {os.fspath(directory)}: {why}.", details=details, fix=fix
+    ) from error
+
+
+def _is_step_name(name: str) -> bool:
+  return name.isdecimal() and str(int(name)) == name

@@ -1,0 +1,116 @@
+"""Plain modules of Hugging Face's families, whose weights `nnx_parallel.interop.huggingface` maps.
+
+A user copies one to change it. They hold no annotations: `nxp.presets.llama()` and its like name their dims.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from nnx_parallel.core.mesh import AnyMesh
+from nnx_parallel.errors import RecipeError
+from nnx_parallel.interop.families.decoder import Config, Decoder
+from nnx_parallel.interop.families.encoder import Bert, ViT
+from nnx_parallel.interop.families.gpt2 import GPT2
+from nnx_parallel.interop.families.t5 import T5
+from nnx_parallel.interop.huggingface import has_own_head, read_config, weight_map_of
+from nnx_parallel.interop.safetensors import import_safetensors
+from nnx_parallel.layout.planning import plan as make_plan
+
+DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma3_text")
+OTHERS = {"gpt2": GPT2, "bert": Bert, "t5": T5, "vit": ViT}
+
+
+def from_config(
+  folder: str | os.PathLike[str],
+  rngs: nnx.Rngs,
+  *,
+  param_dtype: str = "float32",
+  ignore: Sequence[str] = (),
+) -> nnx.Module:
+  """Makes the module that a folder's `config.json` describes, with random weights.
+
+  Where the folder also holds the weights, they decide whether the head is the embedding, as in transformers.
+
+  Args:
+    folder: of a model on Hugging Face.
+    rngs: for the weights.
+    param_dtype: of all parameters.
+    ignore: keys of `config.json` that have no effect, although they are not known here.
+
+  Returns:
+    A plain module: a `Decoder`, `GPT2`, `T5`, `Bert` or `ViT`.
+
+  Raises:
+    CheckpointError: files that cannot be read.
+    RecipeError: a family, or a setting, that is not here.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> plan = nxp.plan(lambda: from_config("Qwen3-0.6B", nnx.Rngs(0)), mesh, nxp.fsdp())  # doctest: +SKIP
+  """
+  found = {key: value for key, value in read_config(Path(folder)).items() if key not in ignore}
+  family = found.get("model_type")
+  if family == "t5":
+    own = has_own_head(folder)
+    found["scale_decoder_outputs"] = found.get(
+      "scale_decoder_outputs", found.get("tie_word_embeddings", True)
+    )
+    found["tie_word_embeddings"] = found.get("tie_word_embeddings", True) if own is None else not own
+  elif (family in DECODERS or family == "gpt2") and has_own_head(folder):
+    found["tie_word_embeddings"] = False
+  if family in DECODERS:
+    return Decoder(Config.from_json(found, param_dtype), rngs)
+  if family in OTHERS:
+    return OTHERS[family](found, rngs, param_dtype)
+  raise RecipeError(
+    f"there is no module here for the family {family!r}, which {folder} is of.",
+    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or a module of your own.",
+  )
+
+
+def load_huggingface(
+  folder: str | os.PathLike[str],
+  mesh: AnyMesh,
+  rules: Any = None,
+  *,
+  param_dtype: str = "float32",
+  skip: Sequence[str] = (),
+  ignore: Sequence[str] = (),
+  **options: Any,
+) -> Any:
+  """Loads a model of Hugging Face into its shards: its module, plan, weight map and weights in one call.
+
+  Args:
+    folder: with `config.json` and safetensors files.
+    mesh: of real devices.
+    rules: as for `nxp.plan`; `nxp.presets.llama()` and its like name the dims.
+    param_dtype: of all parameters; the import casts to it.
+    skip: patterns of paths that the files do not have; these leaves are initialised.
+    ignore: keys of `config.json` that have no effect, although they are not known here.
+    **options: of `nxp.plan`; `optimizer=` makes an optimizer too.
+
+  Returns:
+    The module, or (module, optimizer).
+
+  Raises:
+    CheckpointError: files that cannot be read, or weights that do not fit the module.
+    RecipeError: a family, or a setting, that has no module here.
+    ShardingError: as `nxp.plan`.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> mesh = nxp.make_mesh(fsdp=8)
+    >>> model = nxp.interop.load_huggingface("Qwen3-0.6B", mesh, nxp.fsdp())  # doctest: +SKIP
+  """
+
+  def init() -> nnx.Module:
+    return from_config(folder, nnx.Rngs(0), param_dtype=param_dtype, ignore=ignore)
+
+  plan = make_plan(init, mesh, rules, **options)
+  return import_safetensors(folder, plan, weight_map_of(folder), skip=skip)
