@@ -16,7 +16,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding
 
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
-CALLS = ("jit", "pjit", "closed_call", "core_call")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
 _OBJECT = "_prim"
 """The parameter with the object of an operation (`call_hi_primitive`)."""
 HELD = "nxp_held"
