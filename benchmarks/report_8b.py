@@ -80,7 +80,7 @@ NOTES = [
   " has a schedule.",
   "fsdp 8 x tensor 2 is compiled twice: `nxp.train_step` holds the arrays of the step to the plan's layouts,"
   " a plain `nnx.jit` step of the same model leaves them to the compiler. Results right as split: those of"
-  " the partitioned program that agree with the program before (`nnx_parallel.report.program.faults`).",
+  " the partitioned program that agree with the program before (`nnx_parallel.verify.program`).",
   "No times are compared: ours is attention in plain JAX, MaxText's a fused kernel.",
 ]
 

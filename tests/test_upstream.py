@@ -30,12 +30,11 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
-from nnx_parallel.core import jaxprs
-from nnx_parallel.report.program import hlo
+from nnx_parallel.core import hlo, jaxprs
+from nnx_parallel.core.hlo_devices import read_tiling, split_layouts
 from nnx_parallel.report.program.compiler import run_compiler
-from nnx_parallel.report.program.devices import read_tiling, split_layouts
-from nnx_parallel.report.program.evaluate import literal
 from nnx_parallel.report.topology import missing_compiler, read_machine
+from nnx_parallel.verify.evaluate import literal
 
 OLD = jax.__version_info__ < (0, 12)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import Labels
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, path_str, variables
@@ -24,7 +26,6 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.workload import batch_structs, check_batch
-from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import KINDS, Collective, collectives, totals
 from nnx_parallel.report.program.compiler import (
   Compiled,
@@ -35,12 +36,11 @@ from nnx_parallel.report.program.compiler import (
   run_compiler,
 )
 from nnx_parallel.report.program.cost import Cost, cost
-from nnx_parallel.report.program.devices import Labels
-from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.whole import SHARE, WholeActivation, whole_activations
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
+from nnx_parallel.verify.program import Comparison, Fault, compare
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -14,9 +14,9 @@ from nnx_parallel.report.program.whole import SHARE
 if TYPE_CHECKING:
   from nnx_parallel.report.chips import Chip
   from nnx_parallel.report.compile_report import CompileReport
-  from nnx_parallel.report.program.faults import Comparison
   from nnx_parallel.report.program.peak import PeakBuffer
   from nnx_parallel.report.program.whole import WholeActivation
+  from nnx_parallel.verify.program import Comparison
 
 _ROWS = 12
 _BUFFERS = 6

@@ -16,10 +16,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import group_labels, group_rows, read_tiling
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.program import evaluate, hlo, thin
-from nnx_parallel.report.program.devices import group_labels, group_rows, read_tiling
-from nnx_parallel.report.program.faults import compare
+from nnx_parallel.verify import evaluate, thin
+from nnx_parallel.verify.program import compare
 
 SPLIT = Path(__file__).parent / "programs" / "split"
 BATCH = ("data", "fsdp")
@@ -348,7 +349,7 @@ ENTRY %main (x: f32[8192,8192], y: f32[8192,8192]) -> f32[8192,8192] {
   assert max(shape) < 16
   run = evaluate.Evaluator(program, 0, thinned, 1)
   assert run.run({0: np.ones((1, *shape)), 1: np.ones((1, *shape))}) == (None,)
-  assert list(run.lost) == ["tpu_custom_call"]
+  assert [*run.lost] == ["tpu_custom_call"]
 
 
 # The evaluator --------------------------------------------------------------------------------
@@ -366,7 +367,7 @@ def evaluated(function, *arguments):
   }
   run = evaluate.Evaluator(program, 0, thin.Thinning([program], exact), 1)
   results = run.run({n: x.astype(np.float64) if x.dtype.kind == "f" else x for n, x in given.items()})
-  assert run.lost == {}
+  assert run.lost == set()
   return [x[0] for x in results], jax.tree.leaves(jax.jit(function)(*arguments))
 
 

@@ -32,7 +32,6 @@ from nnx_parallel.report.estimate.roofline import (
   step_time,
 )
 from nnx_parallel.report.estimate.workload import trace_workload, with_zero
-from nnx_parallel.report.program.faults import Comparison, Fault
 from nnx_parallel.report.search.search import (
   SAME_TIME,
   SearchInputs,
@@ -41,6 +40,7 @@ from nnx_parallel.report.search.search import (
 )
 from nnx_parallel.report.search.space import factorisations, searched_axes
 from nnx_parallel.report.topology import read_machine
+from nnx_parallel.verify.program import Comparison, Fault
 from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512

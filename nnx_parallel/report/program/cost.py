@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from nnx_parallel.core import hlo
 from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
-from nnx_parallel.report.program import hlo
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnx_parallel.report.program import hlo
+from nnx_parallel.core import hlo
 
 # Operations whose result holds only values of one operand.
 _MOVES = frozenset({

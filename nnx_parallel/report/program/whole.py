@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import Tiling, read_tiling
+from nnx_parallel.core.hlo_dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import HELD
-from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.devices import Tiling, read_tiling
+from nnx_parallel.verify import thin
 
 SHARE = 0.01
 """Part of the need from which an array is reported: all smaller ones together seldom decide what fits."""
@@ -89,12 +91,12 @@ class _Dims(thin.Thinning):
 
   def carried(self, arguments: Collection[hlo.Instruction]) -> Callable[[str, str], list[int]]:
     """A function that gives the dims of an instruction's array which the first dim of arguments reaches."""
-    first = (self._nodes[0, self._entry.name, argument.name][0][0] for argument in arguments)
-    roots = {self._forest.root(dim) for dim in first}
+    first = (self.nodes[0, self._entry.name, argument.name][0][0] for argument in arguments)
+    roots = {self.forest.root(dim) for dim in first}
 
     def dims(computation: str, instruction: str) -> list[int]:
-      found = self._nodes[0, computation, instruction][0]
-      return [n for n, dim in enumerate(found) if self._forest.root(dim) in roots]
+      found = self.nodes[0, computation, instruction][0]
+      return [n for n, dim in enumerate(found) if self.forest.root(dim) in roots]
 
     return dims
 
@@ -209,7 +211,7 @@ def _arrays(
       batch.append(at)
   carried = _Dims(program).carried(batch)
   found: dict[_Key, list[_Array]] = {}
-  for computation in thin.reachable(program):
+  for computation in program.reachable:
     asked: dict[str, str] = {}
     for at in reversed(computation.instructions):
       tiling = tiling_of(at)
@@ -221,7 +223,7 @@ def _arrays(
       array = _Array(dims, examples, tiling, asked.get(at.name, ""))
       if _is_users_constraint(at.op_name) and _copies(array, dims, groups) > 1:
         array = dataclasses.replace(array, constraint=source)
-      if array.constraint and at.opcode in _MOVES | thin.ELEMENTWISE:
+      if array.constraint and at.opcode in _MOVES | ELEMENTWISE:
         asked |= dict.fromkeys(at.operands, array.constraint)
       found.setdefault((at.op_name, source), []).append(array)
   return found

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.devices import Tiling, read_tiling, split_layouts
-from nnx_parallel.report.program.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import Tiling, read_tiling, split_layouts
+from nnx_parallel.core.hlo_dims import ELEMENTWISE
+from nnx_parallel.verify import thin
+from nnx_parallel.verify.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
 
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]
@@ -203,7 +205,7 @@ class _Pair:
     evaluator = Evaluator(program, number, self._thinning, self._devices, self._shortened, watch)
     results = evaluator.run(arguments)
     self._unequal += evaluator.unequal
-    self.lost |= evaluator.lost.keys()
+    self.lost |= evaluator.lost
     return results
 
   def _arguments(self, noise: float = 0.0) -> dict[int, Any]:
@@ -305,7 +307,7 @@ def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, int]]:
   found: list[dict[tuple[str, int], set[int]]] = []
   for program in (whole, split):
     lengths: dict[tuple[str, int], set[int]] = {}
-    for computation in thin.reachable(program):
+    for computation in program.reachable:
       for at in computation.instructions:
         if at.opcode == "while":
           length = program.trips(at, computation) if program.bound(at) else None
@@ -332,7 +334,7 @@ def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]
         found.append(f"{here.opcode} {here.attribute(name)}")
         break
     sends = "source_target_pairs=" in here.rest or here.opcode in ("all-gather", "all-to-all")
-    if not sends and (here.opcode not in thin.ELEMENTWISE or here is at):
+    if not sends and (here.opcode not in ELEMENTWISE or here is at):
       left += [computation.by_name[name] for name in here.operands]
   return tuple(dict.fromkeys(found))
 
@@ -364,11 +366,15 @@ def _drawn(
 def _indices(program: hlo.Program) -> int:
   """A bound for indices in the arguments: the smallest dim that a gather or a scatter picks from."""
   found = [2**15]
-  for computation in thin.reachable(program):
+  for computation in program.reachable:
     for at in computation.instructions:
       if at.opcode in ("gather", "scatter"):
         dims = computation.by_name[at.operands[0]].shapes[0].dims
-        found += [dims[d] for d in thin.gather_dims(at).start_index_map if dims[d] > 1]
+        found += [
+          dims[d]
+          for d in at.numbers("start_index_map" if at.opcode == "gather" else "scatter_dims_to_operand_dims")
+          if dims[d] > 1
+        ]
   return min(found)
 
 

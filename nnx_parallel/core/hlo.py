@@ -163,6 +163,18 @@ class Program:
   partitions: int = 0
   """Devices of the program, or of one slice where there are several; 0 if the text does not give it."""
 
+  @functools.cached_property
+  def reachable(self) -> tuple[Computation, ...]:
+    """The computations that the program runs on arrays, each once."""
+    found: dict[str, Computation] = {}
+    left = [self.entry.name]
+    while left:
+      name = left.pop()
+      if name not in found:
+        found[name] = self.computations[name]
+        left += [called for at in found[name].instructions for called in at.called]
+    return tuple(found.values())
+
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
     return self.frames.get(instruction.frame, "")
