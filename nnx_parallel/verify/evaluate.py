@@ -1,7 +1,8 @@
 """Evaluates programs in numpy: one device's program on all devices at once, with its collectives.
 
 For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
-All floating point numbers are float64. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
+All floating point numbers are float64, and what is undefined (0 / 0, the root of a negative number) is 0:
+random arguments, and passes of a loop that are left out, make such numbers. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
 devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an
 operation which is not known here, or one that is too large.
 """
@@ -100,8 +101,7 @@ class Evaluator:
     number: of the program in `thinning`.
     thinning: of all arrays.
     devices: in all.
-    shortened: loops (JAX name, stack frame) of which only the first and last `ENDS` passes are run. What
-      they leave out may make numbers undefined (0 / 0), which are 1 here.
+    shortened: loops (JAX name, stack frame) of which only the first and last `ENDS` passes are run.
     watch: called with each instruction that has run, and its value.
 
   Attributes:
@@ -192,10 +192,8 @@ class Evaluator:
       value = self._rules[opcode](computation, at, *inputs)
     except (ValueError, LookupError, TypeError) as error:
       raise _Unknown(f"a form of {opcode} that is not known") from error
-    if (
-      self._shortened and isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isnan(value).any()
-    ):
-      return np.where(np.isnan(value), 1.0, value)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isnan(value).any():
+      return np.where(np.isnan(value), 0.0, value)
     return value
 
   def _spend(self, work: int) -> None:
