@@ -32,7 +32,7 @@ from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
 
-How = Literal["ring", "all_to_all"]
+How = Literal["ring", "ulysses"]
 _FAR = 2**30
 """The position of a key that pads its block."""
 
@@ -62,14 +62,14 @@ def context_attention(
   Args:
     axis: the mesh axis that splits the positions; the length must be a multiple of its size.
     how: `"ring"` sends keys and values round, size - 1 times each, and twice that and their gradients in the
-      backward pass; `"all_to_all"` sends queries, keys, values and results once; the number of heads must be
+      backward pass; `"ulysses"` sends queries, keys, values and results once; the number of heads must be
       a multiple of the axis' size.
     causal: a query sees no later position.
     window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
       ring then ends with the last device that is seen.
     zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
     block: queries and keys of a tile of scores, in positions.
-    fused: with `"all_to_all"`, compute the heads of a device by the fused kernel of its chip where JAX has
+    fused: with `"ulysses"`, compute the heads of a device by the fused kernel of its chip where JAX has
       one (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are those of the
       batch; else by blocks.
 
@@ -155,13 +155,13 @@ class ContextAttention:
   fused: bool = False
 
   def __post_init__(self) -> None:
-    if self.how not in ("ring", "all_to_all"):
-      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="all_to_all"')
+    if self.how not in ("ring", "ulysses"):
+      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="ulysses"')
     if self.fused and self.how == "ring":
       raise SchemeError(
         "a ring merges what it sees of each shard, and the fused kernel that JAX has cannot do that in a"
         " gradient.",
-        fix='how="all_to_all", fused=True',
+        fix='how="ulysses", fused=True',
       )
     for name, value in {"window": self.window, "block": self.block}.items():
       if value is not None and (type(value) is not int or value < 1):
@@ -217,7 +217,7 @@ class ContextAttention:
     keep = None if mask is None else _seen_keys(mask, key)
     kv_heads = key.shape[2]
     groups = query.shape[2] // kv_heads
-    if self.how == "all_to_all":
+    if self.how == "ulysses":
       copies = pattern.shards // math.gcd(pattern.shards, kv_heads)
       if groups % copies:
         raise SchemeError(
@@ -345,7 +345,7 @@ def _whole_call(
   """Attention of global arrays, laid out for it; queries `[batch, length, key heads, group, head_dim]`."""
   others = (segments, keep)
   kernel = kernel_in_use(SEQUENCES) if how == "fused" and keep is None else None
-  how = "all_to_all" if how == "fused" else how
+  how = "ulysses" if how == "fused" else how
   if pattern.shards == 1:
     return _attention(pattern, "ring", q, k, v, *others)
   given = [_laid(x, pattern, mesh, 1) for x in (q, k, v)]
@@ -366,7 +366,7 @@ def _whole_call(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(pattern: _Pattern, how: How, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
-  """Attention of arrays that are split by positions; by their dim 3, heads, for `"all_to_all"`."""
+  """Attention of arrays that are split by positions; by their dim 3, heads, for `"ulysses"`."""
   return _forward(pattern, how, q, k, v, segments, keep)[0]
 
 
@@ -685,8 +685,8 @@ def _by_fused_kernel(
 _SIDES: dict[tuple[str, str], Callable[..., Any]] = {
   ("ring", "forward"): _ring_forward,
   ("ring", "backward"): _ring_backward,
-  ("all_to_all", "forward"): _by_heads_forward,
-  ("all_to_all", "backward"): _by_heads_backward,
+  ("ulysses", "forward"): _by_heads_forward,
+  ("ulysses", "backward"): _by_heads_backward,
 }
 
 
