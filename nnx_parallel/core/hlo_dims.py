@@ -84,7 +84,7 @@ def convolution_params(at: Instruction) -> dict[str, Any]:
 
 
 def gather_params(at: Instruction) -> dict[str, Any]:
-  """The parameters of a `gather` as `lax.gather` takes them; the indices' vectors must be their last dim."""
+  """The parameters of a `gather` as `lax.gather` takes them, with the vectors of its indices last."""
   names = ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
            "start_indices_batching_dims")  # fmt: skip
   numbers = lax.GatherDimensionNumbers(*(tuple(at.numbers(name)) for name in names))
@@ -92,7 +92,7 @@ def gather_params(at: Instruction) -> dict[str, Any]:
 
 
 def scatter_params(at: Instruction) -> dict[str, Any]:
-  """The parameters of a `scatter` as `lax.scatter` takes them; the indices' vectors must be their last dim."""
+  """The parameters of a `scatter` as `lax.scatter` takes them, with the vectors of its indices last."""
   names = ("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
            "input_batching_dims", "scatter_indices_batching_dims")  # fmt: skip
   return {"dimension_numbers": lax.ScatterDimensionNumbers(*(tuple(at.numbers(name)) for name in names))}
@@ -109,7 +109,8 @@ _LIKE: Mapping[str, tuple[str, _Params]] = {
   "reduce": ("reduce_sum", lambda at, shapes, results: {"axes": at.numbers("dimensions")}),
   "reduce-window": ("reduce_window_sum", lambda at, shapes, results: window_params(at, len(shapes[0]))),
   "scatter": ("scatter_add", lambda at, shapes, results: scatter_params(at)),
-  "select-and-scatter": ("select_and_scatter_add", lambda at, shapes, results: window_params(at, len(shapes[0]))),
+  "select-and-scatter": ("select_and_scatter_add", lambda at, shapes, results: window_params(
+    at, len(shapes[0]))),
   "sort": ("sort", lambda at, shapes, results: {"dimension": at.numbers("dimensions")[0]}),
   "transpose": ("transpose", lambda at, shapes, results: {"permutation": at.numbers("dimensions")}),
 }  # fmt: skip

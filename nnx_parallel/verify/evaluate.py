@@ -2,9 +2,9 @@
 
 For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
 All floating point numbers are float64, and what is undefined (0 / 0, the root of a negative number) is 0:
-random arguments, and passes of a loop that are left out, make such numbers. Arrays are thinned (`thin.Thinning`); the first dim of a value counts
-devices, and is 1 where all hold the same. None stands for a value that cannot be followed: that of an
-operation which is not known here, or one that is too large.
+random arguments, and passes of a loop that are left out, make such numbers. Arrays are thinned
+(`thin.Thinning`); the first dim of a value counts devices, and is 1 where all hold the same. None is a
+value that cannot be followed: of an operation that is not known here, or one that is too large.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nnx_parallel.verify import thin
 Array = npt.NDArray[Any]
 Value = Any
 """An array, a tuple of values, or None: not known."""
-Watch = Callable[[hlo.Computation, hlo.Instruction, Value], None]
+Watch = Callable[[hlo.Instruction, Value], None]
 
 # Limits: numbers of one array on all devices; and multiplications, of which each number of a result counts as
 # `_EACH`, and each operation as `_CALL`.
@@ -84,9 +84,9 @@ _COMBINERS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]] =
 class Finer(Exception):
   """An array is sliced where its thinning does not allow it: at a multiple of `step` along `dim`."""
 
-  def __init__(self, node: thin.Node, dim: int, step: int):
-    super().__init__(f"{node} along {dim}")
-    self.node, self.dim, self.step = node, dim, step
+  def __init__(self, at: hlo.Instruction, dim: int, step: int):
+    super().__init__(f"{at.name} along {dim}")
+    self.at, self.dim, self.step = at, dim, step
 
 
 class _Unknown(Exception):
@@ -98,7 +98,6 @@ class Evaluator:
 
   Args:
     program: parsed.
-    number: of the program in `thinning`.
     thinning: of all arrays.
     devices: in all.
     shortened: loops (JAX name, stack frame) of which only the first and last `ENDS` passes are run.
@@ -112,16 +111,15 @@ class Evaluator:
   def __init__(
     self,
     program: hlo.Program,
-    number: int,
     thinning: thin.Thinning,
     devices: int,
     shortened: Collection[tuple[str, int]] = (),
     watch: Watch | None = None,
   ):
-    self._program, self._number, self._thinning, self._devices = program, number, thinning, devices
+    self._program, self._thinning, self._devices = program, thinning, devices
     self._shortened, self._watch = shortened, watch
     self._work = 0
-    self._constants: dict[tuple[str, str], Array] = {}
+    self._constants: dict[hlo.Instruction, Array] = {}
     self.lost = set[str]()
     self.unequal: list[hlo.Instruction] = []
     self._rules: Mapping[str, Callable[..., Value]] = {
@@ -148,29 +146,29 @@ class Evaluator:
   # Control ------------------------------------------------------------------------------------
 
   def _call(self, computation: hlo.Computation, arguments: Sequence[Value]) -> Value:
-    values: dict[str, Value] = {}
+    values: dict[hlo.Instruction, Value] = {}
     for at in computation.instructions:
       if at.opcode == "parameter":
-        value = arguments[int(at.arguments)]
+        value = arguments[at.index]
       else:
         try:
-          value = self._step(computation, at, [values[name] for name in at.operands])
+          value = self._step(at, [values[read] for read in at.inputs])
         except _Unknown as why:
           self.lost |= {*map(str, why.args)}
           value = (None,) * len(at.shapes) if at.result.startswith("(") else None
-      values[at.name] = value
+      values[at] = value
       if self._watch is not None:
-        self._watch(computation, at, value)
-      for name in computation.last_read.get(at.name, ()):
-        del values[name]
-    return values[computation.root.name]
+        self._watch(at, value)
+      for read in computation.last_read.get(at, ()):
+        del values[read]
+    return values[computation.root]
 
-  def _step(self, computation: hlo.Computation, at: hlo.Instruction, inputs: list[Value]) -> Value:
+  def _step(self, at: hlo.Instruction, inputs: list[Value]) -> Value:
     opcode = at.opcode
     if opcode == "tuple":
       return tuple(inputs)
     if opcode == "get-tuple-element":
-      return inputs[0][int(at.attribute("index"))] if isinstance(inputs[0], tuple) else None
+      return inputs[0][at.index] if isinstance(inputs[0], tuple) else None
     if opcode == "opt-barrier":
       return inputs[0] if len(inputs) == 1 else tuple(inputs)
     if opcode in ("call", "fusion"):
@@ -183,13 +181,14 @@ class Evaluator:
       raise _Unknown(opcode)
     if any(value is None for value in inputs):
       raise _Unknown
+    lead = max(map(len, inputs), default=1)
     for index in range(len(at.shapes)):
-      size = math.prod(self._shape(computation, at, index)) * (self._devices if self._number else 1)
+      size = lead * math.prod(self._thinning.shape(at, index))
       if size > _LARGEST:
         raise _Unknown(_TOO_LARGE)
       self._spend(_CALL + _EACH * size)
     try:
-      value = self._rules[opcode](computation, at, *inputs)
+      value = self._rules[opcode](at, *inputs)
     except (ValueError, LookupError, TypeError) as error:
       raise _Unknown(f"a form of {opcode} that is not known") from error
     if isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isnan(value).any():
@@ -203,8 +202,7 @@ class Evaluator:
       raise _Unknown(_TOO_MUCH)
 
   def _loop(self, at: hlo.Instruction, state: Value) -> Value:
-    condition = self._program.computations[at.attribute("condition").lstrip("%")]
-    body = self._program.computations[at.attribute("body").lstrip("%")]
+    condition, body = self._program.condition(at), self._program.body(at)
     bound = self._program.bound(at) if place_of(at) in self._shortened else None
     for passes in itertools.count():
       self._spend(_CALL)
@@ -241,18 +239,12 @@ class Evaluator:
   def _everywhere(self, value: Array) -> Array:
     return np.broadcast_to(value, (self._devices, *value.shape[1:]))
 
-  def _shape(self, computation: hlo.Computation, at: hlo.Instruction, index: int = 0) -> tuple[int, ...]:
-    return self._thinning.shape(self._number, computation.name, at.name, index)
-
-  def _scales(self, computation: hlo.Computation, name: str) -> tuple[int, ...]:
-    return self._thinning.scales(self._number, computation.name, name)
-
-  def _kept(self, computation: hlo.Computation, at: hlo.Instruction) -> list[Array]:
-    return [np.array(kept) for kept in self._thinning.kept(self._number, computation.name, at.name)]
+  def _kept(self, at: hlo.Instruction) -> list[Array]:
+    return [*map(np.array, self._thinning.kept(at))]
 
   # Arrays -------------------------------------------------------------------------------------
 
-  def _elementwise(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+  def _elementwise(self, at: hlo.Instruction, *inputs: Array) -> Value:
     rank = max(value.ndim for value in inputs)
     inputs = tuple(v if v.ndim == rank else v.reshape(v.shape[:1] + (1,) * (rank - 1)) for v in inputs)
     dtype = at.shapes[0].dtype
@@ -261,44 +253,41 @@ class Evaluator:
     if at.opcode == "convert":
       return _converted(inputs[0], dtype)
     if at.opcode == "bitcast-convert":
-      return _same_bits(inputs[0], computation.by_name[at.operands[0]].shapes[0].dtype, dtype)
+      return _same_bits(inputs[0], at.inputs[0].shapes[0].dtype, dtype)
     return _FUNCTIONS[at.opcode](*inputs)
 
-  def _constant(self, computation: hlo.Computation, at: hlo.Instruction) -> Value:
-    key = (computation.name, at.name)
-    if key not in self._constants:  # read in each pass of a loop
-      self._constants[key] = _literal(at)[np.ix_(*self._kept(computation, at))][None]
-    return self._constants[key]
+  def _constant(self, at: hlo.Instruction) -> Value:
+    if at not in self._constants:  # read in each pass of a loop
+      self._constants[at] = _literal(at)[np.ix_(*self._kept(at))][None]
+    return self._constants[at]
 
-  def _iota(self, computation: hlo.Computation, at: hlo.Instruction) -> Value:
-    dim, shape = int(at.attribute("iota_dimension")), self._shape(computation, at)
-    line = _along(self._kept(computation, at)[dim], dim, len(shape))
+  def _iota(self, at: hlo.Instruction) -> Value:
+    dim, shape = int(at.attribute("iota_dimension")), self._thinning.shape(at)
+    line = _along(self._kept(at)[dim], dim, len(shape))
     return _converted(np.broadcast_to(line, shape)[None], at.shapes[0].dtype)
 
-  def _broadcast(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    shape, places = self._shape(computation, at), at.numbers("dimensions")
+  def _broadcast(self, at: hlo.Instruction, x: Array) -> Value:
+    shape, places = self._thinning.shape(at), at.numbers("dimensions")
     sizes = dict(zip(places, x.shape[1:], strict=True))
     x = x.transpose([0, *(1 + int(n) for n in np.argsort(places))]) if places else x
     return np.broadcast_to(x.reshape(len(x), *(sizes.get(n, 1) for n in range(len(shape)))), (len(x), *shape))
 
-  def _reordered(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+  def _reordered(self, at: hlo.Instruction, x: Array) -> Value:
     dims = [1 + n for n in at.numbers("dimensions")]
     return x.transpose([0, *dims]) if at.opcode == "transpose" else np.flip(x, (*dims,))
 
-  def _reshape(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    return x.reshape((len(x), *self._shape(computation, at)))
+  def _reshape(self, at: hlo.Instruction, x: Array) -> Value:
+    return x.reshape((len(x), *self._thinning.shape(at)))
 
-  def _concatenate(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+  def _concatenate(self, at: hlo.Instruction, *inputs: Array) -> Value:
     return np.concatenate(_of_one_lead(*inputs), 1 + at.numbers("dimensions")[0])
 
-  def _pad(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, fill: Array) -> Value:
+  def _pad(self, at: hlo.Instruction, x: Array, fill: Array) -> Value:
     x, fill = _of_one_lead(x, fill)
-    made = np.empty((len(x), *self._shape(computation, at)), x.dtype)
+    made = np.empty((len(x), *self._thinning.shape(at)), x.dtype)
     made[:] = fill.reshape(-1, *[1] * (x.ndim - 1))
     sources, targets = [np.arange(len(x))], [np.arange(len(x))]
-    rows = zip(
-      hlo_dims.padding(at), self._scales(computation, at.name), x.shape[1:], made.shape[1:], strict=True
-    )
+    rows = zip(hlo_dims.padding(at), self._thinning.scales(at), x.shape[1:], made.shape[1:], strict=True)
     for (low, _, between), scale, size, room in rows:
       places = low // scale + np.arange(size) * (between + 1)
       inside = (places >= 0) & (places < room)
@@ -307,12 +296,12 @@ class Evaluator:
     made[np.ix_(*targets)] = x[np.ix_(*sources)]
     return made
 
-  def _slice(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+  def _slice(self, at: hlo.Instruction, x: Array) -> Value:
     rows = zip(
       hlo_dims.slice_bounds(at),
-      self._scales(computation, at.operands[0]),
-      self._scales(computation, at.name),
-      self._kept(computation, at),
+      self._thinning.scales(at.inputs[0]),
+      self._thinning.scales(at),
+      self._kept(at),
       strict=True,
     )
     for dim, ((start, stop, step), scale, after, kept) in enumerate(rows, 1):
@@ -321,28 +310,23 @@ class Evaluator:
       x = x[(slice(None),) * dim + (cut,)]
     return x
 
-  def _dynamic_slice(
-    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, *starts: Array
-  ) -> Value:
+  def _dynamic_slice(self, at: hlo.Instruction, x: Array, *starts: Array) -> Value:
     # Where the two are thinned differently, what is cut is whole.
-    alike = self._scales(computation, at.operands[0]) == self._scales(computation, at.name)
-    lines = [*map(np.arange, self._shape(computation, at))] if alike else self._kept(computation, at)
-    x, places = self._places(computation, at, x, starts, at.shapes[0].dims, lines)
+    alike = self._thinning.scales(at.inputs[0]) == self._thinning.scales(at)
+    lines = [*map(np.arange, self._thinning.shape(at))] if alike else self._kept(at)
+    x, places = self._places(at, x, starts, at.shapes[0].dims, lines)
     return x[places]
 
-  def _update(
-    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, update: Array, *starts: Array
-  ) -> Value:
-    sizes = computation.by_name[at.operands[1]].shapes[0].dims
+  def _update(self, at: hlo.Instruction, x: Array, update: Array, *starts: Array) -> Value:
+    sizes = at.inputs[1].shapes[0].dims
     x, update = _of_one_lead(x, update)
-    out, places = self._places(computation, at, x, starts, sizes, [*map(np.arange, update.shape[1:])])
+    out, places = self._places(at, x, starts, sizes, [*map(np.arange, update.shape[1:])])
     out = out.copy()
     out[places] = update
     return out
 
   def _places(
     self,
-    computation: hlo.Computation,
     at: hlo.Instruction,
     x: Array,
     starts: Sequence[Array],
@@ -350,14 +334,13 @@ class Evaluator:
     lines: Sequence[Array],
   ) -> tuple[Array, Any]:
     """An array, and the positions `lines` in it on each device, from a start for each device and dim on."""
-    node = (self._number, computation.name, at.operands[0])
-    whole = computation.by_name[at.operands[0]].shapes[0].dims
+    whole = at.inputs[0].shapes[0].dims
     first: list[Array] = []
-    rows = zip(starts, self._thinning.scales(*node), self._thinning.grains(*node), strict=True)
+    rows = zip(starts, self._thinning.scales(at.inputs[0]), self._thinning.grains(at.inputs[0]), strict=True)
     for dim, (start, scale, grain) in enumerate(rows):
       place = np.clip(start.astype(np.int64), 0, whole[dim] - sizes[dim])
       if scale > 1 and (place % (scale * grain)).any():
-        raise Finer(node, dim, int(np.gcd.reduce(np.append(place, scale * grain))))
+        raise Finer(at.inputs[0], dim, int(np.gcd.reduce(np.append(place, scale * grain))))
       first.append(place // scale)
     if all(len(start) == 1 for start in first) and all((np.diff(line) == 1).all() for line in lines):
       cut = (slice(int(s[0]), int(s[0]) + len(line)) for s, line in zip(first, lines, strict=True))
@@ -375,10 +358,10 @@ class Evaluator:
     """The operation of a region that is one of `_COMBINERS`, or an empty string."""
     region = self._program.computations[name]
     work = [i for i in region.instructions if i.opcode not in ("parameter", "convert", "copy")]
-    plain = len(work) == 1 and len(set(work[0].operands)) == 2 and work[0].opcode in _COMBINERS
+    plain = len(work) == 1 and len(set(work[0].inputs)) == 2 and work[0].opcode in _COMBINERS
     return work[0].opcode if plain else ""
 
-  def _reduce(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+  def _reduce(self, at: hlo.Instruction, *inputs: Array) -> Value:
     count, dims = len(inputs) // 2, [1 + n for n in at.numbers("dimensions")]
     arrays, starts = inputs[:count], inputs[count:]
     name = self._combiner(at.called[0])
@@ -401,9 +384,7 @@ class Evaluator:
       totals = found if isinstance(found, tuple) else (found,)
     return totals if at.result.startswith("(") else totals[0]
 
-  def _dot(
-    self, computation: hlo.Computation, at: hlo.Instruction, left: Array, right: Array, *_: Array
-  ) -> Value:
+  def _dot(self, at: hlo.Instruction, left: Array, right: Array, *_: Array) -> Value:
     summed, batch = hlo_dims.dot_params(at)["dimension_numbers"]
 
     def arranged(x: Array, side: int) -> Array:
@@ -415,26 +396,24 @@ class Evaluator:
     one, other = arranged(left, 0), arranged(right, 1)
     self._spend(max(len(one), len(other)) * one[0].size * other.shape[-1])
     product = one @ other
-    return product.reshape((len(product), *self._shape(computation, at)))
+    return product.reshape((len(product), *self._thinning.shape(at)))
 
-  def _convolution(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, k: Array) -> Value:
+  def _convolution(self, at: hlo.Instruction, x: Array, k: Array) -> Value:
     params = hlo_dims.convolution_params(at)
     out, *_ = params["dimension_numbers"].rhs_spec
     x, k = _of_one_lead(x, k)
-    self._spend(len(x) * math.prod(self._shape(computation, at)) * k[0].size // k.shape[1 + out])
+    self._spend(len(x) * math.prod(self._thinning.shape(at)) * k[0].size // k.shape[1 + out])
     if "rhs_reversal" in at.attribute("window"):
       raise _Unknown("a convolution with a reversed kernel")
     return _each(functools.partial(lax.conv_general_dilated, **params), x, k)
 
-  def _window(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, start: Array) -> Value:
+  def _window(self, at: hlo.Instruction, x: Array, start: Array) -> Value:
     combine, _ = _COMBINERS[self._combiner(at.called[0])]
     params = hlo_dims.window_params(at, x.ndim - 1)
     self._spend(x.size * math.prod(params["window_dimensions"]))
     return _each(lambda x: lax.reduce_window(x, start.flat[0], combine, **params), x)
 
-  def _select(
-    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, source: Array, start: Array
-  ) -> Value:
+  def _select(self, at: hlo.Instruction, x: Array, source: Array, start: Array) -> Value:
     """The gradient of a pooling: each number goes to the position that was chosen in its window."""
     chosen = self._program.computations[at.called[0]].root.attribute("direction")
     pool, worst = (lax.max, -np.inf) if chosen in ("GE", "GT") else (lax.min, np.inf)
@@ -453,15 +432,14 @@ class Evaluator:
 
   def _indexed(
     self,
-    computation: hlo.Computation,
     at: hlo.Instruction,
     indices: Array,
     dims: Sequence[int],
     sizes: Sequence[int],
   ) -> tuple[Array, Array, tuple[int, ...]]:
     """Thinned indices, with their vectors last; which are inside; and the thinned sizes of their windows."""
-    whole = computation.by_name[at.operands[0]].shapes[0].dims
-    scales = self._scales(computation, at.operands[0])
+    whole = at.inputs[0].shapes[0].dims
+    scales = self._thinning.scales(at.inputs[0])
     vector = 1 + int(at.attribute("index_vector_dim"))
     x = indices[..., None] if vector == indices.ndim else np.moveaxis(indices, vector, -1)
     room = np.array([whole[d] - sizes[d] for d in dims], np.int64)
@@ -470,31 +448,29 @@ class Evaluator:
     rows = zip(sizes, whole, scales, strict=True)
     return thinned, inside, tuple(size // scale if size == n else size for size, n, scale in rows)
 
-  def _gather(self, computation: hlo.Computation, at: hlo.Instruction, x: Array, indices: Array) -> Value:
+  def _gather(self, at: hlo.Instruction, x: Array, indices: Array) -> Value:
     params = hlo_dims.gather_params(at)
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    places, _, sizes = self._indexed(computation, at, indices, numbers.start_index_map, sizes)
+    places, _, sizes = self._indexed(at, indices, numbers.start_index_map, sizes)
     look_up = functools.partial(lax.gather, dimension_numbers=numbers, slice_sizes=sizes, mode="clip")
     return _each(look_up, *_of_one_lead(x, places))
 
-  def _scatter(
-    self, computation: hlo.Computation, at: hlo.Instruction, x: Array, indices: Array, updates: Array
-  ) -> Value:
+  def _scatter(self, at: hlo.Instruction, x: Array, indices: Array, updates: Array) -> Value:
     params, name = hlo_dims.scatter_params(at), self._combiner(at.called[0])
     numbers, root = params["dimension_numbers"], self._program.computations[at.called[0]].root
     combine = _COMBINERS[name][1] if name else lax.scatter
     if combine is None or not (name or (root.opcode == "parameter" and root.arguments == "1")):
       raise _Unknown(at.opcode)
-    given = iter(computation.by_name[at.operands[2]].shapes[0].dims[d] for d in numbers.update_window_dims)
+    given = iter(at.inputs[2].shapes[0].dims[d] for d in numbers.update_window_dims)
     absent = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     sizes = [1 if d in absent else next(given) for d in range(x.ndim - 1)]
     dims = numbers.scatter_dims_to_operand_dims
-    places, inside, _ = self._indexed(computation, at, indices, dims, sizes)
+    places, inside, _ = self._indexed(at, indices, dims, sizes)
     places = np.where(inside.all(-1, keepdims=True), places, -1)
     add = functools.partial(combine, dimension_numbers=numbers, mode="drop")
     return _each(add, *_of_one_lead(x, places, updates.astype(x.dtype)))
 
-  def _sort(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+  def _sort(self, at: hlo.Instruction, *inputs: Array) -> Value:
     dim = 1 + at.numbers("dimensions")[0]
     arrays = [np.moveaxis(x, dim, -1) for x in _of_one_lead(*inputs)]
     length = arrays[0].shape[-1]
@@ -512,14 +488,14 @@ class Evaluator:
     made = tuple(np.moveaxis(x, -1, dim) for x in made)
     return made if at.result.startswith("(") else made[0]
 
-  def _topk(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
-    count = self._shape(computation, at)[-1]
+  def _topk(self, at: hlo.Instruction, x: Array) -> Value:
+    count = self._thinning.shape(at)[-1]
     order = np.argsort(x if at.attribute("largest") == "false" else -x, -1, kind="stable")[..., :count]
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
   # Devices ------------------------------------------------------------------------------------
 
-  def _exchange(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+  def _exchange(self, at: hlo.Instruction, *inputs: Array) -> Value:
     rows = np.array(group_rows(at.rest, self._devices))  # groups, members
     parts = [self._everywhere(x)[rows] for x in inputs]
     dims = at.numbers("dimensions")
@@ -548,27 +524,27 @@ class Evaluator:
       return np.stack(np.split(total, count, 1 + dim), 1)
     return np.repeat(total[:, None], count, 1)
 
-  def _permute(self, computation: hlo.Computation, at: hlo.Instruction, x: Array) -> Value:
+  def _permute(self, at: hlo.Instruction, x: Array) -> Value:
     made = np.zeros((self._devices, *x.shape[1:]), x.dtype)
     for source, target in pairs_of(at.attribute("source_target_pairs")):
       made[target] = self._everywhere(x)[source]
     return made
 
-  def _custom(self, computation: hlo.Computation, at: hlo.Instruction, *inputs: Array) -> Value:
+  def _custom(self, at: hlo.Instruction, *inputs: Array) -> Value:
     target = at.attribute("custom_call_target").strip('"')
     if target in ("Sharding", "annotate_device_placement", "LayoutConstraint", "MoveToHost", "MoveToDevice"):
       return inputs[0]
     if target == "TopK":
-      return self._topk(computation, at, inputs[0])
+      return self._topk(at, inputs[0])
     if target not in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
       raise _Unknown(target)
     begins = target == "SPMDFullToShardShape"
     # Where a `shard_map` begins, the layout is that of the operand: the call itself is marked as manual.
-    placed = computation.by_name[at.operands[0]] if begins else at
+    placed = at.inputs[0] if begins else at
     tiling = read_tiling(placed.attribute("sharding"), self._devices)
     if tiling is None:
       raise _Unknown("a shard_map over some of the axes")
-    x, shape = self._everywhere(inputs[0]), self._shape(computation, at)
+    x, shape = self._everywhere(inputs[0]), self._thinning.shape(at)
     return blocks(x, corners(tiling, shape), shape) if begins else self._joined(at, x, tiling, shape)
 
   def _joined(self, at: hlo.Instruction, x: Array, tiling: Tiling, shape: tuple[int, ...]) -> Value:

@@ -17,15 +17,11 @@ from fractions import Fraction
 
 from nnx_parallel.core import hlo
 from nnx_parallel.core.classes import Forest, Ratio
-from nnx_parallel.core.hlo_devices import group_rows, read_tiling
-from nnx_parallel.core.hlo_dims import ELEMENTWISE, dims_of, dot_params, padding, slice_bounds
+from nnx_parallel.core.hlo_devices import group_rows
+from nnx_parallel.core.hlo_dims import ELEMENTWISE, dims_of, padding, slice_bounds
 
 # The fewest positions that a dim keeps in all, and on one device, where it has as many.
 _IN_ALL, _ON_ONE = 6, 2
-# Operations that are recognised in both programs; see `Thinning._link`.
-_LINKED = ELEMENTWISE | {
-  "dot", "convolution", "gather", "scatter", "reduce", "iota", "sort", "topk", "reduce-window", "broadcast",
-}  # fmt: skip
 # Without a rule for dims: they have no operand, or their results are not known (kernels).
 _FREE = frozenset({
   "custom-call", "constant", "iota", "partition-id", "replica-id", "after-all", "rng-bit-generator",
@@ -39,11 +35,9 @@ _SAME = frozenset({
 # Operations that unite the dims at one place of all operands with those of the result.
 _PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}
 
-Node = tuple[int, str, str]
-"""Number of a program, computation, instruction."""
 Dims = list[list[int]]
 """The dims of each array of an instruction, as nodes of a `Forest`."""
-_Shapes = list[tuple[int, ...]]
+Sides = tuple[tuple[list[int], tuple[int, ...]], ...]
 
 
 class Thinning:
@@ -51,11 +45,14 @@ class Thinning:
 
   Args:
     programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
-    finer: array -> dim -> what its thinning must divide, as found while evaluating.
+    finer: instruction -> dim -> what its thinning must divide, as found while evaluating.
   """
 
-  def __init__(self, programs: Sequence[hlo.Program], finer: Mapping[Node, Mapping[int, int]] | None = None):
-    self._programs = programs
+  def __init__(
+    self,
+    programs: Sequence[hlo.Program],
+    finer: Mapping[hlo.Instruction, Mapping[int, int]] | None = None,
+  ):
     self._rules = {
       "dynamic-slice": self._dynamic_slice, "pad": self._pad, "reshape": self._reshape, "slice": self._slice,
     }  # fmt: skip
@@ -63,30 +60,28 @@ class Thinning:
     self.forest = Forest()
     self._sizes: list[tuple[Ratio, Ratio]] = []
     self._step: list[Ratio] = []
-    self._known: dict[Node, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    self._merges: list[tuple[tuple[list[int], tuple[int, ...]], ...]] = []
-    self.nodes: dict[Node, Dims] = {}
-    self._shapes: dict[Node, _Shapes] = {}
+    self._known: dict[hlo.Instruction, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    self._merges: list[Sides] = []
     # What is cut out unevenly, by JAX name, line and dim, in each program.
-    self._cuts: list[dict[tuple[str, int, int], list[int]]] = [{} for _ in programs]
-    for number, computation, at in self._instructions():
-      node = (number, computation.name, at.name)
-      self._shapes[node] = [shape.dims for shape in at.shapes]
-      self.nodes[node] = [[self._new(n) for n in shape.dims] for shape in at.shapes]
-    for number, computation, at in self._instructions():
-      self._cut = self._cuts[number]
-      try:
-        self._constrain(number, computation, at)
-      except (ValueError, LookupError):  # a form of it that is not known here
-        names = [at.name, *(name for name in at.operands if name in computation.by_name)]
-        self._keep(d for name in names for dims in self.nodes[number, computation.name, name] for d in dims)
-    self._tie()
-    self._link()
+    self._cuts: list[dict[tuple[str, int, int], list[int]]] = []
+    self.nodes = {
+      at: [[self._new(n) for n in shape.dims] for shape in at.shapes]
+      for program in programs
+      for at in program.instructions
+    }
+    for program in programs:
+      self._cuts.append({})
+      for at in program.instructions:
+        try:
+          self._constrain(program, at)
+        except (ValueError, LookupError):  # a form of it that is not known here
+          self._keep(d for each in (at, *at.inputs) for dims in self.nodes[each] for d in dims)
+    self._tie([program.entry for program in programs])
     for sides in self._merges:
       self._merge(sides)
-    for node, steps in (finer or {}).items():
+    for at, steps in (finer or {}).items():
       for dim, step in steps.items():
-        self._divide(self.nodes[node][0][dim], step)
+        self._divide(self.nodes[at][0][dim], step)
     # The fewest elements of the root that are an integer number of elements of each dim in the class.
     self._unit = [1] * len(self.forest)
     for dim in range(len(self.forest)):
@@ -95,45 +90,38 @@ class Thinning:
     roots = {self.forest.root(dim) for dim in self._tied}
     self._scales = {r: _scale(self._step[r], self._sizes[r], self._unit[r]) for r in roots}
 
-  def scales(self, program: int, computation: str, instruction: str, index: int = 0) -> tuple[int, ...]:
+  def scales(self, at: hlo.Instruction, index: int = 0) -> tuple[int, ...]:
     """By what each dim of an array is divided; `index` picks one of a tuple."""
-    return self._found((program, computation, instruction))[index][0]
+    return self._found(at)[index][0]
 
-  def shape(self, program: int, computation: str, instruction: str, index: int = 0) -> tuple[int, ...]:
+  def shape(self, at: hlo.Instruction, index: int = 0) -> tuple[int, ...]:
     """Thinned sizes of an array."""
-    return self._found((program, computation, instruction))[index][1]
+    return self._found(at)[index][1]
 
-  def _found(self, node: Node) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+  def _found(self, at: hlo.Instruction) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Scales and sizes of each array of an instruction."""
-    if node not in self._known:
-      scales = [tuple(self._scales.get(self.forest.root(d), 1) for d in dims) for dims in self.nodes[node]]
-      self._known[node] = [
-        (by, tuple(n // s for n, s in zip(sizes, by, strict=True)))
-        for by, sizes in zip(scales, self._shapes[node], strict=True)
+    if at not in self._known:
+      scales = [tuple(self._scales.get(self.forest.root(d), 1) for d in dims) for dims in self.nodes[at]]
+      self._known[at] = [
+        (by, tuple(n // s for n, s in zip(shape.dims, by, strict=True)))
+        for by, shape in zip(scales, at.shapes, strict=True)
       ]
-    return self._known[node]
+    return self._known[at]
 
-  def grains(self, program: int, computation: str, instruction: str) -> tuple[int, ...]:
+  def grains(self, at: hlo.Instruction) -> tuple[int, ...]:
     """How many neighbours each dim of an array keeps at a time."""
-    dims = self.nodes[program, computation, instruction][0]
+    dims = self.nodes[at][0]
     return tuple(int(self._unit[self.forest.root(d)] * self.forest.ratio(d)) for d in dims)
 
-  def kept(self, program: int, computation: str, instruction: str) -> list[Sequence[int]]:
+  def kept(self, at: hlo.Instruction) -> list[Sequence[int]]:
     """The positions that each dim of an array keeps."""
-    node = (program, computation, instruction)
-    rows = zip(self._shapes[node][0], self.scales(*node), self.grains(*node), strict=True)
+    rows = zip(at.shapes[0].dims, self.scales(at), self.grains(at), strict=True)
     return [
       range(size) if scale == 1 else [n + m for n in range(0, size, scale * grain) for m in range(grain)]
       for size, scale, grain in rows
     ]
 
   # Classes of dims ----------------------------------------------------------------------------
-
-  def _instructions(self) -> Iterator[tuple[int, hlo.Computation, hlo.Instruction]]:
-    for number, program in enumerate(self._programs):
-      for computation in program.reachable:
-        for at in computation.instructions:
-          yield number, computation, at
 
   def _new(self, size: int) -> int:
     self._sizes.append((size, size))
@@ -172,8 +160,11 @@ class Thinning:
     for one, other in zip(ones, others, strict=True):
       self._unite_all(one, other)
 
-  def _tie(self) -> None:
-    """Arguments and results of all programs, in their order, and what they cut out in the same place."""
+  def _tie(self, entries: Sequence[hlo.Computation]) -> None:
+    """Arguments and results of all programs, in their order, and what they cut out in the same place.
+
+    Only these are thinned, and what is in one class with them: other dims may be whole in one program only.
+    """
     self._tied = list[int]()
     for key, dims in self._cuts[0].items():
       # A partitioner makes several cuts and joins for one slice: the last is the result.
@@ -182,59 +173,23 @@ class Thinning:
       for dim in cuts:
         self._unite(dims[0], dim)
     first: dict[object, Dims] = {}
-    for number, program in enumerate(self._programs):
-      entry = program.entry
-      arrays = {("in", i.arguments): i.name for i in entry.instructions if i.opcode == "parameter"}
-      for key, name in {**arrays, "out": entry.root.name}.items():
-        dims = self.nodes[number, entry.name, name]
-        self._tied += itertools.chain(*dims)
-        self._unite_arrays(first.setdefault(key, dims), dims)
-
-  def _link(self) -> None:
-    """Unites the dims of operations of two programs with one JAX name and line, and fitting shapes.
-
-    Dims that are in no argument or result would otherwise be thinned in one program only. Several
-    operations can have one name, for example the forward and backward products of a line: a part of the
-    program is linked with those that are most like it, by layout and by summed dims.
-    """
-    first: dict[object, dict[object, tuple[hlo.Instruction, list[int]]]] = {}
-    for number, computation, at in self._instructions():
-      if not at.op_name or at.opcode not in _LINKED:
-        continue
-      names = [at.name] if at.opcode in ELEMENTWISE else [at.name, *at.operands]
-      nodes = [(number, computation.name, name) for name in names]
-      dims = [d for node in nodes for array in self.nodes[node] for d in array]
-      shapes = [shape for node in nodes for shape in self._shapes[node]]
-      sizes = tuple(n for shape in shapes for n in shape)
-      alike = first.setdefault((at.opcode, at.op_name, at.frame, *map(len, shapes)), {})
-      if number == 0:
-        kind = sizes, at.attribute("sharding"), _summed(at)
-        self._unite_all(alike.setdefault(kind, (at, dims))[1], dims)
-        continue
-      devices = self._programs[number].partitions
-      found = [
-        (_likeness(at, other, devices), others)
-        for (wholes, *_), (other, others) in alike.items()
-        if all(n and m % n == 0 and devices % (m // n) == 0 for n, m in zip(sizes, wholes, strict=True))
-      ]
-      closest = max((likeness for likeness, _ in found), default=0)
-      for likeness, others in found:
-        if likeness == closest:
-          self._unite_all(dims, others)
+    for entry in entries:
+      for key, at in (("out", entry.root), *((i.index, i) for i in entry.parameters)):
+        self._tied += itertools.chain(*self.nodes[at])
+        self._unite_arrays(first.setdefault(key, self.nodes[at]), self.nodes[at])
 
   # The rule of each operation ----------------------------------------------------------------
 
-  def _constrain(self, number: int, computation: hlo.Computation, at: hlo.Instruction) -> None:
-    results = self.nodes[number, computation.name, at.name]
-    operands = [self.nodes[number, computation.name, name] for name in at.operands]
-    arrays = [dims for operand in operands for dims in operand]
-    shapes = [s for name in at.operands for s in self._shapes[number, computation.name, name]]
+  def _constrain(self, program: hlo.Program, at: hlo.Instruction) -> None:
+    results = self.nodes[at]
+    arrays = [dims for read in at.inputs for dims in self.nodes[read]]
+    shapes = [shape.dims for read in at.inputs for shape in read.shapes]
     if at.opcode in ("while", "conditional", "call", "fusion"):
-      self._calls(number, at, results, operands)
+      self._calls(program, at)
     elif at.opcode == "tuple":
       self._unite_arrays(results, arrays)
     elif at.opcode == "get-tuple-element":
-      self._unite_arrays(results, [arrays[int(at.attribute("index"))]])
+      self._unite_arrays(results, [arrays[at.index]])
     elif at.opcode in self._rules:
       self._rules[at.opcode](at, results[0], arrays[0], shapes[0])
     elif at.opcode in _PLACEWISE:
@@ -250,15 +205,12 @@ class Thinning:
     elif at.opcode in _SAME and list(map(len, arrays)) == list(map(len, results)):
       self._unite_arrays(results, arrays)
       if at.opcode == "all-to-all" and len(arrays) == 1:
-        (place,), members = (
-          at.numbers("dimensions"),
-          group_rows(at.rest, self._programs[number].partitions)[0],
-        )
+        (place,), members = at.numbers("dimensions"), group_rows(at.rest, program.partitions)[0]
         self._divide(arrays[0][place], shapes[0][place] // len(members))
     elif at.opcode not in _FREE:
       self._follow(at, arrays, results, shapes)
 
-  def _follow(self, at: hlo.Instruction, arrays: Dims, results: Dims, shapes: _Shapes) -> None:
+  def _follow(self, at: hlo.Instruction, arrays: Dims, results: Dims, shapes: list[tuple[int, ...]]) -> None:
     """Puts the dims that share a factor in the table of dims in one class."""
     found = dims_of(at, shapes, [shape.dims for shape in at.shapes])
     if found is None:
@@ -279,15 +231,14 @@ class Thinning:
         if factor is not None:
           self._unite(first.setdefault(factor, dim), dim)
 
-  def _calls(self, number: int, at: hlo.Instruction, results: Dims, operands: list[Dims]) -> None:
+  def _calls(self, program: hlo.Program, at: hlo.Instruction) -> None:
     for place, name in enumerate(at.called):
-      inner = self._programs[number].computations[name]
-      inputs = [operands[1 + place]] if at.opcode == "conditional" else operands
-      for parameter in inner.instructions:
-        if parameter.opcode == "parameter":
-          self._unite_arrays(self.nodes[number, name, parameter.name], inputs[int(parameter.arguments)])
-      if name != at.attribute("condition").lstrip("%"):
-        self._unite_arrays(self.nodes[number, name, inner.root.name], results)
+      inner = program.computations[name]
+      inputs = [at.inputs[1 + place]] if at.opcode == "conditional" else at.inputs
+      for parameter in inner.parameters:
+        self._unite_arrays(self.nodes[parameter], self.nodes[inputs[parameter.index]])
+      if at.opcode != "while" or inner is program.body(at):
+        self._unite_arrays(self.nodes[inner.root], self.nodes[at])
 
   def _reshape(
     self, at: hlo.Instruction, result: list[int], array: list[int], shape: tuple[int, ...]
@@ -301,7 +252,7 @@ class Thinning:
         )
       )
 
-  def _merge(self, sides: tuple[tuple[list[int], tuple[int, ...]], ...]) -> None:
+  def _merge(self, sides: Sides) -> None:
     """Of dims that a reshape merges or splits, the largest is thinned; where it does both, the last."""
 
     def largest(dim: int) -> Ratio:
@@ -343,25 +294,12 @@ class Thinning:
     """An uneven slice, such as all tokens but the first: its source is not thinned, its result may be."""
     self._divide(source, 1)
     if at.shapes[0].dims[place] > 1:
-      self._cut.setdefault((at.op_name, at.frame, place), []).append(result)
+      self._cuts[-1].setdefault((at.op_name, at.frame, place), []).append(result)
 
   def _pad(self, at: hlo.Instruction, result: list[int], array: list[int], shape: tuple[int, ...]) -> None:
     for place, (low, high, between) in enumerate(padding(at)):
       self._unite(result[place], array[place])
       self._divide(array[place], 1 if between else math.gcd(low, high))
-
-
-def _summed(at: hlo.Instruction) -> str:
-  return str(dot_params(at)) if at.opcode == "dot" else ""
-
-
-def _likeness(at: hlo.Instruction, whole: hlo.Instruction, devices: int) -> int:
-  """How much an operation on blocks is like one of the whole program."""
-  tiling, dims = read_tiling(whole.attribute("sharding"), devices), whole.shapes[0].dims
-  laid = (
-    tiling is not None and len(tiling.parts) in (0, len(dims)) and tiling.local(dims) == at.shapes[0].dims
-  )
-  return 2 * laid + (at.opcode == "dot" and _summed(at) == _summed(whole))
 
 
 def _merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

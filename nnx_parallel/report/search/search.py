@@ -431,7 +431,9 @@ def compile_candidate(inputs: SearchInputs, candidate: Candidate, topology: str)
     microbatches=candidate.microbatches,
     pipeline=candidate.pipeline,
   )
-  report = compile_report(step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip)
+  report = compile_report(
+    step, layout, batch=inputs.batch, topology=topology, chip=inputs.machine.chip, verify=True
+  )
   batch_axes = set(layout.batch_axes)
   splitting = {axis for part in parameter_parts(layout) for axis in part.split}
   time = program_time(report, candidate.time, inputs.machine, batch_axes & splitting)
@@ -503,6 +505,7 @@ def speed(candidate: Candidate) -> tuple[int, int, float]:
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:
+  results = candidate.report.results if candidate.report else None
   return {
     "mesh": dict(candidate.sizes),
     "microbatches": candidate.microbatches,
@@ -520,6 +523,6 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     "compiled_bytes": candidate.report.need_bytes if candidate.report else None,
     "compiled_seconds": candidate.compiled.seconds if candidate.compiled else None,
     "refused": candidate.refused,
-    "faults": [str(fault) for fault in candidate.report.faults] if candidate.report else None,
-    "not_checked": dict(candidate.report.results.unknown) if candidate.report else None,
+    "faults": [str(fault) for fault in results.faults] if results else None,
+    "not_checked": dict(results.unknown) if results else None,
   }
