@@ -72,6 +72,8 @@ def convolution_params(at: Instruction) -> dict[str, Any]:
     for text, first in zip(labels, ("bf", "oi", "bf"), strict=True)
   ]
   window = window_params(at, len(space))
+  if "1" in at.attribute("window").partition("rhs_reversal=")[2]:
+    raise ValueError("the kernel is reversed")
   return {
     "window_strides": window["window_strides"],
     "padding": window["padding"],

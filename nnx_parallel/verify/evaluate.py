@@ -36,25 +36,15 @@ Watch = Callable[[hlo.Instruction, Value], None]
 _LARGEST, _HARDEST, _EACH, _CALL = 2**25, 2**35, 16, 2**16
 ENDS = 2
 """Passes at each end of a loop that is run in part: what passes hand on is seen, in both directions."""
-_TOO_LARGE, _TOO_MUCH = "an array that is too large", "a program that computes too much"
 
 
 def _quotient(x: Array, y: Array) -> Array:
-  if x.dtype.kind == "f":
-    return x / y
-  y = np.where(y == 0, y.dtype.type(1), y)
-  down = x // y
-  return down + ((down < 0) & (down * y != x))  # towards zero
+  return x / y if x.dtype.kind == "f" else (x - np.fmod(x, y)) // y  # towards zero
 
 
-def _shifted(shift: Callable[..., Any], kind: str) -> Callable[[Array, Array], Array]:
+def _shifted(kind: str) -> Callable[[Array, Array], Array]:
   def run(x: Array, y: Array) -> Array:
-    bits = 8 * x.dtype.itemsize
-    numbers = x.view(f"{kind}{x.dtype.itemsize}")
-    over = y.astype(np.uint64) >= bits
-    moved = shift(numbers, np.where(over, 0, y).astype(numbers.dtype))
-    beyond = numbers >> numbers.dtype.type(bits - 1) if kind == "i" else numbers.dtype.type(0)
-    return np.where(over, beyond, moved).astype(numbers.dtype).view(x.dtype)
+    return (x.view(f"{kind}{x.itemsize}") >> y.view(f"{kind}{x.itemsize}")).view(x.dtype)
 
   return run
 
@@ -69,8 +59,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
   "or": np.bitwise_or, "popcnt": np.bitwise_count, "power": np.power, "reduce-precision": np.asarray,
   "remainder": np.fmod, "round-nearest-afz": lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5),
   "round-nearest-even": np.rint, "rsqrt": lambda x: 1 / np.sqrt(x), "select": np.where,
-  "shift-left": _shifted(np.left_shift, "u"), "shift-right-arithmetic": _shifted(np.right_shift, "i"),
-  "shift-right-logical": _shifted(np.right_shift, "u"), "sign": np.sign, "sine": np.sin, "sqrt": np.sqrt,
+  "shift-left": np.left_shift, "shift-right-arithmetic": _shifted("i"), "shift-right-logical": _shifted("u"),
+  "sign": np.sign, "sine": np.sin, "sqrt": np.sqrt,
   "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor,
 }  # fmt: skip
 # Regions of one such operation: the functions that reduce windows, and that scatter.
@@ -185,7 +175,7 @@ class Evaluator:
     for index in range(len(at.shapes)):
       size = lead * math.prod(self._thinning.shape(at, index))
       if size > _LARGEST:
-        raise _Unknown(_TOO_LARGE)
+        raise _Unknown("an array that is too large")
       self._spend(_CALL + _EACH * size)
     try:
       value = self._rules[opcode](at, *inputs)
@@ -199,7 +189,7 @@ class Evaluator:
     """Counts multiplications, up to the limit."""
     self._work += work
     if self._work > _HARDEST:
-      raise _Unknown(_TOO_MUCH)
+      raise _Unknown("a program that computes too much")
 
   def _loop(self, at: hlo.Instruction, state: Value) -> Value:
     condition, body = self._program.condition(at), self._program.body(at)
@@ -239,9 +229,6 @@ class Evaluator:
   def _everywhere(self, value: Array) -> Array:
     return np.broadcast_to(value, (self._devices, *value.shape[1:]))
 
-  def _kept(self, at: hlo.Instruction) -> list[Array]:
-    return [*map(np.array, self._thinning.kept(at))]
-
   # Arrays -------------------------------------------------------------------------------------
 
   def _elementwise(self, at: hlo.Instruction, *inputs: Array) -> Value:
@@ -258,12 +245,12 @@ class Evaluator:
 
   def _constant(self, at: hlo.Instruction) -> Value:
     if at not in self._constants:  # read in each pass of a loop
-      self._constants[at] = _literal(at)[np.ix_(*self._kept(at))][None]
+      self._constants[at] = _literal(at)[np.ix_(*self._thinning.kept(at))][None]
     return self._constants[at]
 
   def _iota(self, at: hlo.Instruction) -> Value:
     dim, shape = int(at.attribute("iota_dimension")), self._thinning.shape(at)
-    line = _along(self._kept(at)[dim], dim, len(shape))
+    line = _along(self._thinning.kept(at)[dim], dim, len(shape))
     return _converted(np.broadcast_to(line, shape)[None], at.shapes[0].dtype)
 
   def _broadcast(self, at: hlo.Instruction, x: Array) -> Value:
@@ -301,7 +288,7 @@ class Evaluator:
       hlo_dims.slice_bounds(at),
       self._thinning.scales(at.inputs[0]),
       self._thinning.scales(at),
-      self._kept(at),
+      self._thinning.kept(at),
       strict=True,
     )
     for dim, ((start, stop, step), scale, after, kept) in enumerate(rows, 1):
@@ -313,7 +300,7 @@ class Evaluator:
   def _dynamic_slice(self, at: hlo.Instruction, x: Array, *starts: Array) -> Value:
     # Where the two are thinned differently, what is cut is whole.
     alike = self._thinning.scales(at.inputs[0]) == self._thinning.scales(at)
-    lines = [*map(np.arange, self._thinning.shape(at))] if alike else self._kept(at)
+    lines = [*map(np.arange, self._thinning.shape(at))] if alike else self._thinning.kept(at)
     x, places = self._places(at, x, starts, at.shapes[0].dims, lines)
     return x[places]
 
@@ -398,14 +385,11 @@ class Evaluator:
     product = one @ other
     return product.reshape((len(product), *self._thinning.shape(at)))
 
-  def _convolution(self, at: hlo.Instruction, x: Array, k: Array) -> Value:
+  def _convolution(self, at: hlo.Instruction, x: Array, kernel: Array) -> Value:
     params = hlo_dims.convolution_params(at)
     out, *_ = params["dimension_numbers"].rhs_spec
-    x, k = _of_one_lead(x, k)
-    self._spend(len(x) * math.prod(self._thinning.shape(at)) * k[0].size // k.shape[1 + out])
-    if "rhs_reversal" in at.attribute("window"):
-      raise _Unknown("a convolution with a reversed kernel")
-    return _each(functools.partial(lax.conv_general_dilated, **params), x, k)
+    self._spend(len(x) * math.prod(self._thinning.shape(at)) * kernel[0].size // kernel.shape[1 + out])
+    return _each(functools.partial(lax.conv_general_dilated, **params), x, kernel)
 
   def _window(self, at: hlo.Instruction, x: Array, start: Array) -> Value:
     combine, _ = _COMBINERS[self._combiner(at.called[0])]
@@ -420,13 +404,12 @@ class Evaluator:
     if self._combiner(at.called[1]) != "add":
       raise _Unknown(at.opcode)
     params = hlo_dims.window_params(at, x.ndim - 1)
-    self._spend(x.size * math.prod(params["window_dimensions"]))
     params = {key: value for key, value in params.items() if not key.endswith("dilation")}
 
     def gradient(x: Any, source: Any) -> Any:
       return jax.vjp(lambda x: lax.reduce_window(x, worst, pool, **params), x)[1](source)[0]
 
-    return _each(gradient, *_of_one_lead(x, source))
+    return _each(gradient, x, source)
 
   # Indices ------------------------------------------------------------------------------------
 
@@ -453,7 +436,7 @@ class Evaluator:
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     places, _, sizes = self._indexed(at, indices, numbers.start_index_map, sizes)
     look_up = functools.partial(lax.gather, dimension_numbers=numbers, slice_sizes=sizes, mode="clip")
-    return _each(look_up, *_of_one_lead(x, places))
+    return _each(look_up, x, places)
 
   def _scatter(self, at: hlo.Instruction, x: Array, indices: Array, updates: Array) -> Value:
     params, name = hlo_dims.scatter_params(at), self._combiner(at.called[0])
@@ -468,7 +451,7 @@ class Evaluator:
     places, inside, _ = self._indexed(at, indices, dims, sizes)
     places = np.where(inside.all(-1, keepdims=True), places, -1)
     add = functools.partial(combine, dimension_numbers=numbers, mode="drop")
-    return _each(add, *_of_one_lead(x, places, updates.astype(x.dtype)))
+    return _each(add, x, places, updates.astype(x.dtype))
 
   def _sort(self, at: hlo.Instruction, *inputs: Array) -> Value:
     dim = 1 + at.numbers("dimensions")[0]
@@ -630,4 +613,4 @@ def _of_one_lead(*arrays: Array) -> list[Array]:
 
 def _each(function: Callable[..., Any], *arrays: Array) -> Array:
   """What a function of `jax.lax` gives on each device."""
-  return np.asarray(jax.vmap(function)(*arrays))
+  return np.asarray(jax.vmap(function)(*_of_one_lead(*arrays)))

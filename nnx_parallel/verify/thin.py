@@ -15,6 +15,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
+import numpy as np
+import numpy.typing as npt
+
 from nnx_parallel.core import hlo
 from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.core.hlo_devices import group_rows
@@ -113,11 +116,13 @@ class Thinning:
     dims = self.nodes[at][0]
     return tuple(int(self._unit[self.forest.root(d)] * self.forest.ratio(d)) for d in dims)
 
-  def kept(self, at: hlo.Instruction) -> list[Sequence[int]]:
+  def kept(self, at: hlo.Instruction) -> list[npt.NDArray[np.int64]]:
     """The positions that each dim of an array keeps."""
     rows = zip(at.shapes[0].dims, self.scales(at), self.grains(at), strict=True)
     return [
-      range(size) if scale == 1 else [n + m for n in range(0, size, scale * grain) for m in range(grain)]
+      (np.arange(0, size, scale * grain)[:, None] + np.arange(grain)).ravel()
+      if scale > 1
+      else np.arange(size)
       for size, scale, grain in rows
     ]
 
