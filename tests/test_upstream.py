@@ -219,9 +219,9 @@ def dumped(request):
 
 
 def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
-  """`report/program/compiler.py` (`_DUMPS`): names of passes; `faults.py` beside it compares the programs.
+  """`report/program/compiler.py` (`_DUMPS`): names of passes; `verify/program.py` compares the programs.
 
-  `report/program/devices.py` reads the layouts of arguments and results there.
+  `core/hlo_devices.py` reads the layouts of arguments and results there.
   """
   whole, split = (hlo.parse(text).entry for text in (dumped[1].whole, dumped[1].partitioned))
   layouts = [i.attribute("sharding") for i in whole.instructions if i.opcode == "parameter"]

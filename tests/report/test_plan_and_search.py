@@ -600,13 +600,13 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(monkeypatch
   task = SearchInputs(init, loss, RULES, optax.sgd(0.1), big, read_machine("cpu:8"))
   tried, best, notes = compile_first(task, chosen, others)
   assert best is tried[0]
-  assert tried[1].refused == "as compiled, of 2 results 1 are right, 1 WRONG"
+  assert tried[1].refused == "as compiled, 2 results compared: 1 WRONG"
   (note,) = notes
   assert note.startswith(chosen[0].mesh_text)
   assert note.endswith("refused: up is off by 0.5 of its largest number; first wrong at net.py:3: dot.1.")
   result = dataclasses.replace(found, fitting=tuple(tried), best=best, notes=notes)
   assert tried[1] not in result.pareto()
-  assert re.search(r"yes +of 2 results 1 are right, 1 WRONG", str(result))
+  assert re.search(r"yes +2 results compared: 1 WRONG", str(result))
   (right, refused) = json.loads(result.to_json())["compiled"]
   assert (right["refused"], right["faults"], refused["refused"]) == ("", [], tried[1].refused)
   assert refused["faults"] == [str(tried[1].report.faults[0])]

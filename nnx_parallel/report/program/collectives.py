@@ -176,7 +176,7 @@ def _describe(
     times=run.times,
     overlapped=_overlapped_sending(run) if across else _overlapped(run),
     op=made.op_name if made else "",
-    source=program.source(made) if made else "",
+    source=origins.source(made) if made else "",
     parameters=origins.of(instruction) if kind in _CARRIES else (),
     name=instruction.name,
     slices=_spanned(labels, slices),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from nnx_parallel.core import hlo
 
 # Operations whose result holds only values of one operand.
@@ -14,6 +17,8 @@ _MOVES = frozenset({
 _FUSIONS = frozenset({"fusion", "fusion-start"})
 _REDUCES = frozenset({"all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "all-to-all"})
 _FAR = 200
+# Lines of this package; and those that compute what a line of the user's says, in another way.
+_PACKAGE, _REWRITES = "/nnx_parallel/", re.compile("/nnx_parallel/(layers|core)/")
 
 
 class Origins:
@@ -21,13 +26,49 @@ class Origins:
 
   def __init__(self, program: hlo.Program):
     self._program = program
-    # Parameter of a computation -> the instruction that runs the computation.
+    # Parameter or root of a computation -> the instruction that runs the computation.
     self._callers: dict[hlo.Instruction, hlo.Instruction] = {}
+    self._readers: dict[hlo.Instruction, list[hlo.Instruction]] = {}
     for computation in program.computations.values():
       for instruction in computation.instructions:
-        for name in instruction.called:
-          for parameter in program.computations[name].parameters if name in program.computations else ():
-            self._callers.setdefault(parameter, instruction)
+        for read in instruction.inputs:
+          self._readers.setdefault(read, []).append(instruction)
+        for inner in self._called(instruction):
+          for end in (*inner.parameters, inner.root):
+            self._callers.setdefault(end, instruction)
+
+  def _called(self, at: hlo.Instruction) -> list[hlo.Computation]:
+    return [self._program.computations[name] for name in at.called if name in self._program.computations]
+
+  def source(self, instruction: hlo.Instruction) -> str:
+    """`file.py:line` of an instruction; where `layers` rewrote it, the first of the user's that reads it."""
+    own = self._program.source(instruction)
+    left: list[tuple[hlo.Instruction, int | None]] = [(instruction, None)]
+    seen = set[tuple[hlo.Instruction, int | None]]()
+    while left and len(seen) < _FAR and _REWRITES.search(own):
+      at, index = left.pop(0)
+      line = self._program.source(at)
+      if line and _PACKAGE not in line:
+        return line
+      if (at, index) not in seen:
+        seen.add((at, index))
+        left += self._onward(at, index)
+    return own
+
+  def _onward(self, made: hlo.Instruction, index: int | None) -> Iterator[tuple[hlo.Instruction, int | None]]:
+    """What reads a value, also in loops and calls; of a tuple, the element `index`."""
+    for at in self._readers.get(made, ()):
+      place, inner = at.inputs.index(made), self._called(at)
+      if at.opcode == "get-tuple-element":
+        if index in (None, at.index):
+          yield at, None
+      elif at.opcode in ("while", "fusion", "call") and inner:
+        yield inner[-1].parameters[0 if at.opcode == "while" else place], index
+      else:
+        yield at, place if at.opcode == "tuple" else None
+    caller = self._callers.get(made)
+    if caller is not None and made.opcode != "parameter":
+      yield caller, index
 
   def of(self, instruction: hlo.Instruction) -> tuple[str, ...]:
     """Names of the arguments that reach `instruction` unmixed, without duplicates."""

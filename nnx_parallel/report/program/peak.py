@@ -70,7 +70,7 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
         count=1,
         bytes=int(value["bytes"]),
         op=names.get(made.op_name, made.op_name or made.name),
-        source=program.source(made),
+        source=origins.source(made),
         parameters=(names.get(held, held),) if held else (),
       )
     )
