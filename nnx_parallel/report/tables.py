@@ -264,7 +264,7 @@ def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
   """Activations that devices hold for the examples of others too, and where they begin."""
   found = report.whole_activations
   if not found:
-    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is whole along the batch.\n"
+    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is replicated along the batch.\n"
     return "" if found is None else note
   first = min(found, key=lambda one: one.place)
   fix = f": {first.fix}" if first.fix else ""
@@ -289,7 +289,7 @@ def whole_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   ]
   more = f" (and {len(found) - most} smaller)" if len(found) > most else ""
   columns = ("each>", "array", "devices", "made at", "fix")
-  return Table(f"Whole along the batch on each device, though it is split{more}", columns, rows)
+  return Table(f"Replicated along the batch, though mesh axes split it{more}", columns, rows)
 
 
 def _place(one: WholeActivation) -> str:
@@ -307,5 +307,5 @@ def reshards_table(report: CompileReport) -> Table:
     )
     for item in report.reshards
   ]
-  title = "Made whole on each device against the layout (involuntary full rematerialization)"
+  title = "Replicated on each device against the layout (involuntary full rematerialization)"
   return Table(title, ("where", "tensor", "bytes>", "sharding asked for"), rows)

@@ -211,7 +211,7 @@ def test_involuntary_resharding_is_mapped_to_its_line():
   assert found.reshards
   assert all("test_compile_report.py:" in r.source for r in found.reshards)
   assert found.reshards[0].bytes == 4 * 16 * 64 * 4
-  assert "Made whole on each device" in str(found)
+  assert "Replicated on each device against the layout" in str(found)
 
 
 def test_warnings_of_trial_runs_are_left_out():

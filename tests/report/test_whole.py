@@ -132,7 +132,7 @@ def test_a_constraint_that_asks_for_it_is_named():
   line = whole.__code__.co_firstlineno + 1
   assert first.constraint.endswith(f"test_whole.py:{line}")
   text = " ".join(str(found).split())
-  assert "Whole along the batch on each device, though it is split" in text
+  assert "Replicated along the batch, though mesh axes split it" in text
   made = first.source.rpartition("/")[2]
   assert made in (f"test_whole.py:{TABLE_LINE}", f"test_whole.py:{line}")
   assert f"8 of 8 {made} nxp.constrain(x" in text
@@ -148,7 +148,7 @@ def test_the_call_that_it_names_splits_the_activation():
   assert not [one for one in found.whole_activations if one.op.endswith("sin")]
   fixed = report(nxp.train_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
   assert fixed.whole_activations == ()
-  assert "or more is whole along the batch." in str(fixed)
+  assert "or more is replicated along the batch." in str(fixed)
 
 
 def test_the_parts_of_a_batch_are_compared_with_a_part():

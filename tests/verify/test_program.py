@@ -1,4 +1,4 @@
-"""What a partitioner makes of a program is compared with the program; see `report/program/faults.py`."""
+"""What a partitioner makes of a program is compared with the program; see `verify/program.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.verify import evaluate, thin
 from nnx_parallel.verify.program import compare
 
-SPLIT = Path(__file__).parent / "programs" / "split"
+SPLIT = Path(__file__).parent / "split"
 BATCH = ("data", "fsdp")
 
 
@@ -80,7 +80,7 @@ def test_examples_that_devices_have_exchanged_are_found(wrong):
   assert fault.result == "result['scale']"
   assert found.results.right == ("result['kernel']",)
   assert fault.op == "jit(<lambda>)/transpose(jvp())/dot_general"
-  assert fault.source.endswith(f"test_faults.py:{scaled.__code__.co_firstlineno + 3}")
+  assert fault.source.endswith(f"test_program.py:{scaled.__code__.co_firstlineno + 3}")
   assert any(sent.startswith("collective-permute {{0,0},{2,4}") for sent in fault.sent)
 
 
@@ -135,7 +135,7 @@ def test_a_missing_psum_in_a_shard_map_is_found(complete):
   else:
     (fault,) = found.faults
     assert "a psum is missing" in fault.what
-    assert "test_faults.py" in fault.source
+    assert "test_program.py" in fault.source
 
 
 @pytest.mark.parametrize("complete", [False, True])
