@@ -14,7 +14,7 @@ bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides lint format types bench torture soak fuzz seams nightly setup setup-lint clean
+.PHONY: help demo test quick guides site lint format types bench torture soak fuzz seams nightly setup setup-lint setup-site clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,6 +30,10 @@ quick: setup  ## layout, data, and the whole path once (under 3 minutes)
 
 guides: setup  ## runs README.md and guides/*.md from top to bottom
 	@$(pytest) tests/guides $(PYTEST_ARGS)
+
+site: setup-site  ## the site, build/site/guides/index.html, from the guides and the docstrings; warnings are errors
+	@$(bin)/python -m sphinx -q -W --keep-going -c guides -d build/site-doctrees . build/site
+	@echo "build/site/guides/index.html"
 
 lint: setup-lint  ## ruff: rules and format
 	@$(bin)/ruff check .
@@ -70,3 +74,7 @@ setup:
 setup-lint:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }
 	@$(PYTHON) tools/setup_venv.py $(VENV) test lint
+
+setup-site:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make site PYTHON=/path/to/python3.13" >&2; exit 1; }
+	@$(PYTHON) tools/setup_venv.py $(VENV) test site

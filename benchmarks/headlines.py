@@ -19,11 +19,11 @@ PAGE = ROOT / "benchmarks" / "README.md"
 
 HEAD = """# Measured
 
-Every figure here is read from a record in [results](results) by `python benchmarks/headlines.py`. Each record
-says how to measure it again, on which hardware, and when. All machines were virtual, with two CPU cores;
-devices were simulated, and programs for TPUs and GPUs were compiled by their own compilers and not run.
-**No accelerator was timed.** Ratios compare cases that took turns in one process: medians, with quartiles in
-the records."""
+Every figure here is read from a record in `benchmarks/results` by `python benchmarks/headlines.py`. Each
+record says how to measure it again, on which hardware, and when. All machines were virtual, with two CPU
+cores; devices were simulated, and programs for TPUs and GPUs were compiled by their own compilers and not
+run. **No accelerator was timed.** Ratios compare cases that took turns in one process: medians, with
+quartiles in the records."""
 
 
 class Row(NamedTuple):

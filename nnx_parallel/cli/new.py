@@ -22,7 +22,7 @@ def register(commands: options.Commands) -> None:
     description="Copies a recipe of the package into a new file, which every command takes.",
   )
   parser.add_argument("file", metavar="FILE", type=Path, help="the file to write: mine.py")
-  parser.add_argument("--like", default="text_lm", metavar="NAME", help="text_lm (default) or digits")
+  parser.add_argument("--like", default="starter", metavar="NAME", help="starter (default), text_lm, digits")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -98,7 +98,7 @@ def embedded_recipes() -> list[str]:
 
   Example:
     >>> embedded_recipes()
-    ['digits', 'text_lm']
+    ['digits', 'starter', 'text_lm']
   """
   return sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
 

@@ -109,7 +109,7 @@ def test_a_new_recipe_is_a_copy_that_commands_take(like, tmp_path, monkeypatch, 
   assert cli.main(["new", "my job.py", "--like", like]) == 0
   assert "nnx-parallel train 'my job.py'\n" in capsys.readouterr().out
   assert cli.main(["new", "other.py", "--like", "txt"]) == 1
-  assert "Fix: --like digits or text_lm." in capsys.readouterr().err
+  assert "Fix: --like digits or starter or text_lm." in capsys.readouterr().err
 
 
 def test_an_error_is_its_message_without_a_traceback(capsys):

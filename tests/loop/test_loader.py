@@ -61,7 +61,7 @@ def __getattr__(name):
 
 CASES = {
   "txt_lm": "no recipe named 'txt_lm'.\n  Fix: did you mean text_lm?",
-  "zebra": "no recipe named 'zebra'.\n  Fix: one of digits or text_lm; a file,",
+  "zebra": "no recipe named 'zebra'.\n  Fix: one of digits, starter or text_lm; a file,",
   "nowhere/mine.py": "no recipe file at nowhere/mine.py.",
   "no_such_package.mine:": "no module 'no_such_package.mine' (from the recipe 'no_such_package.mine:').",
   "nnx_parallel.recipes.text_lm:inti": "text_lm.py does not define inti().",
