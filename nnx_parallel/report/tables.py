@@ -156,12 +156,13 @@ def between_slices(report: CompileReport) -> str:
   return f"Collectives between the {report.slices} {places} send {total}."
 
 
-def results_text(results: Comparison | None) -> str:
+def results_text(results: Comparison | None, reasons: str = "") -> str:
   """How many results of a partitioned step were compared, and how many are wrong."""
   if results is None:
     return "its results were not compared"
   count, wrong, unknown = len(results.right) + len(results.faults), len(results.faults), len(results.unknown)
-  checked = f"{count} results compared" + (f", {unknown} not checked" if unknown else "")
+  checked = f"{count} result{'s' * (count != 1)} compared"
+  checked += f", {unknown} not checked{reasons}" if unknown else ""
   return f"{checked}: {f'{wrong} WRONG' if wrong else 'all right'}" if count else checked
 
 
@@ -172,10 +173,9 @@ def results_note(report: CompileReport) -> str:
     return ""
   names = list(results.unknown)
   few = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "")
-  why = "; ".join(dict.fromkeys(results.unknown.values()))
-  lost = f" ({few}), because of: {why}" if results.unknown else ""
+  reasons = f" ({few}) because of: {'; '.join(dict.fromkeys(results.unknown.values()))}"
   parts = " Of its longest loops, the first and the last passes were run." if results.shortened else ""
-  return f"Split over the devices, {results_text(results)}{lost}.{parts}"
+  return f"Split over the devices, {results_text(results, reasons)}.{parts}"
 
 
 def faults_table(report: CompileReport) -> Table:
@@ -264,7 +264,9 @@ def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
   """Activations that devices hold for the examples of others too, and where they begin."""
   found = report.whole_activations
   if not found:
-    note = f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is replicated along the batch.\n"
+    note = (
+      f"No activation of {format_bytes(SHARE * report.need_bytes)} or more is replicated along the batch.\n"
+    )
     return "" if found is None else note
   first = min(found, key=lambda one: one.place)
   fix = f": {first.fix}" if first.fix else ""
