@@ -346,7 +346,8 @@ def read_instruction(line: str, known: dict[str, Instruction] | None = None) -> 
   closing = _closing(line, opening)
   arguments = line[opening + 1 : closing - 1]
   inputs: list[Instruction] = []
-  for name in _NAME.findall(arguments) if known else ():
+  known = {} if known is None else known
+  for name in _NAME.findall(arguments):
     whole, _, index = name.partition("#")
     if index and name not in known and whole in known:
       shape = [m.group() for m in _SHAPE.finditer(known[whole].result)][int(index)]

@@ -126,8 +126,8 @@ def check_step(
     other: another plan of the same module and optimizer, which starts with the same values; None: one device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: for `train_step`, on both layouts. One device sums no gradients, so `reduction` is for the first
-      layout there.
+    **options: for `train_step`, on both layouts. One device sums no gradients, so that `reduction` is for the
+      first layout only.
 
   Returns:
     The comparison: true where both agree within the rounding of their dtype.
@@ -163,7 +163,9 @@ def check_step(
   if options.get("reduction") is not None:
     dtype = max(dtype, jnp.dtype(options["reduction"]).name, key=lambda name: float(jnp.finfo(name).eps))
   step = nxp.train_step(loss_fn, **options)
-  again = step if other.mesh.size > 1 else nxp.train_step(loss_fn, **{**options, "reduction": None})
+  if other.mesh.size == 1:
+    options.pop("reduction", None)
+  again = nxp.train_step(loss_fn, **options)
   before = _values(first)
   one = step(first[0], first[1], nxp.shard_batch(batch, plan))
   two = again(second[0], second[1], nxp.shard_batch(batch, other))

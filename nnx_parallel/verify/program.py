@@ -279,8 +279,8 @@ def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, int]]:
   """Long loops that both programs have, with the same number of passes; not those that the compiler adds."""
   if sum(each.times for each in split.executed()) <= _LONG:
     return set()
-  ours: dict[object, set[int]] = {}
-  theirs: dict[object, set[int]] = {}
+  ours: dict[tuple[str, int], set[int]] = {}
+  theirs: dict[tuple[str, int], set[int]] = {}
   for program, lengths in ((whole, ours), (split, theirs)):
     for at in program.instructions:
       if at.opcode == "while":
