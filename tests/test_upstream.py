@@ -5,6 +5,7 @@ When one fails under a new version, its docstring names the file that has to cha
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -22,7 +23,7 @@ import tensorstore as ts
 from flax import nnx
 from flax.linen import get_logical_axis_rules
 from flax.nnx import graphlib
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, NamedSharding
@@ -178,14 +179,6 @@ def test_operations_name_their_dims_under_known_parameters(name, known, function
   assert known <= set(equations(function, X)[name].params)
 
 
-@pytest.mark.skipif(not OLD, reason="newer versions refuse by themselves")
-def test_old_tracers_have_a_sharding_that_can_be_replaced():
-  """`layout/tracing.py` (`_quick_conversions`): goes with jax 0.10."""
-  from jax.interpreters.partial_eval import DynamicJaxprTracer
-
-  assert "sharding" not in vars(DynamicJaxprTracer)
-
-
 def test_residuals_of_a_pullback_are_its_leaves():
   """`report/estimate/workload.py` reads there what the backward pass keeps."""
   kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
@@ -262,6 +255,12 @@ def test_what_a_compiler_refuses_is_a_runtime_error_of_jax():
   lowered = jax.jit(jnp.sin).lower(X)
   with pytest.raises(jax.errors.JaxRuntimeError):
     lowered.compile(compiler_options={"xla_no_such_option": 1})
+
+
+def test_devices_are_arranged_by_their_links():
+  """`core/mesh.py`: jax has no stable name for them."""
+  for arrange in (mesh_utils.create_device_mesh, mesh_utils.create_hybrid_device_mesh):
+    assert "allow_split_physical_axes" in inspect.signature(arrange).parameters
 
 
 def test_a_function_is_traced_once_for_each_type():
@@ -454,7 +453,7 @@ def test_optax_keeps_the_metadata_of_the_variables_whose_state_it_makes(tx):
 
 
 def test_the_rules_of_a_flax_context_can_be_read():
-  """`layout/planning.py` reads them; flax.nnx exports only the context."""
+  """`layout/constrain.py` leaves them be; flax.nnx exports only the context."""
   with nnx.logical_axis_rules((("embed", "fsdp"),)):
     assert get_logical_axis_rules() == (("embed", "fsdp"),)
 

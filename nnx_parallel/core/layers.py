@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,6 @@ from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, va
 from nnx_parallel.core.text import format_array
 
 _NUMBER = re.compile(r"\d+$")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +25,17 @@ class Layers:
     pattern: their dotted paths, with `*` for the number.
     kind: the name of their class.
     paths: where they are, in order.
-    differ: attributes in which they differ, with the values seen.
     unlike: how their Variables differ from those of layers before them with the same pattern and class.
   """
 
   pattern: str
   kind: str
   paths: tuple[Path, ...]
-  differ: tuple[str, ...] = ()
   unlike: str = ""
 
   def __str__(self) -> str:
-    text = f"{len(self.paths)} x {self.kind} at {self.pattern}"
-    text += f" (they differ in {', '.join(self.differ)})" if self.differ else ""
-    return text + (f" (unlike {self.unlike})" if self.unlike else "")
+    unlike = f" (unlike {self.unlike})" if self.unlike else ""
+    return f"{len(self.paths)} x {self.kind} at {self.pattern}{unlike}"
 
 
 def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
@@ -64,40 +61,36 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
     3 x Linear at layers.*
     1 x Linear at layers.* (unlike layers.0: bias is Param float32[2])
   """
-  by_depth: dict[int, list[tuple[Path, Any]]] = {}
-  order: dict[Path, int] = {}
-  for path, module in _modules(model):
-    order[path] = len(order)
-    by_depth.setdefault(len(path), []).append((path, module))
+  modules = list(modules_of(model))
+  order = {path: n for n, (path, _) in enumerate(modules)}
   found: list[Layers] = []
   taken: set[Path] = set()
-  for depth in sorted(by_depth):
+  for depth, same_depth in itertools.groupby(sorted(modules, key=_depth), _depth):
     beside: dict[Any, list[tuple[Path, Any]]] = {}
-    for path, module in by_depth[depth]:
+    for path, module in same_depth:
       name = _pattern(path) if pattern is None else _matched(path, pattern)
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         beside.setdefault((name, type(module)), []).append((path, module))
     for (name, kind), members in beside.items():
-      if pattern is None and len(members) < 2:
-        continue
-      groups: dict[Any, list[tuple[Path, Any]]] = {}
+      groups: dict[Any, list[Path]] = {}
       for path, module in members:
-        groups.setdefault(_structure(module), []).append((path, module))
-      if pattern is None and not any(map(_has_matrix, groups)):
+        groups.setdefault(_structure(module), []).append(path)
+      # Parts of different widths are stages, which have layers inside.
+      if pattern is None and not (any(map(_has_matrix, groups)) and max(map(len, groups.values())) > 1):
         continue
-      if pattern is None and all(len(same) < 2 for same in groups.values()):
-        continue  # parts of different widths: stages, which have layers inside
       first = next(iter(groups))
-      for structure, same in groups.items():
-        paths = tuple(path for path, _ in same)
+      for structure, paths in groups.items():
         unlike = "" if structure is first else f"{path_str(members[0][0])}: {_unlike(structure, first)}"
-        differ = _differences([module for _, module in same])
-        found.append(Layers(name, kind.__name__, paths, differ, unlike))
+        found.append(Layers(name, kind.__name__, tuple(paths), unlike))
         taken.update(paths)
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
 
 
-def _modules(model: Any) -> Iterator[tuple[Path, Any]]:
+def _depth(row: tuple[Path, Any]) -> int:
+  return len(row[0])
+
+
+def modules_of(model: Any) -> Iterator[tuple[Path, Any]]:
   """Every module but lists and dicts of modules, each once."""
   parts = dict(enumerate(model)) if isinstance(model, (tuple, list)) else model
   roots = parts.items() if isinstance(parts, dict) else [(None, model)]
@@ -140,19 +133,3 @@ def _unlike(structure: Any, other: Any) -> str:
 
 def _has_matrix(structure: Any) -> bool:
   return any(len(shape) > 1 for _, _, shape, _ in structure)
-
-
-def _differences(modules: list[Any]) -> tuple[str, ...]:
-  """The plain attributes in which modules of one structure differ: `window (None, 128)`."""
-  values: dict[str, dict[Any, None]] = {}
-  for module in modules:
-    for path, node in iter_nodes(module):
-      if isinstance(node, nnx.Module):
-        for name, value in vars(node).items():
-          if isinstance(value, _PLAIN) and not name.startswith("_"):
-            values.setdefault(path_str((*path, name)), {})[value] = None
-  return tuple(
-    f"{name} ({', '.join(map(repr, list(seen)[:3]))}{', ...' if len(seen) > 3 else ''})"
-    for name, seen in values.items()
-    if 1 < len(seen) < len(modules)  # else it is a number or a name of each
-  )

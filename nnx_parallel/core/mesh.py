@@ -270,6 +270,7 @@ def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) 
       details=f"axes {shape}, {len(devices)} devices",
       fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
     )
+  # `jax.make_mesh` splits physical axes on one kind of chip only, and refuses several slices.
   return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 

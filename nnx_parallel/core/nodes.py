@@ -24,6 +24,8 @@ DECLARED = "declared_sharding"
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
 """Metadata key with the plan's rules for activations; see `constrain.Scope`."""
+FLAX_PREFIX = "_pytree__"
+"""Starts the names of the attributes that flax keeps for itself in each module."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
@@ -73,7 +75,7 @@ def _iter_nodes(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
     attributes: list[tuple[Any, Any]] = [
       (int(name) if name.isdecimal() and isinstance(node, nnx.List) else name, value)
       for name, value in vars(node).items()
-      if type(value) not in _NO_NODES and not name.startswith("_pytree__")
+      if type(value) not in _NO_NODES and not name.startswith(FLAX_PREFIX)
     ]
     for name, value in sorted(attributes, key=lambda item: (isinstance(item[0], str), item[0])):
       if _is_node(value):

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh
+from nnx_parallel.core.text import format_array, with_article
 
 
 def on_shards(
@@ -100,3 +101,18 @@ def split_batch(x: Any, count: int) -> jax.Array:
 def join_batch(x: jax.Array) -> jax.Array:
   """The array whose parts `split_batch` made."""
   return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def describe(x: Any) -> str:
+  """The type and layout of an array as text: `float32[8,16] P('data', None) on (data=4)`."""
+  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    return with_article(type(x).__name__)
+  text = format_array(x.dtype, x.shape) + (" weak" if getattr(x, "weak_type", False) else "")
+  sharding = getattr(x, "sharding", None)
+  if isinstance(sharding, NamedSharding):
+    sizes = ",".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items())
+    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
+    return f"{text} {sharding.spec} on ({sizes}){memory}"
+  if sharding is None:
+    return f"{text} {type(x).__name__}"
+  return f"{text} on one device" + ("" if getattr(x, "committed", True) else " (uncommitted)")

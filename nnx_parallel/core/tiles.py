@@ -91,15 +91,12 @@ class Grid:
     """A tile of an array."""
     for name, dim, factor in labels:
       if name in self.blocks:
-        split, start, size = (
-          self._split(x.shape, name, dim, factor),
-          self._start(name, places),
-          self.blocks[name],
-        )
+        start, size = self._start(name, places), self.blocks[name]
         if x.shape[dim] == self.lengths[name]:
           x = jax.lax.dynamic_slice_in_dim(x, start, size, dim)
         else:
-          part = jax.lax.dynamic_slice_in_dim(x.reshape(split), start, size, dim + 1)
+          split = x.reshape(self._split(x.shape, name, dim, factor))
+          part = jax.lax.dynamic_slice_in_dim(split, start, size, dim + 1)
           x = part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return x
 
@@ -199,9 +196,8 @@ class Tiles:
     if name == "reshape":
       return bind(eqn, inputs, new_sizes=shape)
     if name == "slice":
-      limits = [
-        length if _whole(eqn, d) else eqn.params["limit_indices"][d] for d, length in enumerate(shape)
-      ]
+      limits = zip(eqn.params["limit_indices"], shape, strict=True)
+      limits = [length if _whole(eqn, d) else limit for d, (limit, length) in enumerate(limits)]
       return bind(eqn, inputs, limit_indices=tuple(limits))
     if name in ("gather", "dynamic_slice"):
       sizes = zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, inputs[0].shape, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Unpack, get_args, overload
@@ -23,7 +22,6 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan, check_structure
 from nnx_parallel.layout.planning import PlanOptions, StateOptions, plan_with_traces
-from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.tracing import (
   Trace,
@@ -33,11 +31,11 @@ from nnx_parallel.layout.tracing import (
   trace_optimizer,
   why_one_program,
 )
+from nnx_parallel.rules.logical import Uneven
 from nnx_parallel.rules.ruleset import Rules
 
 Compile = Literal["slices", "jit"]
 COMPILE: tuple[str, ...] = get_args(Compile)
-_DEFAULTS = {name: option.default for name, option in inspect.signature(make_plan).parameters.items()}
 M = TypeVar("M", bound=nnx.Module)
 R = TypeVar("R")
 
@@ -50,7 +48,12 @@ def create_sharded_model(init: Plan[R], *, compile: Compile = "slices") -> R: ..
 
 @overload
 def create_sharded_model(
-  init: Callable[[], M], mesh: AnyMesh, rules: Rules = None, *, compile: Compile = "slices"
+  init: Callable[[], M],
+  mesh: AnyMesh,
+  rules: Rules = None,
+  *,
+  compile: Compile = "slices",
+  uneven: Uneven = "error",
 ) -> M: ...
 
 
@@ -125,8 +128,7 @@ def create_sharded_model(
     raise TypeError(f"create_sharded_model() got an unexpected keyword argument {min(unknown)!r}")
   if isinstance(init, Plan):
     check_plan(init, "create_sharded_model(plan)")
-    given = {"mesh": mesh, "rules": rules, **options}
-    if any(value is not None and value != _DEFAULTS[name] for name, value in given.items()):
+    if mesh is not None or rules is not None or options:
       raise PlanError(
         "create_sharded_model got a plan and also mesh, rules, optimizer, or an option of plan().",
         details="a plan already holds all of them",

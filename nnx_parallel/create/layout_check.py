@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
+from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -42,7 +43,7 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
     >>> nxp.check_layout(model, plan)
     Traceback (most recent call last):
     nnx_parallel.errors.LayoutMismatchError: 1 of 2 arrays are not laid out as planned.
-      kernel: planned float32[8,64] P(None, 'fsdp'), found float32[8,64] on one device
+      kernel: planned float32[8,64] P(None, 'fsdp'), found float32[8,64] on one device (uncommitted)
       Fix: model = nxp.reshard(model, plan); p[...] = x keeps a Variable's layout, p.set_value(x) does not.
   """
   check_plan(plan, "check_layout(model, plan, optimizer=optimizer)")
@@ -75,7 +76,7 @@ def differences(
     wrong += [text for path, leaf in rows.items() if (text := _difference(leaf, live.get(path)))]
     prefix = "" if root == "model" else "optimizer/"
     extra += [
-      f"{prefix}{path_str(path)}: planned nothing, found {_show(value_of(live[path]))}"
+      f"{prefix}{path_str(path)}: planned nothing, found {describe(value_of(live[path]))}"
       for path in live
       if path not in rows
     ]
@@ -90,7 +91,7 @@ def _difference(leaf: LeafPlan, live: Any) -> str:
     return f"{planned}, found nothing"
   value = value_of(live)
   if not _as_planned(value, leaf):
-    return f"{planned}, found {_show(value)}"
+    return f"{planned}, found {describe(value)}"
   held = {shard.device: shard.data.nbytes for shard in value.addressable_shards}
   if {*held.values()} - {leaf.bytes_per_device}:  # this process may have none of the devices
     return f"{leaf.name}: planned {leaf.bytes_per_device} bytes on each device, found {held}"
@@ -121,16 +122,3 @@ def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   return NamedSharding(mesh, jax.P(*spec))
-
-
-def _show(value: Any) -> str:
-  if not hasattr(value, "shape"):
-    return f"a {type(value).__name__}"
-  array = format_array(value.dtype, value.shape)
-  sharding = getattr(value, "sharding", None)
-  if sharding is None:
-    return f"{array} in host memory (numpy)"
-  if isinstance(sharding, NamedSharding):
-    kind = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
-    return f"{array} {sharding.spec} on {dict(sharding.mesh.shape)}{kind}"
-  return f"{array} on one device" if len(sharding.device_set) == 1 else f"{array} {sharding}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
+from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
@@ -74,13 +75,9 @@ def reshard(
     root: {path: value_of(leaf) for path, leaf in found.items()} for root, found in leaves.items()
   }
   # A padded Variable may be stored at another size than this plan's; what it shows is what must fit.
-  for root, found in leaves.items():
-    rows = plan.of(root)
-    for path, leaf in found.items():
-      row = rows.get(path)
-      if row is not None and is_padded(leaf) and tuple(leaf.shape) == row.shape:
-        arrays[root][path] = _Stored(arrays[root][path])
-  return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget))
+  padded = [leaf for found in leaves.values() for leaf in found.values() if is_padded(leaf)]
+  shapes = {id(leaf.get_raw_value()): tuple(leaf.shape) for leaf in padded}
+  return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget, shapes=shapes))
 
 
 def from_arrays(arrays: Mapping[Any, Any], plan: Plan[R], *, optimizer: Mapping[Any, Any] | None = None) -> R:
@@ -147,13 +144,19 @@ def _by_path(plan: Plan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any
 
 
 def _place(
-  plan: Plan, arrays: Mapping[Root, dict[Path, Any]], *, donate: bool, byte_budget: int
+  plan: Plan,
+  arrays: Mapping[Root, dict[Path, Any]],
+  *,
+  donate: bool,
+  byte_budget: int,
+  shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[Root, dict[Path, jax.Array]]:
+  """Moves the arrays; `shapes` has the shapes without padding of those that have padding, by their ids."""
   real_mesh(plan)
   for root, found in arrays.items():
-    _check_arrays(plan, root, found)
+    _check_arrays(plan, root, found, shapes)
   # One array may stand in several Variables; only the last of them may free it.
-  uses = collections.Counter(id(_array(value)) for found in arrays.values() for value in found.values())
+  uses = collections.Counter(id(value) for found in arrays.values() for value in found.values())
   placed: dict[Root, dict[Path, jax.Array]] = {}
   moving: list[jax.Array] = []
   under_way = 0
@@ -169,7 +172,7 @@ def _place(
   freed = 0
   try:
     for leaf in plan.leaves:
-      source = _array(arrays[leaf.root].pop(leaf.path))
+      source = arrays[leaf.root].pop(leaf.path)
       moved = _move(source, leaf)
       placed.setdefault(leaf.root, {})[leaf.path] = moved
       moving.append(moved)
@@ -218,13 +221,15 @@ def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> n
   return shard
 
 
-def _check_arrays(plan: Plan, root: Root, found: Mapping[Path, Any]) -> None:
+def _check_arrays(
+  plan: Plan, root: Root, found: Mapping[Path, Any], shapes: Mapping[int, tuple[int, ...]]
+) -> None:
   rows, what = plan.of(root), "module" if root == "model" else "optimizer"
   wrong = [
     f"{rows[path].name}: planned {format_array(rows[path].dtype, rows[path].shape)}, given "
-    + (_shown(found[path]) if path in found else "nothing")
+    + (describe(found[path]) if path in found else "nothing")
     for path in rows
-    if path not in found or not _fits(found[path], rows[path])
+    if path not in found or not _fits(found[path], rows[path], shapes.get(id(found[path])))
   ]
   wrong += [f"{path_str(path)}: given, and not in the plan" for path in found if path not in rows]
   if wrong:
@@ -235,26 +240,15 @@ def _check_arrays(plan: Plan, root: Root, found: Mapping[Path, Any]) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-  """The stored array of a padded Variable with the planned logical shape."""
-
-  array: Any
-
-
-def _array(value: Any) -> Any:
-  return value.array if isinstance(value, _Stored) else value
-
-
-def _fits(value: Any, leaf: LeafPlan) -> bool:
-  if isinstance(value, _Stored):
-    return value.array.dtype == leaf.dtype
+def _fits(value: Any, leaf: LeafPlan, shape: tuple[int, ...] | None) -> bool:
+  """Whether an array, whose shape without padding is `shape` if it has padding, is the planned one."""
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     return False
   if is_key(leaf.dtype) and not is_key(value.dtype):
     data = jax.eval_shape(jax.random.key_data, leaf.struct)
     return (tuple(value.shape), value.dtype) == (data.shape, data.dtype)
-  return tuple(value.shape) in (leaf.shape, leaf.storage_shape) and value.dtype == leaf.dtype
+  fits = shape == leaf.shape or tuple(value.shape) in (leaf.shape, leaf.storage_shape)
+  return fits and value.dtype == leaf.dtype
 
 
 def _implementation(leaf: LeafPlan) -> Any:
@@ -262,9 +256,3 @@ def _implementation(leaf: LeafPlan) -> Any:
   found: list[Any] = []
   jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf.struct)
   return found[0]
-
-
-def _shown(value: Any) -> str:
-  if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-    return f"a {type(value).__name__}"
-  return format_array(value.dtype, value.shape)

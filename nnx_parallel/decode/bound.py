@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from nnx_parallel.core.text import few
 from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.sampling import Beams, Sampling
-from nnx_parallel.decode.turns import TurnsOfModel, lost
+from nnx_parallel.decode.turns import Turns, lost
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed
 from nnx_parallel.layers.pipeline import size_along
@@ -35,19 +36,60 @@ State = tuple[list[Any], Any]
 """The arrays of the model's `nnx.Cache` Variables, and the cache that is an argument."""
 
 
-class Options(Protocol):
-  """What a generator was made with; see `generator`."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What a generator was made with; see `generator`.
+
+  Raises:
+    DecodeError: options that do not fit.
+  """
 
   max_new_tokens: int
   sampling: Sampling | Beams
-  stop: tuple[int, ...]
+  stop: tuple[Any, ...]
   padding: str
   call: Call
   cache: Callable[[int, int], Any] | None
   prefill: int
   slots: int | None
   layer_options: LayerOptions
-  layers: LayersUsed
+
+  def __post_init__(self) -> None:
+    for name in ("max_new_tokens", "prefill", "slots"):
+      count = getattr(self, name)
+      if count is not None and count < 1:
+        raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more.")
+    wrong = [x for x in self.stop if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
+    if wrong:
+      raise DecodeError(
+        f"the stop token {wrong[0]!r} is a {type(wrong[0]).__name__}, and tokens are integers.",
+        fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
+      )
+    if self.padding not in ("right", "left"):
+      raise DecodeError(f"padding={self.padding!r} is no side.", fix='padding="right" or padding="left".')
+    beams, pipeline = isinstance(self.sampling, Beams), self.layer_options.pipeline
+    if beams and self.slots is not None:
+      raise DecodeError(
+        "beams of a row are computed together, and slots are for rows that end at different times.",
+        fix="leave slots= out, and give as many prompts at a time as the memory holds.",
+      )
+    if pipeline is None:
+      if self.layer_options.pattern is not None:
+        raise DecodeError(
+          f"layers={self.layer_options.pattern!r} names those of a pipeline.", fix='pipeline="stage"'
+        )
+      return
+    if beams or self.slots is not None:
+      each = "beams" if beams else "slots"
+      raise DecodeError(
+        f"with pipeline={pipeline.axis!r} a group of rows has one cache, and {each} need one for each row.",
+        fix="leave pipeline= out, and let the axis split the batch.",
+      )
+    if pipeline.virtual_stages > 1:
+      raise DecodeError(
+        f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, and in generation there is none.",
+        fix=f"pipeline={pipeline.axis!r}",
+      )
 
 
 class Args(NamedTuple):
@@ -66,8 +108,8 @@ class Bound:
   of its own. The model's caches are then those of one row, and only their shapes are used.
   """
 
-  def __init__(self, options: Options, model: Any):
-    self.options = options
+  def __init__(self, options: Options, used: LayersUsed, model: Any):
+    self.options, self._used = options, used
     self.binding = Binding({"model": model})
     self.scope = scope_of(self.binding.variables)
     # The arrays of the program: of Variables, then raw ones.
@@ -93,7 +135,7 @@ class Bound:
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
-    own = [self.shardings[i] for i in self.others]
+    self._of_caches, own = self._divided(self.shardings)
     if self.own_rows and self.explicit:
       self._check_weights(own, "on Explicit axes a row")
     if self.pipeline is not None:
@@ -109,7 +151,7 @@ class Bound:
       self._program,
       donate_argnums=0 if self.keeps_caches else (),
       keep_unused=True,  # the old caches are memory for the new ones
-      out_shardings=(self._cache_shardings(), None) if self.binding.mesh is not None else None,
+      out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
     )
 
   def place(self, x: Any) -> Any:
@@ -127,27 +169,25 @@ class Bound:
 
   def abstract_args(self, prompts: tuple[int, ...]) -> Args:
     """Those for prompts of a shape, without values."""
-    shapes = prompts, prompts[:1], prompts[:1], ()
-    types = *[jnp.int32] * 3, jax.eval_shape(lambda: jax.random.key(0)).dtype
-    made = [
-      jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
-      for shape, dtype in zip(shapes, types, strict=True)
-    ]
-    return Args(*made)
+
+    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
+
+    rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+    return Args(struct(prompts, jnp.int32), rows, rows, struct((), key.dtype))
 
   def argument_names(self) -> dict[str, str]:
     """Names an array of the program, as JAX does -> the label of the Variable."""
-    labels = self.labels
     groups = {"caches": self.caches, "others": self.others}
-    return {
-      f"{group}[{n}]": labels[i].removeprefix("model.")
-      for group, found in groups.items()
-      for n, i in enumerate(found)
-    }
+    places = {f"{group}[{n}]": i for group, found in groups.items() for n, i in enumerate(found)}
+    return {name: self.labels[i].removeprefix("model.") for name, i in places.items()}
 
   def arrays(self) -> tuple[list[Any], list[Any]]:
     """The caches, and all else that the model holds."""
-    arrays = [*self.binding.read(), *self.binding.raw]
+    return self._divided([*self.binding.read(), *self.binding.raw])
+
+  def _divided(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The caches among all arrays of the program, and the others."""
     return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
 
   def __call__(self, args: Args) -> Generated:
@@ -169,9 +209,7 @@ class Bound:
 
   def of_arrays(self, arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
     """The program for the arrays of all Variables: its results, and the caches by number."""
-    arrays = [*arrays, *self.binding.raw]
-    caches, others = ([arrays[i] for i in some] for some in (self.caches, self.others))
-    after, found = self._program(caches, others, Args(*args))
+    after, found = self._program(*self._divided([*arrays, *self.binding.raw]), Args(*args))
     fields = {name: x for name, x in found._asdict().items() if x is not None}
     return fields, dict(zip(self.caches, after, strict=False))
 
@@ -212,55 +250,42 @@ class Bound:
     return input_spec(rules, 2, axis_sizes(self.binding.mesh))[0]
 
   def _of_argument(self, ndim: int) -> NamedSharding | None:
-    """Split as the batch of the plan; over slots, whole on each device."""
-    mesh = self.binding.mesh
-    if mesh is None or (ndim and self.options.slots is None):
-      return self._rows(ndim)
-    return NamedSharding(mesh, PartitionSpec())
+    """Split as the batch of the plan; over slots, replicated."""
+    mesh, by_batch = self.binding.mesh, ndim and self.options.slots is None
+    spec = PartitionSpec(entry_of(self.axes)) if by_batch else PartitionSpec()
+    return None if mesh is None else NamedSharding(mesh, spec)
 
-  def _rows(self, ndim: int) -> NamedSharding | None:
-    """The layout of an array whose dim 0 is the batch."""
+  def _pin(self, x: Any, *entries: Any) -> Any:
+    """An array in a layout; without entries it is replicated."""
     mesh = self.binding.mesh
-    return (
-      None if mesh is None else NamedSharding(mesh, PartitionSpec(entry_of(self.axes), *[None] * (ndim - 1)))
-    )
+    return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
-  def _whole(self, x: Any) -> Any:
-    """An array that each device holds whole."""
-    mesh = self.binding.mesh
-    return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec()))
+  def _rows(self, x: Any) -> Any:
+    """An array whose dim 0 is the batch."""
+    return self._pin(x, entry_of(self.axes))
 
   def _logits(self, x: Any) -> Any:
     """Logits `(rows, ..., vocabulary)` that are split as the head splits them.
 
-    If they were made whole at once, XLA would gather the head's kernel, which is larger.
+    If they were replicated at once, XLA would gather the head's kernel, which is larger.
     """
-    mesh = self.binding.mesh
-    if mesh is None or self.explicit:
-      return pinned(x, self._rows(x.ndim))
+    if self.explicit:
+      return self._rows(x)
     between = [None] * (x.ndim - 2)
-    spec = PartitionSpec(entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
-    split = pinned(x, NamedSharding(mesh, spec))
+    split = self._pin(x, entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
     greedy = isinstance(self.options.sampling, Sampling) and self.options.sampling.temperature == 0
     # Sums over the vocabulary would depend on how it is split, and so would what is drawn.
-    return split if greedy else pinned(split, self._rows(x.ndim))
+    return split if greedy else self._rows(split)
 
   def _grouped(self, x: Any) -> Any:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
-    rows = self._rows(x.ndim)
-    x = split_batch(x, self.stages)
-    return x if rows is None else pinned(x, NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec)))
-
-  def _cache_shardings(self) -> list[Any]:
-    """Those of the caches as the program keeps them; none where it does not return them."""
-    return [] if not self.keeps_caches else [self.shardings[i] for i in self.caches]
+    return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
   def _pinned(self, caches: list[Any]) -> list[Any]:
-    where = [self.shardings[i] for i in self.caches]
+    pairs = zip(caches, self._of_caches, strict=True)
     if not self.own_rows:
-      return [pinned(x, sharding) for x, sharding in zip(caches, where, strict=True)]
-    entries = [sharding.spec if isinstance(sharding, NamedSharding) else () for sharding in where]
-    return [self._of_rows(x, spec, None) for x, spec in zip(caches, entries, strict=True)]
+      return [pinned(x, where) for x, where in pairs]
+    return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
 
   def _of_rows(self, x: Any, own: Iterable[Any], rest: Any) -> Any:
     """Caches of all rows in the layout of the batch, and in each row in that of its own dims.
@@ -270,18 +295,9 @@ class Bound:
       own: entries of the spec of a row; axes of the batch among them are left out.
       rest: the entry of the dims after those.
     """
-    mesh = self.binding.mesh
-    if mesh is None:
-      return x
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
     entries += [rest] * (x.ndim - self.own_rows - len(entries))
-    between = [None] * (self.own_rows - 1)
-    return pinned(x, NamedSharding(mesh, PartitionSpec(entry_of(self.axes), *between, *entries)))
-
-  def _joined(self, caches: list[Any], others: list[Any]) -> list[Any]:
-    """Both in the order of the binding."""
-    found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
-    return [found[i] for i in sorted(found)]
+    return self._pin(x, entry_of(self.axes), *[None] * (self.own_rows - 1), *entries)
 
   def _called(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
     """Calls the model with tokens `(batch, n)`.
@@ -289,19 +305,20 @@ class Bound:
     Returns:
       The logits of the last tokens, `(batch, vocabulary)`, and all arrays and caches after it.
     """
-    binding = self.binding
-    joined, count = self._joined(caches, others), len(binding.variables)
-    (model,) = binding.template.build(binding.template.join(joined[:count], joined[count:]))
+    template, count = self.binding.template, len(self.binding.variables)
+    found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
+    arrays = [found[i] for i in sorted(found)]
+    (model,) = template.build(template.join(arrays[:count], arrays[count:]))
     if tokens.shape[1] > 1:
       read_several(model)
     given = () if own is None else (own,)
-    with self.options.layer_options.marking(model, self.options.layers):
+    with self.options.layer_options.marking(model, self._used):
       result = self.options.call(model, tokens, position, *given)
     logits, own = (result, None) if not given else result
     _check_logits(logits, tokens)
-    found = binding.template.arrays((model,))
-    after = [found[i] for i in (*binding.template.variables, *binding.template.raw)]
-    return logits[:, -1], [after[i] for i in self.others], [after[i] for i in self.caches], own
+    found = template.arrays((model,))
+    after, others = self._divided([found[i] for i in (*template.variables, *template.raw)])
+    return logits[:, -1], others, after, own
 
   # The caches come last: `held` would gather a parameter that is split like the batch.
   def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
@@ -317,7 +334,7 @@ class Bound:
       raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
-  def _turns(self, others: list[Any], caches: list[Any], rows: int, length: int) -> TurnsOfModel:
+  def _turns(self, axis: str, others: list[Any], caches: list[Any], rows: int, length: int) -> Turns:
     """Calls of the model for one group of rows, its layers on stages."""
 
     def call(others: list[Any], inputs: Any, state: State) -> Any:
@@ -327,18 +344,15 @@ class Bound:
 
     def inputs(count: int) -> Any:
       tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
-      return pinned(tokens, self._rows(2)), self._whole(position)
+      return self._rows(tokens), self._pin(position)
 
     state = self._empty(caches, rows, length)
-    labels = [self.labels[i] for i in self.others]
-    where = [self.shardings[i] for i in self.caches]
-    specs = [sharding.spec if isinstance(sharding, NamedSharding) else None for sharding in where]
+    names = zip(self.others, others, strict=True)
+    labels = [self.labels[i] for i, x in names for _ in jax.tree.leaves(x)]
+    specs = [getattr(where, "spec", None) for where in self._of_caches]
     specs += [None] * len(jax.tree.leaves(state[1]))
-    mesh = self.binding.mesh
-    options = self.options
-    return TurnsOfModel(
-      call, options.layer_options, others, state, inputs, labels, specs, mesh, options.layers
-    )
+    layers, mesh = self.options.layer_options, self.binding.mesh
+    return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
   def _over_rows(self, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` for each row by itself, where rows have caches of their own."""
@@ -365,8 +379,8 @@ class Bound:
     if not self.own_rows:
       own = None if make is None else make(batch, length)
       return self._pinned([jnp.zeros_like(x) for x in caches]), own
-    beams = (self.options.sampling.count,) if isinstance(self.options.sampling, Beams) else ()
-    sizes = (batch, *beams)
+    sampling = self.options.sampling
+    sizes = (batch, sampling.count) if isinstance(sampling, Beams) else (batch,)
     zeros = self._pinned([jnp.zeros((*sizes, *x.shape), x.dtype) for x in caches])
     if make is None:
       return zeros, None
@@ -380,10 +394,7 @@ class Bound:
     return zeros, jax.tree.map(repeated, one)
 
   def _program(self, caches: list[Any], others: list[Any], args: Args) -> Any:
-    options, sampling = self.options, self.options.sampling
-
-    def rows(x: Any) -> Any:
-      return pinned(x, self._rows(x.ndim))
+    options, sampling, rows = self.options, self.options.sampling, self._rows
 
     def forward(tokens: Any, position: Any, state: State) -> Any:
       if self.own_rows:
@@ -399,11 +410,13 @@ class Bound:
       prompts = jnp.take_along_axis(prompts, moved, axis=1)
       prompts = prompts if options.slots else rows(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    loop = Loop(limit, options.stop, options.prefill, forward, rows, self._whole, self._logits)
+    kept = self._pin if options.slots else rows
+    stops = tuple(map(int, options.stop))
+    loop = Loop(limit, stops, options.prefill, forward, rows, self._pin, kept, self._logits)
     asked = Asked(prompts, args.lengths, keys)
     with default_scope(self.scope):
       if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(others, caches, batch // self.stages, width + limit)
+        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
         found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
         return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
       state = self._empty(caches, options.slots or batch, width + limit)
@@ -435,15 +448,13 @@ def _capacity(model: Any) -> tuple[int, int] | None:
 
 def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: int, own_rows: bool) -> None:
   (batch, length), (rows, width) = capacity, prompts
-  if own_rows and batch != 1:
+  wanted, why = (
+    (1, "each slot or beam has a cache for one") if own_rows else (rows, f"there are {rows} prompts")
+  )
+  if batch != wanted:
     raise DecodeError(
-      f"the model's cache is for {batch} rows, and each slot or beam has a cache for one.",
-      fix="init_cache((1, length, features)) of each attention.",
-    )
-  if not own_rows and rows != batch:
-    raise DecodeError(
-      f"there are {rows} prompts, and the model's cache is for {batch}.",
-      fix=f"init_cache(({rows}, length, features)) of each attention.",
+      f"{why}, and the model's cache is for {batch}.",
+      fix=f"init_cache(({wanted}, length, features)) of each attention.",
     )
   # The last new token is not read.
   needed = width + limit - 1

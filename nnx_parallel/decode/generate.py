@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.decode.bound import Args, Bound, Call
+from nnx_parallel.decode.bound import Args, Bound, Call, Options
 from nnx_parallel.decode.loops import Generated
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.errors import DecodeError
@@ -22,34 +22,12 @@ class Generator:
   """Compiled generation; made by `generator`.
 
   Attributes:
-    max_new_tokens: the most tokens that a row gets.
-    sampling: how a token is chosen.
-    stop: tokens that end a row.
-    padding: the side on which prompts are padded.
-    call: the model's call.
-    cache: makes the cache of a model that takes it as an argument; or None.
-    prefill: the most tokens of a prompt that are read at once.
-    slots: rows that are computed at a time, each with a cache of its own; None for all of the batch.
-    layer_options: with the pipeline of the layers, if they are one.
+    options: what it was made with.
     layers: what the stages of a pipeline do, when it was last compiled or lowered; print it.
   """
 
-  def __init__(
-    self,
-    max_new_tokens: int,
-    sampling: Sampling | Beams,
-    stop: tuple[int, ...],
-    padding: Literal["right", "left"],
-    call: Call,
-    cache: Callable[[int, int], Any] | None,
-    prefill: int,
-    slots: int | None,
-    layer_options: LayerOptions,
-  ):
-    self.max_new_tokens, self.sampling, self.stop = max_new_tokens, sampling, stop
-    self.padding, self.call, self.cache = padding, call, cache
-    self.prefill, self.slots, self.layer_options = prefill, slots, layer_options
-    self.layers = LayersUsed()
+  def __init__(self, options: Options):
+    self.options, self.layers = options, LayersUsed()
     self._bounds: weakref.WeakKeyDictionary[Any, Bound] = weakref.WeakKeyDictionary()
 
   def __call__(
@@ -74,8 +52,14 @@ class Generator:
     Raises:
       DecodeError: prompts, lengths, a cache or a key that do not fit.
     """
-    bound, args = self._prepared(model, prompts, lengths, key, requests)
-    return bound(args)
+    prompts, lengths, requests = _checked(prompts, lengths, requests)
+    sampling = self.options.sampling
+    if key is None and isinstance(sampling, Sampling) and sampling.temperature:
+      raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
+    bound = self._bound(model, prompts)
+    given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
+    defaults = bound.defaults(prompts.shape)
+    return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
 
   def lower(self, model: Any, prompts: Any) -> Any:
     """Lowers the program for prompts of this shape, without running it.
@@ -91,9 +75,7 @@ class Generator:
     Raises:
       DecodeError: as in a call.
     """
-    _check_prompts(prompts)
-    bound = self._bound(model)
-    bound.check(prompts.shape)
+    bound = self._bound(model, prompts)
     return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
 
   def argument_names(self, model: Any) -> dict[str, str]:
@@ -119,29 +101,21 @@ class Generator:
       the fields of `Generated` and the caches by the number of their Variable; and its abstract arguments
       after the first.
     """
-    _check_prompts(prompts)
-    bound = self._bound(model)
-    bound.check(prompts.shape)
+    bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
 
-  def _prepared(self, model: Any, prompts: Any, lengths: Any, key: Any, requests: Any) -> tuple[Bound, Args]:
-    prompts, lengths, requests = _checked(prompts, lengths, requests)
-    if key is None and isinstance(self.sampling, Sampling) and self.sampling.temperature:
-      raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
-    bound = self._bound(model)
-    bound.check(prompts.shape)
-    given = Args(*(None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)))
-    defaults = bound.defaults(prompts.shape)
-    return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
-
-  def _bound(self, model: Any) -> Bound:
+  def _bound(self, model: Any, prompts: Any = None) -> Bound:
+    """The program of a model, for prompts that fit it."""
     if not isinstance(model, nnx.Pytree):
       raise DecodeError(
         f"the model is a {type(model).__name__}, not a live module.", fix="generate(model, prompts)"
       )
     found = self._bounds.get(model)
     if found is None or not found.binding.watch.same():
-      found = self._bounds[model] = Bound(self, model)
+      found = self._bounds[model] = Bound(self.options, self.layers, model)
+    if prompts is not None:
+      _check_prompts(prompts)
+      found.check(prompts.shape)
     return found
 
 
@@ -206,54 +180,16 @@ def generator(
     >>> generate(Sum(2), jnp.array([[1, 1], [5, 0]]), lengths=jnp.array([2, 1])).tokens.tolist()
     [[2, 4, 8, 16], [5, 10, 20, 40]]
   """
-  if max_new_tokens < 1:
-    raise DecodeError(f"max_new_tokens={max_new_tokens!r} makes no token.", fix="1 or more.")
-  stops: tuple[Any, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
-  wrong = [x for x in stops if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
-  if wrong:
-    raise DecodeError(
-      f"the stop token {wrong[0]!r} is a {type(wrong[0]).__name__}, and tokens are integers.",
-      fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
-    )
-  if padding not in ("right", "left"):
-    raise DecodeError(f"padding={padding!r} is no side.", fix='padding="right" or padding="left".')
   if cache is not None and call is None:
     raise DecodeError(
       "cache= makes a cache, and no call= takes it.",
       fix="call=lambda model, tokens, position, cache: model(tokens, cache)",
     )
-  for name, count in (("prefill", prefill), ("slots", slots)):
-    if count is not None and count < 1:
-      raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more.")
-  if slots is not None and isinstance(sampling, Beams):
-    raise DecodeError(
-      "beams of a row are computed together, and slots are for rows that end at different times.",
-      fix="leave slots= out, and give as many prompts at a time as the memory holds.",
-    )
-  if pipeline is not None and (slots is not None or isinstance(sampling, Beams)):
-    each = "slots" if slots else "beams"
-    raise DecodeError(
-      f"with pipeline={pipeline!r} a group of rows has one cache, and {each} need one for each row.",
-      fix="leave pipeline= out, and let the axis split the batch.",
-    )
-  if layers is not None and pipeline is None:
-    raise DecodeError(f"layers={layers!r} names those of a pipeline.", fix='pipeline="stage"')
+  stops: tuple[Any, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
-  if stages is not None and stages.virtual_stages > 1:
-    raise DecodeError(
-      f"virtual_stages={stages.virtual_stages} makes a bubble smaller, and in generation there is none.",
-      fix=f"pipeline={stages.axis!r}",
-    )
+  layer_options, call = LayerOptions(pattern=layers, pipeline=stages), call or _plain_call
   return Generator(
-    max_new_tokens,
-    sampling,
-    tuple(map(int, stops)),
-    padding,
-    call or _plain_call,
-    cache,
-    prefill,
-    slots,
-    LayerOptions(pattern=layers, pipeline=stages),
+    Options(max_new_tokens, sampling, stops, padding, call, cache, prefill, slots, layer_options)
   )
 
 
@@ -272,23 +208,22 @@ def _check_prompts(prompts: Any) -> None:
 
 
 def _checked(prompts: Any, lengths: Any, requests: Any) -> list[Any]:
+  """The arguments of a call as integers; None for what is not given."""
   _check_prompts(prompts)
   batch, width = np.shape(prompts)
-  prompts = prompts.astype(np.int32) if hasattr(prompts, "astype") else np.asarray(prompts, np.int32)
-  numbers = {
-    name: np.asarray(x) for name, x in (("lengths", lengths), ("requests", requests)) if x is not None
-  }
-  for name, x in numbers.items():
-    if x.shape != (batch,) or not np.issubdtype(x.dtype, np.integer):
+  found = [prompts.astype(np.int32) if hasattr(prompts, "astype") else np.asarray(prompts, np.int32)]
+  for name, given in (("lengths", lengths), ("requests", requests)):
+    x = None if given is None else np.asarray(given)
+    if x is not None and (x.shape != (batch,) or not np.issubdtype(x.dtype, np.integer)):
       raise DecodeError(
         f"{name} are {x.dtype} of shape {x.shape}, not one integer for each of {batch} prompts.",
         fix=f"{name}=np.array([...]) of shape ({batch},).",
       )
-  outside = [int(x) for x in numbers.get("lengths", ()) if not 1 <= x <= width]
+    found.append(None if x is None else x.astype(np.int32))
+  outside = [] if found[1] is None else [int(x) for x in found[1] if not 1 <= x <= width]
   if outside:
     raise DecodeError(
       f"a prompt has length {outside[0]}, and prompts have 1 to {width} tokens.",
       fix="start an empty prompt with the token that begins a text.",
     )
-  found = [numbers.get(name) for name in ("lengths", "requests")]
-  return [prompts, *(None if x is None else x.astype(np.int32) for x in found)]
+  return found

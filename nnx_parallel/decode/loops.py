@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.decode.turns import Turns
 
 
 class Asked(NamedTuple):
@@ -23,25 +24,6 @@ class Asked(NamedTuple):
   prompts: jax.Array
   lengths: jax.Array
   keys: jax.Array
-
-
-class Turns(Protocol):
-  """Calls of a model whose layers are a pipeline that goes round; see `layers/stream.py`."""
-
-  @property
-  def stages(self) -> int:
-    """How many, and how many groups of rows."""
-    ...
-
-  def begin(self, tokens: int, going: Any) -> Any:
-    """What goes round before calls with so many tokens: with empty caches, or with those of other calls."""
-    ...
-
-  def __call__(
-    self, going: Any, tick: Any, entering: Any, leaving: Any, passes: Any = None
-  ) -> tuple[Any, Any]:
-    """One tick, for the tokens and position of two groups: the logits of the second, and what goes round."""
-    ...
 
 
 class _Rows(NamedTuple):
@@ -82,7 +64,8 @@ class Loop:
     forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last of
       them, `(rows, vocabulary)`. Over slots, `position` is that of each row.
     rows: lays out an array whose dim 0 is the batch.
-    whole: lays out an array that each device holds whole.
+    whole: replicates an array.
+    kept: lays out what is kept of each row: its tokens, and how many there are.
     logits: lays out logits `(rows, ..., vocabulary)`.
   """
 
@@ -92,6 +75,7 @@ class Loop:
   forward: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
   rows: Callable[[Any], Any]
   whole: Callable[[Any], Any]
+  kept: Callable[[Any], Any]
   logits: Callable[[Any], Any]
 
   def stopped(self, tokens: jax.Array) -> jax.Array:
@@ -100,6 +84,10 @@ class Loop:
     for stop in self.stops:
       found |= tokens == stop
     return found
+
+  def unfinished(self, rows: _Rows, step: jax.Array, last: jax.Array) -> jax.Array:
+    """Whether a row may still write. Whether all have ended takes an all-reduce for each token."""
+    return ~jnp.all(rows.ended) if self.stops else step < last
 
   def read_together(self, prompts: jax.Array, lengths: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     """Reads what all prompts have, `prefill` tokens at once, but for the last token of the shortest."""
@@ -121,18 +109,14 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: Any) -> tuple[
   """Continues all prompts at once; `position` is the same for all rows."""
   last = asked.lengths.max() + loop.limit - 1
 
-  def more(carry: Any) -> Any:
-    position, rows, _ = carry
-    # Whether all rows have ended takes an all-reduce for each token.
-    return ~jnp.all(rows.ended) if loop.stops else position < last
-
   def one(carry: Any) -> Any:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
     return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
 
   position, state = loop.read_together(asked.prompts, asked.lengths, state)
-  _, rows, state = jax.lax.while_loop(more, one, (position, _begun(loop, asked, position), state))
+  begun = position, _begun(loop, asked, position), state
+  _, rows, state = jax.lax.while_loop(lambda carry: loop.unfinished(carry[1], carry[0], last), one, begun)
   return state, Generated(rows.found, rows.counts)
 
 
@@ -142,7 +126,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   In a tick, group `tick % stages` enters the first stage with its next token, and the next group leaves the
   last one, with the logits of its own.
   """
-  groups = turns.stages
+  groups = asked.prompts.shape[0]
   first = jnp.zeros((), jnp.int32)
   going = None
   part = min(loop.prefill, asked.prompts.shape[-1] - 1)
@@ -165,10 +149,6 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
   begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
 
-  def more(carry: Any) -> Any:
-    tick, rows, _ = carry
-    return ~jnp.all(rows.ended) if loop.stops else tick < last
-
   def one(carry: Any) -> Any:
     tick, rows, going = carry
     (enters, number), (leaves, done) = _in_and_out(tick, groups)
@@ -181,8 +161,8 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
     after = jax.tree.map(lambda new, old: jnp.where(tick >= groups - 1, new, old), after, before)
     return tick + 1, jax.tree.map(lambda x, new: x.at[leaves].set(new), rows, after), going
 
-  start = jnp.zeros((), jnp.int32)
-  _, rows, _ = jax.lax.while_loop(more, one, (start, begun, turns.begin(1, going)))
+  start = jnp.zeros((), jnp.int32), begun, turns.begin(1, going)
+  _, rows, _ = jax.lax.while_loop(lambda carry: loop.unfinished(carry[1], carry[0], last), one, start)
   return Generated(rows.found, rows.counts)
 
 
@@ -194,124 +174,104 @@ def _in_and_out(tick: Any, groups: int) -> tuple[tuple[Any, Any], tuple[Any, Any
 def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Rows:
   """Rows that have read so many tokens of their prompts."""
   batch = asked.prompts.shape[0]
-  counts = loop.rows(jnp.zeros((batch,), jnp.int32))
-  found = loop.rows(jnp.zeros((batch, loop.limit), jnp.int32))
-  return _Rows(loop.rows(_column(asked.prompts, position)), found, counts, counts != 0)
+  counts = loop.kept(jnp.zeros((batch,), jnp.int32))
+  found = loop.kept(jnp.zeros((batch, loop.limit), jnp.int32))
+  return _Rows(loop.kept(_column(asked.prompts, position)), found, counts, counts != 0)
 
 
 def _advanced(
   loop: Loop, sampling: Sampling, asked: Asked, position: jax.Array, rows: _Rows, logits: jax.Array
 ) -> _Rows:
   """Rows after a token at a position, whose logits these are."""
-  drawn = jax.vmap(jax.random.fold_in)(asked.keys, rows.counts)
-  chosen = loop.rows(sampling.choose(loop.logits(logits), drawn))
+  drawn = loop.rows(jax.vmap(jax.random.fold_in)(asked.keys, rows.counts))
+  chosen = loop.kept(sampling.choose(loop.logits(logits), drawn))
   reads = position + 1 < asked.lengths
   writes = ~reads & ~rows.ended
   here = writes[:, None] & (jnp.arange(loop.limit)[None] == rows.counts[:, None])
   counts = rows.counts + writes.astype(jnp.int32)
   return _Rows(
-    token=loop.rows(jnp.where(reads, _column(asked.prompts, position + 1), chosen)),
-    found=loop.rows(jnp.where(here, chosen[:, None], rows.found)),
+    token=loop.kept(jnp.where(reads, _column(asked.prompts, position + 1), chosen)),
+    found=loop.kept(jnp.where(here, chosen[:, None], rows.found)),
     counts=counts,
     ended=rows.ended | (writes & (loop.stopped(chosen) | (counts == loop.limit))),
   )
 
 
 def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
-  """The tokens at a position. Clamped: past the widest prompt no row reads."""
-  return jax.lax.dynamic_index_in_dim(prompts, jnp.minimum(position, prompts.shape[1] - 1), 1, keepdims=False)
+  """The tokens at a position, or at those of each row. Clamped: past the widest prompt no row reads."""
+  column = jnp.minimum(position, prompts.shape[1] - 1)
+  if not column.ndim:
+    return jax.lax.dynamic_index_in_dim(prompts, column, 1, keepdims=False)
+  return jax.vmap(lambda row, column: row[column])(prompts, column)
 
 
 class _Slots(NamedTuple):
-  """The loop over slots. All but the state is small, and whole on each device."""
+  """The loop over slots. All but the state is small, and replicated."""
 
   request: jax.Array
   """The row of the prompts that a slot works on; their number, where none is left."""
   position: jax.Array
   """Tokens that its cache has read."""
-  counts: jax.Array
-  """Tokens that it has written."""
-  token: jax.Array
-  """What it reads next."""
+  rows: _Rows
   state: Any
-  found: jax.Array
-  lengths: jax.Array
+  done: Generated
+  """What the requests that have ended got."""
   following: jax.Array
   """The next request that no slot has begun."""
 
 
 def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Generated:
   """Continues any number of prompts in as many slots as `fresh` has rows: one that ends takes the next."""
-  whole, limit = loop.whole, loop.limit
-  prompts, lengths, keys = whole(asked.prompts), whole(asked.lengths), asked.keys
-  requests, width = prompts.shape
+  asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
+  requests, width = asked.prompts.shape
   slots = jax.tree.leaves(fresh)[0].shape[0]
   part = min(loop.prefill, width - 1)
 
-  def of_request(s: _Slots, x: jax.Array) -> jax.Array:
-    return x[jnp.minimum(s.request, requests - 1)]
+  def of(request: jax.Array) -> Asked:
+    return jax.tree.map(lambda x: x[jnp.minimum(request, requests - 1)], asked)
 
-  def prompt_at(s: _Slots, position: jax.Array) -> jax.Array:
-    columns = jnp.minimum(position, width - 1)
-    return jax.vmap(lambda row, column: row[column])(of_request(s, prompts), columns)
+  def begun(request: jax.Array) -> _Rows:
+    rows = _begun(loop, of(request), jnp.zeros((), jnp.int32))
+    return rows._replace(ended=request >= requests)
 
   def can_read(s: _Slots) -> jax.Array:
-    return (s.request < requests) & (s.position + part < of_request(s, lengths))
+    return ~s.rows.ended & (s.position + part < of(s.request).lengths)
 
   def read(s: _Slots) -> _Slots:
-    here = can_read(s)
-    tokens = prompt_at(s, s.position[:, None] + jnp.arange(part)[None])
+    here, prompts = can_read(s), of(s.request).prompts
+    tokens = _column(prompts, s.position[:, None] + jnp.arange(part)[None])
     _, state = loop.forward(loop.rows(tokens), loop.rows(s.position), s.state)
     position = jnp.where(here, s.position + part, s.position)
-    return s._replace(
-      position=position,
-      token=jnp.where(here, prompt_at(s, position), s.token),
-      state=_chosen(loop.rows(here), state, s.state),
-    )
+    rows = s.rows._replace(token=jnp.where(here, _column(prompts, position), s.rows.token))
+    return s._replace(position=position, rows=rows, state=_chosen(loop.rows(here), state, s.state))
 
   def one(s: _Slots) -> _Slots:
     if part > 1:
       s = jax.lax.while_loop(lambda s: can_read(s).any(), read, s)
-    logits, state = loop.forward(loop.rows(s.token[:, None]), loop.rows(s.position), s.state)
-    drawn = jax.vmap(jax.random.fold_in)(of_request(s, keys), s.counts)
-    chosen = whole(sampling.choose(loop.logits(logits), loop.rows(drawn)))
-    reads = s.position + 1 < of_request(s, lengths)
-    writes = ~reads & (s.request < requests)
-    # A slot without a request writes to a row that is not there, which drops it.
-    row = jnp.where(writes, s.request, requests)
-    found = s.found.at[row, s.counts].set(chosen, mode="drop")
-    counts = s.counts + writes.astype(jnp.int32)
-    ended = writes & (loop.stopped(chosen) | (counts == limit))
-    found_lengths = s.lengths.at[jnp.where(ended, s.request, requests)].set(counts, mode="drop")
-    after = _Slots(
-      request=jnp.where(ended, jnp.minimum(s.following + jnp.cumsum(ended) - 1, requests), s.request),
-      position=jnp.where(ended, 0, s.position + 1),
-      counts=jnp.where(ended, 0, counts),
-      token=chosen,
+    logits, state = loop.forward(loop.rows(s.rows.token[:, None]), loop.rows(s.position), s.state)
+    rows = _advanced(loop, sampling, of(s.request), s.position, s.rows, logits)
+    ends = rows.ended & (s.request < requests)
+    # A slot that goes on writes to a row that is not there, which drops it.
+    row = jnp.where(ends, s.request, requests)
+    news = zip(s.done[:2], (rows.found, rows.counts), strict=True)
+    request = jnp.where(ends, jnp.minimum(s.following + jnp.cumsum(ends) - 1, requests), s.request)
+    return _Slots(
+      request=request,
+      position=jnp.where(ends, 0, s.position + 1),
+      rows=_chosen(ends, begun(request), rows),
       # Only where a slot begins anew: it takes a pass over all caches.
       state=jax.lax.cond(
-        ended.any(), lambda state: _chosen(loop.rows(ended), fresh, state), lambda state: state, state
+        ends.any(), lambda state: _chosen(loop.rows(ends), fresh, state), lambda state: state, state
       ),
-      found=found,
-      lengths=found_lengths,
-      following=s.following + ended.sum(dtype=jnp.int32),
+      done=Generated(*(x.at[row].set(new, mode="drop") for x, new in news)),
+      following=s.following + ends.sum(dtype=jnp.int32),
     )
-    return after._replace(token=jnp.where(reads | ended, prompt_at(after, after.position), chosen))
 
-  zeros = whole(jnp.zeros((slots,), jnp.int32))
-  begin = _Slots(
-    request=jnp.minimum(whole(jnp.arange(slots, dtype=jnp.int32)), requests),
-    position=zeros,
-    counts=zeros,
-    token=zeros,
-    state=fresh,
-    found=whole(jnp.zeros((requests, limit), jnp.int32)),
-    lengths=whole(jnp.zeros((requests,), jnp.int32)),
-    following=jnp.asarray(min(slots, requests), jnp.int32),
-  )
-  begin = begin._replace(token=prompt_at(begin, zeros))
-  end = jax.lax.while_loop(lambda s: (s.request < requests).any(), one, begin)
-  return Generated(end.found, end.lengths)
+  first = jnp.minimum(loop.whole(jnp.arange(slots, dtype=jnp.int32)), requests)
+  none = Generated(jnp.zeros((requests, loop.limit), jnp.int32), jnp.zeros((requests,), jnp.int32))
+  following = jnp.asarray(min(slots, requests), jnp.int32)
+  begin = _Slots(first, first * 0, begun(first), fresh, jax.tree.map(loop.whole, none), following)
+  return jax.lax.while_loop(lambda s: (s.request < requests).any(), one, begin).done
 
 
 def _chosen(rows: jax.Array, new: Any, old: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys; it
 is mapped over the batch and the heads, and placed on the mesh by `jax.shard_map`: a kernel is a program of
-one device. An attention of another form is computed by blocks.
+one device. An attention of another form is blockwise.
 """
 
 from __future__ import annotations
@@ -86,9 +86,6 @@ def splash_sequence(
     window: a query sees the last `window` positions, its own included; unless causal, as many ahead too.
     interpret: run it on any platform, slowly.
 
-  Returns:
-    `[heads, length, out]`.
-
   Raises:
     NotFused: it has no blocks for this length.
   """
@@ -113,10 +110,9 @@ def _block_sizes(rows: int, columns: int) -> Any:
   q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
   if not q or not kv:
     raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
-  return splash.BlockSizes(
-    block_q=q, block_kv=kv, block_kv_compute=kv, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=kv,
-    block_q_dq=q, block_kv_dq=kv,
-  )  # fmt: skip
+  queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
+  keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
+  return splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
 def _padded(x: Any) -> Any:
@@ -187,14 +183,9 @@ def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
 
 
 def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
-  """The operation that computes an attention by a kernel.
+  """The operation that computes an attention by a kernel, given its softmax.
 
   The scale is applied to the queries, in their dtype.
-
-  Args:
-    body: the program.
-    match: the softmax.
-    kernel: of the platform.
 
   Raises:
     NotFused: it has not the form that the kernel computes.
@@ -202,36 +193,31 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   form = _form(match, _scores(match, made), _weights(match, made))
   masks, leaves = _mask(body, match, form)
-  inputs = [*form.inputs, *leaves]
   out = match.product.outvars[0]
 
   def attention_by_kernel(*arrays: Any) -> list[Any]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
-    query = (query.astype(jnp.promote_types(query.dtype, jnp.float32)) * form.scores.scale).astype(
-      query.dtype
-    )
+    wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+    query = (wide * form.scores.scale).astype(query.dtype)
     mask, some = masks(arrays[3:])
     found = _placed(form, kernel, query, key, value, mask)
     if some is not None:  # a row that keeps nothing
-      none = (
-        value.mean(-2, keepdims=True)
-        if math.isfinite(form.scores.fill)
-        else jnp.full_like(value[..., :1, :], jnp.nan)
-      )
-      none = none.reshape(*none.shape[: form.shared], *[1] * (found.ndim - none.ndim), *none.shape[-2:])
+      finite = math.isfinite(form.scores.fill)
+      none = value.mean(-2, keepdims=True) if finite else jnp.full_like(value[..., :1, :], jnp.nan)
+      none = jnp.expand_dims(none, range(form.shared, form.shared + found.ndim - none.ndim))
       found = jnp.where(some[:, None], found, none)
     found = found.transpose(form.order).astype(out.aval.dtype)
     where = struct(out.aval).sharding
     return [found if where is None else jax.sharding.reshard(found, where)]
 
-  return call_equation(attention_by_kernel, inputs, match.product.outvars, match.product)
+  return call_equation(attention_by_kernel, [*form.inputs, *leaves], match.product.outvars, match.product)
 
 
 def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
   """What is done with the product of queries and keys, from the softmax back to it."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
-  if _uncast(largest, made, ("stop_gradient", "transpose")) is not _uncast(var, made, ("transpose",)):
+  if _uncast(largest, made, ("stop_gradient",))[0] is not _uncast(var, made)[0]:
     raise NotFused("another maximum than that of its scores is subtracted")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
@@ -252,16 +238,13 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
     elif name == "mul" and numbers[0] is not None:
       factor, var = factor * numbers[0], inputs[1]
     elif name == "select_n" and cap is None and _is_mask(inputs[0], var):
-      fill = [number is not None and number * factor <= _FILL for number in numbers[1:]]
-      if fill not in ([True, False], [False, True]):
+      low = {n: x * factor for n, x in enumerate(numbers) if n and x is not None and x * factor <= _FILL}
+      if len(low) != 1:
         raise NotFused(f"its scores go through {described(eqn)}, which is no mask")
-      masks.append((inputs[0], dims, fill[0]))
-      fills |= {
-        number * factor
-        for number, is_fill in zip(numbers[1:], fill, strict=True)
-        if is_fill and number is not None
-      }
-      var = inputs[2 if fill[0] else 1]
+      ((side, fill),) = low.items()
+      masks.append((inputs[0], dims, side == 1))
+      fills.add(fill)
+      var = inputs[3 - side]
     else:
       raise NotFused(f"its scores go through {described(eqn)}")
   if eqn is None:
@@ -273,18 +256,13 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
 
 def _weights(match: Any, made: Mapping[Any, Any]) -> tuple[int, ...]:
   """The dims of the weights, in terms of those of the scores."""
-  var = match.product.invars[match.side]
-  dims = tuple(range(len(var.aval.shape)))
-  while (eqn := made[var]).primitive.name == "transpose" or _is_cast(eqn):
-    if eqn.primitive.name == "transpose":
-      dims = tuple(eqn.params["permutation"][d] for d in dims)
-    var = eqn.invars[0]
-  exponentials = match.exp.outvars[0]
-  if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) is not exponentials:
+  var, dims = _uncast(match.product.invars[match.side], made)
+  eqn, exponentials = made[var], _uncast(match.exp.outvars[0], made)
+  if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) != exponentials:
     raise NotFused(f"its weights go through {described(eqn)}")
-  if _uncast(match.total.invars[0], made) is not exponentials:
+  if _uncast(match.total.invars[0], made) != exponentials:
     raise NotFused("another sum than that of its exponentials divides them")
-  below, shape = eqn.invars[1], exponentials.aval.shape
+  below, shape = eqn.invars[1], exponentials[0].aval.shape
   kept = tuple(d for d in range(len(shape)) if d not in match.summed)
   column = tuple(1 if d in match.summed else size for d, size in enumerate(shape))
   while among(below, made) and below is not match.total.outvars[0]:
@@ -367,11 +345,14 @@ def _is_cast(eqn: Any) -> bool:
   return casts and is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
 
 
-def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> Any:
-  """The variable that one is, before its casts and some other operations."""
-  while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in others):
+def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> tuple[Any, tuple[int, ...]]:
+  """The variable that one is before its casts, transposes and some other operations, and the dims of that."""
+  dims = tuple(range(len(var.aval.shape)))
+  while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
+    if made[var].primitive.name == "transpose":
+      dims = tuple(made[var].params["permutation"][d] for d in dims)
     var = made[var].invars[0]
-  return var
+  return var, dims
 
 
 def _is_mask(var: Any, scores: Any) -> bool:
@@ -439,7 +420,7 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
   """The kernel on each device's examples and heads."""
 
   def local(query: Any, key: Any, value: Any, *mask: Any) -> Any:
-    run = functools.partial(_run, kernel, form.scores.cap, mask[0] if mask else None)
+    run: Any = functools.partial(kernel, mask=mask[0] if mask else None, cap=form.scores.cap)
     for _ in range(query.ndim - 2 - form.shared):
       run = jax.vmap(run, in_axes=(0, None, None))
     for _ in range(form.shared):
@@ -464,10 +445,6 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
     local, in_specs=tuple(specs), out_specs=specs[0], axis_names={*free}, check_vma=False
   )
   return placed(*arrays)
-
-
-def _run(kernel: Kernel, cap: float | None, mask: Any, query: Any, key: Any, value: Any) -> Any:
-  return kernel(query, key, value, mask, cap)
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:

@@ -1,10 +1,10 @@
-"""Computes a model's head and its loss by parts of the head's columns, without an edit.
+"""Chunked cross-entropy: a model's head and its loss by chunks of the head's columns, without an edit.
 
 The head is the last product of the trace of a loss whose result goes through a softmax. What is done with
 its columns, the logits, is rewritten so that they are only ever summed, compared or looked up row by row:
 `exp(x - max)` is `exp(x)` times a number of the row, and so are a log-softmax and its products with targets.
-These statistics are computed for one part of the columns after another, forward and backward, so that the
-logits never exist at once. Each part of the weights is read once in each direction.
+These statistics are computed for one chunk of the columns after another, forward and backward, so that the
+logits never exist at once. Each chunk of the weights is read once in each direction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import AxisType
 
 from nnx_parallel.core.flow import meeting
@@ -28,6 +27,7 @@ from nnx_parallel.core.jaxprs import (
   call_equation,
   dependents,
   is_inexact,
+  operations_behind,
   traced,
   without_unused,
 )
@@ -59,63 +59,57 @@ _NAME = "of columns: "
 """Starts the name of each call that computes a statistic."""
 
 
-def check_parts(parts: int | None) -> int | None:
-  """The option itself.
+def check_chunks(chunks: int | None) -> None:
+  """Checks the option.
 
   Raises:
     TrainError: it is no positive number.
   """
-  if parts is None or (type(parts) is int and parts > 0):
-    return parts
-  raise TrainError(
-    f"loss_chunks={parts!r} is not a positive number.", fix="loss_chunks=8; None: in one piece."
-  )
+  if chunks is not None and (type(chunks) is not int or chunks < 1):
+    raise TrainError(
+      f"loss_chunks={chunks!r} is not a positive number.", fix="loss_chunks=8; None: in one piece."
+    )
 
 
-def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
-  """The closed trace of a loss with its head computed in parts, and a line that says so.
+def in_chunks(jaxpr: Any, chunks: int) -> tuple[Any, str]:
+  """The closed trace of a loss with its head computed in chunks, and a line that says so.
 
   Raises:
-    TrainError: no head is found, or what is done with its logits cannot be evaluated by parts.
+    TrainError: no head is found, or what is done with its logits cannot be evaluated by chunks.
   """
   flat: Any = with_cut_weights(flattened(jaxpr, is_opened))
-  product, others = _head(flat.jaxpr, parts)
+  product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
-  products = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name == "dot_general"]
   try:
     dim = _columns(flat.jaxpr, product)
     length = logits.shape[dim]
     shards, apart = _shards(length)
     whole = length // shards
-    grid = Grid({_COLUMNS: whole}, {_COLUMNS: -(-whole // min(parts, whole))})
-    rewriting = _Rewriting(flat.jaxpr, product, ((_COLUMNS, dim, shards),), grid, apart)
-    new = flattened(traced(functools.partial(rewriting.results, flat), flat), rewriting.is_opened)
-    number = next(n for n, eqn in enumerate(products) if eqn is product)
-    made = [eqn for eqn in new.jaxpr.eqns if eqn.primitive.name == "dot_general"][number]
-    body = rewriting.in_levels(new.jaxpr, made)
+    grid = Grid({_COLUMNS: whole}, {_COLUMNS: -(-whole // min(chunks, whole))})
+    body = _Rewriting(flat, product, ((_COLUMNS, dim, shards),), grid, apart).body()
   except Untiled as problem:
     raise TrainError(
-      f"loss_chunks={parts} cannot be honoured: {problem} needs all columns of the logits at once.",
+      f"loss_chunks={chunks} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
       " maxima, argmax, top_k, and take_along_axis",
       fix="take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
   count = -(-whole // grid.blocks[_COLUMNS])
-  line = f"the head and the loss of each token in {count} parts of the {length} columns"
-  if count < parts:
-    why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "parts are of equal length"
-    line += f" (of {parts} that were asked for: {why})"
+  line = f"the head and the loss of each token in {count} chunks of the {length} columns"
+  if count < chunks:
+    why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "chunks are of equal length"
+    line += f" (of {chunks} that were asked for: {why})"
   if others:
     whole_heads = ", ".join(map(described, others))
     line += f"; the last of {1 + len(others)} heads only, as written: {whole_heads}"
-  return without_unused(new.replace(jaxpr=body)), line
+  return without_unused(body), line
 
 
 def _shards(length: int) -> tuple[int, int]:
   """How many devices may share the columns, and how many of these do not share the batch.
 
-  A part has its share of the columns of each device. Devices that share just the columns sum the gradient of
-  the head's input: each of them has its own until the last part.
+  A chunk has its share of the columns of each device. Devices that share just the columns sum the gradient of
+  the head's input: each of them has its own until the last chunk.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -128,33 +122,7 @@ def _shards(length: int) -> tuple[int, int]:
   return shards, 1 if shards % apart else apart
 
 
-def _size(var: Any) -> int:
-  return math.prod(var.aval.shape)
-
-
-def _is_of(var: Any, logits: Any) -> bool:
-  """Whether an array is as large as the logits, or as those of most tokens: the last one has no target."""
-  return _size(logits) // 2 <= _size(var) <= _size(logits)
-
-
-def _derived(body: Any) -> set[Any]:
-  """The variables whose gradients a program needs, if it is differentiated."""
-  found = {var for var in body.outvars if not isinstance(var, core.Literal)}
-  for eqn in reversed(body.eqns):
-    if eqn.primitive.name != "stop_gradient" and any(
-      var in found and is_inexact(var.aval) for var in eqn.outvars
-    ):
-      found.update(var for var in eqn.invars if not isinstance(var, core.Literal))
-  return found
-
-
-def _numbers(aval: Any, dim: int) -> Any:
-  """The number of each column."""
-  sizes = [size if d == dim else 1 for d, size in enumerate(aval.shape)]
-  return jax.lax.broadcasted_iota(jnp.int32, sizes, dim)
-
-
-def _head(body: Any, parts: int) -> tuple[Any, list[Any]]:
+def _head(body: Any, chunks: int) -> tuple[Any, list[Any]]:
   """The last product that makes logits, and the others."""
   softmaxes = Softmaxes(body)
   found: dict[int, Any] = {}
@@ -171,7 +139,7 @@ def _head(body: Any, parts: int) -> tuple[Any, list[Any]]:
     return heads[-1], heads[:-1]
   count = sum(eqn.primitive.name == "dot_general" for eqn in body.eqns)
   raise TrainError(
-    f"loss_chunks={parts} finds no head in the loss.",
+    f"loss_chunks={chunks} finds no head in the loss.",
     details="a head is a product whose columns all go through a softmax, one that no product with values"
     f" follows; the loss has {count} products outside of its layers, scans and checkpoints, and no head",
     fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_chunks out.",
@@ -181,8 +149,7 @@ def _head(body: Any, parts: int) -> tuple[Any, list[Any]]:
 def _columns(body: Any, product: Any) -> int:
   """The dim of a product's result that the softmax sums over."""
   logits = product.outvars[0]
-  shape = logits.aval.shape
-  whole = {var for eqn in body.eqns for var in eqn.outvars if _is_of(var, logits)}
+  shape, size = logits.aval.shape, logits.aval.size
   problems: list[Any] = []
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
     problem: Any = None
@@ -203,13 +170,17 @@ def _columns(body: Any, product: Any) -> int:
         exponentials.update(eqn.outvars)
       if own:
         labels.update(dict.fromkeys(eqn.outvars, own))
-      elif eqn.primitive.name == "reduce_sum" and eqn.invars[0] in whole & exponentials:
+      elif (
+        eqn.primitive.name == "reduce_sum"
+        and among(eqn.invars[0], exponentials)
+        and size // 2 <= eqn.invars[0].aval.size <= size  # of most tokens: the last one has no target
+      ):
         return dim
     problems.append(problem)
   raise Untiled(next(filter(None, problems), product))
 
 
-# A statistic of the columns: a number, or a few, for each row. That of all columns is that of their parts,
+# A statistic of the columns: a number, or a few, for each row. That of all columns is that of their chunks,
 # combined. The columns are the last dim, which stays, with size 1.
 
 
@@ -260,39 +231,26 @@ class _Exponentials:
 
 @dataclasses.dataclass(frozen=True)
 class _Largest:
-  """The maximum of an array, without a gradient."""
+  """The maximum of an array; where it has a gradient, also how many elements equal it: each has its share."""
 
-  stale = (-math.inf,)
-  start = (-math.inf,)
-  derived = None
-
-  def of(self, x: Any) -> list[Any]:
-    return [x.max(-1, keepdims=True)]
-
-  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
-    return [jnp.maximum(a[0], b[0])]
-
-  def part(self, *_: Any) -> list[Any]:
-    return []
-
-
-@dataclasses.dataclass(frozen=True)
-class _Equals:
-  """The maximum of an array, and how many elements equal it: each has its share of the gradient."""
-
+  derived: int | None
   stale = (-math.inf,)
   start = (-math.inf, 0)
-  derived = 0
 
   def of(self, x: Any) -> list[Any]:
     largest = x.max(-1, keepdims=True)
+    if self.derived is None:
+      return [largest]
     return [largest, (x == largest).sum(-1, keepdims=True, dtype=x.dtype)]
 
   def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
     largest = jnp.maximum(a[0], b[0])
-    return [largest, sum(jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b))]
+    counts = [jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b) if len(x) > 1]
+    return [largest, sum(counts)] if counts else [largest]
 
   def part(self, known: Sequence[Any], x: Any) -> list[Any]:
+    if self.derived is None:
+      return []
     equal = jnp.where(x == known[0], x / known[1], jnp.zeros_like(x))
     return [equal.sum(-1, keepdims=True)]
 
@@ -324,7 +282,7 @@ class _Best:
     return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
 
 
-_Kind = _Sum | _Exponentials | _Largest | _Equals | _Best
+_Kind = _Sum | _Exponentials | _Largest | _Best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,28 +358,45 @@ class _Rewriting:
   """Evaluates a loss once more, with all that sums or compares columns as calls of statistics.
 
   Args:
+    flat: the closed trace of the loss.
     product: the head.
     labels: of its result.
-    grid: of the parts.
-    apart: how many groups of columns have an own gradient of the head's input, until the last part.
+    grid: of the chunks.
+    apart: how many groups of columns have an own gradient of the head's input, until the last chunk.
   """
 
   def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid, apart: int):
-    self._product, self._labels, self._grid, self._apart = product, labels, grid, apart
-    self._derived = _derived(flat)
-    self.kinds: dict[str, _Kind] = {}
+    self._flat, self._product, self._labels, self._grid, self._apart = flat, product, labels, grid, apart
+    # The variables whose gradients a program needs, if it is differentiated.
+    passing = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    behind = operations_behind(passing, flat.jaxpr.outvars)
+    self._derived = {out for eqn in behind for out in eqn.outvars}
+    self._kinds: dict[str, _Kind] = {}
     self._made: dict[Any, Any] = {}
 
-  def results(self, flat: Any, *inputs: Any) -> list[Any]:
-    """The results of the loss.
+  def body(self) -> Any:
+    """The closed trace of the loss with its statistics computed by chunks.
 
     Raises:
-      TrainError: one of them has columns.
+      TrainError: a result of the loss has columns.
       Untiled: an operation that needs them all.
     """
-    found = interpret(flat, inputs, self._run)
+
+    def is_call(eqn: Any) -> bool:
+      return is_opened(eqn) and eqn.params.get("name") not in self._kinds
+
+    def products(body: Any) -> list[Any]:
+      return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
+
+    number = next(n for n, eqn in enumerate(products(self._flat.jaxpr)) if eqn is self._product)
+    new = flattened(traced(self._results, self._flat), is_call)
+    return new.replace(jaxpr=self._in_levels(new.jaxpr, products(new.jaxpr)[number]))
+
+  def _results(self, *inputs: Any) -> list[Any]:
+    """The results of the loss."""
+    found = interpret(self._flat, inputs, self._run)
     logits = self._product.outvars[0].aval
-    for x, var in zip(found, flat.jaxpr.outvars, strict=True):
+    for x, var in zip(found, self._flat.jaxpr.outvars, strict=True):
       if isinstance(x, _Logits):
         raise TrainError(
           f"loss_chunks cannot be honoured: the loss returns {var.aval.str_short()}.",
@@ -429,10 +404,6 @@ class _Rewriting:
           fix="return sums over the columns, or a number for each token; or leave loss_chunks out.",
         )
     return [_array(x) for x in found]
-
-  def is_opened(self, eqn: Any) -> bool:
-    """Whether an operation is a call, and none of a statistic."""
-    return is_opened(eqn) and eqn.params.get("name") not in self.kinds
 
   def _run(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     if eqn is self._product:
@@ -489,15 +460,6 @@ class _Rewriting:
       term.power is None and (term.factor is None) != (term.share is None) for term in of(inputs[0])
     ):
       return [functools.reduce(_Term.times, (_Term(term.factor, term.share) for term in of(inputs[0])))]
-    if name == "select_n" and not isinstance(inputs[0], (_Logits, _Statistic)):
-      ones = filled(out, 1, out.dtype)
-      found: list[_Term] = []
-      for n, x in enumerate(inputs[1:]):
-        for term in of(x) if isinstance(x, (_Logits, _Statistic)) else [_Term(factor=x)]:
-          factor = ones if term.factor is None else ones * term.factor
-          cases = [factor if n == m else jnp.zeros_like(factor) for m in range(len(inputs) - 1)]
-          found.append(dataclasses.replace(term, factor=jax.lax.select_n(inputs[0], *cases)))
-      return found
     return None
 
   def _reduced(self, eqn: Any, inputs: list[Any]) -> Any:
@@ -521,9 +483,8 @@ class _Rewriting:
     if name == "reduce_sum":
       return bind(eqn, [self._total(x.terms, given, dim)])[0]
     if name == "reduce_max" and is_inexact(given):
-      if eqn.outvars[0] in self._derived:
-        return bind(eqn, [self._of(_Equals(), dim, x.value(given))[0]])[0]
-      return bind(eqn, [self._of(_Largest(), dim, x.value(given))[0]])[0]
+      kind = _Largest(0 if eqn.outvars[0] in self._derived else None)
+      return bind(eqn, [self._of(kind, dim, x.value(given))[0]])[0]
     raise Untiled(eqn)
 
   def _total(self, terms: list[_Term], aval: Any, dim: int) -> Any:
@@ -568,7 +529,9 @@ class _Rewriting:
     along = tuple(eqn.params["axes"]) if alone else (eqn.params.get("axis", aval.ndim - 1),)
     if along != (dim,) or best.count > self._grid.blocks[_COLUMNS] * self._labels[0][2]:
       raise Untiled(eqn)
-    values, places = self._of(best, dim, x.value(aval), _numbers(aval, dim))
+    numbers = [size if d == dim else 1 for d, size in enumerate(aval.shape)]
+    numbers = jax.lax.broadcasted_iota(jnp.int32, numbers, dim)
+    values, places = self._of(best, dim, x.value(aval), numbers)
     places = places.astype(eqn.outvars[-1].aval.dtype)
     return [_Statistic(places.squeeze(dim))] if alone else [_Statistic(values), _Statistic(places)]
 
@@ -576,8 +539,8 @@ class _Rewriting:
     """A statistic, as a call that is found again in the trace."""
     key = kind, dim, *map(id, xs)
     if key not in self._made:
-      name = f"{_NAME}{len(self.kinds)}"
-      self.kinds[name] = kind
+      name = f"{_NAME}{len(self._kinds)}"
+      self._kinds[name] = kind
 
       def statistic(*xs: Any) -> list[Any]:
         return kind.of(*xs)
@@ -587,35 +550,34 @@ class _Rewriting:
       self._made[key] = xs, [jnp.moveaxis(x, -1, dim) for x in results]
     return self._made[key][1]
 
-  def in_levels(self, body: Any, product: Any) -> Any:
-    """The program with its statistics computed by parts, those that depend on others after these."""
-    depends, size = dependents(body, {*product.outvars}), _size(product.outvars[0])
+  def _in_levels(self, body: Any, product: Any) -> Any:
+    """The program with its statistics computed by chunks, those that depend on others after these."""
+    depends, size = dependents(body, {*product.outvars}), product.outvars[0].aval.size
 
     def leaf(var: Any, own: Labels) -> bool:
-      return not own or var in product.invars or (var not in depends and 2 * _size(var) < size)
+      return not own or var in product.invars or (var not in depends and 2 * var.aval.size < size)
 
-    calls = [eqn for eqn in body.eqns if eqn.params.get("name") in self.kinds]
+    calls = [eqn for eqn in body.eqns if eqn.params.get("name") in self._kinds]
     while calls:
       later = dependents(body, {out for eqn in calls for out in eqn.outvars})
       now = [eqn for eqn in calls if not any(among(var, later) for var in eqn.invars)]
       calls = [eqn for eqn in calls if eqn not in now]
-      tiles = Tiles(body, self._grid, leaf)
-      ends = [[(var, self._at(var)) for var in eqn.invars] for eqn in now]
+      tiles, factor = Tiles(body, self._grid, leaf), self._labels[0][2]
+      ends = [[(var, ((_COLUMNS, var.aval.ndim - 1, factor),)) for var in eqn.invars] for eqn in now]
       for node in (node for nodes in ends for node in nodes):
         tiles.need(*node, depends.__contains__)
-      kinds = [self.kinds[eqn.params["name"]] for eqn in now]
-      statistics = _Statistics(tiles, kinds, ends, now, _Apart.of(tiles, product, self._apart))
+      kinds = [self._kinds[eqn.params["name"]] for eqn in now]
+      statistics = _Statistics(tiles, kinds, ends, now, _apart(tiles, product, self._apart))
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
-      others = [eqn for eqn in body.eqns if eqn not in now]
-      ahead = [eqn for eqn in others if not any(among(var, after) for var in eqn.invars)]
-      rest = [eqn for eqn in others if any(among(var, after) for var in eqn.invars)]
+      ahead: list[Any] = []
+      rest: list[Any] = []
+      for eqn in body.eqns:
+        if eqn not in now:
+          (rest if any(among(var, after) for var in eqn.invars) else ahead).append(eqn)
       body = body.replace(eqns=[*ahead, new, *rest])
     return body
-
-  def _at(self, var: Any) -> Labels:
-    return ((_COLUMNS, var.aval.ndim - 1, self._labels[0][2]),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -636,16 +598,6 @@ class _Apart:
   given: list[Node]
   side: int
 
-  @classmethod
-  def of(cls, tiles: Tiles, product: Any, count: int) -> _Apart | None:
-    """None for one group, for groups of one column, or where the input has no gradient."""
-    out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
-    given = list(zip(product.invars, wanted, strict=True))
-    side = next((n for n, (_, own) in enumerate(given) if not own), None)
-    if count == 1 or side is None or not is_inexact(given[side][0].aval) or not given[1 - side][1]:
-      return None
-    return cls(product, count, out, given, side)
-
   def value(self, x: Any, weights: Any) -> Any:
     """The result for copies of the input and all columns of a part."""
     ((_, dim, _),) = self.given[1 - self.side][1]
@@ -656,33 +608,42 @@ class _Apart:
     return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
 
 
-class _Statistics:
-  """Some statistics, computed by parts of the columns, as a function of flat arrays.
+def _apart(tiles: Tiles, product: Any, count: int) -> _Apart | None:
+  """None for one group, for groups of one column, or where the input has no gradient."""
+  out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
+  given = list(zip(product.invars, wanted, strict=True))
+  side = next((n for n, (_, own) in enumerate(given) if not own), None)
+  if count == 1 or side is None or not is_inexact(given[side][0].aval) or not given[1 - side][1]:
+    return None
+  return _Apart(product, count, out, given, side)
 
-  Args:
+
+@dataclasses.dataclass(frozen=True)
+class _Statistics:
+  """Some statistics, computed by chunks of the columns, as a function of flat arrays.
+
+  Attributes:
     tiles: of what they are computed from.
     kinds: theirs.
     ends: what each of them takes.
     calls: the operations in whose place they stand.
     apart: the head, where devices have gradients of its input of their own.
-
-  Attributes:
-    leaves: what the function takes.
   """
 
-  def __init__(
-    self,
-    tiles: Tiles,
-    kinds: Sequence[_Kind],
-    ends: Sequence[Sequence[Node]],
-    calls: Sequence[Any],
-    apart: _Apart | None,
-  ):
-    self._tiles, self._grid, self._kinds, self._ends = tiles, tiles.grid, kinds, ends
-    self._calls, self._apart = calls, apart
-    self._floats = [node for node in tiles.leaves if is_inexact(node[0].aval)]
-    self._others = [node for node in tiles.leaves if not is_inexact(node[0].aval)]
-    self.leaves = [*self._floats, *self._others]
+  tiles: Tiles
+  kinds: Sequence[_Kind]
+  ends: Sequence[Sequence[Node]]
+  calls: Sequence[Any]
+  apart: _Apart | None
+
+  @functools.cached_property
+  def leaves(self) -> list[Node]:
+    """What the function takes; first what has a gradient."""
+    return sorted(self.tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
+
+  @property
+  def _floats(self) -> int:
+    return sum(is_inexact(var.aval) for var, _ in self.leaves)
 
   def function(self) -> Callable[..., Sequence[Any]]:
     """The function, with a gradient that computes the tiles again."""
@@ -697,61 +658,58 @@ class _Statistics:
 
     statistics.defvjp(with_kept, self._backward)
 
-    def loss_in_parts(*given: Any) -> list[Any]:
+    def loss_in_chunks(*given: Any) -> list[Any]:
       return jax.tree.leaves(statistics(*given))
 
-    return loss_in_parts
+    return loss_in_chunks
 
   def _taken(self, known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:
     """Each kind, with the tiles that it takes."""
-    for kind, wanted in zip(self._kinds, self._ends, strict=True):
-      xs = [self._tiles.value(var, own, known, places) for var, own in wanted]
+    for kind, wanted in zip(self.kinds, self.ends, strict=True):
+      xs = [self.tiles.value(var, own, known, places) for var, own in wanted]
       rows = zip(xs, wanted, kind.stale, strict=False)
       yield (
         kind,
-        [x if stale is None else self._grid.fresh(x, own, places, stale) for x, (_, own), stale in rows],
+        [x if stale is None else self.tiles.grid.fresh(x, own, places, stale) for x, (_, own), stale in rows],
       )
 
   def _forward(self, *arrays: Any) -> list[Any]:
-    rows = self._grid.tiles()
+    rows = self.tiles.grid.tiles()
     *given, row = tied([*arrays, *rows.values()])
 
     def body(state: list[list[Any]], places: Any) -> tuple[list[list[Any]], None]:
       pairs = zip(self.leaves, given, strict=True)
-      known = {node: self._grid.take(x, node[1], places) for node, x in pairs}
+      known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
       taken = zip(self._taken(known, places), state, strict=True)
       return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in taken], None
 
     start = [
-      [filled(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=True)]
-      for kind, eqn in zip(self._kinds, self._calls, strict=True)
+      [filled(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=False)]
+      for kind, eqn in zip(self.kinds, self.calls, strict=True)
     ]
     return jax.lax.scan(body, start, {_COLUMNS: row})[0]
 
   def _backward(self, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     given, found = kept
-    arriving = [
-      (g[kind.derived], ())
-      for kind, g in zip(self._kinds, cotangent, strict=True)
-      if kind.derived is not None
-    ]
+    kinds = zip(self.kinds, cotangent, strict=True)
+    arriving = [(g[kind.derived], ()) for kind, g in kinds if kind.derived is not None]
     pairs = [(x, own) for x, (_, own) in zip(given, self.leaves, strict=True)]
-    first, rest = pairs[: len(self._floats)], pairs[len(self._floats) :]
+    first, rest = pairs[: self._floats], pairs[self._floats :]
     fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    copied = None
-    if self._apart is not None:
-      copied = self._floats.index(self._apart.given[self._apart.side])
+    apart, copied = self.apart, 0
+    if apart is not None:
+      copied = self.leaves.index(apart.given[apart.side])
       x = first[copied][0]
-      first[copied] = jnp.broadcast_to(x[None], (self._apart.count, *x.shape)), ()
+      first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
     part = functools.partial(self._part, jax.tree.structure(found))
-    results = gradients(part, first, fixed, arriving, self._grid)
-    if copied is not None:
+    results = gradients(part, first, fixed, arriving, self.tiles.grid)
+    if apart is not None:
       results[copied] = results[copied].sum(0)
-    return (*results, *[None] * len(self._others))
+    return (*results, *[None] * len(rest))
 
   def _part(self, form: Any, places: Any, fixed: Sequence[Any], *inputs: Any) -> list[Any]:
-    """What a part of the columns adds to the statistics, given those of all columns."""
-    apart, count = self._apart, len(self._others)
+    """What a chunk of the columns adds to the statistics, given those of all columns."""
+    apart, count = self.apart, len(self.leaves) - self._floats
     known = dict(zip(self.leaves, (*inputs, *fixed[:count]), strict=True))
     if apart is not None:
       known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))

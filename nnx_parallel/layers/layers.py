@@ -17,10 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
-from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.interpret import flattened, interpret
+from nnx_parallel.core.interpret import flattened, interpret, is_literal
 from nnx_parallel.core.jaxprs import (
   CALLS,
   as_function,
@@ -40,13 +38,12 @@ from nnx_parallel.core.jaxprs import (
   without_unused,
 )
 from nnx_parallel.core.layers import Layers, find_layers
-from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
-from nnx_parallel.layers.head import check_parts, in_parts
+from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import (
   Scalars,
   calls_layers,
@@ -56,11 +53,9 @@ from nnx_parallel.layers.mark import (
   repeats_layers,
   scalars_as,
 )
-from nnx_parallel.layers.parts import Ends, Treatment, find_loop, has_layer_rows
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layers.roll import Body, Chain, Rolled
-from nnx_parallel.layers.stages import pipelined
-from nnx_parallel.layers.stream import Stream
+from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows
+from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 RematName = Literal["as written", "none", "dots", "full", "offload"]
@@ -146,7 +141,7 @@ class LayerOptions:
     scan_layers: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
     attention: `"blockwise"` or their length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
-    loss_chunks: in how many parts of its columns the head is computed, with the loss; None: as written.
+    loss_chunks: in how many chunks of its columns the head is computed, with the loss; None: as written.
     pipeline: the stages that the layers are run on; None: each device computes all layers.
 
   Raises:
@@ -173,7 +168,7 @@ class LayerOptions:
         f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
     check_attention(self.attention)
-    check_parts(self.loss_chunks)
+    check_chunks(self.loss_chunks)
 
   @property
   def how(self) -> Remat:
@@ -184,7 +179,7 @@ class LayerOptions:
 
   @property
   def rewrites(self) -> bool:
-    """Whether attention or the head is computed in parts."""
+    """Whether attention or the head is computed another way."""
     return self.attention is not None or self.loss_chunks is not None
 
   @property
@@ -282,43 +277,38 @@ def with_layers(
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(9)])
-    >>> rolled = with_layers(lambda model, x: model(x).sum(), scan_layers=True)
-    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
+    >>> scanned = with_layers(lambda model, x: model(x).sum(), scan_layers=True)
+    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(scanned)(model, jnp.ones((2, 4))).eqns].count("scan")
     1
   """
   options = LayerOptions(remat, scan_layers, layers, attention, loss_chunks)
-
-  def changed(model: Any, batch: Any) -> Any:
-    return _apart(loss, model, batch, options)
-
-  return changed
+  return _on_copies(loss, options, options)
 
 
 def with_marks(loss: Callable[[Any, Any], Any], layers: str | None = None) -> Callable[[Any, Any], Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
-  options = LayerOptions("full", pattern=layers)
-  return lambda model, batch: _apart(loss, model, batch, options, LayerOptions())
+  return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _apart(
-  loss: Callable[[Any, Any], Any],
-  model: Any,
-  batch: Any,
-  marks: LayerOptions,
-  does: LayerOptions | None = None,
-) -> Any:
-  """Calls a loss on a copy of a model, and writes its state back."""
-  graphdef, state = nnx.split(model)
+def _on_copies(
+  loss: Callable[[Any, Any], Any], marks: LayerOptions, does: LayerOptions
+) -> Callable[[Any, Any], Any]:
+  """The same loss, called on a copy of the model whose state is written back."""
 
-  def pure(state: Any, batch: Any) -> Any:
-    module = nnx.merge(graphdef, state)
-    with marks.marking(module):
-      result = loss(module, batch)
-    return result, nnx.state(module, nnx.Variable)
+  def changed(model: Any, batch: Any) -> Any:
+    graphdef, state = nnx.split(model)
 
-  result, after = with_options(pure, marks if does is None else does)(state, batch)
-  nnx.update(model, after)
-  return result
+    def pure(state: Any, batch: Any) -> Any:
+      module = nnx.merge(graphdef, state)
+      with marks.marking(module):
+        result = loss(module, batch)
+      return result, nnx.state(module, nnx.Variable)
+
+    result, after = with_options(pure, does)(state, batch)
+    nnx.update(model, after)
+    return result
+
+  return changed
 
 
 def with_options(
@@ -339,9 +329,8 @@ def with_options(
 
   def changed(*args: Any) -> Any:
     traced, shape = _traced(function, args, options, note)
-    return jax.tree.unflatten(
-      jax.tree.structure(shape), _treated(traced, jax.tree.leaves(args), options, note)
-    )
+    found = _treated(traced, jax.tree.leaves(args), options, note)
+    return jax.tree.unflatten(jax.tree.structure(shape), found)
 
   return changed
 
@@ -361,7 +350,7 @@ def with_stages(
     objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
     options: what is done with the layers; with a pipeline.
     microbatches: parts of the batch.
-    ends: the position of each result, in the structure of the results -> `Ends.states`, `Ends.outputs`.
+    ends: as in `program_of`.
     used: gets what was done.
   """
   assert options.pipeline is not None
@@ -369,66 +358,43 @@ def with_stages(
 
   def changed(model: Any, batch: Any) -> Any:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
-    first = jax.tree.map(lambda x: x[0], parts)
-    with mapped_axes((pipeline.axis,)):
-      traced, shape = _traced(objective, (model, first), options, used)
-    arrays = jax.tree.leaves(model)
-    tree = jax.tree.structure(shape)
-    states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
-    rolled = Rolled(traced, 2, max(options.how.every, options.how.group))
-    staged = pipelined(
-      rolled,
-      Ends(len(arrays), states, outputs),
-      _treatment(options),
-      pipeline,
-      microbatches,
-      surroundings(*arrays).mesh,
-    )
-    used.done, used.reasons = (str(staged), *used.done), tuple(rolled.reasons)
-    used.schedule = staged.schedule
-    found = staged(arrays, jax.tree.leaves(parts))
-    found = [join_batch(x) if n in outputs else x for n, x in enumerate(found)]
+    arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
+    program, signature, tree = program_of(objective, (model, first), options, ends, used)
+    mesh = surroundings(*arrays).mesh
+    piped = TrainPipeline(program, signature, treatment_of(options), pipeline, microbatches, mesh)
+    used.done, used.schedule = (str(piped), *used.done), piped.schedule
+    found = piped(arrays, jax.tree.leaves(parts))
+    found = [join_batch(x) if n in signature.outputs else x for n, x in enumerate(found)]
     return jax.tree.unflatten(tree, found)
 
   return changed
 
 
-def streamed(
-  call: Callable[..., Any],
+def program_of(
+  function: Callable[..., Any],
+  args: tuple[Any, ...],
   options: LayerOptions,
-  args: tuple[Any, Any, Any],
   ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
-  specs: Sequence[PartitionSpec | None],
-  mesh: AnyMesh | None,
   used: LayersUsed,
-) -> Stream:
-  """A call whose layers are a pipeline that goes round.
+) -> tuple[Stacks, Signature, Any]:
+  """The trace of a call for a pipeline, what its inputs and results are, and the structure of the results.
 
   Args:
-    call: `(model, inputs, states) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
-    options: what is done with the layers; with a pipeline.
-    args: its arguments for one group of rows.
-    ends: as in `with_stages`; positions of inputs count the arrays of the three arguments.
-    specs: of the states; None where the compiler chooses.
-    mesh: the mesh, if there is one.
+    function: of pytrees of arrays, first the model; marks its layers by `options.marking`.
+    args: its arguments for one microbatch, or one group of rows.
+    options: with a pipeline.
+    ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`;
+      positions of inputs count the arrays of all arguments.
     used: gets what was done.
-
-  Raises:
-    TrainError: no equal layers, or layers that give more than a result and states.
-    SchemeError: no such axis.
   """
   assert options.pipeline is not None
-  axis = options.pipeline.axis
-  with mapped_axes((axis,)):
-    traced, shape = _traced(call, args, options, used)
+  with mapped_axes((options.pipeline.axis,)):
+    traced, shape = _traced(function, args, options, used)
   tree = jax.tree.structure(shape)
   states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
-  model, inputs = (len(jax.tree.leaves(x)) for x in args[:2])
-  known = {n: spec for n, spec in enumerate(specs, model + inputs) if spec is not None}
-  rolled, how = Rolled(without_unused(traced)), _treatment(options)
-  stream = Stream(rolled, Ends(model, states, outputs), how, find_loop(rolled, how), axis, mesh, known)
-  used.done, used.reasons = (str(stream),), tuple(rolled.reasons)
-  return stream
+  program = Stacks(without_unused(traced), group=max(options.how.every, options.how.group))
+  used.reasons = tuple(program.reasons)
+  return program, Signature(len(jax.tree.leaves(args[0])), states, outputs), tree
 
 
 def _traced(
@@ -438,9 +404,12 @@ def _traced(
   traced, shape = _traced_once(function, args)
   remat = options.how
   if remat.needs_layers and not has_layers(traced):
+    uncalled = (
+      "the loss does not call them, or inside lax.cond, lax.while_loop, jax.shard_map or a custom rule"
+    )
     raise TrainError(
       f"remat={str(remat)!r} finds no layer in the loss, so it would change nothing.",
-      details=_uncalled(note.found) if note.found else _WHAT_IS_A_LAYER,
+      details=f"{'; '.join(map(str, note.found))}: {uncalled}" if note.found else _WHAT_IS_A_LAYER,
       fix=f"{MARK_LAYERS}; or leave remat out.",
     )
   _check_rules(traced)
@@ -448,7 +417,7 @@ def _traced(
     traced = flattened(traced, _is_opened)
   rewritten: list[str] = []
   if options.loss_chunks is not None:
-    traced, line = in_parts(traced, options.loss_chunks)
+    traced, line = in_chunks(traced, options.loss_chunks)
     rewritten.append(line)
   if options.attention is not None:
     traced, line = by_blocks(traced, options.attention)
@@ -470,99 +439,90 @@ def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
       again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
   except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
     return traced, shape  # Python reads the number
-  gone, more = _numbers(traced) - _numbers(again), _numbers(again) - _numbers(traced)
+  (types, numbers), (new_types, new_numbers) = _operations(traced), _operations(again)
   known = {x for place in scalars.mixed for x in scalars.given[place]}
-  is_same = _types(again) == _types(traced) and known.issuperset(gone) and not more
+  is_same = types == new_types and known.issuperset(numbers - new_numbers) and not new_numbers - numbers
   return (again if is_same else traced), shape
 
 
-def _numbers(jaxpr: Any) -> collections.Counter[float]:
-  """The numbers that are written in a program."""
-  literals = (var.val for eqn in equations(jaxpr) for var in eqn.invars if isinstance(var, core.Literal))
-  return collections.Counter(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
-def _types(jaxpr: Any) -> list[Any]:
-  """The operations of a program and their types, but for those that make arrays of scalars."""
-  return [
-    (eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars])
-    for eqn in equations(jaxpr)
-    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS)
-  ]
+def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
+  """The operations of a program but those that make arrays of scalars, with their types; and its numbers."""
+  types: list[Any] = []
+  numbers: collections.Counter[float] = collections.Counter()
+  for eqn in equations(jaxpr):
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS):
+      types.append((eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]))
+    literals = [var.val for var in eqn.invars if is_literal(var)]
+    numbers.update(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+  return types, numbers
 
 
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
-  remat = options.how
+  """The results of a trace whose layers are treated by the options."""
+  remat, how = options.how, treatment_of(options)
   size = max(remat.every, remat.group)
-  scan_from = (
-    2 if options.scan_layers is True else AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
-  )
+  auto = AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
+  scan_from = 2 if options.scan_layers is True else auto
   loops = size > 1 or remat.policy == "offload"
-  how = _treatment(options)
   # Names, in order: a program is traced again by `jax.checkpoint` and by scans.
   lines: dict[str, None] = {}
   reasons: dict[str, None] = {}
   scans: list[Chain] = []
 
   def program(jaxpr: Any, inputs: Sequence[Any], where: str = "") -> list[Any]:
-    rolled = Rolled(jaxpr, scan_from, size, loops=loops)
-    lines.update((_line(rolled.calls(chain), chain, remat) + where, None) for chain in rolled.chains.values())
+    stacks = Stacks(jaxpr, scan_from, size, loops=loops)
+    lines.update((_line(stacks, chain, remat) + where, None) for chain in stacks.chains.values())
     if remat.needs_layers:
-      lines.update((line + where, None) for line in _alone(rolled, remat))
-    reasons.update((reason, None) for reason in rolled.reasons)
-    scans.extend(chain for chain in rolled.chains.values() if chain.scan)
-    return rolled(inputs, run, how.in_unit, how.around)
+      lines.update((line + where, None) for line in _alone(stacks, remat))
+    reasons.update((reason, None) for reason in stacks.reasons)
+    scans.extend(chain for chain in stacks.chains.values() if chain.scan)
+    return stacks(inputs, dataclasses.replace(how, run=run))
 
   def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, params_of(eqn)
+    params = params_of(eqn)
     if is_checkpoint(eqn) and calls_layers(params["jaxpr"]):
-      body: Any = functools.partial(_of_arrays, program, params["jaxpr"], "; inside jax.checkpoint")
-      return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*inputs)
-    if name == "scan" and repeats_layers(eqn):
-      return _scanned(eqn, inputs, functools.partial(_of_arrays, program, params["jaxpr"], "; inside a scan"))
+      inside: Any = lambda *xs: program(params["jaxpr"], xs, "; inside jax.checkpoint")  # noqa: E731
+      return jax.checkpoint(inside, policy=params["policy"], prevent_cse=params["prevent_cse"])(*inputs)
+    if eqn.primitive.name == "scan" and repeats_layers(eqn):
+      return _scanned(eqn, inputs, lambda *xs: program(params["jaxpr"], xs, "; inside a scan"))
     return how.run(eqn, inputs)
 
   found = program(traced, leaves)
   if options.scan_layers is True and not scans:
+    layers = "\n".join(map(str, used.found)) or "no modules of one class and structure are beside each other"
     raise TrainError(
       "scan_layers=True finds no consecutive equal layers.",
-      details="\n".join([*reasons][:_SHOWN]) or _found(used),
+      details="\n".join([*reasons][:_SHOWN]) or layers,
       fix='scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
   used.done, used.reasons = (*lines, *used.done), tuple(reasons)
   return found
 
 
-def _of_arrays(program: Callable[..., list[Any]], jaxpr: Any, where: str, *inputs: Any) -> list[Any]:
-  return program(jaxpr, inputs, where)
-
-
-def _treatment(options: LayerOptions) -> Treatment:
+def treatment_of(options: LayerOptions) -> Treatment:
   """What `remat` does with layers."""
   remat = options.how
   policy = remat.policy if remat.changes else None
-  kept_alone: Policy = "full" if policy == "offload" else policy
+  joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as a whole
+  in_units = joint or remat.every > 1
 
   def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    if _is_scan_of_layers(eqn) and (remat.every > 1 or remat.group > 1 or policy == "offload"):
+    if in_units and has_layer_rows(eqn):
       return _in_units(eqn, inputs, remat)
-    return _run(eqn, inputs, policy=kept_alone, in_layer=False)
+    return _run(eqn, inputs, policy="full" if policy == "offload" else policy)
 
-  def in_unit(chain: Chain, n: int, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    if remat.group > 1 or policy == "offload":
-      return _evaluate(called(eqn), inputs, policy, True)
-    kept: Policy = policy if n % remat.every == 0 else "none"
-    return _run(eqn, inputs, policy=kept, in_layer=False, in_scan=chain.scan)
+  def in_unit(n: int, scan: bool, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    if joint:
+      return _evaluate(called(eqn), inputs, policy)
+    return _run(eqn, inputs, policy=policy if n % remat.every == 0 else "none", in_scan=scan)
 
-  def around(chain: Chain, body: Body) -> Body:
-    if policy == "offload":
-      return _offloaded(body, in_scan=chain.scan)
-    return _checkpointed(body, policy, in_scan=chain.scan) if remat.group > 1 else body
+  def around(body: Body, scan: bool) -> Body:
+    return _recomputed(body, policy, in_scan=scan) if joint else body
 
   def in_scan(eqn: Any) -> Callable[..., Sequence[Any]]:
     if policy is None:
       return as_function(eqn.params["jaxpr"])
-    if remat.every > 1 or remat.group > 1 or policy == "offload":
+    if in_units:
       raise TrainError(
         f"remat={str(remat)!r} does not apply to a scan of the model that is run as a pipeline.",
         details="each of its layers is treated alone",
@@ -573,41 +533,27 @@ def _treatment(options: LayerOptions) -> Treatment:
   return Treatment(run, in_unit, around, in_scan)
 
 
-def _uncalled(found: tuple[Layers, ...]) -> str:
-  return (
-    f"{'; '.join(map(str, found))}: the loss does not call them, or inside lax.cond, lax.while_loop,"
-    " jax.shard_map or a custom rule"
-  )
-
-
-def _found(used: LayersUsed) -> str:
-  return "\n".join(map(str, used.found)) or "no modules of one class and structure are beside each other"
-
-
-def _line(paths: list[str], chain: Chain, remat: Remat) -> str:
-  units, size = len(chain.units), len(chain.units[0])
+def _line(stacks: Stacks, chain: Chain, remat: Remat) -> str:
+  """What is done with a chain of layers."""
+  paths, units, size = stacks.paths(chain), len(chain.units), len(chain.units[0])
   way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
   each = f", {size} layers each" if size > 1 else ""
   return f"{paths[0]} to {paths[-1]}: {way}{each}" + (f"; remat {remat}" if remat.changes else "")
 
 
-def _alone(rolled: Rolled, remat: Remat) -> Iterator[str]:
+def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
   """What a policy does with the layers that are in no chain, and with scans that the model has."""
-  in_chains = {n for chain in rolled.chains.values() for unit in chain.units for n in unit}
-  paths = [layer_of(eqn) for n, eqn in enumerate(rolled.eqns) if is_marked(eqn) and n not in in_chains]
-  policy = dataclasses.replace(remat, every=1, group=1)
-  text = "full, not offloaded" if remat.policy == "offload" else str(policy)
+  in_chains = {n for chain in stacks.chains.values() for n in chain.calls}
+  paths = [layer_of(eqn) for n, eqn in enumerate(stacks.eqns) if is_marked(eqn) and n not in in_chains]
+  text = "full, not offloaded" if remat.policy == "offload" else str(Remat(remat.policy))
   if paths:
-    yield (
-      f"{paths[0]} to {paths[-1]}: remat {text} in each layer"
-      if len(paths) > 1
-      else (f"{paths[0]}: remat {text}")
-    )
-  for eqn in rolled.eqns:
+    several = f"{paths[0]} to {paths[-1]}: remat {text} in each layer"
+    yield several if len(paths) > 1 else f"{paths[0]}: remat {text}"
+  for eqn in stacks.eqns:
     if is_checkpoint(eqn) and not calls_layers(called(eqn)):
       yield f"what is under jax.checkpoint: remat {text}"
     elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
-      yield f"the model's scan of {eqn.params['length']}: remat {remat if _is_scan_of_layers(eqn) else text}"
+      yield f"the model's scan of {eqn.params['length']}: remat {remat if has_layer_rows(eqn) else text}"
 
 
 def _check_rules(traced: Any) -> None:
@@ -627,21 +573,6 @@ def _check_rules(traced: Any) -> None:
       )
 
 
-def _offloaded(body: Body, *, in_scan: bool) -> Body:
-  """A program of a unit that is recomputed from what is carried, which is kept in the host's memory."""
-  policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[_INPUT],
-    offload_src="device",
-    offload_dst="pinned_host",
-  )
-
-  def named(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    return body([checkpoint_name(x, _INPUT) if is_inexact(x) else x for x in carry], row)
-
-  return jax.checkpoint(named, policy=policy, prevent_cse=not in_scan)
-
-
 def has_layers(jaxpr: Any) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
   return any(
@@ -656,22 +587,24 @@ def _is_opened(eqn: Any) -> bool:
 
 def _is_layer(eqn: Any) -> bool:
   """Whether a marked call is a layer; one whose products are all in layers of its own is none."""
-  return is_marked(eqn) and (not has_layers(called(eqn)) or _has_products(called(eqn)))
+  if not is_marked(eqn):
+    return False
+  body = called(eqn)
+  return not has_layers(body) or any(e.primitive.name in _PRODUCTS for e in equations(body, is_call))
 
 
-def _has_products(jaxpr: Any) -> bool:
-  """Whether a program has products outside of scans and checkpoints."""
-  return any(eqn.primitive.name in _PRODUCTS for eqn in equations(jaxpr, is_call))
-
-
-def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool = True) -> list[Any]:
   return interpret(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
 
 
+def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
+  return lambda *args: _evaluate(jaxpr, args, policy)
+
+
 def _run(
-  eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool, in_scan: bool = False
+  eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool = False, in_scan: bool = False
 ) -> Sequence[Any]:
-  name = eqn.primitive.name
+  """The results of an operation, under a policy if it is a layer."""
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
   if is_call(eqn):
@@ -683,30 +616,22 @@ def _run(
     # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
     # a policy of the layer cannot see into pieces.
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
-  if name == "scan":
-    return _scan(eqn, inputs, policy, in_layer)
+  if eqn.primitive.name == "scan":
+    body = _layer(eqn.params["jaxpr"], policy)
+    return _scanned(eqn, inputs, body if in_layer else _checkpointed(body, policy))
   return bind(eqn, inputs)
-
-
-def _is_scan_of_layers(eqn: Any) -> bool:
-  return eqn.primitive.name == "scan" and has_layer_rows(eqn)
-
-
-def _scan(eqn: Any, inputs: list[Any], policy: Policy, in_layer: bool) -> list[Any]:
-  layer = _layer(eqn.params["jaxpr"], policy)
-  return _scanned(eqn, inputs, layer if in_layer else _checkpointed(layer, policy))
 
 
 def _scanned(eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
   """The results of a scan with another body, a function of flat arrays."""
-  params, (step, carry, rows) = eqn.params, _parts_of(eqn, inputs, body)
+  params, (step, carry, rows) = eqn.params, _step_of(eqn, inputs, body)
   carry, made = jax.lax.scan(
     step, carry, rows, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
   )
   return [*carry, *made]
 
 
-def _parts_of(
+def _step_of(
   eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]
 ) -> tuple[Body, list[Any], list[Any]]:
   """A step of a scan, what it carries first, and its rows."""
@@ -722,11 +647,10 @@ def _parts_of(
 
 def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
   """The results of a scan over layers, of which units of several are treated together."""
-  params, (kept, carry, rows) = eqn.params, _parts_of(eqn, inputs, _layer(eqn.params["jaxpr"], "none"))
-  policy = remat.policy
-  within = kept if policy == "none" else _parts_of(eqn, inputs, _layer(params["jaxpr"], policy))[0]
-  alone = _checkpointed(within, "none" if policy == "offload" else policy, in_scan=True)
-  length, reverse, size = params["length"], params["reverse"], max(remat.every, remat.group)
+  policy, body = remat.policy, eqn.params["jaxpr"]
+  kept, carry, rows = _step_of(eqn, inputs, _layer(body, "none"))
+  within = kept if policy == "none" else _step_of(eqn, inputs, _layer(body, policy))[0]
+  length, reverse, size = eqn.params["length"], eqn.params["reverse"], max(remat.every, remat.group)
 
   def unit(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     if remat.every == 1:
@@ -737,10 +661,11 @@ def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
       made.append(made_here)
     return [*carry], [jnp.stack(xs) for xs in zip(*made, strict=True)]
 
-  if policy == "offload":
-    treated = _offloaded(unit, in_scan=True)
+  if remat.every > 1:
+    alone = _checkpointed(within, "none" if policy == "offload" else policy, in_scan=True)
+    treated = unit if policy != "offload" else _recomputed(unit, policy, in_scan=True)
   else:
-    treated = unit if remat.every > 1 else _checkpointed(unit, policy, in_scan=True)
+    treated = _recomputed(unit, policy, in_scan=True)
   if reverse:
     rows = [jnp.flip(x, 0) for x in rows]
   whole = length - length % size
@@ -753,13 +678,26 @@ def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
   return [*carry, *([jnp.flip(x, 0) for x in made] if reverse else made)]
 
 
-def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
-  return lambda *args: _evaluate(jaxpr, args, policy, True)
-
-
 def _checkpointed(body: Callable[..., Any], policy: Policy, *, in_scan: bool = False) -> Callable[..., Any]:
   if policy == "none":
     return body
   named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
   saved: Any = named[policy] if isinstance(policy, str) else policy
   return jax.checkpoint(body, policy=saved, prevent_cse=not in_scan)
+
+
+def _recomputed(body: Body, policy: Policy, *, in_scan: bool) -> Body:
+  """A unit of layers under a policy; with `"offload"`, what is carried into it is in the host's memory."""
+  if policy != "offload":
+    return _checkpointed(body, policy, in_scan=in_scan)
+
+  def named(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return body([checkpoint_name(x, _INPUT) if is_inexact(x) else x for x in carry], row)
+
+  offloads = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[_INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+  )
+  return _checkpointed(named, offloads, in_scan=in_scan)

@@ -31,8 +31,8 @@ from nnx_parallel.core.jaxprs import (
   opened,
   scan_counts,
 )
-from nnx_parallel.core.layers import Layers
-from nnx_parallel.core.nodes import Path, is_key, path_str
+from nnx_parallel.core.layers import Layers, modules_of
+from nnx_parallel.core.nodes import is_key, path_str
 from nnx_parallel.errors import TrainError
 
 MARK = "layer:"
@@ -94,23 +94,16 @@ class _NewStructure(Exception):
 
 @contextlib.contextmanager
 def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
-  """Marks the calls of layers while its body is traced.
-
-  Args:
-    model: modules that belong to this trace, or a tuple or dict of them.
-    found: their layers.
-
-  Yields:
-    Nothing.
-  """
-  layers = {path: _at(model, path) for group in found for path in group.paths}
-  kinds = [
-    _marking(type(layer), path_str(path), not jax.tree_util.all_leaves([layer]))
+  """Marks the calls of layers of modules that belong to a trace, while its body is traced."""
+  modules = dict(modules_of(model))
+  layers = {path: modules[path] for group in found for path in group.paths}
+  kinds = {
+    path: _marking(type(layer), path_str(path), not jax.tree_util.all_leaves([layer]))
     for path, layer in layers.items()
-  ]
-  for layer, kind in zip(layers.values(), kinds, strict=True):
+  }
+  for path, layer in layers.items():
     # No attribute of the module, so that its structure stays the same.
-    object.__setattr__(layer, "__class__", kind)
+    object.__setattr__(layer, "__class__", kinds[path])
   token = _MARKS.set(True)
   try:
     yield
@@ -266,10 +259,3 @@ def _is_number(x: Any) -> bool:
 
 def _is_node(x: Any) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))
-
-
-def _at(model: Any, path: Path) -> Any:
-  for part in path:
-    key: Any = part
-    model = model[key] if isinstance(model, (nnx.List, list, tuple, dict)) else getattr(model, str(key))
-  return model

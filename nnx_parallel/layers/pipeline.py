@@ -16,7 +16,7 @@ are computed once and not once for each stage. The loop has one more buffer for 
 each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
 from it one by one, and the last stage puts its results into the room that they leave.
 
-`Piped.turn` is one tick of a pipeline without an end (`layers/stream.py`), in which microbatches come back.
+`PipelineLoop.turn` is one tick of a pipeline without an end (`layers/stream.py`): microbatches come back.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def staged(x: Any, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piped:
+class PipelineLoop:
   """A scan over layers, to be run as a pipeline.
 
   Attributes:
@@ -360,12 +360,12 @@ class Piped:
     pairs = [(n, (n + by) % size) for n in range(size)]
 
     # Not `jnp.roll`: XLA sends twice for its transpose.
-    def roll(x: Any) -> Any:
+    def shift(x: Any) -> Any:
       spec = jax.typeof(x).sharding.spec if self._explicit else PartitionSpec(*[None] * dim, self.axis)
       axes = None if self._explicit else {self.axis, *manual_too(mesh)}
       return on_shards(lambda x: jax.lax.ppermute(x, self.axis, pairs), mesh, (spec,), spec, axes)(x)
 
-    return jax.tree.map(roll, tree) if size > 1 else tree
+    return jax.tree.map(shift, tree) if size > 1 else tree
 
   def _of(self, made: Any) -> Any:
     """The results of layers, `[ticks, stages, chunk, ...]`, by microbatch and layer."""

@@ -1,8 +1,11 @@
-"""The trace of a loss as a pipeline over its layers: microbatches in, sums of their losses out.
+"""A traced loss as a pipeline over its equal layers: microbatches in, sums of their losses out.
 
-The loss is traced for one microbatch. Its layers become a pipeline (`layers/pipeline.py`). Of the other
-operations (`layers/parts.py`), fixed ones are computed once, and those before and after the layers for one
-microbatch of each stage at a time, on its stage.
+The loss is traced for one microbatch. Its layers (`layers/stacks.py`) become a pipeline
+(`layers/pipeline.py`). The other operations are of three kinds:
+- *fixed*: they depend on neither the batch nor the layers, and are computed once;
+- *before*: they depend on the batch (the embedding);
+- *after*: they depend on the layers (the head and the loss).
+Those before and after are computed for one microbatch of each stage at a time, on its stage.
 
 The values are those of the microbatches one after the other: a Variable of a layer changes with each of
 them in turn (batch statistics), and one that does not depend on the batch (the count of a random stream)
@@ -11,8 +14,9 @@ is counted ahead for all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,80 +28,176 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
-from nnx_parallel.layers.parts import Ends, Loop, Parts, Treatment, each_of, find_loop, variables
-from nnx_parallel.layers.pipeline import Piped, Pipeline, Schedule, size_along
-from nnx_parallel.layers.roll import Rolled
+from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
+from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
 
 
-def pipelined(
-  rolled: Rolled, ends: Ends, how: Treatment, options: Pipeline, microbatches: int, mesh: AnyMesh | None
-) -> Staged:
-  """A traced loss of one microbatch as a pipeline.
+@dataclasses.dataclass(frozen=True)
+class Signature:
+  """What the inputs and results of a traced loss are, by position.
+
+  Attributes:
+    model: so many first inputs are the arrays of the model; the others are those of a microbatch.
+    states: result -> input, for arrays of the model that the loss may change.
+    outputs: results with the examples on dim 0; all others are sums.
+  """
+
+  model: int
+  states: Mapping[int, int]
+  outputs: Collection[int]
+
+
+class AroundLayers:
+  """The operations of a trace by what they have to do with its equal layers.
 
   Args:
-    rolled: its program, with the chains of its layers.
-    ends: what its inputs and results are.
+    program: the trace, with its stacks of layers.
+    signature: what its inputs and results are.
     how: what is done with layers.
-    options: the axis, the virtual_stages, and whether ticks are recomputed.
-    microbatches: how many.
-    mesh: the mesh, if there is one.
+
+  Attributes:
+    stack: the layers.
+    changed: result -> input of the arrays that the program does change.
+    kept: results that are arrays that it may change and does not.
+    read: variables that are read outside of the layers.
+    of_layers: inputs that each layer changes -> its results that are their new values.
+    alone: result -> input of those that change outside of the layers.
+
+  Raises:
+    TrainError: there are no equal layers.
+  """
+
+  def __init__(self, program: Stacks, signature: Signature, how: Treatment):
+    self.program, self.signature, self.how, self.stack = program, signature, how, program.largest(how)
+    self.eqns, self.inputs, self.outputs = program.eqns, [*program.body.invars], [*program.body.outvars]
+    states = signature.states
+    self.changed = {o: i for o, i in states.items() if self.outputs[o] is not self.inputs[i]}
+    self.kept = {o for o in states if o not in self.changed}
+    outside = [n for n in range(len(self.eqns)) if n not in self.stack.numbers]
+    self.read = {*self.reads(outside), *variables(v for o, v in enumerate(self.outputs) if o not in states)}
+    self.of_layers, news = self._of_layers()
+    self.alone = {o: i for o, i in self.changed.items() if self.outputs[o] not in news}
+
+  def sort(self, varying: Collection[Any]) -> None:
+    """Sorts the operations outside of the layers into `fixed`, `before` and `after`; see above.
+
+    `varies` are then the variables that depend on those given, which differ between microbatches.
+
+    Raises:
+      TrainError: each layer reads something of its own that depends on the batch.
+    """
+    made = {*self.stack.final, *(var for some in self.stack.made.values() for var in each_of(some))}
+    after, self.varies = dependents(self.eqns, made), dependents(self.eqns, varying)
+    self.fixed: list[int] = []
+    self.before: list[int] = []
+    self.after: list[int] = []
+    for n, eqn in enumerate(self.eqns):
+      if n not in self.stack.numbers:
+        of = {*eqn.outvars}
+        (self.after if of & after else self.before if of & self.varies else self.fixed).append(n)
+    if wrong := [var for var in self.stack.row_variables if var in self.varies]:
+      raise TrainError(
+        "each layer reads something of its own that depends on the batch, so they cannot be a pipeline.",
+        details=", ".join(str(var.aval) for var in wrong[:4]),
+        fix="give all layers the same array, or compute theirs inside of them.",
+      )
+
+  @property
+  def same(self) -> dict[Key, Any]:
+    """The variables that are one value for all layers."""
+    return {key: var for key, var in self.stack.same.items() if not is_literal(var)}
+
+  def reads(self, numbers: Iterable[int]) -> list[Any]:
+    """The variables that some operations read, in order: programs of all processes must be equal."""
+    return [*dict.fromkeys(var for n in numbers for var in variables(self.eqns[n].invars))]
+
+  def evaluate(self, numbers: Iterable[int], values: Values) -> None:
+    """Evaluates some operations, and adds their results to the values."""
+    run_operations([self.eqns[n] for n in numbers], values, self.how.run)
+
+  def layer(self, known: Mapping[Key, Any], kept: Collection[Key] = ()) -> Layer:
+    """One layer, for `PipelineLoop`, which carries with its results the arrays that travel with them.
+
+    Args:
+      known: values of `same` that are one array for all microbatches.
+      kept: results of each layer that are read elsewhere.
+    """
+
+    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
+      carried, sent = carry
+      given = {**known, **shared, **gathered, **sent, **row, **state}
+      carried, made = self.stack.layer(carried, given)
+      changed = {key: made[new] for key, new in self.of_layers.items()}
+      return (carried, sent), changed, {key: made[key] for key in kept}
+
+    return layer
+
+  def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> Any:
+    """A row of all layers, on their stages."""
+    stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
+    return piped.split_layers(stacked, whole=isinstance(self.stack.rows[key], list))
+
+  def _of_layers(self) -> tuple[dict[Key, Key], set[Any]]:
+    """Inputs that each layer changes -> its results that are their new values; and the variables of those."""
+    news = {self.inputs[i]: self.outputs[o] for o, i in self.changed.items()}
+    makers = {var: (key, u) for key, some in self.stack.made.items() for u, var in enumerate(each_of(some))}
+    found: dict[Key, Key] = {}
+    new: set[Any] = set()
+    for key, some in self.stack.rows.items():
+      rows = each_of(some)
+      if any(not among(row, news) or row in self.read for row in rows):
+        continue
+      made = [makers.get(news[row], (None, 0)) for row in rows]
+      if made[0][0] is not None and made == [(made[0][0], u) for u in range(len(rows))]:
+        found[key] = made[0][0]
+        new.update(news[row] for row in rows)
+    return found, new
+
+
+class TrainPipeline(AroundLayers):
+  """A traced loss of one microbatch as a pipeline.
 
   Raises:
     TrainError: there are no equal layers, or a Variable changes in a way that a pipeline cannot follow.
     SchemeError: no such axis, or microbatches that do not fit it.
   """
-  loop = find_loop(rolled, how)
-  schedule = Schedule(size_along(mesh, options.axis), microbatches, loop.length, options.virtual_stages)
-  return Staged(rolled, ends, how, loop, schedule, options, mesh)
-
-
-class Staged(Parts):
-  """See `pipelined`; call it with the arrays of the model and those of the microbatches.
-
-  Attributes:
-    schedule: when which stage computes what.
-  """
 
   def __init__(
     self,
-    rolled: Rolled,
-    ends: Ends,
+    program: Stacks,
+    signature: Signature,
     how: Treatment,
-    loop: Loop,
-    schedule: Schedule,
     options: Pipeline,
+    microbatches: int,
     mesh: AnyMesh | None,
   ):
-    super().__init__(rolled, ends, how, loop)
-    self.schedule, self.options, self.mesh = schedule, options, mesh
+    super().__init__(program, signature, how)
+    self.options, self.mesh = options, mesh
+    stages = size_along(mesh, options.axis)
+    self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
     self._steps = self._count_steps()
-    self.sort((*self.inputs[ends.model :], *(self.inputs[i] for i in self.alone.values())))
-    same = {key: var for key, var in loop.same.items() if not is_literal(var)}
+    self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
+    same = self.same
     self.travels = [key for key, var in same.items() if var in self.varies and is_inexact(var.aval)]
     self.gathered = [key for key, var in same.items() if var in self.varies and not is_inexact(var.aval)]
     self.shared = [key for key, var in same.items() if var not in self.varies and is_inexact(var.aval)]
 
   def __str__(self) -> str:
-    loop, plan = self.loop, self.schedule
-    size = sum(nbytes(v.aval) for v in (*loop.carried, *(self.loop.same[key] for key in self.travels)))
-    kept = format_bytes(plan.ticks * size)
-    moved = format_bytes(loop.nbytes)
+    stack, plan = self.stack, self.schedule
+    size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in self.travels)))
+    each = f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
-      f"{loop.name}: a pipeline over {self.options.axis}, {plan}; keeps {kept} for each stage, the inputs of"
-      f" its ticks; weights of {moved}, {format_bytes(loop.nbytes // plan.stages)} on each stage"
-      f"{self._units()}{self._outside()}"
+      f"{stack.name}: a pipeline over {self.options.axis}, {plan}; keeps {format_bytes(plan.ticks * size)}"
+      f" for each stage, the inputs of its ticks; weights of {format_bytes(stack.nbytes)},"
+      f" {format_bytes(stack.nbytes // plan.stages)} on each stage{each}{self._outside()}"
     )
-
-  def _units(self) -> str:
-    size = self.loop.size
-    return f"; each of its {self.loop.length} layers is {size} layers of the model" if size > 1 else ""
 
   def _outside(self) -> str:
     """The layers that are not in the pipeline, and what their weights take."""
-    layers = [eqn for n, eqn in enumerate(self.eqns) if n not in self.loop.numbers and is_or_has_layers(eqn)]
+    layers = [eqn for n, eqn in enumerate(self.eqns) if n not in self.stack.numbers and is_or_has_layers(eqn)]
     if not layers:
       return ""
-    given = {*self.inputs[: self.ends.model]}
+    given = {*self.inputs[: self.signature.model]}
     read_by = {var for eqn in layers for var in variables(eqn.invars)}
     size = format_bytes(sum(nbytes(var.aval) for var in given & read_by))
     names = few(list(dict.fromkeys(layer_of(eqn) for eqn in layers if is_marked(eqn))) or ["others"])
@@ -110,14 +210,17 @@ class Staged(Parts):
       model: the arrays of the model.
       parts: arrays `[microbatches, ...]`.
     """
-    loop, count = self.loop, self.ends.model
-    fixed = values_of(self.rolled.jaxpr, model)
+    stack, count = self.stack, self.signature.model
+    fixed = values_of(self.program.jaxpr, model)
     self.evaluate(self.fixed, fixed)
-    piped = Piped(self.schedule, self.options.axis, self.mesh, self._layer(fixed))
+    apart = {*self.travels, *self.gathered, *self.shared}
+    known = {key: read(var, fixed) for key, var in stack.same.items() if key not in apart}
+    kept = [key for key, some in stack.made.items() if not self.read.isdisjoint(each_of(some))]
+    piped = PipelineLoop(self.schedule, self.options.axis, self.mesh, self.layer(known, kept))
     starts, ends = self._count(model)
     varying: Values = dict(zip(self.inputs[count:], parts, strict=True)) | starts
     varying = {var: piped.split_microbatches(x) for var, x in varying.items()}
-    wanted = {*loop.inputs, *self.reads(self.after), *variables(self.outputs)}
+    wanted = {*stack.inputs, *self.reads(self.after), *variables(self.outputs)}
     varying |= self._of_each(piped, self.before, wanted, fixed, varying)
     made, changed = self._run_layers(piped, fixed, varying)
     varying |= made
@@ -125,9 +228,9 @@ class Staged(Parts):
     ends |= changed
     return [self._result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
 
-  def _run_layers(self, piped: Piped, fixed: Values, varying: Values) -> tuple[Values, Values]:
+  def _run_layers(self, piped: PipelineLoop, fixed: Values, varying: Values) -> tuple[Values, Values]:
     """The results of the layers for each microbatch, and what the layers have changed for good."""
-    loop = self.loop
+    stack = self.stack
 
     def spread(var: Any) -> Any:
       if among(var, varying):
@@ -135,46 +238,43 @@ class Staged(Parts):
       x = jnp.asarray(read(var, fixed))
       return piped.split_microbatches(jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)))
 
-    carried = [spread(var) for var in loop.carried]
-    sent = {key: varying[loop.same[key]] for key in self.travels}
-    rows = {
-      key: piped.split_layers(self.stacked(key, fixed), whole=isinstance(some, list))
-      for key, some in loop.rows.items()
-    }
+    carried = [spread(var) for var in stack.carried]
+    sent = {key: varying[stack.same[key]] for key in self.travels}
+    rows = {key: self.split_row(piped, key, fixed) for key in stack.rows}
     state = {key: rows.pop(key) for key in self.of_layers}
-    shared = {key: read(loop.same[key], fixed) for key in self.shared}
-    gathered = {key: piped.joined_microbatches(varying[loop.same[key]]) for key in self.gathered}
+    shared = {key: read(stack.same[key], fixed) for key in self.shared}
+    gathered = {key: piped.joined_microbatches(varying[stack.same[key]]) for key in self.gathered}
     (final, _), state, made = piped((carried, sent), rows, state, shared, gathered)
-    found = {var: final[n] for var, n in loop.final.items()}
+    found = {var: final[n] for var, n in stack.final.items()}
     for key, x in made.items():
-      some = loop.made[key]
+      some = stack.made[key]
       of = enumerate(some) if isinstance(some, list) else [(slice(None), some)]
       found |= {var: piped.split_microbatches(x[:, u]) for u, var in of}
     changed: Values = {}
     for key, new in state.items():
-      new, out = piped.joined_layers(new), loop.made[self.of_layers[key]]
+      new, out = piped.joined_layers(new), stack.made[self.of_layers[key]]
       changed |= {var: new[u] for u, var in enumerate(out)} if isinstance(out, list) else {out: new}
     return found, changed
 
   def _result(
-    self, o: int, piped: Piped, model: Sequence[Any], fixed: Values, varying: Values, ends: Values
+    self, o: int, piped: PipelineLoop, model: Sequence[Any], fixed: Values, varying: Values, ends: Values
   ) -> Any:
     """One result of all microbatches."""
     var, count = self.outputs[o], self.schedule.microbatches
     if o in self.kept:
-      return model[self.ends.states[o]]
+      return model[self.signature.states[o]]
     if o in self.changed:
       return ends[var]
     if among(var, varying):
       x = varying[var]
-      return piped.joined_microbatches(x) if o in self.ends.outputs else x.sum((0, 1))
+      return piped.joined_microbatches(x) if o in self.signature.outputs else x.sum((0, 1))
     x = jnp.asarray(read(var, fixed))
-    return jnp.broadcast_to(x, (count, *x.shape)) if o in self.ends.outputs else x * count
+    return jnp.broadcast_to(x, (count, *x.shape)) if o in self.signature.outputs else x * count
 
   @functools.cached_property
   def _flat(self) -> Any:
     """The program without calls: what a call gives may depend on some of its inputs only."""
-    return flattened(self.rolled.jaxpr, is_call)
+    return flattened(self.program.jaxpr, is_call)
 
   def _count_steps(self) -> list[Any]:
     """The operations that compute the new value of what changes apart from the batch and the layers.
@@ -185,10 +285,9 @@ class Staged(Parts):
     if not self.alone:
       return []
     body = opened(self._flat)
-    rows = (self.loop.rows[key] for key in self.of_layers)
-    changing = {row for some in rows for row in each_of(some)}
+    changing = {row for key in self.of_layers for row in each_of(self.stack.rows[key])}
     of_batch = [
-      body.invars[n] for n, var in enumerate(self.inputs) if n >= self.ends.model or var in changing
+      body.invars[n] for n, var in enumerate(self.inputs) if n >= self.signature.model or var in changing
     ]
     of_batch = dependents(body, of_batch)
     if wrong := [i for o, i in self.alone.items() if among(body.outvars[o], of_batch)]:
@@ -217,24 +316,9 @@ class Staged(Parts):
     begun = {self.inputs[i]: x for i, x in zip(self.alone.values(), starts, strict=True)}
     return begun, {self.outputs[o]: x for o, x in zip(self.alone, last, strict=True)}
 
-  def _layer(self, fixed: Values) -> Callable[..., Any]:
-    """One layer, for `Piped`."""
-    loop = self.loop
-    apart = {*self.travels, *self.gathered, *self.shared}
-    known = {key: read(var, fixed) for key, var in loop.same.items() if key not in apart}
-    kept = [key for key, some in loop.made.items() if not self.read.isdisjoint(each_of(some))]
-
-    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
-      carried, sent = carry
-      carried, made = loop.layer(carried, {**known, **shared, **gathered, **sent, **row, **state})
-      changed = {key: made[new] for key, new in self.of_layers.items()}
-      return (carried, sent), changed, {key: made[key] for key in kept}
-
-    return layer
-
   def _of_each(
     self,
-    piped: Piped,
+    piped: PipelineLoop,
     numbers: list[int],
     wanted: set[Any],
     fixed: Values,

@@ -1,9 +1,9 @@
 """The layers of a call that is repeated for ever: a pipeline in which no stage waits.
 
 A generated token has to pass all layers before the next one begins. So as many groups of rows as stages go
-round: while one of them is on the last stage, the next is on the one before (`Piped.turn`). In a tick a group
-enters, by what stands before the layers, and another leaves, by what stands after them. Weights are brought
-to their stages once; each stage holds the caches of its layers, for all groups.
+round: while one of them is on the last stage, the next is on the one before (`PipelineLoop.turn`). In a tick
+one group enters, by what stands before the layers, and another leaves, by what stands after them. Weights are
+brought to their stages once; each stage holds the caches of its layers, for all groups.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of, entry_of, without
-from nnx_parallel.core.interpret import Values, is_literal, read, values_of
+from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.parts import Ends, Key, Loop, Parts, Treatment, each_of
-from nnx_parallel.layers.pipeline import Piped, Schedule, size_along, staged
-from nnx_parallel.layers.roll import Rolled
+from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
+from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of
+from nnx_parallel.layers.stages import AroundLayers, Signature
 
 
-class Going(NamedTuple):
+class PipelineState(NamedTuple):
   """What goes round.
 
   Attributes:
@@ -41,121 +41,110 @@ class Going(NamedTuple):
   alone: dict[int, Any]
 
 
-class Ready(NamedTuple):
+class Prepared(NamedTuple):
   """What is the same in all ticks: arrays by variable, and the weights of the layers on their stages."""
 
   values: Values
   rows: dict[Key, Any]
 
 
-class Stream(Parts):
+class DecodePipeline(AroundLayers):
   """A traced call of one group of rows, whose layers are a pipeline that goes round.
 
   Args:
-    rolled: the trace, with the chains of its layers.
-    ends: what its inputs and results are; the inputs behind the model's arrays are those that differ in each
-      call, and states, which each group has for itself.
-    how: what is done with layers.
-    loop: the layers.
+    program, how: as for `AroundLayers`.
+    signature: also; the inputs behind the model's arrays are those that differ in each call, and states,
+      which each group has for itself.
     axis: the mesh axis of the stages.
     mesh: the mesh, if there is one.
     specs: input -> the spec of a state; those that are not there are left to the compiler.
 
   Raises:
-    TrainError: what the layers give is used outside of them, apart from the last result and their states.
+    TrainError: there are no equal layers, or what they give is used outside of them, apart from the last
+      result and their states.
+    SchemeError: no such axis.
   """
 
   def __init__(
     self,
-    rolled: Rolled,
-    ends: Ends,
+    program: Stacks,
+    signature: Signature,
     how: Treatment,
-    loop: Loop,
     axis: str,
     mesh: AnyMesh | None,
     specs: Mapping[int, PartitionSpec],
   ):
-    super().__init__(rolled, ends, how, loop)
+    super().__init__(program, signature, how)
     stages = size_along(mesh, axis)
-    self.schedule, self.axis, self.mesh, self.specs = Schedule(stages, stages, loop.length), axis, mesh, specs
-    changing, states = {*self.changed.values()}, {*ends.states.values()}
-    self.calls = [i for i in range(ends.model, len(self.inputs)) if i not in states]
+    self.schedule = Schedule(stages, stages, self.stack.length)
+    self.axis, self.mesh, self.specs = axis, mesh, specs
+    changing, states = {*self.changed.values()}, {*signature.states.values()}
+    others = range(signature.model, len(self.inputs))
+    self.calls = [i for i in others if i not in states]
     """The inputs that differ in each call."""
-    self.constant = [i for i in range(ends.model, len(self.inputs)) if i in states - changing]
+    self.constant = [i for i in others if i in states - changing]
     """The states that do not change."""
     self.sort([self.inputs[i] for i in (*self.calls, *self.alone.values())])
-    wrong = [var for some in loop.made.values() for var in each_of(some) if var in self.read]
+    wrong = [var for some in self.stack.made.values() for var in each_of(some) if var in self.read]
     if wrong:
       raise TrainError(
         "what a layer gives besides its result is used outside of the layers.",
         details=", ".join(str(var.aval) for var in wrong[:4]),
         fix="leave it out of what the call returns; or call without pipeline=.",
       )
-    self.first = {key: self.inputs.index(each_of(loop.rows[key])[0]) for key in self.of_layers}
+    self.first = {key: self.inputs.index(each_of(self.stack.rows[key])[0]) for key in self.of_layers}
     """State of the layers -> the position of the input that the first layer changes."""
-    same = {key: var for key, var in loop.same.items() if not is_literal(var)}
-    self.travels = [key for key, var in same.items() if var in self.varies]
+    self.travels = [key for key, var in self.same.items() if var in self.varies]
     """What all layers read, and what differs between groups: it goes round with them."""
 
   def __str__(self) -> str:
-    loop, stages, chunk = self.loop, self.schedule.stages, self.schedule.chunk
-    moved = any(isinstance(some, list) for key, some in loop.rows.items() if key not in self.of_layers)
-    sizes = {key: sum(nbytes(var.aval) for var in each_of(some)) for key, some in loop.rows.items()}
+    stack, stages, chunk = self.stack, self.schedule.stages, self.schedule.chunk
+    moved = any(isinstance(some, list) for key, some in stack.rows.items() if key not in self.of_layers)
+    sizes = {key: sum(nbytes(var.aval) for var in each_of(some)) for key, some in stack.rows.items()}
     caches = sum(sizes[key] for key in self.of_layers)
     weights = (sum(sizes.values()) - caches) // stages
     return (
-      f"{loop.name}: {stages} stages of {chunk} layers over {self.axis}, {stages} groups of rows go round; no"
-      f" stage waits but in the first {stages - 1} ticks; on each stage {format_bytes(caches)} of caches and"
-      f" {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
+      f"{stack.name}: {stages} stages of {chunk} layers over {self.axis}, {stages} groups of rows go round;"
+      f" no stage waits but in the first {stages - 1} ticks; on each stage {format_bytes(caches)} of caches"
+      f" and {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
     )
 
-  def ready(self, model: Sequence[Any], states: Mapping[int, Any]) -> Ready:
-    """What all ticks share; to be computed before the loop.
-
-    Args:
-      model: the arrays of the model.
-      states: input -> the state that each group starts with.
-    """
-    values = values_of(self.rolled.jaxpr, model)
+  def prepare(self, model: Sequence[Any], states: Mapping[int, Any]) -> Prepared:
+    """What all ticks share, given the arrays of the model and the state that each group starts with."""
+    values = values_of(self.program.jaxpr, model)
     values.update({self.inputs[i]: states[i] for i in self.constant})
     self.evaluate(self.fixed, values)
-    piped, rows = self._piped(values), self.loop.rows
-    return Ready(values, {key: self._split(piped, key, values) for key in rows if key not in self.of_layers})
+    piped, rows = self._piped(values), [key for key in self.stack.rows if key not in self.of_layers]
+    return Prepared(values, {key: self.split_row(piped, key, values) for key in rows})
 
-  def begin(self, ready: Ready, states: Mapping[int, Any], inputs: Sequence[Any]) -> Going:
-    """Before the first tick.
-
-    Args:
-      ready: of `ready`.
-      states: input -> the state that each group starts with.
-      inputs: those of any call.
-    """
-    piped, groups = self._piped(ready.values), self.schedule.stages
+  def begin(self, prepared: Prepared, states: Mapping[int, Any], inputs: Sequence[Any]) -> PipelineState:
+    """What goes round before the first tick, given the state that each group starts with, and any inputs."""
+    piped, groups = self._piped(prepared.values), self.schedule.stages
     first = {self.inputs[i]: x for i, x in states.items()}
 
     def of_groups(key: Key) -> Any:
-      x = jnp.squeeze(self._split(piped, key, first), 0)
+      x = jnp.squeeze(self.split_row(piped, key, first), 0)
       return jnp.broadcast_to(x[:, None], (x.shape[0], groups, *x.shape[1:]))
 
     layers = {i: self._laid(key, of_groups(key)) for key, i in self.first.items()}
     alone = {i: jnp.broadcast_to(states[i], (groups, *jnp.shape(states[i]))) for i in self.alone.values()}
     # Any values: the stages that still wait compute on them.
-    entering = self._enter(ready, {i: x[0] for i, x in alone.items()}, inputs)
-    return Going(piped.for_each_stage(entering), layers, alone)
+    entering = self._enter(prepared, {i: x[0] for i, x in alone.items()}, inputs)
+    return PipelineState(piped.for_each_stage(entering), layers, alone)
 
   def tick(
     self,
-    ready: Ready,
-    going: Going,
+    prepared: Prepared,
+    going: PipelineState,
     tick: Any,
     entering: Sequence[Any],
     leaving: Sequence[Any],
     passes: Any = None,
-  ) -> tuple[list[Any], Going]:
+  ) -> tuple[list[Any], PipelineState]:
     """Group `tick % stages` enters; group `(tick + 1) % stages` leaves, in the first ticks with no meaning.
 
     Args:
-      ready: of `ready`.
+      prepared: of `prepare`.
       going: of `begin`, or of the tick before.
       tick: its number.
       entering: the inputs of the call of the group that enters.
@@ -167,13 +156,13 @@ class Stream(Parts):
     """
     stages = self.schedule.stages
     enters, leaves = tick % stages, (tick + 1) % stages
-    entered = self._enter(ready, {i: x[enters] for i, x in going.alone.items()}, entering)
-    piped = self._piped(ready.values)
+    entered = self._enter(prepared, {i: x[enters] for i, x in going.alone.items()}, entering)
+    piped = self._piped(prepared.values)
     old = {key: going.layers[i] for key, i in self.first.items()}
-    ring, new, (final, _) = piped.turn(entered, going.ring, ready.rows, old, tick, passes)
+    ring, new, (final, _) = piped.turn(entered, going.ring, prepared.rows, old, tick, passes)
     layers = {i: self._laid(key, new[key]) for key, i in self.first.items()}
-    values = self._before(ready, {i: x[leaves] for i, x in going.alone.items()}, leaving)
-    values.update({var: final[n] for var, n in self.loop.final.items()})
+    values = self._before(prepared, {i: x[leaves] for i, x in going.alone.items()}, leaving)
+    values.update({var: final[n] for var, n in self.stack.final.items()})
     self.evaluate(self.after, values)
     item = tick + 1 - stages
     works = item >= 0 if passes is None else (item >= 0) & (item < passes * stages)
@@ -181,43 +170,31 @@ class Stream(Parts):
     for o, i in self.alone.items():
       after = jnp.where(works, read(self.outputs[o], values), alone[i][leaves])
       alone[i] = alone[i].at[leaves].set(after)
-    results = [read(self.outputs[o], values) for o in sorted(self.ends.outputs)]
-    return results, Going(ring, layers, alone)
+    results = [read(self.outputs[o], values) for o in sorted(self.signature.outputs)]
+    return results, PipelineState(ring, layers, alone)
 
-  def _before(self, ready: Ready, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Values:
+  def _before(self, prepared: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Values:
     """What is known of a group before the layers."""
-    values = dict(ready.values)
+    values = dict(prepared.values)
     values.update({self.inputs[i]: x for i, x in (*zip(self.calls, inputs, strict=True), *alone.items())})
     self.evaluate(self.before, values)
     return values
 
-  def _enter(self, ready: Ready, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Any:
+  def _enter(self, prepared: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Any:
     """What the first layer gets, and what all layers get of this group."""
-    values = self._before(ready, alone, inputs)
-    carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.loop.carried]
-    return carried, {key: values[self.loop.same[key]] for key in self.travels}
+    values = self._before(prepared, alone, inputs)
+    carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.stack.carried]
+    return carried, {key: values[self.stack.same[key]] for key in self.travels}
 
-  def _piped(self, values: Values) -> Piped:
-    loop = self.loop
-    known = {key: read(var, values) for key, var in loop.same.items() if key not in self.travels}
-
-    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
-      del shared, gathered
-      carried, sent = carry
-      carried, made = loop.layer(carried, {**known, **sent, **row, **state})
-      return (carried, sent), {key: made[new] for key, new in self.of_layers.items()}, {}
-
-    return Piped(self.schedule, self.axis, self.mesh, layer)
+  def _piped(self, values: Values) -> PipelineLoop:
+    known = {key: read(var, values) for key, var in self.stack.same.items() if key not in self.travels}
+    return PipelineLoop(self.schedule, self.axis, self.mesh, self.layer(known))
 
   def _laid(self, key: Key, x: Any) -> Any:
     """States of layers, `[stages, groups, layers of a stage, ...]`, on their stages."""
     spec = self.specs.get(self.first[key])
     if spec is None or self.mesh is None:
       return staged(x, self.mesh, self.axis)
-    spec = spec if isinstance(self.loop.rows[key], list) else spec[1:]
+    spec = spec if isinstance(self.stack.rows[key], list) else spec[1:]
     own = [entry_of(without(axes_of(entry), frozenset((self.axis,)))) for entry in spec]
     return pinned(x, NamedSharding(self.mesh, PartitionSpec(self.axis, None, None, *own)))
-
-  def _split(self, piped: Piped, key: Key, values: Values) -> Any:
-    """A row of all layers, on their stages."""
-    return piped.split_layers(self.stacked(key, values), whole=isinstance(self.loop.rows[key], list))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -175,7 +175,6 @@ def optimizer_rows(
   model: Iterable[LeafPlan],
   given: Given,
   *,
-  dims: Mapping[Path, tuple[int | None, ...]],
   memory_kind: str | None,
 ) -> Iterator[LeafPlan]:
   """Decides the state of an optimizer, which follows the parameters.
@@ -184,7 +183,6 @@ def optimizer_rows(
     optimizer: the traced optimizer.
     model: the rows of the model.
     given: the mesh and the rules.
-    dims: path -> dims of the parameter, for state with ambiguous shapes.
     memory_kind: where state of parameters is stored between steps; None is device memory.
   """
   by_path = {row.path: row for row in model}
@@ -195,7 +193,7 @@ def optimizer_rows(
       continue
     shape = tuple(value_of(leaf).shape)
     own = _own_layout(leaf, parameter, given)
-    spec, padding, why = own or optimizer_layout.layout_after_parameter(parameter, shape, dims.get(path))
+    spec, padding, why = own or optimizer_layout.layout_after_parameter(parameter, shape)
     decision = Decision("parameter", why, (f"state of parameter {path_str(parameter.path)}: {why}",))
     row = _row("optimizer", path, leaf, given, decision, parameter.names, Resolution(spec, padding, ()))
     # Scalars are not worth a transfer.

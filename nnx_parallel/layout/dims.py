@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nnx_parallel.core.classes import Forest
 from nnx_parallel.core.dims import PRODUCTS, dim_map
-from nnx_parallel.core.jaxprs import called, opened, scan_counts
+from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
+from nnx_parallel.core.jaxprs import opened
+
+Dims = tuple[int, ...]
+"""A node for each dim of an array; linked nodes are in one class."""
 
 
 @dataclasses.dataclass
-class Facts:
-  """Facts of a class of dims.
+class Class:
+  """What is known of a class of dims.
 
   Attributes:
     sizes: of its dims, in elements; a split must divide all of them.
@@ -28,167 +32,86 @@ class Facts:
 
 
 class Classes:
-  """The dims of all values of a program, in classes; `classes[root]` has the facts of one."""
+  """The dims of a program's values, in classes.
 
-  def __init__(self) -> None:
+  Args:
+    jaxpr: the closed jaxpr of the program.
+
+  Attributes:
+    inputs: for each input of the program, the class of each dim, as the number of its root.
+  """
+
+  def __init__(self, jaxpr: Any):
     self._forest = Forest()
-    self._facts: list[Facts] = []
-    self._dims: dict[Any, list[int]] = {}
+    self._classes: list[Class] = []
+    self._sizes: list[int] = []
+    inputs = [self._new(_shape(var.aval)) for var in opened(jaxpr).invars]
+    facts: Facts[Dims] = Facts(
+      constant=lambda x: self._new(_shape(x)),
+      follow=self._follow,
+      join=self._joined,
+      row=lambda _, dims: dims[1:],
+      stack=lambda eqn, dims: (*self._new([eqn.params["length"]]), *dims),
+    )
+    facts_of(jaxpr, inputs, facts)
+    self.inputs = [[self._forest.root(node) for node in dims] for dims in inputs]
 
-  def of(self, var: Any) -> list[int]:
-    """The class of each dim of a value, as the number of its root."""
-    return [self._forest.root(node) for node in self._nodes(var)]
+  def __getitem__(self, root: int) -> Class:
+    return self._classes[root]
 
-  def __getitem__(self, root: int) -> Facts:
-    return self._facts[root]
+  def _new(self, sizes: Iterable[int]) -> Dims:
+    sizes = tuple(sizes)
+    self._sizes += sizes
+    self._classes += [Class({size}) for size in sizes]
+    return tuple(self._forest.new() for _ in sizes)
 
-  def link(self, a: Any, dim_a: int, b: Any, dim_b: int) -> None:
+  def _link(self, one: int, other: int) -> None:
     """Puts two dims into one class: a split of one carries over to the other."""
-    root, other = self.of(a)[dim_a], self.of(b)[dim_b]
-    one, two = self[root], self[other]
+    first, second = self[self._forest.root(one)], self[self._forest.root(other)]
     # A dim of size 1 is broadcast, and so not the same dim.
-    if 1 in one.sizes or 1 in two.sizes or self._forest.unite(root, other) is None:
+    if 1 in first.sizes or 1 in second.sizes or self._forest.unite(one, other) is None:
       return
-    one.sizes |= two.sizes
-    one.collectives += two.collectives
-    one.is_product |= two.is_product
+    first.sizes |= second.sizes
+    first.collectives += second.collectives
+    first.is_product |= second.is_product
 
-  def link_all(self, a: Any, b: Any) -> None:
-    """Links two values of equal rank dim by dim."""
-    for dim in range(min(len(self._nodes(a)), len(self._nodes(b)))):
-      self.link(a, dim, b, dim)
+  def _joined(self, one: Dims, other: Dims) -> Dims:
+    for a, b in zip(one, other, strict=False):
+      self._link(a, b)
+    return one
 
-  def use(self, var: Any, dim: int, *, cost: int, product: bool = True) -> None:
-    """Counts a product, a look-up or a sum that uses a dim, and the collectives of its split there."""
-    facts = self[self.of(var)[dim]]
-    facts.is_product |= product
-    facts.collectives += cost
+  def _follow(self, eqn: Any, inputs: list[Dims]) -> Any:
+    """Links the dims of each factor; a sum over one, or a look-up in it, costs a collective."""
+    found = dim_map(eqn)
+    if found is None and wiring(eqn).inner:
+      return DEFAULT
+    results = [self._new(_shape(var.aval)) for var in eqn.outvars]
+    if found is None:
+      # Most other operations work element by element. A wrong link can only make a proposal worse.
+      self._link_equal_sizes(inputs, results)
+      return results
+    arrays = zip((*inputs, *results), (*found.operands, *found.results), strict=True)
+    pairs = [pair for dims, factors in arrays for pair in zip(factors, dims, strict=True)]
+    is_product = eqn.primitive.name in PRODUCTS
+    for factor in dict.fromkeys(factor for factor, _ in pairs if factor is not None):
+      first, *others = [node for other, node in pairs if other == factor]
+      for node in others:
+        if factor not in found.mixed or self._sizes[first] == self._sizes[node]:
+          self._link(first, node)
+      if is_product or factor in found.reduced:
+        own = self[self._forest.root(first)]
+        own.is_product |= is_product or factor in found.mixed
+        own.collectives += factor in found.reduced
+    return results
 
-  def forget(self, jaxpr: Any) -> None:
-    """Gives the next call of a program new classes: jax traces equal calls once, to one jaxpr."""
-    for var in (*jaxpr.constvars, *jaxpr.invars, *(made for eqn in jaxpr.eqns for made in eqn.outvars)):
-      self._dims.pop(var, None)
-
-  def _nodes(self, var: Any) -> list[int]:
-    if not _is_variable(var):  # a literal: it cannot be hashed, and is used once
-      return [self._new(size) for size in _shape(var)]
-    if var not in self._dims:
-      self._dims[var] = [self._new(size) for size in _shape(var)]
-    return self._dims[var]
-
-  def _new(self, size: int) -> int:
-    self._facts.append(Facts({size}))
-    return self._forest.new()
-
-
-def link(jaxpr: Any) -> Classes:
-  """Links the dims of a jaxpr; `of` gives the classes of a value."""
-  classes = Classes()
-  _read(classes, jaxpr)
-  return classes
-
-
-def _read(classes: Classes, jaxpr: Any) -> None:
-  for eqn in jaxpr.eqns:
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is not None:
-      rule(classes, eqn)
-    elif not _read_call(classes, eqn):
-      _read_operation(classes, eqn)
+  def _link_equal_sizes(self, inputs: Sequence[Dims], results: Sequence[Dims]) -> None:
+    """Links dims at the same place that keep their size."""
+    for source, result in itertools.product(inputs, results):
+      if len(source) == len(result):
+        for one, other in zip(source, result, strict=True):
+          if self._sizes[one] == self._sizes[other]:
+            self._link(one, other)
 
 
-def _read_call(classes: Classes, eqn: Any) -> bool:
-  """Operations that hold one program with the same inputs and outputs: jit, checkpoint, custom rules."""
-  inner = opened(called(eqn))
-  if inner is None or len(inner.invars) != len(eqn.invars) or len(inner.outvars) != len(eqn.outvars):
-    return False
-  _enter(classes, inner, eqn.invars, eqn.outvars)
-  return True
-
-
-def _enter(classes: Classes, inner: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-  for outside, inside in zip(inputs, inner.invars, strict=True):
-    classes.link_all(outside, inside)
-  _read(classes, inner)
-  for outside, inside in zip(outputs, inner.outvars, strict=True):
-    classes.link_all(outside, inside)
-  classes.forget(inner)
-
-
-def _read_operation(classes: Classes, eqn: Any) -> None:
-  """Links the dims of each factor; a sum over one, or a look-up in it, costs a collective."""
-  found = dim_map(eqn)
-  if found is None:
-    # Most other operations work element by element. A wrong link can only make a proposal worse.
-    _same_size(classes, eqn)
-    return
-  arrays = zip((*eqn.invars, *eqn.outvars), (*found.operands, *found.results), strict=True)
-  dims: dict[int, list[tuple[Any, int]]] = {}
-  for var, factors in arrays:
-    for dim, factor in enumerate(factors):
-      if factor is not None:
-        dims.setdefault(factor, []).append((var, dim))
-  is_product = eqn.primitive.name in PRODUCTS
-  for factor, places in dims.items():
-    (first, dim), *others = places
-    for var, other in others:
-      if factor not in found.mixed or _shape(first)[dim] == _shape(var)[other]:
-        classes.link(first, dim, var, other)
-    if is_product or factor in found.reduced:
-      looked_up = factor in found.mixed
-      classes.use(first, dim, cost=int(factor in found.reduced), product=is_product or looked_up)
-
-
-def _same_size(classes: Classes, eqn: Any) -> None:
-  """Links dims at the same place that keep their size."""
-  for source, result in itertools.product(eqn.invars, eqn.outvars):
-    if len(_shape(source)) == len(_shape(result)):
-      for dim, (a, b) in enumerate(zip(_shape(source), _shape(result), strict=True)):
-        if a == b:
-          classes.link(source, dim, result, dim)
-
-
-def _scan(classes: Classes, eqn: Any) -> None:
-  inner, counts = opened(eqn.params["jaxpr"]), scan_counts(eqn)
-  consts, carries = counts.constants, counts.carried
-  fixed = consts + carries
-  for outside, inside in zip(eqn.invars[:fixed], inner.invars[:fixed], strict=True):
-    classes.link_all(outside, inside)
-  _link_stacked(classes, eqn.invars[fixed:], inner.invars[fixed:])
-  _read(classes, inner)
-  for place, inside in enumerate(inner.outvars[:carries]):
-    classes.link_all(inside, inner.invars[consts + place])
-    classes.link_all(eqn.outvars[place], inside)
-  _link_stacked(classes, eqn.outvars[carries:], inner.outvars[carries:])
-  classes.forget(inner)
-
-
-def _link_stacked(classes: Classes, stacked: Sequence[Any], each: Sequence[Any]) -> None:
-  for outside, inside in zip(stacked, each, strict=True):
-    for dim in range(len(_shape(inside))):
-      classes.link(outside, dim + 1, inside, dim)
-
-
-def _cond(classes: Classes, eqn: Any) -> None:
-  for branch in eqn.params["branches"]:
-    _enter(classes, branch.jaxpr, eqn.invars[1:], eqn.outvars)
-
-
-def _while(classes: Classes, eqn: Any) -> None:
-  body, skipped = eqn.params["body_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
-  _enter(classes, body, eqn.invars[skipped:], eqn.outvars)
-
-
-_RULES: dict[str, Callable[[Classes, Any], None]] = {
-  "scan": _scan,
-  "cond": _cond,
-  "while": _while,
-}
-
-
-def _is_variable(var: Any) -> bool:
-  return not hasattr(var, "val")
-
-
-def _shape(var: Any) -> tuple[int, ...]:
-  return tuple(getattr(var.aval, "shape", ()))
+def _shape(x: Any) -> tuple[int, ...]:
+  return tuple(getattr(x, "shape", ()))

@@ -25,9 +25,9 @@ from flax import nnx
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, path_str, value_of, variables
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.layout import dims
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
+from nnx_parallel.layout.dims import Classes
 from nnx_parallel.layout.tracing import state_paths, trace_module, without_mesh
 from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, fsdp, replicate
 from nnx_parallel.rules.logical import LogicalRules
@@ -138,10 +138,10 @@ def _tensor_parallel(
 
   with without_mesh():
     traced = jax.make_jaxpr(run)(state, *inputs)
-  classes = dims.link(traced.jaxpr)
+  classes = Classes(traced)
   parameters = {  # the example inputs follow the arrays of the state
-    path: classes.of(var)
-    for path, var in zip(state_paths(state), traced.jaxpr.invars, strict=False)
+    path: own
+    for path, own in zip(state_paths(state), classes.inputs, strict=False)
     if isinstance(leaves[path], nnx.Param)
   }
   chosen = _choose(parameters, classes, leaves, sizes[axis], min_size)
@@ -156,7 +156,7 @@ class _Candidate:
 
 def _choose(
   parameters: dict[Path, list[int]],
-  classes: dims.Classes,
+  classes: Classes,
   leaves: dict[Path, Any],
   shards: int,
   min_size: int,

@@ -51,22 +51,15 @@ def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]
 
 
 def layout_after_parameter(
-  parameter: LeafPlan, shape: tuple[int, ...], dims: tuple[int | None, ...] | None = None
+  parameter: LeafPlan, shape: tuple[int, ...]
 ) -> tuple[PartitionSpec, tuple[int, ...], str]:
   """Gives an optimizer array the layout of its parameter.
 
   The same shape gets the same spec (moments). More dims in front are replicated (the history of L-BFGS). Some
-  of the parameter's dims, in order, keep their axes (the factored moments of Adafactor and SM3). Any other
-  array is replicated.
+  of the parameter's dims, by size and in order, keep their axes (the factored moments of Adafactor and SM3).
+  Any other array is replicated.
 
-  Args:
-    parameter: the parameter's row.
-    shape: global shape of the optimizer's array, in elements.
-    dims: the dims of the parameter that it has, if known; needed for square matrices, where sizes are
-      ambiguous.
-
-  Returns:
-    `(spec, padding, why)`.
+  Returns `(spec, padding, why)`.
   """
   own, extra = parameter.shape, len(shape) - len(parameter.shape)
   kept: Sequence[int | None] | None
@@ -75,9 +68,7 @@ def layout_after_parameter(
   elif extra > 0 and shape[extra:] == own:
     kept, why = (*[None] * extra, *range(len(own))), f"{extra} dims in front"
   else:
-    kept = matching_dims(shape, own) if dims is None or len(dims) != len(shape) else dims
-    known = "" if dims is None or kept is None else ", ".join(str(dim) for dim in kept if dim is not None)
-    why = f"factored {shape} of {own}" + (f", dim {known}" if known else "")
+    kept, why = matching_dims(shape, own), f"factored {shape} of {own}"
   if kept is None:
     kept, why = [None] * len(shape), f"whole: {shape} is not part of {own}"
   spec = PartitionSpec(*(None if dim is None else parameter.spec[dim] for dim in kept))
@@ -89,13 +80,8 @@ def zero_axes(
 ) -> tuple[str, ...]:
   """The mesh axes, major to minor, over which a ZeRO stage splits the optimizer state; () for stage 0.
 
-  Args:
-    zero: the stage: 0, 1 or 2.
-    axes: the user's choice; None takes `batch`.
-    batch: the mesh axes that split the batch.
-    mesh: mesh axis name -> size in devices.
-
-  Source: ZeRO, arXiv:1910.02054. Axes that do not cross slices give the hybrid form.
+  `axes` is the user's choice; None takes `batch`, the axes that split the batch. Axes that do not cross
+  slices give the hybrid form. Source: ZeRO, arXiv:1910.02054.
   """
   if zero == 3:
     raise PlanError(
@@ -109,41 +95,28 @@ def zero_axes(
   if zero == 0:
     return ()
   chosen = tuple(batch) if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  absent = [axis for axis in chosen if axis not in mesh]
+  why = ""
   if not chosen:
+    why = "no mesh axis splits the batch" if axes is None else "zero_axes names no axis"
+  elif absent:
+    why = f"zero_axes names {absent[0]!r}, which is not in the mesh"
+  elif len({*chosen}) != len(chosen):
+    why = f"zero_axes={chosen!r} names an axis twice"
+  if why:
+    own = next(iter(mesh))
     raise PlanError(
-      f"zero={zero} splits nothing: "
-      + ("no mesh axis splits the batch." if axes is None else "zero_axes names no axis."),
+      f"zero={zero} splits nothing: {why}.",
       details=f"mesh {dict(mesh)}",
-      fix=f"zero_axes={next(iter(mesh))!r}, or split the batch: LogicalRules(batch={next(iter(mesh))!r}).",
+      fix=f"zero_axes={tuple(batch) or own!r}, or split the batch: LogicalRules(batch={own!r}).",
     )
-  if len(set(chosen)) != len(chosen):
-    raise PlanError(
-      f"zero_axes={chosen!r} names an axis twice.", fix=f"zero_axes={tuple(dict.fromkeys(chosen))!r}"
-    )
-  for axis in chosen:
-    if axis not in mesh:
-      raise PlanError(
-        f"zero_axes names {axis!r}, which is not in the mesh.",
-        details=f"mesh {dict(mesh)}",
-        fix=f"zero_axes={tuple(batch)!r}",
-      )
   return chosen
 
 
 def add_zero_axes(
   spec: PartitionSpec, shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
 ) -> tuple[PartitionSpec, str]:
-  """Splits an optimizer array over more axes, as `add_axes`.
-
-  Args:
-    spec: its spec so far, one entry per dim.
-    shape: global shape in elements.
-    axes: mesh axes to add, major to minor; those in `spec` already are left out.
-    mesh: mesh axis name -> size in devices.
-
-  Returns:
-    `(spec, why)`; the spec is unchanged when no dim divides.
-  """
+  """Splits an optimizer array over more axes, as `add_axes`, and says where; unchanged if no dim divides."""
   used = {*axes_in(spec)}
   left = tuple(axis for axis in axes if axis not in used and mesh[axis] > 1)
   if not left:
@@ -153,21 +126,6 @@ def add_zero_axes(
     return spec, f"no dim of {tuple(shape)} divides by {math.prod(mesh[axis] for axis in left)} more"
   where = (f"dim {dim} also over {', '.join(added)}" for added, dim in found.added)
   return found.spec, f"ZeRO: {', '.join(where)}"
-
-
-def distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """The shape with equal sizes made different, later ones longer; sizes of 1 stay.
-
-  Example:
-    >>> distinct_sizes((64, 8, 8, 1, 1))
-    (64, 8, 9, 1, 1)
-  """
-  found: list[int] = []
-  for size in shape:
-    while size > 1 and size in found:
-      size += 1
-    found.append(size)
-  return tuple(found)
 
 
 def matching_dims(shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int | None, ...] | None:

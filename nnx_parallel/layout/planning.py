@@ -11,10 +11,9 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import optax
 from flax import nnx
-from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path
@@ -30,7 +29,6 @@ from nnx_parallel.layout.checks import (
   check_rules,
   check_tables,
 )
-from nnx_parallel.layout.constrain import rules_in_scope
 from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
 from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -38,7 +36,6 @@ from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
 from nnx_parallel.layout.tracing import (
   Trace,
-  factored_dims,
   placements,
   trace_module,
   trace_optimizer,
@@ -107,8 +104,7 @@ def plan(
     init: builds the module: a function without arguments.
     mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
     rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
-      annotations must name mesh axes, and other arrays are replicated. Names without a rule here get that of
-      an active `nnx.logical_axis_rules`, with a note.
+      annotations must name mesh axes, and other arrays are replicated.
     optimizer: an optax transformation whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
@@ -171,10 +167,9 @@ def plan_with_traces(
   if tx is not None:
     axes = _axes_of_zero(zero, options.get("zero_axes"), batch, given)
     traces["optimizer"] = trace_optimizer(model, tx, wrt)
-    dims = factored_dims(model, tx, wrt, traces["optimizer"])
     kind = options.get("optimizer_memory")
     kind = None if kind == "device" else kind
-    followed = [*optimizer_rows(traces["optimizer"], rows, given, dims=dims, memory_kind=kind)]
+    followed = [*optimizer_rows(traces["optimizer"], rows, given, memory_kind=kind)]
     state = [split_further(row, axes) for row in followed]
     if axes and all(a.spec == b.spec for a, b in zip(followed, state, strict=True)):
       sizes = ", ".join(f"{axis}={given.sizes[axis]}" for axis in axes)
@@ -222,10 +217,9 @@ def _rules_on(mesh: AnyMesh, rules: Rules, uneven: Uneven) -> tuple[RuleSet, lis
   """The rules as they apply on a mesh, and notes on rules that were left out or added."""
   sizes = axis_sizes(mesh)
   ruleset, left_out = on_mesh(RuleSet.of(rules), sizes)
-  ruleset, context_notes = _with_context(ruleset, sizes)
   if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
     ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
-  return ruleset, left_out + context_notes
+  return ruleset, left_out
 
 
 def _axes_of_zero(
@@ -251,21 +245,6 @@ def _notes(
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")
   return notes
-
-
-def _with_context(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
-  """Adds the rules of an active `nnx.logical_axis_rules` whose axes the mesh has, as flax would."""
-  # flax.nnx exports the context, flax.linen what reads it. Within a scope, its rules are those of the scope.
-  active = () if rules_in_scope() is not None else get_logical_axis_rules()
-  context = {name: axes_of(axes) for name, axes in active if set(axes_of(axes)) <= set(mesh)}
-  added = {name: axes for name, axes in context.items() if name not in rules.logical}
-  notes = [f"rules of nnx.logical_axis_rules: {few([*added])}"] if added else []
-  notes += [
-    f"nnx.logical_axis_rules has another rule for {name!r}, {entry_of(axes)!r}; the plan uses its own rule"
-    for name, axes in context.items()
-    if name in rules.logical and rules.logical[name] != (axes,)
-  ]
-  return rules.replace(added), notes
 
 
 def _overridden(placed: Mapping[Path, PartitionSpec], leaves: Iterable[LeafPlan]) -> list[str]:

@@ -153,31 +153,6 @@ def state_paths(state: Any) -> tuple[Path, ...]:
   return tuple(found[i] for i in range(len(arrays)))
 
 
-@contextlib.contextmanager
-def _quick_conversions() -> Generator[None]:
-  """Keeps tracing linear in the number of random draws under jax 0.10.
-
-  There `jnp.array` reads the `sharding` of each tracer, and tracers read the whole trace for the error
-  message (48 transformer blocks: 6 s instead of 1). Newer versions raise at once, as this does.
-  """
-  if jax.__version_info__ >= (0, 12):
-    yield
-    return
-  # Imported here, because newer versions of jax are free to move it.
-  from jax.interpreters.partial_eval import DynamicJaxprTracer
-
-  def refuse(_: Any) -> None:
-    raise AttributeError("a traced array has no sharding")
-
-  tracers: Any = DynamicJaxprTracer
-  tracers.sharding = property(refuse)
-  try:
-    yield
-  finally:
-    with contextlib.suppress(AttributeError):  # another thread was here too
-      del tracers.sharding
-
-
 def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
   """Runs a constructor under a trace; its constraints may name the axes of `mesh`, as Auto axes.
 
@@ -187,7 +162,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   try:
-    with _quick_conversions(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+    with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
       module = init()
   except TraceContextError as error:
     raise PlanError(
@@ -351,34 +326,3 @@ def nothing_selected(wrt: Any, model: Abstract) -> PlanError:
     details=f"Variable types in the model: {', '.join(kinds) or 'none'}",
     fix="wrt=nnx.Param, or a filter that matches some of them.",
   )
-
-
-def factored_dims(
-  model: Abstract, tx: optax.GradientTransformation, wrt: Any, optimizer: Trace
-) -> dict[Path, tuple[int | None, ...]]:
-  """Which parameter dims a factored state array keeps; shapes alone are ambiguous for square parameters.
-
-  The optimizer is built once more for parameters whose equal dims differ by one element each.
-  """
-  shapes = {path: tuple(value_of(leaf).shape) for path, leaf in model.leaves.items()}
-  probes = {path: optimizer_layout.distinct_sizes(shape) for path, shape in shapes.items()}
-  unclear = {
-    path: parameter
-    for path, parameter in optimizer.origins.items()
-    if probes[parameter] != shapes[parameter]
-    and path in optimizer.made.leaves
-    and 0 < len(value_of(optimizer.made.leaves[path]).shape) < len(shapes[parameter])
-  }
-  if not unclear:
-    return {}
-  probed: list[Any] = [
-    (path, leaf.copy(jax.ShapeDtypeStruct(probes[path], value_of(leaf).dtype)) if path in shapes else leaf)
-    for path, leaf in nnx.to_flat_state(model.state)
-  ]
-  other = trace_optimizer(Abstract(model.graphdef, nnx.from_flat_state(probed)), tx, wrt).made.leaves
-  found = {
-    path: optimizer_layout.matching_dims(tuple(value_of(other[path]).shape), probes[parameter])
-    for path, parameter in unclear.items()
-    if path in other
-  }
-  return {path: dims for path, dims in found.items() if dims is not None}

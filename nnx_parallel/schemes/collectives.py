@@ -106,8 +106,8 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
 
   A parameter that the plan splits over the axis is gathered. The backward pass of the gather is a
   reduce-scatter divided by the size of the axis: each device gets its shard of the mean gradient. A
-  parameter that is whole along the axis has the mean of the gradients. So the gradient of each device's own
-  loss is, in the layout of the plan, that of the mean loss.
+  parameter that is replicated over the axis has the mean of the gradients. So the gradient of each device's
+  own loss is, in the layout of the plan, that of the mean loss.
 
   Args:
     module: the module of the plan's shards.
@@ -339,7 +339,7 @@ def map_kernel(
       raise SchemeError(
         f"the result of a kernel has a dim {unknown[0]!r}, and no argument has.",
         details=f"names {[*in_names]} -> {out_names}",
-        fix="name it as the dim of an argument that it is split like; or None for a whole one.",
+        fix="name it as the dim of an argument that it is split like; or None if it is replicated.",
       )
     outs = [PartitionSpec(*(entries[name] for name in names)) for names in wanted]
     return on_shards(kernel, around.mesh, ins, tuple(outs) if several else outs[0])(*arrays)

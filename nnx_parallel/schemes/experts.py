@@ -31,10 +31,9 @@ from nnx_parallel.core.axes import entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.constrain import manual_too, surroundings
-from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.schemes.routing import Routing
+from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
 ExpertFn = Callable[[Any, Any], Any]
 
@@ -101,18 +100,13 @@ def experts(
   Source: GShard, arXiv:2006.16668; without capacity, MegaBlocks, arXiv:2211.15841.
   """
   leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-  weights: Any = jax.tree.unflatten(structure, [_array(leaf) for leaf in leaves])
+  weights: Any = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
   _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
   around = surroundings(x, *leaves)
   sizes = {} if around.mesh is None else axis_sizes(around.mesh)
   taken = around.manual | around.mapped
-  if axis in taken:
-    raise SchemeError(
-      f"the experts cannot be split over {axis!r}: this code is mapped over that axis already.",
-      details=f"axes of the enclosing shard_map or vmap: {', '.join(sorted(taken))}",
-      fix="call it outside of the shard_map, with global arrays.",
-    )
+  check_not_mapped("the experts", [axis], taken)
   ways = sizes.get(axis, 1)
   if count % ways:
     raise SchemeError(
@@ -121,14 +115,13 @@ def experts(
     )
   free = {name: size for name, size in sizes.items() if size > 1 and name not in taken}
   given, shape = [x, routing.weights, routing.experts], x.shape[:-1]
-  dims = _token_axes(RuleSet(logical=around.rules), sizes, free, axis, len(shape))
+  dims = token_axes(around.rules, sizes, free, len(shape))
+  if axis in free and not any(axis in names for names in dims):
+    dims[0] = (*dims[0], axis)  # the minor one of the batch
   if any(n % _ways(free, names) for n, names in zip(shape, dims, strict=True)):
-    dims = (tuple(name for names in dims for name in names),)
-    # Padding chooses an expert that does not exist.
-    given = [
-      _flat(value, around.mesh, _ways(free, dims[0]), no)
-      for value, no in zip(given, (0, 0, count), strict=True)
-    ]
+    dims = [tuple(name for names in dims for name in names)]
+    fills = 0, 0, count  # padding chooses an expert that does not exist
+    given = [_flat(x, around.mesh, _ways(free, dims[0]), n) for x, n in zip(given, fills, strict=True)]
   manual = tuple(name for names in dims for name in names)
   tokens = math.prod(given[0].shape[:-1]) // _ways(free, manual)
   choices = tokens * top_k
@@ -137,7 +130,7 @@ def experts(
     axis if ways > 1 else None,
     ways,
     count,
-    dims,
+    tuple(dims),
     None if capacity is None else math.ceil(capacity * choices / count),
     min(math.ceil(buffer * choices / ways), tokens * min(top_k, count // ways)),
     block,
@@ -148,27 +141,9 @@ def experts(
   run = _over_devices if traced else jax.jit(_over_devices, static_argnums=0)
   result, dropped = run(kind, weights, *given)
   if result.shape[:-1] != shape:
-    result = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)].reshape(
-      *shape, result.shape[-1]
-    )
+    own = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)]
+    result = own.reshape(*shape, result.shape[-1])
   return result, dropped
-
-
-def _array(x: Any) -> jax.Array:
-  """The array of a Variable as the model sees it, without padding that it is stored with."""
-  return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
-
-
-def _token_axes(
-  rules: RuleSet, sizes: dict[str, int], free: dict[str, int], axis: str, rank: int
-) -> tuple[tuple[str, ...], ...]:
-  """The mesh axes of each dim of the tokens; that of the experts is the minor one of the batch."""
-  batch = batch_axes(rules, sizes) or ()
-  dims = [batch, tuple(name for name in position_axes(rules, sizes) if name not in batch)][:rank]
-  dims = [tuple(name for name in names if name in free) for names in dims]
-  if axis in free and not any(axis in names for names in dims):
-    dims[0] = (*dims[0], axis)
-  return (*dims, *[()] * (rank - len(dims)))
 
 
 def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from nnx_parallel.core.jaxprs import is_inexact
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.pipeline import Piped, Schedule, size_along, staged
+from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
@@ -47,7 +47,7 @@ def pipeline(
       own only; with `virtual_stages`, chunk `c` moves to stage `c % stages` first.
     x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` is each `microbatches`-th example from `n`.
     *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids,
-      the result of an encoder. Floating ones travel with `x`; others lie whole on each stage.
+      the result of an encoder. Floating ones travel with `x`; others are replicated over the stages.
     microbatches: a multiple of the stages that divides the batch.
     axis: the mesh axis of the stages.
     virtual_stages: chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule, whose bubble is
@@ -92,7 +92,7 @@ def pipeline(
     )
 
   def run(parameters: Any, x: Any, travels: Any, lies: Any) -> Any:
-    piped = Piped(schedule, axis, mesh, one)
+    piped = PipelineLoop(schedule, axis, mesh, one)
     given, seen = jax.tree.map(lambda x: split_batch(x, microbatches), ((x, travels), lies))
     (y, _), _, _ = piped(piped.split_microbatches(given), piped.split_layers(parameters), (), (), seen)
     return jax.tree.map(join_batch, piped.joined_microbatches(y))

@@ -82,36 +82,16 @@ def route(
   Source: auxiliary loss: Fedus et al. 2021 (arXiv:2101.03961), with sigmoid as in arXiv:2412.19437; z-loss:
   Zoph et al. 2022 (arXiv:2202.08906); bias: Wang et al. 2024 (arXiv:2408.15664); groups: arXiv:2412.19437.
   """
-  if score not in ("softmax", "sigmoid"):
-    raise SchemeError(f"score={score!r} makes no scores of logits.", fix='score="softmax" or "sigmoid".')
-  count = logits.shape[-1]
-  if not 1 <= top_k <= count:
-    raise SchemeError(
-      f"each token cannot choose {top_k} of {count} experts.", fix=f"top_k from 1 to {count}."
-    )
-  if bias is not None and bias.shape != (count,):
-    raise SchemeError(
-      "the bias of a router has one number for each expert.",
-      details=f"bias {bias.shape}, logits {logits.shape}",
-      fix=f"jnp.zeros({count})",
-    )
-  _check_groups(top_k, count, groups, top_groups)
-  if mask is not None and mask.shape != logits.shape[:-1]:
-    raise SchemeError(
-      "the mask of a router has one boolean for each token.",
-      details=f"mask {mask.shape}, logits {logits.shape}",
-      fix=f"a mask of shape {logits.shape[:-1]}.",
-    )
-  logits = logits.astype(jnp.float32)
+  _check(logits, top_k, score, bias, groups, top_groups, mask)
+  count, logits = logits.shape[-1], logits.astype(jnp.float32)
   if mask is not None:  # what padding has may be NaN
     mask = jnp.asarray(mask, bool)[..., None]
     logits = jnp.where(mask, logits, 0)
   scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
   left = jax.lax.stop_gradient(scores)
   if bias is not None:
-    left = left + jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32)).reshape(
-      (1,) * (left.ndim - 1) + (-1,)
-    )
+    own = jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
+    left = left + own.reshape((1,) * (left.ndim - 1) + (-1,))
   left = jnp.maximum(left, jnp.finfo(jnp.float32).min)
   if top_groups < groups:
     apart = left.reshape(*left.shape[:-1], groups, count // groups)
@@ -124,16 +104,15 @@ def route(
   weights = jnp.stack([jnp.where(own, scores, 0).sum(-1) for own in chosen], -1)
   if normalize:
     weights = weights / weights.sum(-1, keepdims=True)
+  parts = scores if score == "softmax" else scores / scores.sum(-1, keepdims=True)
+  large, kept = jax.nn.logsumexp(logits, -1, keepdims=True) ** 2, math.prod(logits.shape[:-1])
   if mask is not None:
     experts, weights = jnp.where(mask, experts, -1), jnp.where(mask, weights, 0)
     chosen = [own & mask for own in chosen]
+    parts, large = jnp.where(mask, parts, 0), jnp.where(mask, large, 0)
+    kept = jnp.maximum(mask.sum(dtype=jnp.float32), 1)
   tokens = tuple(range(logits.ndim - 1))
   load = functools.reduce(jnp.logical_or, chosen).sum(tokens, dtype=jnp.int32)
-  parts = scores if score == "softmax" else scores / scores.sum(-1, keepdims=True)
-  kept = math.prod(logits.shape[:-1]) if mask is None else jnp.maximum(mask.sum(dtype=jnp.float32), 1)
-  large = jax.nn.logsumexp(logits, -1, keepdims=True) ** 2
-  if mask is not None:
-    parts, large = jnp.where(mask, parts, 0), jnp.where(mask, large, 0)
   auxiliary = count * (load.astype(jnp.float32) / (kept * top_k) * (parts.sum(tokens) / kept)).sum()
   return Routing(weights, experts, auxiliary, large.sum() / kept, load)
 
@@ -151,7 +130,25 @@ def _best(scores: Any, count: int) -> list[Any]:
   return found
 
 
-def _check_groups(top_k: int, count: int, groups: int, top_groups: int) -> None:
+def _check(logits: Any, top_k: int, score: Score, bias: Any, groups: int, top_groups: int, mask: Any) -> None:
+  """Raises a `SchemeError` for arguments of `route` that do not fit."""
+  count = logits.shape[-1]
+  if score not in ("softmax", "sigmoid"):
+    raise SchemeError(f"score={score!r} makes no scores of logits.", fix='score="softmax" or "sigmoid".')
+  if not 1 <= top_k <= count:
+    raise SchemeError(
+      f"each token cannot choose {top_k} of {count} experts.", fix=f"top_k from 1 to {count}."
+    )
+  for name, array, what, shape in (
+    ("bias", bias, "number for each expert", (count,)),
+    ("mask", mask, "boolean for each token", logits.shape[:-1]),
+  ):
+    if array is not None and array.shape != shape:
+      raise SchemeError(
+        f"the {name} of a router has one {what}.",
+        details=f"{name} {array.shape}, logits {logits.shape}",
+        fix=f"a {name} of shape {shape}.",
+      )
   if groups < 1 or count % groups:
     raise SchemeError(f"{count} experts cannot be in {groups} equal groups.", fix=f"a divisor of {count}.")
   each = count // groups

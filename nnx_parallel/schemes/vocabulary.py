@@ -20,16 +20,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.constrain import surroundings
-from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
 _LOWEST = -1e30
 """The logit of a column that does not exist: finite, so that a device may have no other ones."""
@@ -91,7 +89,7 @@ def vocabulary_cross_entropy(
 
   Source: Shoeybi et al. 2019 (arXiv:1909.08053); z-loss: Chowdhery et al. 2022 (arXiv:2204.02311).
   """
-  x, w, y = map(_array, (hidden, head, labels))
+  x, w, y = map(array_of, (hidden, head, labels))
   if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0] or y.shape != x.shape[:-1]:
     raise SchemeError(
       "the shapes of hidden states, head and labels do not fit.",
@@ -142,7 +140,7 @@ def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "t
 
   Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
   """
-  rows, y = _array(table), _array(ids)
+  rows, y = array_of(table), array_of(ids)
   if rows.ndim != 2:
     raise SchemeError(
       f"a table of shape {rows.shape} has no rows to look up.", fix="a table (vocabulary, features)."
@@ -151,11 +149,6 @@ def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "t
   exists = (y >= 0) & (y < rows.shape[0])
   found = _rows(split, split.padded(rows, 0), jnp.where(exists, y, 0))
   return jnp.where(exists[..., None], found, jnp.asarray(jnp.nan, found.dtype))
-
-
-def _array(x: Any) -> jax.Array:
-  """The array of a Variable as the model sees it, without padding that it is stored with."""
-  return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,23 +174,14 @@ class _Split:
   def of(cls, *arrays: Any, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
     around = surroundings(*arrays)
     taken, wanted = around.manual | around.mapped, (axis,) if isinstance(axis, str) else tuple(axis)
-    if inside := [name for name in wanted if name in taken]:
-      raise SchemeError(
-        f"the vocabulary cannot be split over {inside[0]!r}: this code is mapped over that axis already.",
-        details=f"axes of the enclosing shard_map or vmap: {', '.join(sorted(taken))}",
-        fix="call it outside of the shard_map, with global arrays.",
-      )
+    check_not_mapped("the vocabulary", wanted, taken)
     if around.mesh is None:
       return cls(None, (), ((),) * len(tokens))
     sizes = axis_sizes(around.mesh)
     axes = tuple(name for name in wanted if sizes.get(name, 1) > 1)
     free = {name for name, size in sizes.items() if size > 1 and name not in taken and name not in axes}
-    rules = RuleSet(logical=around.rules)
-    dims = [batch_axes(rules, sizes) or ()]
-    dims += [tuple(name for name in position_axes(rules, sizes) if name not in dims[0])] * (len(tokens) > 1)
     found: list[tuple[str, ...]] = []
-    for length, names in zip(tokens, (*dims, *[()] * len(tokens)), strict=False):
-      names = tuple(name for name in names if name in free)
+    for length, names in zip(tokens, token_axes(around.rules, sizes, free, len(tokens)), strict=True):
       while length % math.prod(sizes[name] for name in names):
         names = names[:-1]
       found.append(names)
@@ -211,6 +195,11 @@ class _Split:
     """`x` with zeros behind its vocabulary, so that the devices have equal shares."""
     extra = -x.shape[dim] % self.ways
     return jnp.pad(x, [(0, extra if d == dim else 0) for d in range(x.ndim)]) if extra else x
+
+  @property
+  def token_axes(self) -> tuple[str, ...]:
+    """The axes that split the tokens."""
+    return tuple(name for dim in self.tokens for name in dim)
 
   def spec(self, *more: Any) -> PartitionSpec:
     """That of an array with the dims of the tokens, and more."""
@@ -228,17 +217,14 @@ class _Split:
     The minor axis of the tokens is the major one: where it splits the table's features as well, with fsdp,
     the other axes are gathered, and nothing else moves.
     """
-    axes = tuple(reversed([name for dim in self.tokens for name in dim]))
-    ways = math.prod(axis_sizes(self.mesh)[name] for name in axes) if self.mesh is not None else 1
-    return axes if features % ways == 0 else ()
+    axes, sizes = self.token_axes[::-1], {} if self.mesh is None else axis_sizes(self.mesh)
+    return axes if features % math.prod(sizes[name] for name in axes) == 0 else ()
 
   def summed(self, x: Any, dim: int) -> Any:
     """What each device's tokens add to the gradient of a table, summed; `dim` is that of the features."""
-    axes = tuple(name for names in self.tokens for name in names)
-    scattered = self.scattered(x.shape[dim])
-    if scattered:
+    if scattered := self.scattered(x.shape[dim]):
       return jax.lax.psum_scatter(x, scattered, scatter_dimension=dim, tiled=True)
-    return jax.lax.psum(x, axes) if axes else x
+    return jax.lax.psum(x, self.token_axes) if self.token_axes else x
 
   def start(self, length: int) -> Any:
     """The number of a device's first column or row."""

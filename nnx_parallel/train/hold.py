@@ -54,7 +54,8 @@ from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.rules.ruleset import RuleSet
 
 Flows = Sequence[Flow]
-_ELEMENTWISE = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
+_FUSED = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
+"""Cheap operations between a value and a constraint on what is made of it: a residual sum, a cast, a mask."""
 _EXAMPLES = "the examples"
 """Marks the dim of the examples among its axes, also where no mesh axis splits it."""
 _POSITIONS = "the positions"
@@ -482,7 +483,7 @@ def _constrained(body: Any) -> set[Any]:
   uses = collections.Counter(id(v) for eqn in body.eqns for v in eqn.invars)
   for eqn in reversed(body.eqns):
     name = eqn.primitive.name
-    if name == "sharding_constraint" or (name in _ELEMENTWISE and eqn.outvars[0] in found):
+    if name == "sharding_constraint" or (name in _FUSED and eqn.outvars[0] in found):
       same = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
       found.update(v for v in same if not isinstance(v, core.Literal) and uses[id(v)] == 1)
   return found

@@ -18,25 +18,18 @@ Each relation holds up to a constant `scale`: a mean over examples is the sum of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map, moved
-from nnx_parallel.core.jaxprs import (
-  called,
-  constants,
-  is_inexact,
-  is_tracer,
-  opened,
-  place_of,
-  scan_counts,
-)
+from nnx_parallel.core.interpret import NO_FACTS, Inner, is_literal, through, wiring
+from nnx_parallel.core.jaxprs import constants, is_inexact, is_tracer, opened, place_of, scan_counts
 from nnx_parallel.core.nodes import is_key
 
 _ROUNDING = 5e-3  # of a literal in bfloat16; scales that matter differ by a factor of 2 or more
@@ -81,6 +74,11 @@ class Fact:
   def plain(self) -> bool:
     """Whether nothing but equal operations on each row is needed to compute with it."""
     return self.kind == "zero" or (self.kind in ("same", "part") and _equal(self.scale, 1.0))
+
+  @property
+  def fixed(self) -> bool:
+    """Whether the value is the same number in both traces."""
+    return self.kind in ("same", "zero") and self.plain
 
   def at(self, dim: int, outer: int | None = None) -> Fact:
     """The same parts along another dim."""
@@ -147,7 +145,7 @@ class _Pair:
       return Fact("sum", fact.scale / self.parts)
     return fact
 
-  def join(self, facts: Sequence[Fact]) -> Fact:
+  def join(self, *facts: Fact) -> Fact:
     """The relation of a value that is any of these, or a sum of them."""
     found = ZERO
     for fact in facts:
@@ -171,36 +169,13 @@ class _Pair:
     one, all_ = opened(part), opened(whole)
     facts: dict[Any, Fact] = dict(zip(one.invars, given, strict=True))
     consts = zip(one.constvars, constants(part), constants(whole), strict=False)
-    facts.update({var: self._constant(a, b) for var, a, b in consts})
+    facts.update({var: _constant(a, b) for var, a, b in consts})
     if len(one.eqns) != len(all_.eqns) or len(one.constvars) != len(all_.constvars):
       return [_mixed("its program depends on the number of examples")] * len(one.outvars)
     for eqn, other in zip(one.eqns, all_.eqns, strict=True):
-      inputs = [self._read(facts, a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+      inputs = [_read(facts, a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
       facts.update(zip(eqn.outvars, self._results(eqn, other, inputs), strict=True))
-    return [self._read(facts, a, b) for a, b in zip(one.outvars, all_.outvars, strict=True)]
-
-  def _read(self, facts: Mapping[Any, Fact], a: Any, b: Any) -> Fact:
-    if isinstance(a, core.Literal) != isinstance(b, core.Literal):
-      return _mixed("its program depends on the number of examples")
-    return self._constant(a.val, b.val) if isinstance(a, core.Literal) else facts[a]
-
-  def _constant(self, a: Any, b: Any) -> Fact:
-    """A number or an array that the traces hold."""
-    if is_tracer(a) or is_tracer(b) or (a is b and np.ndim(a)):
-      return SAME if a is b else _mixed("it holds an array of its own for each number of examples")
-    if hasattr(a, "dtype") and is_key(a.dtype):
-      return SAME if a is b else _mixed("it holds a key of its own")
-    one, two = np.asarray(a), np.asarray(b)
-    if one.dtype == jax.dtypes.float0 or not (one.any() or two.any()):
-      return ZERO
-    if np.array_equal(one, two, equal_nan=jax.numpy.issubdtype(one.dtype, np.inexact)):  # NaN is a fill value
-      return SAME
-    if not one.ndim and not two.ndim and one:
-      return SAME.times(float(two) / float(one))
-    changed = [d for d, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n != m]
-    if len(changed) == 1 and (one == one.flat[0]).all() and (two == one.flat[0]).all():
-      return Fact("part", dim=changed[0], outer=None)
-    return _mixed("it holds an array of numbers for each example")
+    return [_read(facts, a, b) for a, b in zip(one.outvars, all_.outvars, strict=True)]
 
   def _results(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
     if all(_is_empty(a) and _is_empty(b) for a, b in zip(eqn.outvars, other.outvars, strict=True)):
@@ -211,7 +186,7 @@ class _Pair:
     try:
       if eqn.primitive is not other.primitive:
         raise _Mixed
-      found = self._rule(eqn, other, inputs)
+      found = self._inside(eqn, other, inputs) if wiring(eqn).inner else self._outside(eqn, other, inputs)
       return [self._checked(*row) for row in zip(found, eqn.outvars, other.outvars, strict=True)]
     except _Mixed:
       return [_mixed(f"{eqn.primitive.name} ({place_of(eqn)})")] * len(eqn.outvars)
@@ -227,88 +202,110 @@ class _Pair:
       raise _Mixed
     return fact
 
-  def _rule(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+  def _inside(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+    """The results of an operation that runs programs: a call, a loop, a branch, a custom rule."""
+    programs = itertools.cycle([inner.program for inner in wiring(other).inner])
+
+    def inside(inner: Inner, given: Sequence[Fact]) -> list[Fact]:
+      found = self.walk(inner.program, next(programs), given)
+      if not inner.gives and not found[0].fixed:  # the condition of a while
+        raise _Mixed
+      return found
+
+    if eqn.primitive.name == "cond" and not inputs[0].fixed:
+      raise _Mixed
+    facts: Any = NO_FACTS
+    row, stack = _row, _stacked
+    if eqn.primitive.name == "scan":
+      fixed, carried, _ = scan_counts(eqn).split(inputs)
+      if eqn.params["reverse"] != other.params["reverse"]:
+        raise _Mixed
+      if eqn.params["length"] != other.params["length"]:  # over the examples, one by one
+        if carried or any(fact.kind in ("part", "sum") for fact in fixed):
+          raise _Mixed
+        row, stack = _example, _examples
+    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=row, stack=stack))
+    if eqn.primitive.name == "shard_map":  # each device computes with the parts of its shards
+      specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+      for fact, spec in zip((*inputs, *found), specs, strict=True):
+        if fact.kind == "part" and any(axes_of(entry) for entry in tuple(spec)[fact.dim : fact.dim + 1]):
+          raise _Mixed
+    return found
+
+  def _outside(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+    """The results of an operation without programs."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in IDENTITIES or name in _EXCHANGES:
       return inputs[:count]
-    if name == "scan":
-      return self._scan(eqn, other, inputs)
-    if name == "while":
-      return self._while(eqn, other, inputs)
-    if name == "cond":
-      return self._cond(eqn, other, inputs)
-    if name == "shard_map":
-      return self._shard_map(eqn, other, inputs)
-    inner = called(eqn)
-    if inner is not None and name != "pallas_call":  # a call, a checkpoint, a custom rule
-      return self.walk(inner, called(other), inputs)
     shapes = [v.aval.shape for v in eqn.outvars] == [v.aval.shape for v in other.outvars]
-    if shapes and all(fact.kind in ("same", "zero") and fact.plain for fact in inputs):
+    if shapes and all(fact.fixed for fact in inputs):
       if not _same_parameters(eqn, other):
         raise _Mixed
       zeros = bool(inputs) and name in _KEEP_ZEROS and all(fact.kind == "zero" for fact in inputs)
       return [ZERO if zeros else SAME] * count
-    found = dim_map(eqn)
-    if found is None or any(eqn.params.get(key) != other.params.get(key) for key in _PLACES):
+    dims = dim_map(eqn)
+    # Sizes that are equal in one of the traces only, as of an update and its table, have another map.
+    if dims is None or dims != dim_map(other):
       raise _Mixed
-    return _operation(self, Operation(eqn, other, found, inputs))
-
-  def _cond(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
-    index, *given = inputs
-    if index.kind not in ("same", "zero") or not index.plain:
+    if any(eqn.params.get(key) != other.params.get(key) for key in _PLACES):
       raise _Mixed
-    branches = zip(eqn.params["branches"], other.params["branches"], strict=True)
-    found = [self.walk(a, b, given) for a, b in branches]
-    return [self.join(facts) for facts in zip(*found, strict=True)]
+    it = Operation(eqn, other, dims, inputs, self)
+    if name in _RULES:
+      found = _RULES[name](it)
+    elif name in _TIMES:
+      found = _product(it)
+    elif name in _LINEAR:
+      found = _linear(it)
+    else:
+      found = _nonlinear(it)
+    return [found] * count
 
-  def _while(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
-    tests, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    fixed, body, carried = inputs[:tests], inputs[tests : tests + bodies], inputs[tests + bodies :]
-    carried = self._fixed_point(
-      lambda now: self.walk(eqn.params["body_jaxpr"], other.params["body_jaxpr"], [*body, *now]), carried
-    )
-    (going,) = self.walk(eqn.params["cond_jaxpr"], other.params["cond_jaxpr"], [*fixed, *carried])
-    if going.kind not in ("same", "zero") or not going.plain:
-      raise _Mixed
-    return carried
 
-  def _fixed_point(self, body: Callable[[list[Fact]], list[Fact]], carried: list[Fact]) -> list[Fact]:
-    for _ in range(8):
-      after = body(carried)[: len(carried)]
-      new = [self.join(pair) for pair in zip(carried, after, strict=True)]
-      if new == carried:
-        return carried
-      carried = new
-    raise _Mixed
+def _read(facts: Mapping[Any, Fact], a: Any, b: Any) -> Fact:
+  if is_literal(a) != is_literal(b):
+    return _mixed("its program depends on the number of examples")
+  return _constant(a.val, b.val) if is_literal(a) else facts[a]
 
-  def _shard_map(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
-    """Each device computes with the parts of its shards, where no axis splits the dim of the parts."""
-    found = self.walk(eqn.params["jaxpr"], other.params["jaxpr"], inputs)
-    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
-    for fact, spec in zip((*inputs, *found), specs, strict=True):
-      if fact.kind == "part" and any(axes_of(entry) for entry in tuple(spec)[fact.dim : fact.dim + 1]):
-        raise _Mixed
-    return found
 
-  def _scan(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
-    counts, bodies = scan_counts(eqn), (eqn.params["jaxpr"], other.params["jaxpr"])
-    fixed, carried = inputs[: counts.constants], inputs[counts.constants :][: counts.carried]
-    rows = inputs[counts.constants + counts.carried :]
-    if eqn.params["reverse"] != other.params["reverse"]:
-      raise _Mixed
-    if eqn.params["length"] != other.params["length"]:  # over the examples, one by one
-      if carried or not all(_is_rows(fact) for fact in rows) or any(x.kind in ("part", "sum") for x in fixed):
-        raise _Mixed
-      found = self.walk(*bodies, [*fixed, *(Fact("same", fact.scale) for fact in rows)])
-      if any(fact.kind not in ("same", "zero") for fact in found):
-        raise _Mixed
-      return [Fact("part", fact.scale) if fact.kind == "same" else ZERO for fact in found]
-    if any(fact.kind == "part" and not fact.dim for fact in rows):
-      raise _Mixed
-    each = [fact.at(fact.dim - 1) if fact.kind == "part" else fact for fact in rows]
-    carried = self._fixed_point(lambda now: self.walk(*bodies, [*fixed, *now, *each]), carried)
-    found = self.walk(*bodies, [*fixed, *carried, *each])[len(carried) :]
-    return [*carried, *(fact.at(fact.dim + 1) if fact.kind == "part" else fact for fact in found)]
+def _constant(a: Any, b: Any) -> Fact:
+  """A number or an array that the traces hold."""
+  if is_tracer(a) or is_tracer(b) or (a is b and np.ndim(a)):
+    return SAME if a is b else _mixed("it holds an array of its own for each number of examples")
+  if hasattr(a, "dtype") and is_key(a.dtype):
+    return SAME if a is b else _mixed("it holds a key of its own")
+  one, two = np.asarray(a), np.asarray(b)
+  if one.dtype == jax.dtypes.float0 or not (one.any() or two.any()):
+    return ZERO
+  if np.array_equal(one, two, equal_nan=jax.numpy.issubdtype(one.dtype, np.inexact)):  # NaN is a fill value
+    return SAME
+  if not one.ndim and not two.ndim and one:
+    return SAME.times(float(two) / float(one))
+  changed = [d for d, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n != m]
+  if len(changed) == 1 and (one == one.flat[0]).all() and (two == one.flat[0]).all():
+    return Fact("part", dim=changed[0], outer=None)
+  return _mixed("it holds an array of numbers for each example")
+
+
+def _row(_: Any, fact: Fact) -> Fact:
+  """A row of a scan with equal lengths in both traces, from all rows; `_stacked` the other way."""
+  if fact.kind != "part":
+    return fact
+  return fact.at(fact.dim - 1) if fact.dim else _fail()
+
+
+def _stacked(_: Any, fact: Fact) -> Fact:
+  return fact.at(fact.dim + 1) if fact.kind == "part" else fact
+
+
+def _example(_: Any, fact: Fact) -> Fact:
+  """A row of a scan over the examples, from all rows; `_examples` the other way."""
+  return Fact("same", fact.scale) if _is_rows(fact) else _fail()
+
+
+def _examples(_: Any, fact: Fact) -> Fact:
+  if fact.kind == "same":
+    return Fact("part", fact.scale)
+  return fact if fact.kind in ("zero", "mixed") else _fail()
 
 
 def _mixed(reason: str) -> Fact:
@@ -355,20 +352,17 @@ class Operation:
   other: Any
   dims: DimMap
   inputs: list[Fact]
+  pair: _Pair
 
+  @property
+  def changed(self) -> list[int]:
+    """The dims of the result that differ between the traces."""
+    one, two = (eqn.outvars[0].aval.shape for eqn in (self.eqn, self.other))
+    return [d for d, (n, m) in enumerate(zip(one, two, strict=True)) if n != m]
 
-def _operation(pair: _Pair, it: Operation) -> list[Fact]:
-  """The relations of the results, by what kind of function the operation is."""
-  name, count = it.eqn.primitive.name, len(it.eqn.outvars)
-  if name in _RULES:
-    found = _RULES[name](pair, it)
-  elif name in _TIMES:
-    found = _product(it.dims, *it.inputs)
-  elif name in _LINEAR:
-    found = _linear(it.dims, *it.inputs)
-  else:
-    found = _nonlinear(it)
-  return [found] * count
+  def constant(self, scale: float) -> Fact:
+    """A result that is constant along the dim that differs between the traces."""
+    return Fact("part", scale, self.changed[0], None) if len(self.changed) == 1 else _fail()
 
 
 def _merged(dims: DimMap, facts: Sequence[Fact]) -> Fact:
@@ -392,34 +386,6 @@ def _merged(dims: DimMap, facts: Sequence[Fact]) -> Fact:
   return Fact("part", scale, result.index(factor), rows.outer) if factor in result else Fact("sum", scale)
 
 
-def _product(dims: DimMap, *facts: Fact) -> Fact:
-  return ZERO if any(fact.kind == "zero" for fact in facts) else _merged(dims, facts)
-
-
-def _linear(dims: DimMap, fact: Fact, *choosers: Fact) -> Fact:
-  """Linear in the first operand; what the others choose must not depend on the number of parts."""
-  if not all(x.plain for x in choosers):
-    raise _Mixed
-  return ZERO if fact.kind == "zero" else _merged(dims, [fact, *choosers])
-
-
-def _nonlinear(it: Operation) -> Fact:
-  """Any function of the positions of the parts."""
-  facts = it.inputs
-  if not all(fact.plain for fact in facts):
-    raise _Mixed
-  if all(fact.kind == "zero" for fact in facts):
-    return _constant(it, 1.0)
-  found = _merged(it.dims, facts)
-  return found if found.kind == "part" else _fail()
-
-
-def _constant(it: Operation, scale: float) -> Fact:
-  """A result that is constant along the dim that differs between the traces."""
-  changed = _changed(it.eqn.outvars[0], it.other.outvars[0])
-  return Fact("part", scale, changed[0], None) if len(changed) == 1 else _fail()
-
-
 def _fail() -> Fact:
   raise _Mixed
 
@@ -428,89 +394,98 @@ def _is_empty(var: Any) -> bool:
   return 0 in getattr(var.aval, "shape", ())
 
 
-def _changed(a: Any, b: Any) -> list[int]:
-  """The dims that differ between the traces."""
-  if len(a.aval.shape) != len(b.aval.shape):
+def _product(it: Operation) -> Fact:
+  return ZERO if any(fact.kind == "zero" for fact in it.inputs) else _merged(it.dims, it.inputs)
+
+
+def _linear(it: Operation) -> Fact:
+  """Linear in the first operand; what the others choose must not depend on the number of parts."""
+  first, *choosers = it.inputs
+  if not all(fact.plain for fact in choosers):
     raise _Mixed
-  return [d for d, (n, m) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if n != m]
+  return ZERO if first.kind == "zero" else _merged(it.dims, it.inputs)
 
 
-def _add(pair: _Pair, it: Operation) -> Fact:
+def _nonlinear(it: Operation) -> Fact:
+  """Any function of the positions of the parts."""
+  if not all(fact.plain for fact in it.inputs):
+    raise _Mixed
+  if all(fact.kind == "zero" for fact in it.inputs):
+    return it.constant(1.0)
+  found = _merged(it.dims, it.inputs)
+  return found if found.kind == "part" else _fail()
+
+
+def _add(it: Operation) -> Fact:
   """A scalar beside an array of rows is an array of equal rows."""
   rows = next((fact for fact in it.inputs if fact.kind == "part"), None)
 
   def spread(fact: Fact) -> Fact:
     return Fact("part", fact.scale, rows.dim, None) if rows and fact.kind == "same" else fact
 
-  return pair.join([*map(spread, it.inputs)])
+  return it.pair.join(*map(spread, it.inputs))
 
 
-def _div(pair: _Pair, it: Operation) -> Fact:
-  del pair
+def _div(it: Operation) -> Fact:
   above, below = it.inputs
   rounds = not is_inexact(it.eqn.outvars[0].aval) and not (above.plain and below.plain)
   if below.kind not in ("same", "part") or rounds:
     raise _Mixed
-  return _product(it.dims, above, dataclasses.replace(below, scale=1 / below.scale))
+  return _product(dataclasses.replace(it, inputs=[above, dataclasses.replace(below, scale=1 / below.scale)]))
 
 
-def _convert(pair: _Pair, it: Operation) -> Fact:
-  del pair
+def _convert(it: Operation) -> Fact:
   before, after = it.eqn.invars[0].aval.dtype, it.eqn.params["new_dtype"]
   integers = jax.numpy.issubdtype(before, np.integer)
   exact = jax.numpy.issubdtype(after, np.inexact) or (integers and jax.numpy.issubdtype(after, np.integer))
   return it.inputs[0] if exact or it.inputs[0].plain else _fail()
 
 
-def _select(pair: _Pair, it: Operation) -> Fact:
+def _select(it: Operation) -> Fact:
   which, *cases = it.inputs
   if not which.plain:
     raise _Mixed
-  found = pair.join(cases)
+  found = it.pair.join(*cases)
   if which.kind != "part" or found.kind == "zero":
     return found
   return _along([which, found]).times(found.scale) if found.kind == "part" else _fail()
 
 
-def _broadcast(pair: _Pair, it: Operation) -> Fact:
-  del pair
+def _broadcast(it: Operation) -> Fact:
   fact = it.inputs[0]
-  if fact.kind in ("part", "zero") or not _changed(it.eqn.outvars[0], it.other.outvars[0]):
-    return _linear(it.dims, *it.inputs)
+  if fact.kind in ("part", "zero") or not it.changed:
+    return _linear(it)
   # The sum over a batch, beside each of its examples, is no value of one part.
-  return _constant(it, fact.scale) if fact.kind == "same" else _fail()
+  return it.constant(fact.scale) if fact.kind == "same" else _fail()
 
 
-def _iota(pair: _Pair, it: Operation) -> Fact:
-  del pair
-  found = _constant(it, 1.0)
+def _iota(it: Operation) -> Fact:
+  found = it.constant(1.0)
   return found if it.dims.results[0][found.dim] is not None else _fail()
 
 
-def _reshape(pair: _Pair, it: Operation) -> Fact:
+def _reshape(it: Operation) -> Fact:
   fact, (before, after) = it.inputs[0], (v.aval.shape for v in (it.other.invars[0], it.other.outvars[0]))
   if fact.kind != "part":
     return fact
-  changed = _changed(it.eqn.outvars[0], it.other.outvars[0])
-  if len(changed) != 1:
+  if len(it.changed) != 1:
     raise _Mixed
-  (dim,) = changed
+  (dim,) = it.changed
   if fact.outer is None:
     return fact.at(dim) if after[dim] == before[fact.dim] else _fail()
-  place, outer = moved(fact.dim, fact.outer, pair.parts, before, after) or (None, 0)
+  place, outer = moved(fact.dim, fact.outer, it.pair.parts, before, after) or (None, 0)
   return fact.at(dim, outer) if place == dim else _fail()
 
 
-def _pad(pair: _Pair, it: Operation) -> Fact:
-  del pair
+def _pad(it: Operation) -> Fact:
   operand, value = it.inputs
   if value.kind != "zero" and (operand.kind == "zero" or not operand.plain):
     raise _Mixed
-  return _linear(it.dims, operand, value)
+  return _linear(it)
 
 
-def _concatenate(pair: _Pair, it: Operation) -> Fact:
-  found = pair.join(it.inputs)
+def _concatenate(it: Operation) -> Fact:
+  found = it.pair.join(*it.inputs)
   if found.kind != "part" or it.dims.results[0][found.dim] not in it.dims.mixed:
     return found
   sizes = {var.aval.shape[found.dim] for var in it.eqn.invars}
@@ -519,24 +494,23 @@ def _concatenate(pair: _Pair, it: Operation) -> Fact:
   return found.at(found.dim, len(it.inputs))
 
 
-def _split(pair: _Pair, it: Operation) -> Fact:
+def _split(it: Operation) -> Fact:
   """The inverse of a `concatenate`."""
-  del pair
   (fact,), sizes = it.inputs, it.eqn.params["sizes"]
   if fact.kind != "part" or it.dims.results[0][fact.dim] not in it.dims.mixed:
     return fact
   return fact.at(fact.dim, 1) if len({*sizes}) == 1 and fact.outer == len(sizes) else _fail()
 
 
-def _stack(pair: _Pair, it: Operation) -> Fact:
+def _stack(it: Operation) -> Fact:
   facts = [
     fact.at(it.dims.results[0].index(own[fact.dim])) if fact.kind == "part" else fact
     for own, fact in zip(it.dims.operands, it.inputs, strict=True)
   ]
-  return pair.join(facts)
+  return it.pair.join(*facts)
 
 
-def _update(pair: _Pair, it: Operation) -> Fact:
+def _update(it: Operation) -> Fact:
   """Rows of an array replaced by others, or added to: `scatter` and `dynamic_update_slice`."""
   table, *places = it.inputs
   adds = it.eqn.primitive.name in ("scatter-add", "scatter_add")
@@ -552,10 +526,10 @@ def _update(pair: _Pair, it: Operation) -> Fact:
   parts = any(fact.kind == "part" for fact in it.inputs[1:])
   rows = dataclasses.replace(it.dims, operands=tuple(others))
   new = _merged(rows, it.inputs[1:]) if parts or updates.kind != "zero" else ZERO
-  return pair.join([table, new]) if adds or not parts or new.kind == "part" else _fail()
+  return it.pair.join(table, new) if adds or not parts or new.kind == "part" else _fail()
 
 
-_RULES: Mapping[str, Callable[[_Pair, Operation], Fact]] = {
+_RULES: Mapping[str, Callable[[Operation], Fact]] = {
   **dict.fromkeys(("add", "add_any", "sub"), _add),
   **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"), _update),
   "broadcast_in_dim": _broadcast,

@@ -17,8 +17,8 @@ import optax
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.errors import TrainError
-from nnx_parallel.train.losses import is_low, widen
-from nnx_parallel.train.wrappers import all_finite, chosen
+from nnx_parallel.train.losses import widen
+from nnx_parallel.train.wrappers import MastersState, all_finite, chosen
 
 
 class LossScaleState(NamedTuple):
@@ -105,7 +105,7 @@ def with_loss_scale(
   ) -> tuple[Any, LossScaleState]:
     unscaled = jax.tree.map(lambda g: widen(g) / state.scale.astype(widen(g).dtype), grads)
     finite = all_finite(unscaled)
-    if not _takes(inner, unscaled, state.inner, params, extra):
+    if not any(map(_is_masters, jax.tree.leaves(state.inner, is_leaf=_is_masters))):
       unscaled = jax.tree.map(lambda u, g: u.astype(g.dtype), unscaled, grads)
     if "grad" in extra:
       extra["grad"] = unscaled
@@ -215,9 +215,5 @@ def _is_scaled(node: Any) -> bool:
   return isinstance(node, LossScaleState)
 
 
-def _takes(inner: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> bool:
-  """Whether `inner` keeps the dtypes of its state when it gets these float32 gradients: masters do."""
-  if params is not None and not any(map(is_low, jax.tree.leaves(params))):
-    return True
-  after = jax.eval_shape(lambda g: inner.update(g, state, params, **extra)[1], grads)
-  return [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
+def _is_masters(node: Any) -> bool:
+  return isinstance(node, MastersState)

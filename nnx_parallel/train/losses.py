@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from nnx_parallel.core.text import with_article
+from nnx_parallel.core.text import format_array, with_article
 from nnx_parallel.errors import TrainError
 
 Metrics = dict[str, Any]
@@ -123,40 +123,34 @@ def _is_number(x: Any) -> bool:
 
 
 def _not_a_term(name: str, value: Any) -> TrainError:
-  forms = "return loss or (loss, metrics); the loss and each metric may be nxp.weighted(sum, count)"
-  returned = _shown(value)
-  scalars = isinstance(value, tuple) and all(_is_number(x) and getattr(x, "shape", ()) == () for x in value)
-  if name != "loss":
-    fix = "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
-    if isinstance(value, tuple) and len(value) == 2:
-      fix = f'nxp.weighted(sum, count) for a weighted mean; or two metrics: {{"{name}": a, "other": b}}.'
-    return TrainError(
-      f"the metric {name!r} must be a scalar or nxp.weighted(sum, count); the loss function returned"
-      f" {returned}.",
-      details=f"{forms}; the sum of a metric may be an array, over one count or a count for each element",
-      fix=fix,
-    )
-  fix = "loss.mean(), or nxp.weighted(loss.sum(), loss.size), which weights uneven batches exactly."
-  if returned.startswith("complex"):
-    fix = "loss.real, or abs(loss): the imaginary part would be dropped."
-  elif value is None:
-    fix = "end the loss function with: return loss"
-  elif isinstance(value, Mapping):
-    fix = 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'
-  elif scalars and len(value) == 2:
-    fix = (
-      'return loss, {"accuracy": accuracy} for a loss with a metric;\n'
+  what = "the loss" if name == "loss" else f"the metric {name!r}"
+  return TrainError(
+    f"{what} must be a scalar or nxp.weighted(sum, count); the loss function returned {_shown(value)}.",
+    details="return loss or (loss, metrics); the sum of a metric may be an array, over one count or a count"
+    " for each element",
+    fix=_fix_of_metric(name, value) if name != "loss" else _fix_of_loss(value),
+  )
+
+
+def _fix_of_metric(name: str, value: Any) -> str:
+  if isinstance(value, tuple):
+    return f'nxp.weighted(sum, count) for a weighted mean; or two metrics: {{"{name}": a, "other": b}}.'
+  return "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
+
+
+def _fix_of_loss(value: Any) -> str:
+  if value is None:
+    return "end the loss function with: return loss"
+  if isinstance(value, Mapping):
+    return 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'
+  if isinstance(value, tuple):
+    return (
+      'return loss, {"accuracy": accuracy} for a loss with a metric (outputs=(...) names arrays);\n'
       "return nxp.weighted(sum, count) for a mean by weights."
     )
-  elif isinstance(value, tuple) and value and _is_number(value[0]) and getattr(value[0], "shape", ()) == ():
-    fix = (
-      'give each metric a name: return loss, {"accuracy": accuracy}; arrays are named in outputs=(...) too.'
-    )
-  return TrainError(
-    f"the loss must be a scalar or nxp.weighted(sum, count); the loss function returned {returned}.",
-    details=forms,
-    fix=fix,
-  )
+  if jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating):
+    return "loss.real, or abs(loss): the imaginary part would be dropped."
+  return "loss.mean(), or nxp.weighted(loss.sum(), loss.size), which weights uneven batches exactly."
 
 
 def _shown(value: Any) -> str:
@@ -164,10 +158,8 @@ def _shown(value: Any) -> str:
   if isinstance(value, tuple):
     return f"({', '.join(map(_shown, value))})"
   if hasattr(value, "shape") and hasattr(value, "dtype"):
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-  if value is None:
-    return "None"
-  return with_article(type(value).__name__)
+    return format_array(value.dtype, value.shape)
+  return "None" if value is None else with_article(type(value).__name__)
 
 
 def wide(x: Any) -> jax.Array:

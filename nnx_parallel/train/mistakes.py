@@ -43,25 +43,23 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[Any], 
 
 def _misplaced(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> TrainError | None:
   """The error of an array that is on other devices than the model, if there is one."""
-  placed = [(label, x) for label, x in zip(labels, arrays, strict=True) if isinstance(x, jax.Array)]
-  meshes = [x.sharding.mesh for _, x in placed if isinstance(x.sharding, NamedSharding)]
-  mesh: Any = meshes[0] if meshes else None
-  if mesh is None:
+  meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
+  if not meshes:
     return None
   # In their order: a program runs on one assignment of devices.
-  devices = tuple(mesh.devices.flat)
-  for label, array in placed:
-    if array.committed and not _lies_on(array, devices):
+  mesh, devices = meshes[0], [*meshes[0].devices.flat]
+  for label, array in zip(labels, arrays, strict=True):
+    if _is_elsewhere(array, devices):
       return TrainError(
         f"{label} is on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
         details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
         fix="write values in place, which keeps the layout: variable[...] = value.",
       )
   for path, array in jax.tree_util.tree_leaves_with_path(batch):
-    if isinstance(array, jax.Array) and array.committed and not _lies_on(array, devices):
+    if _is_elsewhere(array, devices):
       return TrainError(
         f"batch{jax.tree_util.keystr(path)} is not on the model's mesh.",
-        details=f"its devices {_ids(array.sharding)}, the model's {[d.id for d in devices]}"
+        details=f"its devices {[d.id for d in _devices(array)]}, the model's {[d.id for d in devices]}"
         f" (mesh {dict(mesh.shape)})",
         fix="nxp.shard_batch(batch, plan) with the plan of this model.",
       )
@@ -94,19 +92,17 @@ def _no_array(batch: Any) -> TrainError | None:
   return None
 
 
-def _lies_on(array: jax.Array, devices: tuple[Any, ...]) -> bool:
+def _is_elsewhere(x: Any, devices: list[Any]) -> bool:
+  if not isinstance(x, jax.Array) or not x.committed:
+    return False
+  own = _devices(x)
+  return own != devices if isinstance(x.sharding, NamedSharding) else {*own} != {*devices}
+
+
+def _devices(array: jax.Array) -> list[Any]:
+  """Its devices, in the order of its mesh, if it has one."""
   sharding: Any = array.sharding
   if isinstance(sharding, NamedSharding):
-    return _in_order(sharding) == devices
-  return sharding.device_set == set(devices)
-
-
-def _in_order(sharding: NamedSharding) -> tuple[Any, ...]:
-  mesh: Any = sharding.mesh  # of a live array, so it has devices
-  return tuple(mesh.devices.flat)
-
-
-def _ids(sharding: Any) -> list[int]:
-  if isinstance(sharding, NamedSharding):
-    return [device.id for device in _in_order(sharding)]
-  return sorted(device.id for device in sharding.device_set)
+    mesh: Any = sharding.mesh  # of a live array, so it has devices
+    return [*mesh.devices.flat]
+  return sorted(sharding.device_set, key=lambda device: device.id)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.shards import describe
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
@@ -251,23 +252,6 @@ def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signa
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     found[f"batch{jax.tree_util.keystr(path)}"] = describe(leaf)
   return found
-
-
-def describe(x: Any) -> str:
-  """The type and layout of an array as text: `float32[8,16] P('data', None)`."""
-  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-    return type(x).__name__
-  text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
-  if getattr(x, "weak_type", False):
-    text += " weak"
-  sharding = getattr(x, "sharding", None)
-  if isinstance(sharding, NamedSharding):
-    sizes = ",".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items())
-    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, "device") else ""
-    return f"{text} {sharding.spec} on ({sizes}){memory}"
-  if sharding is None:
-    return f"{text} {type(x).__name__}"
-  return f"{text} on {'a device' if getattr(x, 'committed', True) else 'no particular device'}"
 
 
 def _difference(before: Signature, now: Signature) -> list[str]:

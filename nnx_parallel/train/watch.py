@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 from flax import nnx
 
+from nnx_parallel.core.nodes import FLAX_PREFIX, variables
 from nnx_parallel.errors import TrainError
 
 _ABSENT: Any = object()
@@ -27,6 +29,9 @@ class Watch:
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
+
+  Raises:
+    TrainError: an attribute is a method of a module.
   """
 
   def __init__(self, roots: Mapping[str, Any]):
@@ -42,6 +47,7 @@ class Watch:
           self._views.append(vars(node).values())  # flax keeps the names of its attributes among them
         else:
           self._views += [node.values(), node, _END] if isinstance(node, dict) else [node, _END]
+    _check_methods(self._attributes)
     self._views.append(_END)
     self._saved: list[Any] = [*chain.from_iterable(self._views)]
 
@@ -98,6 +104,17 @@ def check_plain_attributes(before: Mapping[str, Any], objects: Any) -> None:
     )
 
 
+def _check_methods(attributes: Mapping[str, Any]) -> None:
+  """Refuses a method of a module as an attribute: a program would read that module's arrays as constants."""
+  for name, value in attributes.items():
+    if isinstance(value, MethodType) and isinstance(value.__self__, nnx.Pytree) and variables(value.__self__):
+      raise TrainError(
+        f"{name} is the method {value.__qualname__} of one module, whose arrays a step would not train.",
+        details="flax takes it for a static attribute: a copy of the module still calls the first one's",
+        fix=f"call self.{value.__name__}(...) where it is used; or keep its name, and getattr(self, name).",
+      )
+
+
 def objects_in(root: Any) -> list[Any]:
   """The modules or optimizers in `root`: itself, or the elements of a tuple, list or dict."""
   if isinstance(root, Mapping):
@@ -110,7 +127,7 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
   for name in dict.fromkeys([*before, *after]):
     old, new = before.get(name, _ABSENT), after.get(name, _ABSENT)
     equal = old is new or (_is_plain(old) and _is_plain(new) and _kind(old) == _kind(new) and old == new)
-    if not equal and not name.rsplit(".", 1)[-1].startswith("_pytree__"):
+    if not equal and not name.rsplit(".", 1)[-1].startswith(FLAX_PREFIX):
       yield name, old, new
 
 

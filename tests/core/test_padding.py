@@ -113,47 +113,6 @@ def test_a_vocabulary_of_50257_on_8_devices_trains_as_on_one(one_device, name, m
       assert not jax.device_get(raw)[VOCAB:].any()
 
 
-def test_adafactor_would_be_off_without_logical_shapes():
-  """The means of factored moments see the padding if the optimizer does: the wrapper earns its keep."""
-
-  def trained(mesh, at_logical_shapes):
-    def init():
-      return nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "vocab"))
-
-    tx = OPTIMIZERS["adafactor"]()
-    plan = nxp.plan(init, mesh, RULES, optimizer=tx, uneven="pad")
-    model, optimizer = nxp.create_sharded_model(plan)
-    if not at_logical_shapes:
-      optimizer.tx = tx
-    step = nxp.train_step(lambda m, x: ((m(x) - 1.0) ** 2).mean())
-    for _ in range(3):
-      step(model, optimizer, jnp.eye(8))
-    return jax.device_get(model.kernel[...])
-
-  one, eight = nxp.make_mesh(tensor=1, devices=jax.devices()[:1]), nxp.make_mesh(tensor=8)
-  expected = trained(one, True)
-  np.testing.assert_allclose(trained(eight, True), expected, atol=1e-6)
-  assert np.abs(trained(eight, False) - expected).max() > 1e-4
-
-
-@pytest.mark.slow
-def test_gradients_and_norms_ignore_the_padding():
-  def init():
-    return TiedLM(nnx.Rngs(0), vocab=61)
-
-  model = nxp.create_sharded_model(init, nxp.make_mesh(tensor=8), RULES, uneven="pad")
-  with nnx.use_eager_sharding(False):
-    alone = init()
-  batch = {key: jnp.asarray(value % 61) for key, value in data().items()}
-  ours, theirs = (nnx.jit(nnx.grad(loss_fn))(m, batch) for m in (model, alone))
-  norms = [float(optax.tree.norm(nnx.as_pure(grads))) for grads in (ours, theirs)]
-  np.testing.assert_allclose(*norms, rtol=1e-6)
-  gradient = jax.device_get(ours["embed"]["embedding"].get_raw_value())
-  assert gradient.shape == (64, 8)
-  assert not gradient[61:].any()
-  np.testing.assert_allclose(gradient[:61], jax.device_get(theirs["embed"]["embedding"][...]), atol=1e-7)
-
-
 def test_slicing_adds_no_collective():
   """The compiled step of a padded table is the one of a table that divides, but for its sizes."""
 

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 import nnx_parallel as nxp
 from create.models import Stack, arrays_of, assert_same_arrays
@@ -336,15 +335,3 @@ def test_constants_are_copied():
   model = created(init)
   table[:] = 7
   assert float(model.table[...].max()) == 1
-
-
-def test_tracing_words_no_refusals(monkeypatch):
-  """Under jax 0.10 each would read the whole trace, and tracing time grow with the square of the depth."""
-
-  def refuse(_: object) -> str:
-    raise AssertionError("the trace was read")
-
-  monkeypatch.setattr(DynamicJaxprTracer, "_origin_msg", refuse)
-  plan = nxp.plan(CONSTRUCTORS["stack"], MESH(), RULES, optimizer=optax.adamw(1e-3))
-  assert programs(plan)
-  assert "sharding" not in vars(DynamicJaxprTracer)

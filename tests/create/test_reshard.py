@@ -151,7 +151,7 @@ def test_arrays_that_do_not_fit():
   assert str(caught.value) == (
     "3 arrays do not fit the plan's module.\n"
     "  bias: planned float32[16], given nothing\n"
-    "  kernel: planned float32[8,16], given float32[8,4]\n"
+    "  kernel: planned float32[8,16], given float32[8,4] ndarray\n"
     "  scale: given, and not in the plan\n"
     "  Fix: give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them."
   )
@@ -181,12 +181,13 @@ def test_check_layout_names_each_difference():
     "blocks.0.down.kernel: planned float32[64,16] P('tensor', 'fsdp'), found metadata that means"
     " P('fsdp', 'tensor') on {'fsdp': 4, 'tensor': 2}",
     "blocks.0.up.bias: planned float32[64] P('tensor',), found nothing",
-    "blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] on one device",
-    "blocks.1.norm.scale: planned float32[16] P(None,), found float32[16] in host memory (numpy)",
+    "blocks.0.up.kernel: planned float32[16,64] P('fsdp', 'tensor'), found float32[16,64] on one device"
+    " (uncommitted)",
+    "blocks.1.norm.scale: planned float32[16] P(None,), found float32[16] ndarray",
     "blocks.1.up.bias: planned float32[64] P('tensor',), found bfloat16[64] P('tensor',)"
-    " on {'fsdp': 4, 'tensor': 2}",
-    "optimizer/step: planned uint32[] P(), found int32[] on one device",
-    "blocks.0.extra: planned nothing, found float32[3] on one device",
+    " on (fsdp=4,tensor=2)",
+    "optimizer/step: planned uint32[] P(), found int32[] on one device (uncommitted)",
+    "blocks.0.extra: planned nothing, found float32[3] on one device (uncommitted)",
   ]
   message = r"6 of \d+ arrays are not laid out as planned, and 1 is not in the plan\."
   with pytest.raises(nxp.errors.LayoutMismatchError, match=message) as caught:

@@ -75,8 +75,7 @@ def one_by_one(sampling, stop):
   return found
 
 
-@pytest.mark.parametrize("prefill", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "prefill"), [("dp", 1), ("both", 3)])
 def test_slots_are_filled_again(layout, prefill):
   model = sharded(One, layout)
   for sampling in (plain.GREEDY, plain.DRAWN):
@@ -85,8 +84,8 @@ def test_slots_are_filled_again(layout, prefill):
     generate = nxp.generator(NEW, sampling=sampling, stop=stop, slots=8, prefill=prefill)
     result = generate(model, PROMPTS, lengths=LENGTHS, key=jax.random.key(7))
     assert plain.rows(result) == one_by_one(sampling, stop)
-    few = generate(model, PROMPTS[:3], lengths=LENGTHS[:3], key=jax.random.key(7))
-    assert plain.rows(few) == one_by_one(sampling, stop)[:3]
+  few = generate(model, PROMPTS[:3], lengths=LENGTHS[:3], key=jax.random.key(7))
+  assert plain.rows(few) == one_by_one(sampling, stop)[:3]
 
 
 def test_no_slot_waits_for_the_longest():
@@ -113,16 +112,11 @@ class Count(nnx.Module):
     return jax.nn.one_hot(self.last[...][:, None] + 1, 12) * jnp.ones((1, tokens.shape[1], 1))
 
 
-class Grouped(plain.Grouped):
-  """Its cache is an argument, of one row."""
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(("axes", "explicit"), [({"data": 8}, False), ({"data": 4, "tensor": 2}, True)])
 def test_slots_with_a_cache_that_is_an_argument(axes, explicit):
   mesh = nxp.make_mesh(axes, explicit=explicit)
-  model = nxp.create_sharded_model(Grouped, mesh, plain.rules_for(axes)[::2])
-  generate = nxp.generator(NEW, call=Grouped.__call__, cache=plain.ring, slots=8)
+  model = nxp.create_sharded_model(plain.Grouped, mesh, plain.rules_for(axes)[::2])
+  generate = nxp.generator(NEW, call=plain.Grouped.__call__, cache=plain.ring, slots=8)
   twice = np.concatenate([plain.PROMPTS, plain.PROMPTS[::-1]])
   found = generate(model, twice, lengths=np.concatenate([plain.LENGTHS, plain.LENGTHS[::-1]]))
   assert plain.rows(found) == plain.of_window() + plain.of_window()[::-1]
@@ -199,48 +193,17 @@ def test_beams_of_a_model_with_caches(layout):
       np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"slots": 8}, {"sampling": nxp.Beams(2)}], ids=["slots", "beams"])
-def test_no_whole_cache_is_gathered(options):
+@pytest.mark.parametrize(
+  ("init", "options"),
+  [(plain.Model, {}), (One, {"slots": 8}), (One, {"sampling": nxp.Beams(2)})],
+  ids=["batch", "slots", "beams"],
+)
+def test_no_whole_cache_is_gathered(init, options):
   generate = nxp.generator(NEW, **options)
-  text = generate.lower(sharded(One, "both"), plain.PROMPTS).compile().as_text()
+  text = generate.lower(sharded(init, "both"), plain.PROMPTS).compile().as_text()
   gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
   assert gathered, "the weights are sharded over fsdp"
   assert not [line for line in gathered if f",{LENGTH}," in line]
-
-
-class Unnamed(plain.Model):
-  """The same model without names on its arrays."""
-
-  def __init__(self):
-    super().__init__()
-    for _, leaf in nnx.iter_graph(self):
-      if isinstance(leaf, nnx.Variable):
-        leaf.set_metadata(out_sharding=None)
-
-
-class Stacked(Unnamed):
-  """Its layers are one, with a dim of layers in front."""
-
-  def __init__(self):
-    super().__init__()
-    states = [nnx.state(block) for block in self.blocks]
-    self.blocks = nnx.merge(nnx.graphdef(self.blocks[0]), jax.tree.map(lambda *x: jnp.stack(x), *states))
-
-  def __call__(self, tokens):
-    scan = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return self.head(scan(self.embed(tokens), self.blocks))
-
-
-def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
-  mesh = nxp.make_mesh(data=4, stage=2)
-  rows = nxp.PathRules([(r".*\.cached_(key|value)", (None, "batch", None, None, None))])
-  training = nxp.plan(Stacked, mesh, [nxp.PathRules([(r"blocks\..*", ("stage", ...))]), nxp.replicate()])
-  decoding = nxp.plan(Stacked, mesh, [nxp.LogicalRules(batch=("data", "stage")), rows, nxp.replicate()])
-  model = nxp.reshard(nxp.create_sharded_model(training), decoding)
-  assert model.blocks.attention.cached_key[...].sharding.shard_shape((2, 8, 9, 8, 2))[1] == 1
-  plainly = nxp.generator(NEW)(nxp.unsharded(Unnamed), plain.PROMPTS, lengths=plain.LENGTHS)
-  found = nxp.generator(NEW, prefill=2)(model, plain.PROMPTS, lengths=plain.LENGTHS)
-  assert plain.rows(found) == plain.rows(plainly)
 
 
 def test_a_report_on_a_plan_names_the_caches():
@@ -270,12 +233,12 @@ class Wide(nnx.Module):
     return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 2, "tensor": 4}], ids=str)
-def test_a_head_is_not_gathered(axes):
-  names = nxp.LogicalRules(batch="data" if "data" in axes else ())
+def test_a_head_is_not_gathered():
+  axes = {"data": 2, "tensor": 4}
+  names = nxp.LogicalRules(batch="data")
   rules = [names, nxp.PathRules([(r"head\.kernel", (None, "tensor"))]), nxp.replicate()]
   plan = nxp.plan(Wide, nxp.make_mesh(axes), rules)
-  rows = 4 // axes.get("data", 1)
+  rows = 4 // axes["data"]
   largest = {}
   for sampling in (plain.GREEDY, plain.DRAWN, nxp.Beams(2)):
     slots = {} if isinstance(sampling, nxp.Beams) else {"slots": 4}
@@ -290,9 +253,9 @@ def test_a_head_is_not_gathered(axes):
   assert largest[nxp.Beams, False] == 2 * logits < 64 * 512 * 4
 
 
-def test_layers_that_are_rolled():
-  rolled = nxp.with_layers(lambda model, tokens: model(tokens), scan_layers=True)
-  generate = nxp.generator(NEW, call=lambda model, tokens, position: rolled(model, tokens))
+def test_layers_that_are_scanned():
+  scanned = nxp.with_layers(lambda model, tokens: model(tokens), scan_layers=True)
+  generate = nxp.generator(NEW, call=lambda model, tokens, position: scanned(model, tokens))
   model = sharded(plain.Model, "both")
   plainly = nxp.generator(NEW)(model, plain.PROMPTS, lengths=plain.LENGTHS)
   assert plain.rows(generate(model, plain.PROMPTS, lengths=plain.LENGTHS)) == plain.rows(plainly)
@@ -317,8 +280,8 @@ def generated(init, **options):
 def on_explicit_fsdp():
   axes = {"fsdp": 8}
   mesh = nxp.make_mesh(axes, explicit=True)
-  model = nxp.create_sharded_model(Grouped, mesh, plain.rules_for(axes)[::2])
-  nxp.generator(1, call=Grouped.__call__, cache=plain.ring, slots=8)(model, plain.PROMPTS)
+  model = nxp.create_sharded_model(plain.Grouped, mesh, plain.rules_for(axes)[::2])
+  nxp.generator(1, call=plain.Grouped.__call__, cache=plain.ring, slots=8)(model, plain.PROMPTS)
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -102,8 +102,10 @@ def planned(init, depth, axes):
   return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("init", "depth"), [(Listed, 6), (Stacked, 8)])
+@pytest.mark.parametrize(
+  ("init", "depth", "layout"),
+  [(Listed, 6, "dp"), (Listed, 6, "uneven"), (Stacked, 8, "stages"), (Stacked, 8, "both")],
+)
 def test_tokens_are_those_of_one_device(init, depth, layout):
   model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))
   for sampling, prefill in ((plain.GREEDY, 1), (plain.DRAWN, 2)):
@@ -113,6 +115,20 @@ def test_tokens_are_those_of_one_device(init, depth, layout):
     lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
     found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
     assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
+
+
+def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
+  def plan(batch, layers, rule):
+    names = dict.fromkeys(("embed", "heads", "mlp", "vocab"), ())
+    rules = [nxp.LogicalRules(batch=batch, layers=layers, **names), nxp.PathRules([rule]), nxp.replicate()]
+    return nxp.plan(lambda: Stacked(len(PROMPTS), 2), nxp.make_mesh(data=4, stage=2), rules)
+
+  training = plan("data", "stage", (r"blocks\..*", ("stage", ...)))
+  rows = r".*\.cached_(key|value)", (None, "batch", None, None, None)
+  model = nxp.reshard(nxp.create_sharded_model(training), plan(("data", "stage"), (), rows))
+  assert model.blocks.attention.cached_key[...].sharding.shard_shape((2, 16, 9, 8, 2))[1] == 2
+  found = nxp.generator(NEW, prefill=2)(model, PROMPTS, lengths=np.maximum(LENGTHS, 3))
+  assert plain.rows(found) == expected(Stacked, 2, plain.GREEDY, (), 2)
 
 
 class Windowed(nnx.Module):
@@ -167,8 +183,7 @@ def windows(depth, batch, length):
   return [(empty, empty)] * depth
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout", ["dp", "both"])
+@pytest.mark.parametrize(("layout", "explicit"), [("dp", True), ("both", False), ("both", True)])
 def test_caches_that_are_an_argument(layout, explicit):
   depth, axes = 4, LAYOUTS[layout]
   options = {"call": Given.__call__, "cache": functools.partial(windows, depth)}
@@ -273,6 +288,9 @@ def test_weights_split_over_the_stages_go_to_theirs_once():
   kernels = {2 * 16 * 16 * 4, 2 * 16 * 32 * 4}
   assert {n for kind, n in sent if kind == "all-to-all"} >= kernels
   assert max(n for kind, n in sent if kind != "all-to-all") <= 4 * len(PROMPTS) // 8 * VOCABULARY * 4
+  done = str(generate.layers)
+  assert done.startswith("8 x Block at blocks.*\n  blocks.0 to blocks.7: 4 stages of 2 layers")
+  assert done.endswith("of weights, moved there in each call")
   found = generate(nxp.create_sharded_model(plan), PROMPTS, lengths=LENGTHS)
   assert plain.rows(found) == expected(Listed, 8, plain.GREEDY, ())
 
@@ -299,22 +317,23 @@ def test_what_a_waiting_stage_computes_is_unused(monkeypatch):
   assert plain.rows(found) == expected(Listed, 6, plain.GREEDY, (), 2)
 
 
-def test_weights_that_are_not_stacked_are_moved_once():
-  axes = {"data": 2, "stage": 4}
-  generate = piped()
-  prompts = jax.ShapeDtypeStruct(PROMPTS.shape, "int32")
-  nxp.compile_report(generate, planned(Listed, 8, axes), batch=prompts)
-  assert str(generate.layers).startswith(
-    "8 x Block at blocks.*\n  blocks.0 to blocks.7: 4 stages of 2 layers"
-  )
-  assert str(generate.layers).endswith("of weights, moved there in each call")
-
-
 class Unlike(Listed):
   """No two layers beside each other."""
 
   def __call__(self, tokens):
     return self.head(self.blocks[0](self.embed(tokens)))
+
+
+class Changing(Listed):
+  """Counts its calls outside of any cache."""
+
+  def __init__(self, rows, depth):
+    super().__init__(rows, depth)
+    self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+  def __call__(self, tokens):
+    self.calls[...] += 1
+    return super().__call__(tokens)
 
 
 NAMES = {"batch": "data", "embed": (), "heads": (), "mlp": (), "vocab": ()}
@@ -340,6 +359,7 @@ def test_options_that_do_not_fit(options, message):
     (Listed, 4, {}, {"pipeline": "stages"}, "no axis 'stages'"),
     (Listed, 4, {}, {"layers": "layer.*"}, "matches no module"),
     (Unlike, 4, {}, {}, "needs consecutive equal layers"),
+    (Changing, 4, {}, {}, r"the call changed model\.calls"),
     (Listed, 4, {"batch": ("data", "stage")}, {}, "stage splits the batch"),
     (Listed, 4, {"mlp": "data"}, {}, "a stage cannot use model.blocks.0.down"),
     (Listed, 3, {}, {}, "the model's cache is for 3"),
@@ -358,20 +378,3 @@ def test_rows_fill_all_groups():
   with pytest.raises(DecodeError, match="12 prompts cannot be split over 8 shards") as error:
     piped()(model, PROMPTS[:12])
   assert "a group for each of 4 stages" in str(error.value)
-
-
-def test_a_call_may_change_no_other_variable():
-  class Counting(Listed):
-    def __call__(self, tokens):
-      self.calls[...] += 1
-      return super().__call__(tokens)
-
-  def make():
-    model = Counting(4, 4)
-    model.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-    return model
-
-  axes = {"data": 2, "stage": 4}
-  model = nxp.create_sharded_model(make, nxp.make_mesh(axes), rules_for(axes))
-  with pytest.raises(DecodeError, match=r"the call changed model\.calls"):
-    piped()(model, PROMPTS)

@@ -90,48 +90,25 @@ def names(jaxpr):
   return [eqn.primitive.name for eqn in equations(jaxpr)]
 
 
-def same(net, **options):
+def same(net, of=loss, *, rtol=5e-6, atol=1e-6, **options):
   """Compares a changed loss with the plain one; gives back what was done."""
-  got, plain = found(net, nxp.with_layers(loss, **options)), found(net, loss)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6), got, plain)
-  return str(trace(net, **options)[1])
+  got, plain = found(net, nxp.with_layers(of, **options)), found(net, of)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, plain)
+  return str(trace(net, of=of, **options)[1])
 
 
 MASK = jnp.array([True, False, True])[:, None]
 
 
-def flags(layers, x):
-  for n, layer in enumerate(layers):
-    x = layer(x, MASK, flag=n % 2 == 1)
-  return x
+def each(call):
+  """Calls each layer with its number."""
 
+  def run(layers, x):
+    for n, layer in enumerate(layers):
+      x = call(layer, x, n)
+    return x
 
-def factors(layers, x):
-  for n, layer in enumerate(layers):
-    x = layer(x, factor=1.0 + n)
-  return x
-
-
-def changed_between(layers, x):
-  for n, layer in enumerate(layers):
-    x = layer(x) * (n + 1)
-  return x
-
-
-def with_more(layers, x):
-  for n, layer in enumerate(layers):
-    x = layer(x, MASK if n % 2 else None, factor=1.0 + n)
-  return x
-
-
-def mask_for_each(layers, x):
-  for n, layer in enumerate(layers):
-    x = layer(x, jnp.arange(3)[:, None] != n)
-  return x
-
-
-def branches(layers, x):
-  return sum(layer(x) for layer in layers)
+  return run
 
 
 def densely(layers, x):
@@ -155,6 +132,12 @@ def two_results(layers, x):
   return x * total
 
 
+flags = each(lambda layer, x, n: layer(x, MASK, flag=n % 2 == 1))
+factors = each(lambda layer, x, n: layer(x, factor=1.0 + n))
+changed_between = each(lambda layer, x, n: layer(x) * (n + 1))
+with_more = each(lambda layer, x, n: layer(x, MASK if n % 2 else None, factor=1.0 + n))
+mask_for_each = each(lambda layer, x, n: layer(x, jnp.arange(3)[:, None] != n))
+
 RUNS = {
   "in turn": (in_turn, "layers.0 to layers.4: one scan of 5"),
   "reversed": (lambda layers, x: in_turn(reversed(layers), x), "layers.4 to layers.0: one scan of 5"),
@@ -164,14 +147,17 @@ RUNS = {
   "flags": (flags, "layers.0 to layers.3: one scan of 2, 2 layers each"),
   "a mask for each": (mask_for_each, "one scan of 5"),
   "each result used": (two_results, "one scan of 5"),
-  "side by side": (branches, "layers.0 to layers.4: one scan of 5"),
+  "side by side": (
+    lambda layers, x: sum(layer(x) for layer in layers),
+    "layers.0 to layers.4: one scan of 5",
+  ),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_calls_of_layers_keep_their_meaning(name):
-  run, rolled = RUNS[name]
-  assert rolled in same(Net(5, run), scan_layers=True, remat="full")
+  run, scanned = RUNS[name]
+  assert scanned in same(Net(5, run), scan_layers=True, remat="full")
 
 
 @pytest.mark.parametrize("run", [factors, changed_between, densely, mapped])
@@ -179,7 +165,7 @@ def test_what_is_not_a_chain_is_left_as_written(run):
   same(Net(4, run), remat="dots")
 
 
-@pytest.mark.parametrize("depth", range(2, 5))
+@pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("remat", [None, nxp.Remat("full", every=2), nxp.Remat("full", group=2)], ids=str)
 def test_any_depth(depth, remat):
   same(Net(depth, in_turn), scan_layers=True if remat is None else "auto", remat=remat)
@@ -197,13 +183,13 @@ def test_any_depth(depth, remat):
     (lambda layers, x: in_turn(layers[:3], x), "layers.0 to layers.2: 3 layers, and a scan has 4 or more"),
   ],
 )
-def test_a_step_says_why_layers_are_not_rolled(run, why):
+def test_a_step_says_why_layers_are_not_scanned(run, why):
   jaxpr, used = trace(Net(4, run), remat="full")
   assert f"\n  not scanned: {why}" in str(used)
   assert "scan" not in names(jaxpr)
 
 
-def test_rolling_by_hand_needs_something_to_roll():
+def test_a_scan_needs_equal_layers():
   with pytest.raises(nxp.errors.TrainError) as error:
     trace(Net(2, changed_between), scan_layers=True)
   assert str(error.value) == (
@@ -250,17 +236,15 @@ IN_TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", IN_TRANSFORMS)
-def test_layers_inside_another_transform_are_found_and_rolled(name):
+def test_layers_inside_another_transform_are_found_and_scanned(name):
   of, where = IN_TRANSFORMS[name]
-  net = Net(4, in_turn, Raw)
-  got, plain = found(net, nxp.with_layers(of, remat="full")), found(net, of)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6), got, plain)
-  done = str(trace(net, of=of, remat="full")[1])
+  done = same(Net(4, in_turn, Raw), of, remat="full")
   assert f"layers.0 to layers.3: one scan of 4; remat full{where}" in done.splitlines()[1]
 
 
-@pytest.mark.parametrize("name", ["nnx.jit", "nnx.remat", "jax.vmap"])
-@pytest.mark.parametrize("options", [{"remat": "full"}, {"scan_layers": True}], ids=str)
+@pytest.mark.parametrize(
+  ("name", "options"), [("nnx.jit", {"remat": "full"}), ("jax.vmap", {"scan_layers": True})]
+)
 def test_a_step_with_plain_arrays_in_layers(name, options):
   of, _ = IN_TRANSFORMS[name]
 
@@ -304,7 +288,7 @@ class Ruled(Layer):
 
 
 @pytest.mark.parametrize("kind", [Scaled, Ruled])
-def test_layers_that_differ_beyond_their_text_are_not_rolled(kind):
+def test_layers_that_differ_beyond_their_text_are_not_scanned(kind):
   done = same(Net(4, in_turn, kind), remat="full")
   assert "layers.0 and layers.1 differ in a constant, or in a rule of jax.custom_jvp" in done
 
@@ -502,29 +486,27 @@ class Scanning(nnx.Module):
     return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).mean() / self.depth)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-  ("depth", "options", "loops"),
+  ("depth", "options", "loops", "reverse"),
   [
-    (8, {"remat": "full"}, [8]),
-    (8, {"remat": nxp.Remat("full", every=2)}, [4]),
-    (8, {"remat": nxp.Remat("full", group=4)}, [2, 4]),
-    (7, {"remat": nxp.Remat("dots", group=3)}, [2, 3, 1]),
-    (7, {"remat": nxp.Remat("full", every=3)}, [2]),
-    (8, {"remat": "offload"}, [8, 1]),
-    (8, {"remat": nxp.Remat("offload", group=2)}, [4, 2]),
+    (8, {"remat": "full"}, [8], True),
+    (8, {"remat": nxp.Remat("full", every=2)}, [4], False),
+    (8, {"remat": nxp.Remat("full", group=4)}, [2, 4], False),
+    (7, {"remat": nxp.Remat("dots", group=3)}, [2, 3, 1], True),
+    (7, {"remat": nxp.Remat("full", every=3)}, [2], True),
+    (8, {"remat": "offload"}, [8, 1], False),
+    (8, {"remat": nxp.Remat("offload", group=2)}, [4, 2], True),
   ],
   ids=str,
 )
 def test_what_a_policy_does_with_a_scan_of_the_model(depth, options, loops, reverse):
   net = Scanning(depth, reverse)
-  got, plain = found(net, nxp.with_layers(loss, **options)), found(net, loss)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3), got, plain)
-  jaxpr, used = trace(net, **options)
-  assert str(used).strip() == f"the model's scan of {depth}: remat {options['remat']}"
+  done = same(net, rtol=2e-4, atol=1e-3, **options)
+  assert done.strip() == f"the model's scan of {depth}: remat {options['remat']}"
+  jaxpr, _ = trace(net, **options)
   forward = [eqn.params["length"] for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
   assert {*forward} == {*loops}
-  assert (host_arrays(jaxpr) > 0) == ("offload" in str(used))
+  assert (host_arrays(jaxpr) > 0) == ("offload" in done)
 
 
 def test_a_group_of_a_scan_keeps_one_input():
@@ -540,13 +522,10 @@ def test_a_group_of_a_scan_keeps_one_input():
   assert bytes_of("full") - bytes_of(nxp.Remat("full", group=8)) > 16 * x.nbytes
 
 
-@pytest.mark.parametrize(
-  "make",
-  [lambda: nxp.Remat("fulll"), lambda: nxp.Remat("full", every=0), lambda: nxp.Remat(every=2, group=2)],
-)
-def test_a_remat_that_means_nothing_is_refused(make):
-  with pytest.raises(nxp.errors.TrainError, match="Fix: "):
-    make()
+def test_a_remat_that_selects_nothing_is_refused():
+  for wrong in ({"every": 0}, {"every": 2, "group": 2}):
+    with pytest.raises(nxp.errors.TrainError, match="selects no layers"):
+      nxp.Remat(**wrong)
 
 
 class Registered(nnx.Module):
@@ -572,13 +551,7 @@ class NumPy(nnx.Linear):
 def of_list(kind, *args):
   rngs = nnx.Rngs(0)
   model = nnx.Dict(layers=nnx.List([kind(rngs) for _ in range(3)]))
-
-  def run(model, x):
-    for layer in model.layers:
-      x = layer(x, *args)
-    return (x**2).sum()
-
-  return model, run
+  return model, lambda model, x: (each(lambda layer, x, _: layer(x, *args))(model.layers, x) ** 2).sum()
 
 
 def test_a_class_that_refuses_a_subclass_is_named():
@@ -597,7 +570,7 @@ def test_numpy_arguments_of_layers_stay_numpy():
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"layers": "typo.*"}, "layers='typo.*' matches no module"),
+    ({"layers": "typo.*"}, "layers='typo.*' matches no module.\n  modules: layers.0, layers.1, layers.2"),
     ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
     ({"scan_layers": 1}, "scan_layers=1 is no choice"),
     ({"remat": False}, "remat=False is not a known policy"),
@@ -605,6 +578,7 @@ def test_numpy_arguments_of_layers_stay_numpy():
     ({"layers": ["blocks.*"]}, "layers=['blocks.*'] is no pattern"),
     ({"attention": "block"}, "attention='block' is not a way to compute attention"),
     ({"attention": 0}, "attention=0 is not a way to compute attention"),
+    ({"loss_chunks": 0}, "loss_chunks=0 is not a positive number"),
   ],
 )
 def test_options_that_mean_nothing_are_refused(options, text):

@@ -73,27 +73,21 @@ def test_no_warning_where_a_rule_asks_for_it(rules):
     assert not plan.warn_replicated()
 
 
-@pytest.mark.parametrize("uneven", ["next", "replicate"])
-def test_a_fallback_to_whole_warns_and_says_why(uneven):
-
-  def init():
-    return nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("embed", None))
-
-  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.LogicalRules(embed="fsdp"), uneven=uneven)
+@pytest.mark.parametrize(
+  ("rules", "options", "reason"),
+  [
+    ({"embed": "fsdp"}, {"uneven": "next"}, "4 does not divide 1022"),
+    ({"embed": "fsdp"}, {"uneven": "replicate"}, "4 does not divide 1022"),
+    ({"embed": ["fsdp", None]}, {}, "'embed' -> None; not 'fsdp': 4 does not divide 1022"),
+  ],
+)
+def test_a_fallback_to_whole_warns_and_says_why(rules, options, reason):
+  init = lambda: nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("embed", None))
+  plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.LogicalRules(**rules), **options)
+  assert not plan["kernel"].decision.intended
+  assert reason in plan.audit()[0].leaf.decision.reason
   with pytest.warns(NnxParallelWarning, match=r"kernel .*4 does not divide 1022.*data could split dim 0"):
     assert plan.warn_replicated()
-
-
-def test_a_list_of_candidates_that_ends_whole_warns():
-
-  def init():
-    return nnx.Linear(1022, 511, rngs=nnx.Rngs(0), kernel_metadata=named("heads", None))
-
-  plan = nxp.plan(init, nxp.make_mesh(data=2, tensor=4), nxp.LogicalRules(heads=["tensor", None]))
-  assert not plan["kernel"].decision.intended
-  assert plan.audit()[0].leaf.decision.reason == (
-    "names (heads, -); 'heads' -> None; not 'tensor': 4 does not divide 1022"
-  )
 
 
 def test_what_nothing_divides_is_listed_without_a_remedy():

@@ -41,19 +41,13 @@ def test_without_a_mesh_the_array_comes_back():
     assert constrain(X, "batch", "embed") is X
 
 
-def test_outside_of_jit(mesh):
-  with use_rules(RULES, mesh):
-    y = constrain(X, "batch", "embed")
-  assert y.sharding == NamedSharding(mesh, P("data", "tensor"))
-  np.testing.assert_array_equal(y, X)
-
-
-def test_inside_jit(mesh):
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_inside_and_outside_of_jit(mesh, run):
   x = jax.device_put(X, NamedSharding(mesh, P()))
   with use_rules(RULES, mesh):
-    y = jax.jit(lambda x: constrain(x + 1, "batch", "embed"))(x)
+    y = run(lambda x: constrain(x, "batch", "embed"))(x)
   assert spec(y) == P("data", "tensor")
-  np.testing.assert_array_equal(y, X + 1)
+  np.testing.assert_array_equal(y, X)
 
 
 def test_under_set_mesh_the_rules_need_no_mesh(mesh):
@@ -310,14 +304,41 @@ def test_a_scope_makes_its_mesh_the_active_one_unless_the_user_did(mesh):
     assert jax.sharding.get_mesh() == mesh
 
 
-def test_a_misspelt_name_is_an_error_without_a_mesh_and_where_all_axes_are_manual():
-  with use_rules(RULES), pytest.raises(ShardingError, match=r"named 'bacth'[\s\S]*did you mean 'batch'"):
-    constrain(X, "bacth", None)
-  body = lambda x: constrain(x, "bacth", None)
-  mesh = nxp.make_mesh(data=2, tensor=4)
-  whole = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-  with use_rules(RULES, mesh), pytest.raises(ShardingError, match="named 'bacth'"):
-    jax.jit(whole)(X)
+def on_shards(mesh):
+  body = jax.shard_map(
+    lambda x: constrain(x, "bacth", None), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+  )
+  with use_rules(RULES, mesh):
+    jax.jit(body)(X)
+
+
+def with_rules(*names, shape=(8, 8), mesh=None):
+  with use_rules(RULES, mesh):
+    jax.jit(lambda x: constrain(x, *names))(np.zeros(shape, np.float32))
+
+
+REFUSED = {
+  "a misspelt name": (lambda mesh: with_rules("bacth", None), r"named 'bacth'[\s\S]*did you mean 'batch'"),
+  "also where all axes are manual": (on_shards, "named 'bacth'"),
+  "a dim that does not divide": (
+    lambda mesh: with_rules("batch", "embed", shape=(2, 6), mesh=mesh),
+    r"cannot shard an activation: dim 1 \('embed'\) has length 6",
+  ),
+  "another number of names": (
+    lambda mesh: with_rules("batch"),
+    r"1 names for an array of 2 dims[\s\S]*shape \(8, 8\), names \('batch',\)",
+  ),
+  "rules that do not fit the mesh": (
+    lambda mesh: with_rules(mesh=nxp.make_mesh(data=8)),
+    "rule for 'embed' can never apply",
+  ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_an_error(call, message):
+  with pytest.raises(ShardingError, match=message):
+    call(nxp.make_mesh(data=2, tensor=4))
 
 
 def test_microbatches_of_replicas_that_are_split_themselves():
@@ -348,21 +369,6 @@ def test_candidates_and_padding():
   assert y.shape == (3, 10)
 
 
-def test_a_dim_that_does_not_divide():
-  with (
-    use_rules(RULES, nxp.make_mesh(data=2, tensor=4)),
-    pytest.raises(ShardingError, match=r"cannot shard an activation: dim 1 \('embed'\) has length 6"),
-  ):
-    jax.jit(lambda x: constrain(x, "batch", "embed"))(np.zeros((2, 6), np.float32))
-
-
-def test_one_name_for_each_dim():
-  with pytest.raises(
-    ShardingError, match=r"1 names for an array of 2 dims[\s\S]*shape \(8, 8\), names \('batch',\)"
-  ):
-    constrain(X, "batch")
-
-
 def test_two_meshes_are_refused():
   rules, active = LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)
   with (
@@ -381,14 +387,6 @@ def test_an_abstract_mesh_traces_but_places_nothing():
     assert jax.eval_shape(lambda x: constrain(x, "batch", "embed"), x).shape == (32, 64)
     with pytest.raises(MeshError, match=r"abstract mesh[\s\S]*make_mesh"):
       constrain(np.zeros((32, 64), np.float32), "batch", "embed")
-
-
-def test_rules_that_do_not_fit_the_mesh_are_refused_on_entry():
-  with (
-    pytest.raises(ShardingError, match=r"rule for 'embed' can never apply"),
-    use_rules(RULES, nxp.make_mesh(data=8)),
-  ):
-    pass
 
 
 def test_a_padded_name_is_left_to_the_compiler_where_it_does_not_divide():

@@ -110,18 +110,3 @@ def test_a_path_rule_reaches_a_tied_variable_by_any_of_its_paths():
   plan = nxp.plan(plain, nxp.make_mesh(tensor=8), nxp.PathRules([(r"head\.kernel", ("tensor", None))]))
   assert plan["embed.embedding"].spec == Spec("tensor", None)
   assert plan.notes == ()
-
-
-def test_rules_of_an_active_flax_context_are_read_and_noted():
-  def init():
-    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=named("embed", "mlp"))
-
-  mesh = nxp.make_mesh(fsdp=2, tensor=4)
-  with nnx.logical_axis_rules((("embed", "fsdp"), ("mlp", "fsdp"), ("heads", "absent"))):
-    plan = nxp.plan(init, mesh, nxp.LogicalRules(mlp="tensor"))
-    nxp.check_layout(nxp.create_sharded_model(plan), plan)
-  assert plan["kernel"].spec == Spec("fsdp", "tensor")
-  assert plan.notes == (
-    "rules of nnx.logical_axis_rules: embed",
-    "nnx.logical_axis_rules has another rule for 'mlp', 'fsdp'; the plan uses its own rule",
-  )

@@ -18,10 +18,51 @@ def resolve(names, shape, /, uneven="error", mesh=None, **rules):
   return nxp.resolve_spec(names, shape, mesh or MESH, rules, path="mlp.up.kernel", uneven=uneven)
 
 
-def test_names_of_mesh_axes_need_no_rule():
-  found = resolve(("fsdp", None, ("data", "tensor")), (8, 3, 4))
-  assert found.spec == P("fsdp", None, ("data", "tensor"))
-  assert found.padding == (0, 0, 0)
+FSDP_OR_TENSOR = {"vocab": ["fsdp", "tensor"]}
+PAIR = {"heads": ["tensor", None], "kv": ["fsdp", "data"]}
+TENSOR_FIRST = "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"
+FOUND = {
+  "axes need no rule": (
+    ("fsdp", None, ("data", "tensor")), (8, 3, 4), {}, P("fsdp", None, ("data", "tensor")), None
+  ),
+  "a rule before an axis": (("data",), (8,), {"data": "fsdp"}, P("fsdp"), ("'data' -> 'fsdp'",)),
+  "several axes": (
+    ("batch", "embed"), (16, 6), {"batch": ("data", "fsdp"), "embed": None}, P(("data", "fsdp"), None),
+    ("'batch' -> ('data', 'fsdp')", "'embed' -> None"),
+  ),
+  "an axis that is taken": (
+    ("heads", "mlp"), (8, 8), {"heads": "tensor", "mlp": ["tensor", "fsdp", None]}, P("tensor", "fsdp"),
+    ("'heads' -> 'tensor'",
+     "'mlp' -> 'fsdp'; not 'tensor': axis 'tensor' is already used by dim 0 ('heads' -> 'tensor')"),
+  ),
+  "an axis that the mesh lacks": (
+    ("mlp",), (8,), {"mlp": ["tensr", None]}, P(None),
+    ("'mlp' -> None; not 'tensr': axis 'tensr' is not in the mesh (did you mean 'tensor'?)",),
+  ),
+  "an axis that does not divide": (
+    ("vocab",), (6,), FSDP_OR_TENSOR, P("tensor"), ("'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 6",)
+  ),
+  "two names in one dim": ((("heads", "kv"),), (8,), PAIR, P(("tensor", "fsdp")), None),
+  "the last name moves on first": (
+    ("fsdp", ("heads", "kv")), (4, 8), PAIR, P("fsdp", ("tensor", "data")), None
+  ),
+  "then the first": (("tensor", ("heads", "kv")), (4, 8), PAIR, P("tensor", "fsdp"), None),
+  "unknown names, as in Linen": (
+    ("embed", "mlp"), (4, 4), {"unknown": "replicate", "mlp": "tensor"}, P(None, "tensor"),
+    ("'embed' has no rule: whole", "'embed' -> None", "'mlp' -> 'tensor'"),
+  ),
+  "one name twice": (("embed", "embed"), (8, 8), {"embed": ["fsdp", None]}, P("fsdp", None), None),
+  "a scalar": ((), (), {}, P(), ()),
+  "an empty dim": (("fsdp", None), (0, 3), {}, P("fsdp", None), ()),
+  "an empty tuple": (((), "fsdp"), (3, 8), {}, P(None, "fsdp"), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "shape", "rules", "spec", "steps"), FOUND.values(), ids=FOUND)
+def test_names_become_a_spec_and_the_steps_are_written_down(names, shape, rules, spec, steps):
+  found = resolve(names, shape, **rules)
+  assert (found.spec, found.padding) == (spec, (0,) * len(shape))
+  assert steps is None or found.steps == steps
 
 
 def test_a_mesh_is_as_good_as_its_sizes():
@@ -29,149 +70,73 @@ def test_a_mesh_is_as_good_as_its_sizes():
   assert found.spec == P("tensor")
 
 
-def test_a_rule_wins_over_an_axis_of_the_same_name():
-  assert resolve(("data",), (8,), data="fsdp").spec == P("fsdp")
-
-
-def test_several_axes_cut_one_dim():
-  found = resolve(("batch", "embed"), (16, 6), batch=("data", "fsdp"), embed=None)
-  assert found.spec == P(("data", "fsdp"), None)
-  assert found.steps == ("'batch' -> ('data', 'fsdp')", "'embed' -> None")
-
-
-def test_an_axis_that_is_taken_sends_the_name_to_its_next_candidate():
-  found = resolve(("heads", "mlp"), (8, 8), heads="tensor", mlp=["tensor", "fsdp", None])
-  assert found.spec == P("tensor", "fsdp")
-  assert found.steps[1] == (
-    "'mlp' -> 'fsdp'; not 'tensor': axis 'tensor' is already used by dim 0 ('heads' -> 'tensor')"
-  )
-
-
-def test_an_axis_that_the_mesh_lacks_sends_the_name_to_its_next_candidate():
-  found = resolve(("mlp",), (8,), mlp=["tensr", None])
-  assert found.spec == P(None)
-  assert found.steps == (
-    "'mlp' -> None; not 'tensr': axis 'tensr' is not in the mesh (did you mean 'tensor'?)",
-  )
-
-
-def test_an_uneven_dim_goes_to_its_next_candidate():
-  found = resolve(("vocab",), (6,), vocab=["fsdp", "tensor"])
-  assert found.spec == P("tensor")
-  assert found.steps == ("'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 6",)
-
-
-def test_two_names_in_one_dim():
-  rules = {"heads": ["tensor", None], "kv": ["fsdp", "data"]}
-  assert resolve((("heads", "kv"),), (8,), **rules).spec == P(("tensor", "fsdp"))
-  # fsdp is taken, so the last name moves on first.
-  assert resolve(("fsdp", ("heads", "kv")), (4, 8), **rules).spec == P("fsdp", ("tensor", "data"))
-  assert resolve(("tensor", ("heads", "kv")), (4, 8), **rules).spec == P("tensor", "fsdp")
-
-
-def test_unknown_names_may_be_whole_as_in_linen():
-  found = resolve(("embed", "mlp"), (4, 4), unknown="replicate", mlp="tensor")
-  assert found.spec == P(None, "tensor")
-  assert found.steps[0] == "'embed' has no rule: whole"
-
-
-def test_an_unknown_name_is_an_error_with_the_nearest_one():
-  with pytest.raises(ShardingError) as caught:
-    resolve(("embd", "mlp"), (8, 8), embed="fsdp", mlp="tensor")
-  assert str(caught.value) == (
+REFUSED = {
+  "an unknown name": (
+    ("embd", "mlp"), (8, 8), {"embed": "fsdp", "mlp": "tensor"},
     "cannot shard mlp.up.kernel: dim 0 is named 'embd', which is neither a rule nor a mesh axis.\n"
     "  rules embed, mlp; mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd='data'), or embd=None not to split it."
-  )
-
-
-def test_two_dims_on_one_axis_names_both_rules():
-  with pytest.raises(ShardingError) as caught:
-    resolve(("embed", "mlp"), (8, 8), embed="tensor", mlp="tensor")
-  assert str(caught.value) == (
+    "  Fix: did you mean 'embed'? Add a rule, LogicalRules(embd='data'), or embd=None not to split it.",
+  ),
+  "two dims on one axis": (
+    ("embed", "mlp"), (8, 8), {"embed": "tensor", "mlp": "tensor"},
     "cannot shard mlp.up.kernel: no candidate for dim 1 ('mlp') fits: 'tensor': axis 'tensor' is already used"
     " by dim 0 ('embed' -> 'tensor').\n"
     "  shape (8, 8), names ('embed', 'mlp'), rule 'mlp' -> 'tensor',"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: give 'mlp' another candidate, or do not split it: mlp=['tensor', None]."
-  )
-
-
-def test_the_same_name_in_two_dims():
-  with pytest.raises(
-    ShardingError, match=r"dim 1 \('embed'\) fits: 'fsdp': .* by dim 0 \('embed' -> 'fsdp'\)"
-  ):
-    resolve(("embed", "embed"), (8, 8), embed="fsdp")
-  assert resolve(("embed", "embed"), (8, 8), embed=["fsdp", None]).spec == P("fsdp", None)
-
-
-def test_two_names_in_one_dim_on_one_axis():
-  with pytest.raises(
-    ShardingError, match=r"dim 0 \('a\+b'\) fits: \('fsdp', 'fsdp'\): .* names an axis twice"
-  ):
-    resolve((("a", "b"),), (8,), a="fsdp", b="fsdp")
-
-
-def test_a_rule_without_an_axis_of_this_mesh():
-  with pytest.raises(ShardingError) as caught:
-    resolve(("mlp",), (8,), mlp=["model", "experts"])
-  assert "no candidate for dim 0 ('mlp') fits: 'model': axis 'model' is not in the mesh; 'experts'" in str(
-    caught.value
-  )
-  assert caught.value.fix == (
-    "add the axis to the mesh (size 1 is fine), or do not split the dim: mlp=['model', 'experts', None]."
-  )
-
-
-def test_names_must_fit_the_rank():
-  with pytest.raises(
-    ShardingError, match=r"2 names for an array of 3 dims[\s\S]*None for a dim that is not split"
-  ):
-    resolve(("embed", "mlp"), (8, 8, 8), embed=None, mlp=None)
-
-
-def test_a_policy_that_does_not_exist_is_an_error():
-  with pytest.raises(nxp.errors.ShardingError, match=r"uneven='padd' is not a policy[\s\S]*error, next, pad"):
-    resolve(("embed",), (8,), uneven="padd", embed="fsdp")
-
-
-def test_an_uneven_dim_is_an_error_with_the_next_size():
-  with pytest.raises(ShardingError) as caught:
-    resolve(("embed", "mlp"), (8, 30), embed=None, mlp="fsdp")
-  assert str(caught.value) == (
+    "  Fix: give 'mlp' another candidate, or do not split it: mlp=['tensor', None].",
+  ),
+  "two names in one dim on one axis": (
+    (("a", "b"),), (8,), {"a": "fsdp", "b": "fsdp"},
+    "dim 0 ('a+b') fits: ('fsdp', 'fsdp'): ('fsdp', 'fsdp') names an axis twice",
+  ),
+  "axes that the mesh lacks": (
+    ("mlp",), (8,), {"mlp": ["model", "experts"]},
+    "add the axis to the mesh (size 1 is fine), or do not split the dim: mlp=['model', 'experts', None].",
+  ),
+  "another rank": (
+    ("embed", "mlp"), (8, 8, 8), {"embed": None, "mlp": None}, "2 names for an array of 3 dims"
+  ),
+  "no policy": (
+    ("embed",), (8,), {"uneven": "padd", "embed": "fsdp"},
+    "uneven='padd' is not a policy.\n  Fix: one of error, next, pad, replicate.",
+  ),
+  "an uneven dim": (
+    ("embed", "mlp"), (8, 30), {"embed": None, "mlp": "fsdp"},
     "cannot shard mlp.up.kernel: dim 1 ('mlp') has length 30, which 4 shards cannot split evenly.\n"
     "  shape (8, 30), names ('embed', 'mlp'), rule 'mlp' -> ('fsdp',),"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    '  Fix: pad it (uneven="pad", to 32), or replicate it with rules.replace(mlp=None).'
-  )
+    '  Fix: pad it (uneven="pad", to 32), or replicate it with rules.replace(mlp=None).',
+  ),
+  "a padded dim counts as used": (
+    ("a", "b"), (30, 8), {"uneven": "pad", "a": "fsdp", "b": "fsdp"}, "already used by dim 0"
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "shape", "rules", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_resolved_says_what_and_the_rule_that_works(names, shape, rules, text):
+  with pytest.raises(ShardingError) as caught:
+    resolve(names, shape, **rules)
+  assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
-  ("policy", "spec", "padding", "step"),
+  ("policy", "size", "candidates", "spec", "padding", "step"),
   [
-    ("next", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
-    ("pad", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
-    ("replicate", P(None), 0, "'vocab' -> whole: 4 does not divide 30 (uneven='replicate')"),
-    ("error", P("tensor"), 0, "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"),
+    ("next", 30, ["fsdp", "tensor"], P("tensor"), 0, TENSOR_FIRST),
+    ("pad", 30, ["fsdp", "tensor"], P("tensor"), 0, TENSOR_FIRST),
+    ("error", 30, ["fsdp", "tensor"], P("tensor"), 0, TENSOR_FIRST),
+    ("replicate", 30, ["fsdp", "tensor"], P(None), 0,
+     "'vocab' -> whole: 4 does not divide 30 (uneven='replicate')"),
+    ("next", 31, ["fsdp", "tensor"], P(None), 0,
+     "'vocab' -> whole: 2 does not divide 31, and no candidate is left (uneven='next')"),
+    ("pad", 31, ["fsdp", "tensor"], P("fsdp"), 1, "'vocab' -> 'fsdp': 31 is padded to 32"),
+    ("pad", 31, ["fsdp", None], P(None), 0, "'vocab' -> None; not 'fsdp': 4 does not divide 31"),
   ],
-)
-def test_uneven_policies_with_candidates_left(policy, spec, padding, step):
-  found = resolve(("vocab",), (30,), uneven=policy, vocab=["fsdp", "tensor"])
+)  # fmt: skip
+def test_policies_for_a_dim_that_does_not_divide(policy, size, candidates, spec, padding, step):
+  found = resolve(("vocab",), (size,), uneven=policy, vocab=candidates)
   assert (found.spec, found.padding, found.steps) == (spec, (padding,), (step,))
-
-
-def test_next_keeps_a_dim_whole_when_no_candidate_is_left():
-  found = resolve(("vocab",), (31,), uneven="next", vocab=["fsdp", "tensor"])
-  assert found.spec == P(None)
-  assert found.steps == ("'vocab' -> whole: 2 does not divide 31, and no candidate is left (uneven='next')",)
-
-
-def test_pad_rounds_up_for_the_first_candidate_when_none_divides():
-  found = resolve(("vocab",), (31,), uneven="pad", vocab=["fsdp", "tensor"])
-  assert (found.spec, found.padding) == (P("fsdp"), (1,))
-  assert found.steps == ("'vocab' -> 'fsdp': 31 is padded to 32",)
-  whole = resolve(("vocab",), (31,), uneven="pad", vocab=["fsdp", None])
-  assert (whole.spec, whole.padding) == (P(None), (0,))
 
 
 def test_a_rule_may_have_its_own_policy():
@@ -182,91 +147,34 @@ def test_a_rule_may_have_its_own_policy():
     nxp.resolve_spec(("vocab", "mlp"), (30, 3), MESH, rules)
 
 
-def test_a_padded_dim_counts_as_used():
-  with pytest.raises(ShardingError, match="already used by dim 0"):
-    resolve(("a", "b"), (30, 8), uneven="pad", a="fsdp", b="fsdp")
+BOTH = {"axis": ("data", "fsdp")}
+FREE, ROWS = "the largest free dim that 4 divides", "the rows of a look-up table"
+EXTENDED = [
+  (P(None, None), (16, 32), {}, P(None, "fsdp"), f"'fsdp' on dim 1 (32), {FREE}"),
+  (P(None, None), (32, 16), {}, P("fsdp", None), f"'fsdp' on dim 0 (32), {FREE}"),
+  (P(None, None), (16, 16), {}, P(None, "fsdp"), f"'fsdp' on dim 1 (16), {FREE}"),
+  (P(None, "tensor"), (16, 32), {}, P("fsdp", "tensor"), f"'fsdp' on dim 0 (16), {FREE}"),
+  (P(None, None), (30, 8), {}, P(None, "fsdp"), f"'fsdp' on dim 1 (8), {FREE}"),
+  (P(None, None), (30, 6), {}, P(None, None), "no dim of (30, 6) divides by 4 ('fsdp')"),
+  (P("fsdp", None), (16, 32), {}, P("fsdp", None), "axis 'fsdp' is already used"),
+  (P(None, "fsdp"), (16, 32), BOTH, P("data", "fsdp"),
+   "'data' on dim 0 (16), the largest free dim that 2 divides"),
+  (P(None, "tensor"), (30, 32), {}, P(None, ("tensor", "fsdp")),
+   "'fsdp' behind 'tensor' on dim 1 (32), the largest dim that 4 divides"),
+  (P(None, None), (9, 12), BOTH, P(None, "fsdp"),
+   f"'fsdp' on dim 1 (12), {FREE}; no dim of (9, 12) divides by all 8"),
+  (P(None, None), (6, 20), BOTH, P("data", "fsdp"),
+   f"'fsdp' on dim 1 (20), {FREE}; 'data' on dim 0 (6), the largest free dim that 2 divides;"
+   " no dim of (6, 20) divides by all 8"),
+  (P(("data", "fsdp"), None), (16, 32), {}, P(("data", "fsdp"), None), "axis 'fsdp' is already used"),
+  (P(None), (16,), {"min_size": 16}, P(None), "16 elements, at most min_size=16"),
+  (P(), (), {}, P(), "1 elements, at most min_size=1"),
+  (P(None, None), (16, 32), BOTH, P(None, ("data", "fsdp")),
+   "('data', 'fsdp') on dim 1 (32), the largest free dim that 8 divides"),
+]  # fmt: skip
 
 
-def test_scalars_and_empty_dims():
-  assert resolve((), ()).spec == P()
-  assert resolve(("fsdp", None), (0, 3)).spec == P("fsdp", None)
-
-
-@pytest.mark.parametrize(
-  ("spec", "shape", "options", "expected", "why"),
-  [
-    (
-      P(None, None),
-      (16, 32),
-      {},
-      P(None, "fsdp"),
-      "'fsdp' on dim 1 (32), the largest free dim that 4 divides",
-    ),
-    (
-      P(None, None),
-      (32, 16),
-      {},
-      P("fsdp", None),
-      "'fsdp' on dim 0 (32), the largest free dim that 4 divides",
-    ),
-    (
-      P(None, None),
-      (16, 16),
-      {},
-      P(None, "fsdp"),
-      "'fsdp' on dim 1 (16), the largest free dim that 4 divides",
-    ),
-    (
-      P(None, "tensor"),
-      (16, 32),
-      {},
-      P("fsdp", "tensor"),
-      "'fsdp' on dim 0 (16), the largest free dim that 4 divides",
-    ),
-    (P(None, None), (30, 8), {}, P(None, "fsdp"), "'fsdp' on dim 1 (8), the largest free dim that 4 divides"),
-    (P(None, None), (30, 6), {}, P(None, None), "no dim of (30, 6) divides by 4 ('fsdp')"),
-    (P("fsdp", None), (16, 32), {}, P("fsdp", None), "axis 'fsdp' is already used"),
-    (
-      P(None, "fsdp"),
-      (16, 32),
-      {"axis": ("data", "fsdp")},
-      P("data", "fsdp"),
-      "'data' on dim 0 (16), the largest free dim that 2 divides",
-    ),
-    (
-      P(None, "tensor"),
-      (30, 32),
-      {},
-      P(None, ("tensor", "fsdp")),
-      "'fsdp' behind 'tensor' on dim 1 (32), the largest dim that 4 divides",
-    ),
-    (
-      P(None, None),
-      (9, 12),
-      {"axis": ("data", "fsdp")},
-      P(None, "fsdp"),
-      "'fsdp' on dim 1 (12), the largest free dim that 4 divides; no dim of (9, 12) divides by all 8",
-    ),
-    (
-      P(None, None),
-      (6, 20),
-      {"axis": ("data", "fsdp")},
-      P("data", "fsdp"),
-      "'fsdp' on dim 1 (20), the largest free dim that 4 divides; 'data' on dim 0 (6), the largest free"
-      " dim that 2 divides; no dim of (6, 20) divides by all 8",
-    ),
-    (P(("data", "fsdp"), None), (16, 32), {}, P(("data", "fsdp"), None), "axis 'fsdp' is already used"),
-    (P(None), (16,), {"min_size": 16}, P(None), "16 elements, at most min_size=16"),
-    (P(), (), {}, P(), "1 elements, at most min_size=1"),
-    (
-      P(None, None),
-      (16, 32),
-      {"axis": ("data", "fsdp")},
-      P(None, ("data", "fsdp")),
-      "('data', 'fsdp') on dim 1 (32), the largest free dim that 8 divides",
-    ),
-  ],
-)
+@pytest.mark.parametrize(("spec", "shape", "options", "expected", "why"), EXTENDED)
 def test_extending_a_spec(spec, shape, options, expected, why):
   fallback = nxp.fsdp(**{"min_size": 1, **options})
   found, said = extend_spec(spec, shape, MESH, fallback)
@@ -276,30 +184,17 @@ def test_extending_a_spec(spec, shape, options, expected, why):
 @pytest.mark.parametrize(
   ("spec", "shape", "expected", "why"),
   [
-    (P(None, None), (16, 32), P("fsdp", None), "'fsdp' on dim 0 (16), the rows of a look-up table"),
-    (
-      P("tensor", None),
-      (16, 32),
-      P(("tensor", "fsdp"), None),
-      "'fsdp' behind 'tensor' on dim 0 (16), the rows of a look-up table",
-    ),
-    (P(None, "tensor"), (16, 32), P("fsdp", "tensor"), "'fsdp' on dim 0 (16), the rows of a look-up table"),
-    (
-      P("tensor", None),
-      (12, 32),
-      P("tensor", "fsdp"),
-      "'fsdp' on dim 1 (32), the largest free dim that 4 divides; not the rows of this look-up table: 8 does"
-      " not divide 12",
-    ),
-    (
-      P(None, None),
-      (30, 6),
-      P(None, None),
-      "no dim of (30, 6) divides by 4 ('fsdp'); not the rows of this look-up table: 4 does not divide 30",
-    ),
+    (P(None, None), (16, 32), P("fsdp", None), f"'fsdp' on dim 0 (16), {ROWS}"),
+    (P("tensor", None), (16, 32), P(("tensor", "fsdp"), None),
+     f"'fsdp' behind 'tensor' on dim 0 (16), {ROWS}"),
+    (P(None, "tensor"), (16, 32), P("fsdp", "tensor"), f"'fsdp' on dim 0 (16), {ROWS}"),
+    (P("tensor", None), (12, 32), P("tensor", "fsdp"),
+     f"'fsdp' on dim 1 (32), {FREE}; not the rows of this look-up table: 8 does not divide 12"),
+    (P(None, None), (30, 6), P(None, None),
+     "no dim of (30, 6) divides by 4 ('fsdp'); not the rows of this look-up table: 4 does not divide 30"),
     (P(None, "fsdp"), (16, 32), P(None, "fsdp"), "axis 'fsdp' is already used"),
   ],
-)
+)  # fmt: skip
 def test_extending_the_spec_of_a_look_up_table(spec, shape, expected, why):
   found, said = extend_spec(spec, shape, MESH, nxp.fsdp(min_size=1), rows=0)
   assert (found.spec, found.padding, said) == (expected, (0, 0), why)
@@ -309,14 +204,8 @@ def test_extending_the_spec_of_a_look_up_table(spec, shape, expected, why):
   ("shape", "options", "expected", "padding", "why"),
   [
     ((30, 7), {}, P("fsdp", None), (2, 0), "'fsdp' on dim 0 (30), padded to 32"),
-    ((30, 8), {}, P(None, "fsdp"), (0, 0), "'fsdp' on dim 1 (8), the largest free dim that 4 divides"),
-    (
-      (30, 8),
-      {"rows": 0},
-      P("fsdp", None),
-      (2, 0),
-      "'fsdp' on dim 0 (30), padded to 32, the rows of a look-up table",
-    ),
+    ((30, 8), {}, P(None, "fsdp"), (0, 0), f"'fsdp' on dim 1 (8), {FREE}"),
+    ((30, 8), {"rows": 0}, P("fsdp", None), (2, 0), f"'fsdp' on dim 0 (30), padded to 32, {ROWS}"),
     ((1, 1), {}, P(None, None), (0, 0), "no dim of (1, 1) divides by 4 ('fsdp')"),
   ],
 )
@@ -332,7 +221,3 @@ def test_extending_over_an_axis_that_the_mesh_lacks():
 
 def test_shards_of_each_dim():
   assert shard_counts(P(("data", "fsdp"), None), 3, MESH) == (8, 1, 1)
-
-
-def test_an_empty_tuple_is_a_whole_dim():
-  assert nxp.resolve_spec(((), "fsdp"), (3, 8), MESH).spec == P(None, "fsdp")

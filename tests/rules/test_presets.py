@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -183,46 +179,6 @@ def test_dims_that_a_layout_is_about():
   assert spec(presets.fsdp_tensor(), ("embed", "kv_heads"), (8, 3), fsdp=2, tensor=4) == P(None, None)
 
 
-@pytest.mark.slow
-def test_presets_of_schemes_split_what_they_say():
-  """Attention by own positions, stacked layers on their stages, with the numbers of one device."""
-
-  class Stacked(nnx.Module):
-    def __init__(self, rngs):
-      draw = jax.random.normal(rngs.params(), (4, 3, 8, 8)) / 4
-      self.weights = nnx.Param(draw, out_sharding=("layers", None, "embed", None), eager_sharding=False)
-
-    def __call__(self, x):
-      def layer(x, w):
-        q, k, v = ((x @ m)[:, :, None] for m in w)
-        return x + jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0], None
-
-      return jax.lax.scan(layer, x, self.weights[...])[0]
-
-  def loss(model, x):
-    return (model(x) ** 2).mean()
-
-  batch = np.random.default_rng(0).normal(size=(8, 16, 8)).astype(np.float32)
-
-  def run(rules, sizes, **options):
-    mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
-    plan = nxp.plan(lambda: Stacked(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(loss, **options)
-    report = nxp.compile_report(step, plan, batch=batch)
-    given = nxp.shard_batch(batch, plan)
-    return [float(step(model, optimizer, given)["loss"]) for _ in range(3)], report
-
-  wanted, _ = run(presets.data_parallel(), {"data": 2})
-  found, split = run(presets.context(), {"data": 2, "context": 4}, attention=4)
-  np.testing.assert_allclose(found, wanted, rtol=1e-5)
-  whole = 8 // 2 * 16 * 8 * 4  # keys, or values, of all positions
-  assert max(c.bytes for c in split.collectives if c.axes == ("context",) and c.kind == "all-gather") == whole
-  found, piped = run(presets.pipeline(), {"data": 2, "stage": 4}, microbatches=4, pipeline="stage")
-  np.testing.assert_allclose(found, wanted, rtol=1e-5)
-  assert {c.kind for c in piped.collectives if c.axes == ("stage",) and c.bytes > 4} == {"collective-permute"}
-
-
 @pytest.mark.parametrize("name", presets.__all__)
 def test_presets_print_as_code(name):
   made = getattr(presets, name)()
@@ -235,15 +191,6 @@ def test_a_preset_is_edited_by_name():
   assert rules.logical["vocab"] == ((),)
   assert rules.logical["mlp"] == (("tensor",),)
   assert presets.fsdp_tensor().logical["vocab"] == (("tensor",), ())
-
-
-def test_every_preset_is_public():
-  public = {
-    name
-    for name, value in vars(presets).items()
-    if inspect.isfunction(value) and value.__module__ == presets.__name__
-  }
-  assert {name for name in public if not name.startswith("_")} == set(presets.__all__)
 
 
 class Stock(nnx.Module):

@@ -228,25 +228,15 @@ def test_a_kernel_with_several_results_in_a_train_step():
   def halves(x):
     return jnp.tanh(x), x * 2
 
-  kernel = nxp.map_kernel(halves, [("batch", None)], [("batch", None), ("batch", None)])
+  def losses(f):
+    def loss(model, batch):
+      a, b = f(model(batch))
+      return (a * b).mean()
 
-  def loss(model, batch):
-    a, b = kernel(model(batch))
-    return (a * b).mean()
-
-  def plain(model, batch):
-    a, b = halves(model(batch))
-    return (a * b).mean()
-
-  plan = nxp.plan(
-    lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
-    nxp.make_mesh(data=2, fsdp=4),
-    nxp.fsdp(min_size=8),
-    optimizer=optax.sgd(0.1),
-  )
-  found = []
-  for f in (loss, plain):
     model, optimizer = nxp.create_sharded_model(plan)
-    step, batch = nxp.train_step(f), nxp.shard_batch(jnp.ones((16, 8)), plan)
-    found.append([float(step(model, optimizer, batch)["loss"]) for _ in range(3)])
-  close(*found)
+    step, batch = nxp.train_step(loss), nxp.shard_batch(jnp.ones((16, 8)), plan)
+    return [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
+
+  mesh, rules = nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=8)
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+  close(losses(nxp.map_kernel(halves, [("batch", None)], [("batch", None), ("batch", None)])), losses(halves))

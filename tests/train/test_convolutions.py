@@ -161,8 +161,7 @@ def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
   mended = np.linalg.norm(jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x))
   assert mended == pytest.approx(expected, rel=1e-5)
   assert alone == pytest.approx(factor * expected, rel=1e-5), (
-    "XLA is mended: remove nnx_parallel/train/convolutions.py and its use in train/step.py, if it is so"
-    " for every jax that pyproject.toml allows."
+    "XLA is mended: remove `with_correct_convolutions`, if it is so for every jax that pyproject.toml allows."
   )
 
 
@@ -250,22 +249,3 @@ def test_the_plan_notes_a_depthwise_kernel_that_is_split_as_the_batch() -> None:
     " instead of weights; keep them whole: a path rule of None, or a larger min_size",
   )
   assert notes(nxp.PathRules([("conv.kernel", None)])) == ()
-
-
-def test_a_step_of_ones_own_is_wrong_and_right_when_wrapped() -> None:
-  mesh = nxp.make_mesh(data=2, model=4)
-  rules = nxp.LogicalRules(batch="data", kh=None, kw=None, conv=None, **{"in": None})
-  plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules)
-  graphdef, state = nnx.split(nxp.create_sharded_model(plan))
-  batch = nxp.shard_batch(batch_of(16), plan)
-
-  def run(state: Any, batch: Any) -> Any:
-    return jax.grad(lambda state: loss_fn(nnx.merge(graphdef, state), batch))(state)
-
-  def flat(grads: Any) -> dict[Any, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-  check_equal(flat(jax.jit(with_correct_convolutions(run, mesh))(state, batch)), single_device())
-  alone, key = flat(jax.jit(run)(state, batch)), "['depthwise']['kernel']"
-  assert np.linalg.norm(alone[key]) == pytest.approx(4 * np.linalg.norm(single_device()[key]), rel=1e-3)

@@ -89,6 +89,9 @@ class Scaled(nnx.Module):
     self.weight = nnx.Param(jnp.ones(4))
     self.scale = 1.0
 
+  def product(self, x):
+    return self.weight[...] * x
+
 
 def set_past(model):
   vars(model)["scale"] = 2.0
@@ -175,6 +178,16 @@ def test_nothing_is_not_taken_for_the_last_models():
   step(models, optimizers, jnp.ones(4))
   with pytest.raises(nxp.errors.TrainError, match="the step's model is a NoneType"):
     step(None, None, jnp.ones(4))
+
+
+def test_a_method_as_an_attribute_is_refused_since_its_module_would_not_be_trained():
+  model = Scaled()
+  model.call = model.product
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nxp.train_step(lambda model, x: model.call(x).sum())
+  message = r"model\.call is the method Scaled\.product of one module[\s\S]*call self\.product"
+  with pytest.raises(nxp.errors.TrainError, match=message):
+    step(model, optimizer, jnp.ones(4))
 
 
 class Wide(nnx.Module):

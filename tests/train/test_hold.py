@@ -132,10 +132,11 @@ class Words(nnx.Module):
   def __init__(self, tied: bool):
     rngs = nnx.Rngs(0)
     self.embed, self.middle = nnx.Embed(512, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
-    self.head = self.embed.attend if tied else nnx.Linear(64, 512, rngs=rngs)
+    self.head = None if tied else nnx.Linear(64, 512, rngs=rngs)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    return self.head(nnx.relu(self.middle(self.embed(tokens))))
+    x = nnx.relu(self.middle(self.embed(tokens)))
+    return self.embed.attend(x) if self.head is None else self.head(x)
 
 
 def words_loss(model: Words, tokens: jax.Array) -> jax.Array:

@@ -12,29 +12,8 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.core.nodes import path_str, value_of, variables
-
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
-MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
-
-
-class Net(nnx.Module):
-  """Two layers that compute in the given dtype."""
-
-  def __init__(self, rngs, dtype, param_dtype=jnp.float32):
-    def linear(a, b, names):
-      metadata = {"out_sharding": names}
-      return nnx.Linear(a, b, rngs=rngs, dtype=dtype, param_dtype=param_dtype, kernel_metadata=metadata)
-
-    self.up = linear(16, 32, ("embed", "mlp"))
-    self.down = linear(32, 16, ("mlp", "embed"))
-
-  def __call__(self, x):
-    return self.down(nnx.relu(self.up(x)))
-
-
-def loss_fn(model, x):
-  return ((model(x).astype(jnp.float32) - x) ** 2).mean()
+from train import models
+from train.models import MESHES, Net, arrays, data, loss_fn, train
 
 
 def tiny_loss(model, x):
@@ -47,32 +26,15 @@ def sum_loss(model, x):
   return nxp.weighted(error.sum(), error.size)
 
 
-def data(steps=4):
-  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(steps)]
-
-
 def plan_on(name, tx, dtype=jnp.float16, **options):
-  mesh = nxp.make_mesh(dict(zip(("data", "fsdp", "tensor"), MESHES[name], strict=True)))
-  return nxp.plan(lambda: Net(nnx.Rngs(0), dtype), mesh, RULES, optimizer=tx, **options)
-
-
-def train(plan, batches, loss=loss_fn, **options):
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss, **options)
-  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
-  assert len(step.compiles) == 1
-  return model, optimizer, losses
-
-
-def arrays(module):
-  return {path_str(path): np.asarray(value_of(leaf)) for path, leaf in variables(module).items()}
+  return models.plan_on(name, tx, lambda: Net(nnx.Rngs(0), dtype=dtype), **options)
 
 
 @functools.cache
 def run(scaled, dtype):
   tx = optax.adam(1e-2)
   plan = plan_on("dp x fsdp x tp", nxp.with_loss_scale(tx) if scaled else tx, dtype, zero=1)
-  model, optimizer, losses = train(plan, data())
+  model, optimizer, losses = train(plan, data(4))
   nxp.check_layout(model, plan, optimizer=optimizer)
   return model, optimizer, losses
 
@@ -80,7 +42,7 @@ def run(scaled, dtype):
 def test_float16_trains_like_float32_and_reports_the_unscaled_loss():
   _, optimizer, low = run(True, jnp.float16)
   np.testing.assert_allclose(low, run(False, jnp.float32)[2], rtol=2e-3)
-  assert int(optimizer.opt_state.good_steps[...]) == len(data())
+  assert int(optimizer.opt_state.good_steps[...]) == 4
 
 
 def test_gradients_are_unscaled_exactly():
@@ -108,7 +70,7 @@ def test_small_gradients_survive():
 
 def unplaced():
   with nnx.use_eager_sharding(False):
-    return Net(nnx.Rngs(0), jnp.float16)
+    return Net(nnx.Rngs(0), dtype=jnp.float16)
 
 
 def test_an_overflow_is_skipped_and_halves_the_scale_and_good_steps_double_it():
@@ -140,7 +102,7 @@ def test_the_scale_stays_within_its_bounds():
 @pytest.mark.parametrize("name", list(MESHES))
 def test_microbatches_of_sums_do_not_overflow(name):
   plan = plan_on(name, nxp.with_loss_scale(optax.adam(1e-2)))
-  _, optimizer, losses = train(plan, data(), sum_loss, microbatches=2)
+  _, optimizer, losses = train(plan, data(4), sum_loss, microbatches=2)
   np.testing.assert_allclose(losses, run(True, jnp.float16)[2], rtol=2e-3)
   assert int(optimizer.opt_state.skipped[...]) == 0
 
@@ -175,16 +137,15 @@ def test_in_a_step_of_your_own():
       optimizer.update(model, grads)
     return loss / scale
 
-  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))) for batch in data()]
+  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))) for batch in data(4)]
   np.testing.assert_allclose(losses, run(True, jnp.float16)[2], rtol=1e-3)
 
 
 def test_float16_parameters_with_masters_and_without():
-  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   for inner in (optax.sgd(0.1, momentum=0.5), nxp.with_masters(optax.adam(1e-2))):
     tx = nxp.with_loss_scale(inner)
-    init = lambda: Net(nnx.Rngs(0), jnp.float16, jnp.float16)
-    plan = nxp.plan(init, mesh, RULES, optimizer=tx)
+    init = lambda: Net(nnx.Rngs(0), dtype=jnp.float16, param_dtype=jnp.float16)
+    plan = models.plan_on("dp x fsdp x tp", tx, init)
     model, optimizer, losses = train(plan, [data(1)[0]] * 4)
     nxp.check_layout(model, plan, optimizer=optimizer)
     assert losses[-1] < losses[0]

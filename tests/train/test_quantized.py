@@ -12,28 +12,13 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from train.models import RULES, Net, data, loss_fn
 
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
-
-
-class Net(nnx.Module):
-  """Two layers."""
-
-  def __init__(self, rngs):
-    self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.down = nnx.Linear(32, 16, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
-
-  def __call__(self, x):
-    return self.down(nnx.relu(self.up(x)))
 
 
 def init():
   return Net(nnx.Rngs(0))
-
-
-def loss_fn(model, x):
-  return ((model(x) - x) ** 2).mean()
 
 
 def run(build, sizes, steps=4):
@@ -42,7 +27,7 @@ def run(build, sizes, steps=4):
   )
   plan = nxp.plan(build, mesh, RULES, optimizer=optax.adam(1e-2))
   step = nxp.train_step(loss_fn)
-  x = nxp.shard_batch(np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32), plan)
+  x = nxp.shard_batch(data()[0], plan)
   text = step.lower(plan, batch=x).as_text()
   live = nxp.create_sharded_model(plan) if steps else ()
   return [float(step(*live, x)["loss"]) for _ in range(steps)], text, plan

@@ -87,15 +87,6 @@ def nnx_value(obj, path):
   return dict(nnx.to_flat_state(nnx.state(obj)))[path].get_raw_value()
 
 
-def test_an_optimizer_made_by_hand_is_compiled_once_too():
-  plan, model, _ = make()
-  optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-  step = nxp.train_step(loss_fn)
-  for _ in range(4):
-    step(model, optimizer, data(plan))
-  assert len(step.compiles) == 1
-
-
 def test_donation_reuses_the_buffers():
   plan, model, optimizer = make()
   step = nxp.train_step(loss_fn)
@@ -248,15 +239,6 @@ def test_a_value_without_layout_returns_to_the_plan_and_the_compilation_says_why
   assert model.up.kernel.get_value().sharding.is_equivalent_to(plan["up.kernel"].sharding, 2)
 
 
-def test_a_value_on_one_device_is_an_error_with_its_path():
-  plan, model, optimizer = make()
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.up.kernel.set_value(jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[3]))
-  with pytest.raises(nxp.errors.TrainError, match=r"model.up.kernel is on 1 device\(s\), and the model on 8"):
-    step(model, optimizer, batch)
-
-
 def laid_out_whole(model, batch):
   whole = jax.NamedSharding(model.up.kernel.get_value().sharding.mesh, jax.P())
   return {**batch, "x": jax.device_put(batch["x"], whole)}
@@ -264,6 +246,11 @@ def laid_out_whole(model, batch):
 
 def renamed(model, batch):
   return {"x": batch["x"], "y": batch["y"], "weight": batch["x"]}
+
+
+def added(model, batch):
+  model.seen = nnx.Variable(jnp.zeros((), jnp.int32))
+  return batch
 
 
 def static(model, batch):
@@ -279,8 +266,9 @@ def static(model, batch):
     (laid_out_whole, "-> float32[16,8] P()"),
     (renamed, "batch['weight']: absent -> float32[16,8]"),
     (static, "model.up.precision: None -> 'highest'"),
+    (added, "model.seen was added"),
   ],
-  ids=["shape", "dtype", "layout", "argument", "static value"],
+  ids=["shape", "dtype", "layout", "argument", "static value", "Variable"],
 )
 def test_a_recompile_says_what_changed(change, reason, caplog):
   plan, model, optimizer = make(tx=optax.sgd(0.1))
@@ -319,37 +307,6 @@ def test_flags_are_noticed_and_flipping_back_costs_nothing():
   assert len(step.compiles) == 2
 
 
-def test_a_replaced_submodule_is_trained():
-  plan, model, optimizer = make()
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.up = nnx.clone(model.up)
-  before = kernel(model)
-  step(model, optimizer, batch)
-  assert not np.array_equal(before, kernel(model))
-  assert len(step.compiles) == 1  # of the same structure
-
-
-def test_an_added_variable_is_seen():
-  plan, model, optimizer = make()
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.seen = nnx.Variable(jnp.zeros((), jnp.int32))
-  step(model, optimizer, batch)
-  assert "model.seen was added" in str(step.compiles[1])
-
-
-def test_a_clone_survives_donation():
-  plan, model, optimizer = make()
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  average, read = nnx.clone(model), model.down.kernel.get_value()
-  step(model, optimizer, batch)
-  assert np.isfinite(kernel(average)).all()
-  assert np.isfinite(np.asarray(read)).all()
-  assert not np.array_equal(kernel(average), kernel(model))
-
-
 def test_variables_that_share_an_array_are_set_apart(caplog):
   plan, model, optimizer = make()
   model.down.bias = nnx.Param(model.up.bias.get_value()[:8])
@@ -362,28 +319,6 @@ def test_variables_that_share_an_array_are_set_apart(caplog):
   assert "model.extra" in caplog.text
   assert "model.up.kernel" in caplog.text
   assert not np.array_equal(np.asarray(model.extra.get_value()), kernel(model))
-
-
-def test_a_deleted_array_is_named():
-  plan, model, optimizer = make()
-  step, batch = nxp.train_step(loss_fn), data(plan)
-  step(model, optimizer, batch)
-  model.up.bias.get_value().delete()
-  with pytest.raises(nxp.errors.TrainError, match=r"model\.up\.bias was deleted"):
-    step(model, optimizer, batch)
-
-
-def test_two_meshes_are_refused():
-  plan, model, _ = make()
-  _, _, other = make(mesh={"data": 4, "fsdp": 1, "tensor": 2})
-  with pytest.raises(nxp.errors.TrainError, match="are on different meshes"):
-    nxp.train_step(loss_fn)(model, other, data(plan))
-
-
-def test_models_without_an_optimizer_each_are_refused():
-  plan, model, optimizer = make()
-  with pytest.raises(nxp.errors.TrainError, match="models and optimizers do not match"):
-    nxp.train_step(loss_fn)((model, model), optimizer, data(plan))
 
 
 @functools.cache
@@ -468,6 +403,75 @@ def test_a_mistake_in_a_call_is_named_and_the_state_stays(call, message, fix):
   assert int(optimizer.step[...]) == before + 1
 
 
+def on_one_device(plan, model, optimizer):
+  step = nxp.train_step(loss_fn)
+  step(model, optimizer, data(plan))
+  model.up.kernel.set_value(jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[3]))
+  return step(model, optimizer, data(plan))
+
+
+def sows(model, batch):
+  model.seen = nnx.Intermediate(batch["x"].mean())
+  return loss_fn(model, batch)
+
+
+def with_options(**options):
+  return lambda plan, model, optimizer: nxp.train_step(loss_fn, **options)(model, optimizer, data(plan))
+
+
+def with_mask(plan, model, optimizer):
+  batch = {"x": np.ones((8, 8)), "y": np.ones((8, 8)), "mask": np.ones((6, 6))}
+  return nxp.train_step(loss_fn, microbatches=4)(model, optimizer, batch)
+
+
+def without_an_optimizer(plan, model, optimizer):
+  step = nxp.train_step(dict.fromkeys(("gen", "disc"), lambda m, b: m["gen"](b["x"]).mean()))
+  return step({"gen": model, "disc": make()[1]}, {"gen": optimizer}, data(plan))
+
+
+REFUSED = {
+  "a value on one device": (on_one_device, r"model.up.kernel is on 1 device\(s\), and the model on 8"),
+  "two meshes": (
+    lambda plan, model, optimizer: nxp.train_step(loss_fn)(
+      model, make(mesh={"data": 4, "fsdp": 1, "tensor": 2})[2], data(plan)
+    ),
+    "are on different meshes",
+  ),
+  "models without an optimizer each": (
+    lambda plan, model, optimizer: nxp.train_step(loss_fn)((model, model), optimizer, data(plan)),
+    "models and optimizers do not match",
+  ),
+  "a loss without an optimizer": (without_an_optimizer, "there is a loss for 'disc', and no optimizer"),
+  "a missing output": (
+    with_options(outputs=("logits",)), "outputs names 'logits', which the loss function did not return"
+  ),
+  "a wrong policy": (with_options(remat="dotz"), "remat='dotz' is not a known policy"),
+  "no microbatches": (with_options(microbatches=0), "microbatches=0 is not a positive number"),
+  "microbatches that do not divide": (
+    with_options(microbatches=3),
+    r"batch\['x'\] has 16 examples, which 3 microbatches [\s\S]*a global batch of 18",
+  ),
+  "less than one example for each shard": (
+    with_options(microbatches=8),
+    "8 microbatches of 16 examples have 2 each, which 4 sh[\\s\\S]*microbatches=4, or a global batch of 32",
+  ),
+  "an array without the batch dim": (
+    with_mask,
+    r"batch\['mask'\] has 6 rows .* batch\['x'\] has 8[\s\S]*jnp.broadcast_to\(x, \(8, \*x.shape\)\)",
+  ),
+  "a Variable that is added": (
+    lambda plan, model, optimizer: nxp.train_step(sows)(model, optimizer, data(plan)),
+    r"the step added seen, Variable type Intermediate",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_step_cannot_do_is_an_error(call, message):
+  with pytest.raises(nxp.errors.TrainError, match=message):
+    call(*make())
+
+
 WRONG_LOSSES = {
   "swapped": (
     lambda batch, model: model(batch).sum(),
@@ -496,26 +500,6 @@ def test_an_error_inside_a_layer_names_the_layer():
   with pytest.raises(TypeError, match="dot_general") as error:
     nxp.train_step(loss_fn)(model, optimizer, batch)
   assert any("in the layer up (Linear, line" in note for note in error.value.__notes__)
-
-
-def test_microbatches_with_less_than_one_example_for_each_shard_are_refused():
-  plan, model, optimizer = make(mesh={"data": 4, "fsdp": 2, "tensor": 1})
-  with pytest.raises(
-    nxp.errors.TrainError, match="8 microbatches of 16 examples have 2 each, which 8 sh"
-  ) as error:
-    nxp.train_step(loss_fn, microbatches=8)(model, optimizer, data(plan))
-  assert "Fix: microbatches=2, or a global batch of 64" in str(error.value)
-
-
-def test_an_array_without_the_batch_dim_is_told_from_a_batch_that_does_not_divide():
-  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  step = nxp.train_step(lambda m, b: (m(b["x"]) ** 2).mean() * b["mask"].sum(), microbatches=4)
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"batch\['mask'\] has 6 rows .* batch\['x'\] has 8"
-  ) as error:
-    step(model, optimizer, {"x": X, "mask": np.ones((6, 6), np.float32)})
-  assert "give batch['mask'] the batch dim: jnp.broadcast_to(x, (8, *x.shape))" in str(error.value)
 
 
 def test_a_call_after_compiled_is_listed_and_a_new_layout_of_the_batch_says_so_with_microbatches():
@@ -596,29 +580,6 @@ def test_what_a_loss_may_not_return(result, message, fix, kind):
     made(*((model, optimizer, x) if kind == "train" else (model, x)))
   assert fix in str(error.value).split("Fix: ")[1]
   assert "Tracer" not in str(error.value)
-
-
-def test_a_missing_output_and_a_wrong_policy_are_named():
-  plan, model, optimizer = make()
-  with pytest.raises(
-    nxp.errors.TrainError, match="outputs names 'logits', which the loss function did not return"
-  ):
-    nxp.train_step(loss_fn, outputs=("logits",))(model, optimizer, data(plan))
-  with pytest.raises(nxp.errors.TrainError, match="remat='dotz' is not a known policy"):
-    nxp.train_step(loss_fn, remat="dotz")
-  with pytest.raises(nxp.errors.TrainError, match="microbatches=0 is not a positive number"):
-    nxp.train_step(loss_fn, microbatches=0)
-
-
-def test_a_loss_may_not_change_the_structure():
-  plan, model, optimizer = make()
-
-  def sows(model, batch):
-    model.seen = nnx.Intermediate(batch["x"].mean())
-    return loss_fn(model, batch)
-
-  with pytest.raises(nxp.errors.TrainError, match=r"the step added seen, Variable type Intermediate"):
-    nxp.train_step(sows)(model, optimizer, data(plan))
 
 
 def test_a_layer_that_replaces_its_own_parameter_trains_as_with_nnx_jit():
@@ -792,22 +753,6 @@ def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
     results.append((kernel(model), np.asarray(model.norm.mean.get_value())))
   for a, b in zip(*results, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_microbatches_that_do_not_divide():
-  plan, model, optimizer = make()
-  with pytest.raises(
-    nxp.errors.TrainError, match=r"batch\['x'\] has 16 examples, which 3 microbatches"
-  ) as error:
-    nxp.train_step(loss_fn, microbatches=3)(model, optimizer, data(plan))
-  assert "a global batch of 18" in str(error.value)
-
-
-def test_a_loss_without_an_optimizer_is_refused():
-  (plan, gen, optimizer), (_, disc, _) = make(), make()
-  step = nxp.train_step(dict.fromkeys(("gen", "disc"), lambda m, b: m["gen"](b["x"]).mean()))
-  with pytest.raises(nxp.errors.TrainError, match="there is a loss for 'disc', and no optimizer"):
-    step({"gen": gen, "disc": disc}, {"gen": optimizer}, data(plan))
 
 
 @pytest.mark.parametrize(("parts", "pairs"), [(1, False), (2, True)])

@@ -13,61 +13,33 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.nodes import path_str
 from nnx_parallel.testing import assert_same_training, with_gradient_norms
+from train import models
+from train.models import RULES, Net, data, loss_fn
 
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
-MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
 
-
-class Net(nnx.Module):
-  """Two layers, with parameters in the given dtype; it computes in float32."""
-
-  def __init__(self, rngs, dtype):
-    def linear(a, b, names):
-      metadata = {"out_sharding": names}
-      return nnx.Linear(a, b, rngs=rngs, dtype=jnp.float32, param_dtype=dtype, kernel_metadata=metadata)
-
-    self.up = linear(16, 32, ("embed", "mlp"))
-    self.down = linear(32, 16, ("mlp", "embed"))
-
-  def __call__(self, x):
-    return self.down(nnx.relu(self.up(x)))
+def net(dtype):
+  """Parameters in a dtype; it computes in float32."""
+  return Net(nnx.Rngs(0), dtype=jnp.float32, param_dtype=dtype)
 
 
 def unplaced(dtype):
   with nnx.use_eager_sharding(False):
-    return Net(nnx.Rngs(0), dtype)
-
-
-def loss_fn(model, x):
-  return ((model(x) - x) ** 2).mean()
-
-
-def data(steps=3):
-  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(steps)]
+    return net(dtype)
 
 
 def plan_on(name, tx, dtype=jnp.float32, **options):
-  data_size, fsdp, tensor = MESHES[name]
-  mesh = nxp.make_mesh(data=data_size, fsdp=fsdp, tensor=tensor)
-  return nxp.plan(lambda: Net(nnx.Rngs(0), dtype), mesh, RULES, optimizer=tx, **options)
+  return models.plan_on(name, tx, lambda: net(dtype), **options)
 
 
 def train(plan, batches, **options):
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss_fn, **options)
-  for batch in batches:
-    jax.block_until_ready(step(model, optimizer, nxp.shard_batch(batch, plan)))
-  return model, optimizer
+  return models.train(plan, batches, **options)[:2]
 
 
 def arrays(module):
-  return {
-    path_str(path): np.asarray(value_of(leaf).astype(jnp.float32))
-    for path, leaf in variables(module).items()
-    if jnp.issubdtype(value_of(leaf).dtype, jnp.floating)
-  }
+  found = models.arrays(module)
+  return {path: x.astype(np.float32) for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
 def assert_close(a, b, rtol=1e-5):
@@ -156,11 +128,11 @@ def clipped(layout):
   for name, clip in (("global", optax.clip_by_global_norm(0.05)), ("block", optax.clip_by_block_rms(2e-3))):
     tx = optax.chain(clip, optax.sgd(1.0))
     rules = RULES.replace(embed=None, mlp=None) if "explicit" in mesh else RULES
-    plan = nxp.plan(lambda: Net(nnx.Rngs(0), jnp.float32), place, rules, optimizer=tx, **options)
+    plan = nxp.plan(lambda: net(jnp.float32), place, rules, optimizer=tx, **options)
     model, optimizer = nxp.create_sharded_model(plan)
     nxp.train_step(loss_fn, **step)(model, optimizer, nxp.shard_batch(data(1)[0][:24], plan))
     before = arrays(unplaced(jnp.float32))
-    after = {path_str(path): np.asarray(leaf[...]) for path, leaf in variables(model).items()}
+    after = {path_str(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
     moves[name] = {key: after[key] - before[key] for key in before}
   return moves
 

@@ -1,4 +1,4 @@
-"""The head and the loss of each token in parts, for losses that nobody wrote for this package."""
+"""Chunked cross-entropy: the head and the loss of each token in chunks, for third-party losses."""
 
 from __future__ import annotations
 
@@ -153,10 +153,21 @@ def ranks(params, x):
   return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean() + found + margin
 
 
+def padded(params, x):
+  logits = logits_of(params, x)[..., :45]
+  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS % 45).mean()
+
+
+def padded_with_bias(params, x):
+  logits = 30 * jnp.tanh((logits_of(params, x) + params["bias"]) / 30)
+  logp = jax.nn.log_softmax(logits[..., 2:47])
+  return -jnp.take_along_axis(logp, LABELS[..., None] % 45, axis=-1).mean()
+
+
 LOSSES = [
   one_by_one, integer_labels, shifted, one_hot, smoothed, products, masked, flat, flat_before,
   capped_with_z_loss, bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal,
-  mixes, ranks,
+  mixes, ranks, padded, padded_with_bias,
 ]  # fmt: skip
 
 
@@ -165,22 +176,32 @@ def largest(function, *args):
   return max(v.aval.size for eqn in equations(jax.make_jaxpr(function)(*args)) for v in eqn.outvars)
 
 
+def same(changed, loss, *args, rtol=1e-5, atol=1e-6):
+  """Compares values and gradients of two functions of (params, x)."""
+  pairs = [jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (changed, loss)]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), *pairs)
+
+
+def gradients(loss):
+  return jax.value_and_grad(loss, argnums=(0, 1))
+
+
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_parts_equal_the_whole(loss):
-  in_parts = nxp.with_layers(loss, loss_chunks=4)
-  plain, changed = (jax.value_and_grad(f, argnums=(0, 1)) for f in (loss, in_parts))
-  whole, expected = jax.jit(plain)(PARAMS, X)
-  value, found = jax.jit(changed)(PARAMS, X)
-  close = {"rtol": 1e-2, "atol": 1e-2} if loss is bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-  np.testing.assert_allclose(value, whole, **close)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), found, expected)
-  logits = BATCH * VOCAB * (1 if loss is of_examples else SEQ)
-  assert largest(plain, PARAMS, X) >= logits
+def test_chunks_equal_the_whole(loss):
+  changed = nxp.with_layers(loss, loss_chunks=4)
+  same(changed, loss, PARAMS, X, **({"rtol": 1e-2, "atol": 1e-2} if loss is bfloat16 else {}))
+  columns = 45 if loss in (padded, padded_with_bias) else VOCAB
+  logits = BATCH * columns * (1 if loss is of_examples else SEQ)
+  assert largest(gradients(loss), PARAMS, X) >= logits
   if loss is not of_examples:  # the input is larger than the logits
-    assert largest(changed, PARAMS, X) < logits
+    assert largest(gradients(changed), PARAMS, X) < logits
+  if loss in (integer_labels, smoothed, metrics):
+    recomputed = jax.checkpoint(changed)
+    same(recomputed, loss, PARAMS, X)
+    assert largest(gradients(recomputed), PARAMS, X) < logits
 
 
-def test_a_model_with_its_layers_rolled():
+def test_a_model_with_its_layers_scanned():
   graphdef, state = nnx.split(decoders.Decoder(decoders.Config(depth=2, vocab=200), nnx.Rngs(0)))
   tokens = RANDOM.integers(1, 64, (4, 14))
 
@@ -240,32 +261,9 @@ def in_a_scan(params, x):
   return jax.lax.scan(token, None, x)[1].mean()
 
 
-def padded(params, x):
-  logits = logits_of(params, x)[..., :45]
-  return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS % 45).mean()
-
-
-def padded_with_bias(params, x):
-  logits = 30 * jnp.tanh((logits_of(params, x) + params["bias"]) / 30)
-  logp = jax.nn.log_softmax(logits[..., 2:47])
-  return -jnp.take_along_axis(logp, LABELS[..., None] % 45, axis=-1).mean()
-
-
-@pytest.mark.parametrize("loss", [padded, padded_with_bias])
-def test_a_padded_vocabulary(loss):
-  changed = nxp.with_layers(loss, loss_chunks=4)
-  close = {"rtol": 1e-5, "atol": 1e-6}
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, **close),
-    jax.jit(jax.value_and_grad(changed))(PARAMS, X),
-    jax.jit(jax.value_and_grad(loss))(PARAMS, X),
-  )
-  assert largest(jax.grad(changed), PARAMS, X) < BATCH * SEQ * 45
-
-
-def line_of(loss, parts):
+def line_of(loss, chunks):
   used = LayersUsed()
-  jax.eval_shape(with_options(loss, LayerOptions(loss_chunks=parts), used), PARAMS, X)
+  jax.eval_shape(with_options(loss, LayerOptions(loss_chunks=chunks), used), PARAMS, X)
   return str(used).strip()
 
 
@@ -276,12 +274,12 @@ def test_what_is_done_with_the_head_is_said():
   def routed(params, x):
     return one_by_one(params, x * jax.nn.softmax(x @ params["head"])[..., :WIDTH])
 
-  plain = "the head and the loss of each token in 4 parts of the 50 columns"
+  plain = "the head and the loss of each token in 4 chunks of the 50 columns"
   assert line_of(one_by_one, 4) == line_of(routed, 4) == plain
   assert line_of(two, 4) == f"{plain}; the last of 2 heads only, as written: dot_general -> float32[4,13,50]"
   assert line_of(one_by_one, 20) == (
-    "the head and the loss of each token in 17 parts of the 50 columns"
-    " (of 20 that were asked for: parts are of equal length)"
+    "the head and the loss of each token in 17 chunks of the 50 columns"
+    " (of 20 that were asked for: chunks are of equal length)"
   )
 
 
@@ -304,11 +302,6 @@ def test_what_does_not_match_is_named(loss, text):
   assert text in str(caught.value)
 
 
-def test_an_invalid_number_is_an_error():
-  with pytest.raises(TrainError, match="loss_chunks=0 is not a positive number"):
-    nxp.train_step(one_by_one, loss_chunks=0)
-
-
 def test_an_evaluation_with_both():
   model = others.EncoderDecoder(nnx.Rngs(0), depth=1)
   tokens = RANDOM.integers(1, 64, (4, 12))
@@ -324,22 +317,10 @@ def test_an_evaluation_with_both():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
 
 
-@pytest.mark.parametrize("loss", [integer_labels, smoothed, metrics], ids=lambda loss: loss.__name__)
-def test_within_a_checkpoint_no_logits_exist(loss):
-  whole = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-  in_parts = nxp.with_layers(loss, loss_chunks=4)
-  changed = jax.value_and_grad(jax.checkpoint(in_parts), argnums=(0, 1))
-  close = {"rtol": 1e-5, "atol": 1e-6}
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, **close), jax.jit(changed)(PARAMS, X), whole(PARAMS, X)
-  )
-  assert largest(changed, PARAMS, X) < BATCH * SEQ * VOCAB
-
-
 def test_one_pass_over_the_columns_in_each_direction():
-  for loss, passes in ((one_by_one, 1), (smoothed, 1), (entropy, 1), (capped_with_z_loss, 1), (focal, 2)):
-    in_parts = nxp.with_layers(loss, loss_chunks=4)
-    for function, directions in ((in_parts, 1), (jax.grad(in_parts), 2)):
+  for loss, passes in ((one_by_one, 1), (smoothed, 1), (entropy, 2), (capped_with_z_loss, 1), (focal, 2)):
+    in_chunks = nxp.with_layers(loss, loss_chunks=4)
+    for function, directions in ((in_chunks, 1), (jax.grad(in_chunks), 2)):
       eqns = equations(jax.make_jaxpr(function)(PARAMS, X))
       assert sum(eqn.primitive.name == "scan" for eqn in eqns) == passes * directions, loss.__name__
 
@@ -358,30 +339,29 @@ TENSOR = [
 ]
 
 
-@pytest.mark.parametrize("parts", [8, 5])
 @pytest.mark.parametrize(
-  ("sizes", "rules"),
-  [((1, 8, 1), nxp.fsdp(min_size=0)), ((2, 1, 4), TENSOR), ((1, 4, 2), TENSOR)],
+  ("sizes", "rules", "chunks"),
+  [((1, 8, 1), nxp.fsdp(min_size=0), 5), ((2, 1, 4), TENSOR, 8), ((1, 4, 2), TENSOR, 5)],
   ids=["fsdp", "tensor", "both"],
 )
-def test_what_a_mesh_sends(sizes, rules, parts):
+def test_what_a_mesh_sends(sizes, rules, chunks):
   mesh = nxp.make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
   plan = nxp.plan(lambda: decoders.Decoder(MODEL, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-2))
   tokens = nxp.shard_batch(RANDOM.integers(1, 512, (16, 65)).astype(np.int32), plan)
   sent, losses = [], []
-  for options in ({}, {"loss_chunks": parts}):
+  for options in ({}, {"loss_chunks": chunks}):
     model, optimizer = nxp.create_sharded_model(plan)
     step = nxp.train_step(decoders.loss, **options)
     losses.append([float(step(model, optimizer, tokens)["loss"]) for _ in range(2)])
     sent.append(nxp.compile_report(step, plan, batch=tokens).bytes_by("axes"))
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
   weights, rows = 4 * 64 * 512, 16 * 64 // (sizes[0] * sizes[1])
-  # The weights once more, and a few numbers of each token in each part.
+  # The weights once more, and a few numbers of each token in each chunk.
   assert sent[1].get("fsdp", 0) <= sent[0].get("fsdp", 0) + weights // sizes[2]
-  assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * parts
+  assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * chunks
   assert sent[1].get("data", 0) <= sent[0].get("data", 0)
   assert (
-    str(step.layers).strip() == f"the head and the loss of each token in {parts} parts of the 512 columns"
+    str(step.layers).strip() == f"the head and the loss of each token in {chunks} chunks of the 512 columns"
   )
 
 
@@ -400,12 +380,7 @@ def test_types_with_shardings():
 
   with jax.set_mesh(mesh):
     for loss, given in ((one, params), (other, split)):
-      plain, changed = (jax.jit(jax.value_and_grad(f)) for f in (loss, nxp.with_layers(loss, loss_chunks=5)))
-      jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        changed(given, x),
-        plain(given, x),
-      )
+      same(nxp.with_layers(loss, loss_chunks=5), loss, given, x)
 
 
 def largest_of_all(params, x):

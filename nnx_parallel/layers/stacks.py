@@ -1,0 +1,492 @@
+"""Finds stacks of equal layers in a trace: consecutive calls of layers, or a scan that the model has.
+
+A run of marked calls is a chain if each input of a call is one of
+- *inner*: always the same result of an earlier call of its unit;
+- *carried*: always the same result of the unit before (activations, a shared random state);
+- *same*: one value in all units (a mask, shared weights);
+- a row: a value of its own, which does not depend on the chain (weights, statistics).
+
+A unit is one call, or a few where kinds alternate: (local, local, global) has a period of 3. A chain becomes
+one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked; weights that
+a layer only reads cast are cast first. Operations between the calls that do not depend on the chain are
+evaluated before it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx_parallel.core.interpret import Values, is_literal, read, run_operations, values_of, without_copies
+from nnx_parallel.core.jaxprs import (
+  among,
+  called,
+  dependents,
+  equations,
+  is_inexact,
+  nbytes,
+  opened,
+  place_of,
+  scan_counts,
+)
+from nnx_parallel.core.keys import identity
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.mark import is_marked, is_or_has_layers, kind_of_layer, layer_of, repeats_layers
+
+MAX_PERIOD = 4
+Place = tuple[int, int]
+"""The number of a call in its unit, and the position of one of its inputs or results."""
+Key = Any
+"""What names an input or a result of one layer: its position, or in a chain its place."""
+Body = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+"""`(carried, rows) -> (carried, results)`, of one layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Treatment:
+  """What is done with layers.
+
+  Attributes:
+    run: evaluates operations outside of chains.
+    in_unit: evaluates the calls of a unit, given also the number of the call, and whether units are scanned.
+    around: is put around the program of a unit, given also whether units are scanned.
+    in_scan: the program of one layer of a scan, a function of flat arrays.
+  """
+
+  run: Callable[[Any, list[Any]], Sequence[Any]]
+  in_unit: Callable[[int, bool, Any, list[Any]], Sequence[Any]]
+  around: Callable[[Body, bool], Body]
+  in_scan: Callable[[Any], Callable[..., Sequence[Any]]]
+
+
+@dataclasses.dataclass
+class Chain:
+  """Units of calls that are one scan.
+
+  Attributes:
+    units: the positions of the operations of each unit in the program.
+    inner: input -> the result of an earlier call of its unit.
+    carried: input -> the result of the unit before.
+    same: inputs that are one value in all units; those in none of the three are rows.
+    dependents: the variables that depend on a result of the chain.
+    scan: whether it is one scan.
+  """
+
+  units: list[tuple[int, ...]]
+  inner: dict[Place, Place]
+  carried: dict[Place, Place]
+  same: set[Place]
+  dependents: set[Any]
+  scan: bool = False
+
+  @property
+  def calls(self) -> list[int]:
+    """The positions of all its operations."""
+    return [n for unit in self.units for n in unit]
+
+
+@dataclasses.dataclass
+class Stack:
+  """Equal layers of a trace.
+
+  Attributes:
+    numbers: the positions of their operations.
+    length: how many layers.
+    name: the paths of the first and the last one, or "a scan".
+    same: inputs that are one value for all layers.
+    carried: what the first layer gets from outside of what each later one gets from the one before.
+    final: a result of the last layer -> which of these it would be.
+    rows: an input of each layer -> the variable of each, or the one that has them stacked.
+    made: a result of each layer -> likewise.
+    step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
+    used: the variables that are read outside of the layers.
+    size: how many layers of the model each of them is.
+    narrow: rows that the layers only read cast -> the narrower dtype.
+  """
+
+  numbers: frozenset[int]
+  length: int
+  name: str
+  same: dict[Key, Any]
+  carried: list[Any]
+  final: dict[Any, int]
+  rows: dict[Key, Any]
+  made: dict[Key, Any]
+  step: Callable[[Mapping[Key, Any]], Body]
+  used: set[Any]
+  size: int = 1
+  narrow: Mapping[Key, Any] = dataclasses.field(default_factory=dict[Key, Any])
+
+  @property
+  def row_variables(self) -> list[Any]:
+    """The variables of all rows."""
+    return [var for some in self.rows.values() for var in variables(each_of(some))]
+
+  @property
+  def nbytes(self) -> int:
+    """The bytes of the rows."""
+    return sum(nbytes(var.aval) for var in self.row_variables)
+
+  @property
+  def inputs(self) -> set[Any]:
+    """All variables that its layers read."""
+    return {*variables((*self.same.values(), *self.carried)), *self.row_variables}
+
+  def layer(self, carry: Sequence[Any], given: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
+    """One layer: `(carried, inputs by key) -> (carried, results by key)`."""
+    carry, made = self.step(given)(carry, [given[key] for key in self.rows])
+    return carry, dict(zip(self.made, made, strict=True))
+
+  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> Any:
+    """A row of all layers, `[layers, ...]`, narrower where they only read it cast."""
+    some, dtype = self.rows[key], self.narrow.get(key) if narrow else None
+    if not isinstance(some, list):
+      return read(some, values)
+    return jnp.stack([jnp.asarray(read(var, values), dtype) for var in each_of(some)])
+
+  def run(self, values: Values, *, scan: bool) -> Values:
+    """The results of calls that are used elsewhere: of one scan, or of one layer after the other."""
+    step = self.step({key: read(var, values) for key, var in self.same.items()})
+    carry: Any = [read(var, values) for var in self.carried]
+    if scan:
+      stacks = [self.stacked(key, values) for key in self.rows]
+      carry, made = jax.lax.scan(step, carry, stacks, length=self.length)
+    else:
+      of_layers: list[Any] = []
+      for n in range(self.length):
+        carry, results = step(carry, [read(some[n], values) for some in self.rows.values()])
+        of_layers.append(results)
+      made = list(zip(*of_layers, strict=True))
+    found = {var: carry[n] for var, n in self.final.items()}
+    for some, xs in zip(self.made.values(), made, strict=True):
+      found |= {var: xs[n] for n, var in enumerate(some) if var in self.used and var not in found}
+    return found
+
+
+class Stacks:
+  """A program with its chains of layers.
+
+  Args:
+    jaxpr: the trace of a loss.
+    scan_from: the fewest layers of a scan; None: no chain is one.
+    group: the number of calls of a unit is a multiple of it.
+    loops: whether chains that are no scan are evaluated unit by unit too, and not call by call.
+
+  Attributes:
+    chains: by the position of their first operation.
+    reasons: why neighbours are not of one chain.
+  """
+
+  def __init__(self, jaxpr: Any, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
+    self.jaxpr = without_copies(jaxpr)
+    self.body = opened(self.jaxpr)
+    self.eqns: list[Any] = list(self.body.eqns)
+    marks = [n for n, eqn in enumerate(self.eqns) if is_marked(eqn)]
+    bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
+    identities = {key: identity(body) for key, body in bodies.items()}
+    self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
+    self.chains: dict[int, Chain] = {}
+    self.reasons: list[str] = []
+    periods = range(group, group * MAX_PERIOD + 1, group)
+    short = 0  # up to this call, the layers are those of a chain that is too short
+    while marks:
+      chains = [self._chain(marks, period) for period in periods if period <= len(marks)]
+      chains = [chain for chain in chains if chain.units]
+      again = [chain for chain in chains if len(chain.units) > 1]
+      found = max(again, key=lambda chain: (len(chain.calls), -self._stacked(chain)), default=None)
+      if found is not None and scan_from is not None:
+        found.scan = len(found.calls) >= scan_from
+        if not found.scan and marks[0] >= short:
+          names, short = self.paths(found), found.calls[-1]
+          self.reasons.append(
+            f"{names[0]} to {names[-1]}: {len(names)} layers, and a scan has {scan_from} or more"
+          )
+      if found is not None and not found.scan and not loops:
+        found = None
+      if found is None and loops and group > 1 and chains:
+        found = chains[0]  # once
+      if found is not None:
+        self.chains[marks[0]] = found
+      used = len(found.calls) if found is not None else 1
+      if scan_from is not None and used < len(marks) and marks[used - 1] >= short:
+        self.reasons += filter(None, [self._why(marks[used - 1], marks[used])])
+      marks = marks[used:]
+
+  def __call__(self, inputs: Sequence[Any], how: Treatment) -> list[Any]:
+    """The results of the program for its arrays."""
+    values = values_of(self.jaxpr, inputs)
+    done: set[int] = set()
+
+    def evaluate(numbers: Collection[int]) -> None:
+      run_operations([self.eqns[n] for n in numbers if n not in done], values, how.run)
+      done.update(numbers)
+
+    for n in range(len(self.eqns)):
+      chain = self.chains.get(n)
+      if chain is not None and n not in done:
+        calls = {*chain.calls}
+        between = range(n, max(calls))
+        evaluate([m for m in between if m not in calls and not chain.dependents & {*self.eqns[m].outvars}])
+        found = self.stack(chain, how, scan=chain.scan).run(values, scan=chain.scan)
+        done |= calls
+        values.update(self._joint(found, values, done) if chain.scan else found)
+      evaluate([n])
+    # What the program did not change is the input itself.
+    values.update(zip(self.body.invars, inputs, strict=True))
+    return [read(var, values) for var in self.body.outvars]
+
+  def largest(self, how: Treatment) -> Stack:
+    """The equal layers, marked calls or a scan, that hold the most bytes.
+
+    Raises:
+      TrainError: there are none.
+    """
+    stacks = [self.stack(chain, how) for chain in self.chains.values() if len(chain.units) > 1]
+    stacks += [self._of_scan(n, how) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
+    found = max(stacks, key=lambda stack: stack.nbytes, default=None)
+    if found is None:
+      inside = [eqn for eqn in self.eqns if is_or_has_layers(eqn) and not is_marked(eqn)]
+      hidden = [
+        f"a pipeline does not reach layers inside {eqn.primitive.name} ({place_of(eqn)})" for eqn in inside
+      ]
+      raise TrainError(
+        "a pipeline needs consecutive equal layers, and the loss has none.",
+        details="\n".join([*hidden, *self.reasons][:6]),
+        fix='layers="decoder.blocks.*" names them; or nxp.pipeline on layers of your own.',
+      )
+    return found
+
+  def stack(self, chain: Chain, how: Treatment, *, scan: bool = True) -> Stack:
+    """The layers of a chain, and how they are connected with each other and with the rest of the program."""
+    inputs, results = ([places(unit) for unit in chain.units] for places in (self._inputs, self._results))
+    slots, linked = [*chain.carried], {*chain.inner, *chain.carried, *chain.same}
+    rows = [place for place in inputs[0] if place not in linked]
+    numbers, paths = frozenset(chain.calls), self.paths(chain)
+    used = self.used(numbers)
+    final = {results[-1][chain.carried[slot]]: n for n, slot in enumerate(slots)}
+    made = sorted({p for unit in results for p, var in unit.items() if var in used and var not in final})
+
+    def step(same: Mapping[Place, Any]) -> Body:
+      def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        given = {**same, **dict(zip(slots, carry, strict=True)), **dict(zip(rows, row, strict=True))}
+        found: dict[Place, Any] = {}
+        for c, n in enumerate(chain.units[0]):
+          places = [(c, j) for j in range(len(self.eqns[n].invars))]
+          values = [found[chain.inner[place]] if place in chain.inner else given[place] for place in places]
+          found.update({(c, p): x for p, x in enumerate(how.in_unit(c, scan, self.eqns[n], values))})
+        return [found[chain.carried[slot]] for slot in slots], [found[place] for place in made]
+
+      return how.around(body, scan)
+
+    return Stack(
+      numbers=numbers,
+      length=len(chain.units),
+      name=f"{paths[0]} to {paths[-1]}",
+      same={place: inputs[0][place] for place in chain.same},
+      carried=[inputs[0][slot] for slot in slots],
+      final=final,
+      rows={place: [unit[place] for unit in inputs] for place in rows},
+      made={place: [unit[place] for unit in results] for place in made},
+      step=step,
+      used=used,
+      size=len(chain.units[0]),
+      narrow={place: self._read_as(chain.units[0][place[0]], place[1]) for place in rows},
+    )
+
+  def _of_scan(self, number: int, how: Treatment) -> Stack:
+    """The layers of a scan that the model has."""
+    eqn = self.eqns[number]
+    counts, length = scan_counts(eqn), eqn.params["length"]
+    fixed, carried, rows = counts.split(eqn.invars)
+    keys = counts.split(range(len(eqn.invars)))
+    run = how.in_scan(eqn)
+
+    def step(same: Mapping[Key, Any]) -> Body:
+      def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        out = run(*(same[key] for key in keys[0]), *carry, *row)
+        return [*out[: counts.carried]], [*out[counts.carried :]]
+
+      return body
+
+    return Stack(
+      numbers=frozenset((number,)),
+      length=length,
+      name=f"a scan of {length}",
+      same=dict(zip(keys[0], fixed, strict=True)),
+      carried=carried,
+      final={var: n for n, var in enumerate(eqn.outvars[: counts.carried])},
+      rows=dict(zip(keys[2], rows, strict=True)),
+      made=dict(enumerate(eqn.outvars[counts.carried :])),
+      step=step,
+      used=self.used((number,)),
+    )
+
+  def _stacked(self, chain: Chain) -> int:
+    """The bytes of a chain's rows: two shared layers in turn have none as units of two."""
+    linked = {*chain.inner, *chain.carried, *chain.same}
+    first = self._inputs(chain.units[0])
+    return len(chain.units) * sum(nbytes(var.aval) for place, var in first.items() if place not in linked)
+
+  def paths(self, chain: Chain) -> list[str]:
+    """The paths of the layers of a chain, in the order of their calls."""
+    return [layer_of(self.eqns[n]) for n in chain.calls]
+
+  def _why(self, before: int, after: int) -> str:
+    """Why two calls that follow each other are not of one chain."""
+    first, second = self.eqns[before], self.eqns[after]
+    names = f"{layer_of(first)} and {layer_of(second)}"
+    if kind_of_layer(first) != kind_of_layer(second):
+      return ""  # nobody takes them for equal
+    if self._programs[before] != self._programs[after]:
+      return f"{names} differ{_difference(called(first), called(second))}"
+    between = self.eqns[before + 1 : after]
+    later = dependents(between, first.outvars)
+    for eqn in reversed(between):
+      if later & {*eqn.outvars} and any(among(var, eqn.outvars) for var in second.invars):
+        return f"{eqn.primitive.name} between {names} changes what the second one gets"
+    return f"{names} read other results of the calls before them than their neighbours, or one is left over"
+
+  def _inputs(self, unit: Sequence[int]) -> dict[Place, Any]:
+    return {(c, j): var for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
+
+  def _results(self, unit: Sequence[int]) -> dict[Place, Any]:
+    return {(c, p): var for c, n in enumerate(unit) for p, var in enumerate(self.eqns[n].outvars)}
+
+  def _chain(self, marks: Sequence[int], period: int) -> Chain:
+    """The longest chain from the first mark on, of units of `period` calls."""
+    first = tuple(marks[:period])
+    chain = Chain([], {}, {}, set(), set())
+    given, before, after = self._inputs(first), {}, -1
+    for start in range(0, len(marks) - period + 1, period):
+      unit = tuple(marks[start : start + period])
+      if any(self._programs[n] != self._programs[m] for n, m in zip(unit, first, strict=True)):
+        break
+      own, wanted = {var: place for place, var in self._results(unit).items()}, self._inputs(unit)
+      later = dependents(self.eqns[after + 1 : unit[-1] + 1], chain.dependents | own.keys())
+      inner = {place: own[var] for place, var in wanted.items() if among(var, own)}
+      carried = {place: before[var] for place, var in wanted.items() if among(var, before)}
+      linked = inner.keys() | carried.keys()
+      if any(among(var, later) for place, var in wanted.items() if place not in linked):
+        break
+      same = {place for place, var in wanted.items() if _is_same(var, given[place])} - linked
+      if start == 0:
+        chain.units, chain.inner, chain.dependents = [unit], inner, later
+      elif inner != chain.inner or (start > period and carried != chain.carried):
+        break
+      else:
+        chain.units.append(unit)
+        chain.carried, chain.dependents = carried, later
+        chain.same = same if start == period else chain.same & same
+      before, after = own, unit[-1]
+    return chain
+
+  def _joint(self, found: Values, values: Values, done: Collection[int]) -> Values:
+    """The results of a chain, and what single operations read after it; their gradients come together.
+
+    So the gradients of a head are complete before the backward pass of the layers starts. A compiler that
+    computes them after it keeps the gradient of all logits meanwhile.
+    """
+    apart = {n for chain in self.chains.values() for n in chain.calls} | {*done}
+    rest = [eqn for n, eqn in enumerate(self.eqns) if n not in apart]
+    reads = {var for eqn in rest for var in variables(eqn.invars)}
+    later = {var: x for var, x in values.items() if var in reads}
+    tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
+    return {**found, **dict(zip(tied, _with_joint_gradients(*tied.values()), strict=True))}
+
+  def used(self, calls: Collection[int]) -> set[Any]:
+    """The variables that are read outside of these calls."""
+    readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
+    return {var for some in (*readers, self.body.outvars) for var in variables(some)}
+
+  def _read_as(self, call: int, position: int) -> Any:
+    """The narrower dtype to which a call casts an input before all else; None where it does not."""
+    program = opened(called(self.eqns[call]))
+    var = program.invars[position]
+    uses = [eqn for eqn in program.eqns for read in eqn.invars if read is var]
+    if len(uses) != 1 or uses[0].primitive.name != "convert_element_type":
+      return None
+    dtype = uses[0].params["new_dtype"]
+    return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
+
+
+def has_layer_rows(eqn: Any) -> bool:
+  """Whether an operation may be a scan over layers: it has floating rows, two or more."""
+  if eqn.primitive.name != "scan":
+    return False
+  _, _, rows = scan_counts(eqn).split(eqn.invars)
+  return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
+
+
+def _is_stack(eqn: Any) -> bool:
+  """Whether an operation is a scan over layers, in order."""
+  return has_layer_rows(eqn) and not eqn.params["reverse"] and not repeats_layers(eqn)
+
+
+def each_of(some: Any) -> list[Any]:
+  """The variables of a row: one for each layer, or the one that has them stacked."""
+  return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
+
+
+def variables(some: Iterable[Any]) -> Iterator[Any]:
+  """Those that are no constants."""
+  return (var for var in some if not is_literal(var))
+
+
+@jax.custom_jvp
+def _with_joint_gradients(*xs: Any) -> tuple[Any, ...]:
+  """The arrays; none of their gradients is used before all of them are computed."""
+  return xs
+
+
+def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+  is_zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in tangents]
+  tied = iter(
+    jax.lax.optimization_barrier([x for x, zero in zip(tangents, is_zero, strict=True) if not zero])
+  )
+  return xs, tuple(x if zero else next(tied) for x, zero in zip(tangents, is_zero, strict=True))
+
+
+_with_joint_gradients.defjvp(_tangents, symbolic_zeros=True)
+
+
+def _difference(first: Any, second: Any) -> str:
+  """How two programs of layers differ."""
+  one, two = opened(first), opened(second)
+  given = [collections.Counter(var.aval.str_short() for var in program.invars) for program in (one, two)]
+  if given[0] != given[1]:
+    texts = [
+      f"{', '.join((some - other).elements()) or 'none'} ({some.total()} arrays)"
+      for some, other in (given, given[::-1])
+    ]
+    return f" in the arrays that they get: {texts[0]} / {texts[1]}"
+  for pair in itertools.zip_longest(equations(one), equations(two)):
+    texts = [_told(eqn) for eqn in pair]
+    if texts[0] != texts[1]:
+      return f": {texts[0]} / {texts[1]}"
+  return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
+
+
+def _told(eqn: Any) -> str:
+  """An operation with its numbers and plain parameters."""
+  if eqn is None:
+    return "no more"
+  numbers = [f"{var.val}" for var in eqn.invars if is_literal(var)]
+  plain = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if k != "name" and _is_plain(v)]
+  return textwrap.shorten(" ".join([eqn.primitive.name, *numbers, *plain]), 80, placeholder=" ...")
+
+
+def _is_plain(x: Any) -> bool:
+  return isinstance(x, (bool, int, float, str)) or (isinstance(x, tuple) and all(map(_is_plain, x)))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+  if is_literal(a) and is_literal(b):
+    return bool(a.val == b.val)
+  return a is b

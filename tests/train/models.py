@@ -1,0 +1,54 @@
+"""A small model with names, its meshes and its data, shared by the tests of this package."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import nnx_parallel as nxp
+from layout.models import named
+from nnx_parallel.core.nodes import path_str, value_of, variables
+
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
+
+
+class Net(nnx.Module):
+  """Two layers."""
+
+  def __init__(self, rngs, width=16, hidden=32, out=None, **dtypes):
+    linear = functools.partial(nnx.Linear, rngs=rngs, **dtypes)
+    self.up = linear(width, hidden, kernel_metadata=named("embed", "mlp"))
+    self.down = linear(hidden, out or width, kernel_metadata=named("mlp", "embed"))
+
+  def __call__(self, x):
+    return self.down(nnx.relu(self.up(x)))
+
+
+def loss_fn(model, x):
+  return ((model(x).astype(jnp.float32) - x) ** 2).mean()
+
+
+def data(steps=3):
+  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(steps)]
+
+
+def plan_on(name, tx, init=lambda: Net(nnx.Rngs(0)), **options):
+  mesh = nxp.make_mesh(dict(zip(("data", "fsdp", "tensor"), MESHES[name], strict=True)))
+  return nxp.plan(init, mesh, RULES, optimizer=tx, **options)
+
+
+def train(plan, batches, loss=loss_fn, **options):
+  """The model and the optimizer after a step on each batch, and the losses."""
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss, **options)
+  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
+  assert len(step.compiles) == 1
+  return model, optimizer, losses
+
+
+def arrays(module):
+  return {path_str(path): np.asarray(value_of(leaf)) for path, leaf in variables(module).items()}
