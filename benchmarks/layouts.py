@@ -182,10 +182,11 @@ class Case:
     if callable(self.options):
       mesh = nxp.topology_mesh(topology, **self.axes)
       step, arguments = self.options(mesh)
-      return nxp.compile_report(jax.jit(step).lower(*arguments))
+      return nxp.compile_report(jax.jit(step).lower(*arguments), verify=True)
     options = dict(self.options)
     step = nxp.train_step(loss, microbatches=options.pop("microbatches", 1))
-    return nxp.compile_report(step, plan(**options, **self.axes), batch=batch(), topology=topology)
+    laid = plan(**options, **self.axes)
+    return nxp.compile_report(step, laid, batch=batch(), topology=topology, verify=True)
 
 
 _ACTIVATION = BATCH * WIDTH * FLOAT

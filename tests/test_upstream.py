@@ -31,12 +31,11 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
-from nnx_parallel.core import jaxprs
-from nnx_parallel.report.program import hlo
+from nnx_parallel.core import hlo, jaxprs
+from nnx_parallel.core.hlo_devices import read_tiling, split_layouts
 from nnx_parallel.report.program.compiler import run_compiler
-from nnx_parallel.report.program.devices import read_tiling, split_layouts
-from nnx_parallel.report.program.evaluate import literal
 from nnx_parallel.report.topology import missing_compiler, read_machine
+from nnx_parallel.verify.evaluate import literal
 
 OLD = jax.__version_info__ < (0, 12)
 
@@ -213,9 +212,9 @@ def dumped(request):
 
 
 def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
-  """`report/program/compiler.py` (`_DUMPS`): names of passes; `faults.py` beside it compares the programs.
+  """`report/program/compiler.py` (`_DUMPS`): names of passes; `verify/program.py` compares the programs.
 
-  `report/program/devices.py` reads the layouts of arguments and results there.
+  `core/hlo_devices.py` reads the layouts of arguments and results there.
   """
   whole, split = (hlo.parse(text).entry for text in (dumped[1].whole, dumped[1].partitioned))
   layouts = [i.attribute("sharding") for i in whole.instructions if i.opcode == "parameter"]

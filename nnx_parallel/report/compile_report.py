@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from nnx_parallel.core import hlo
 from nnx_parallel.core.figures import picture_of
+from nnx_parallel.core.hlo_devices import Labels
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, path_str, variables
@@ -26,7 +28,6 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.workload import batch_structs, check_batch
-from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import KINDS, Collective, collectives, totals
 from nnx_parallel.report.program.compiler import (
   Compiled,
@@ -37,12 +38,11 @@ from nnx_parallel.report.program.compiler import (
   run_compiler,
 )
 from nnx_parallel.report.program.cost import Cost, cost
-from nnx_parallel.report.program.devices import Labels
-from nnx_parallel.report.program.faults import Comparison, Fault, compare
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.whole import SHARE, WholeActivation, whole_activations
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
+from nnx_parallel.verify.program import Comparison, Fault, compare
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -117,7 +117,7 @@ class CompileReport(Paged):
     examples: of one microbatch on one device, or None where that is unknown.
     batch_split: devices between which the plan splits the batch, or None without a plan.
     results: the step's results as the partitioned program computes them, against the program before it was
-      split; see `report.faults`. Nothing is in it for a program that was already compiled.
+      split; see `report.faults`. None without `verify=True`.
     whole_activations: activations of 1 % of the need or more that devices hold for the examples of others
       too, although the plan splits the batch; largest first. None where that is unknown: without a plan, or a
       batch that is split.
@@ -144,14 +144,20 @@ class CompileReport(Paged):
   quantities: Mapping[str, int]
   examples: int | None = None
   batch_split: int | None = None
-  results: Comparison = dataclasses.field(default_factory=Comparison)
+  results: Comparison | None = None
   whole_activations: tuple[WholeActivation, ...] | None = None
   layers: tuple[str, ...] = ()
   slices: int = 1
 
   @property
   def faults(self) -> tuple[Fault, ...]:
-    """Results that the compiler's partitioner gets wrong: gradients, new parameters, the loss."""
+    """Results that the compiler's partitioner gets wrong: gradients, new parameters, the loss.
+
+    Raises:
+      ReportError: they were not compared.
+    """
+    if self.results is None:
+      raise ReportError("the results of this step were not compared.", fix="compile_report(..., verify=True)")
     return self.results.faults
 
   @property
@@ -269,6 +275,7 @@ def compile_report(
   batch: Any = None,
   topology: str | None = None,
   chip: Chip | str | None = None,
+  verify: bool = False,
 ) -> CompileReport:
   """Compiles a step without running it, and reports what it needs, computes and sends.
 
@@ -282,6 +289,8 @@ def compile_report(
     topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
       of the plan's mesh. See `topology`.
     chip: whose memory decides the verdict; by default that of the devices compiled for.
+    verify: compare the results of the program that was split over the devices with the program before, at a
+      few positions of each array; see `report.faults`. It takes less time than the compilation.
 
   Returns:
     The report; print it, read its fields, or turn it into JSON or a page.
@@ -289,7 +298,8 @@ def compile_report(
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
       as the plan, its compiler is not installed, or it refuses the program for another reason than memory;
-      or `step` is no step; or the batch has no array, or one that the plan cannot split evenly.
+      or `step` is no step; or the batch has no array, or one that the plan cannot split evenly; or `verify`
+      is for a program that is already compiled.
 
   Example:
     >>> import jax
@@ -305,14 +315,14 @@ def compile_report(
     (True, 100, 256)
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
-    return report_of(step, chip)
+    return report_of(step, chip, verify=verify)
   if not hasattr(step, "lower"):
     raise ReportError(
       f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
       fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
     )
   if plan is None:
-    return report_of(step.lower(*args), chip)
+    return report_of(step.lower(*args), chip, verify=verify)
   check_plan(plan, "compile_report(step, plan, batch=batch)")
   if batch is None:
     raise ReportError(
@@ -334,7 +344,9 @@ def compile_report(
   given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
   split = BatchSplit(here.batch_axes, given[0]) if given else None  # `*args` has no names
   slices = slice_numbers(cast("Mesh", here.mesh), topology)
-  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split, slices)
+  report = report_of(
+    lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split, slices, verify
+  )
   shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   quantities = {
     "params": sum(x.bytes for x in here.leaves if x.is_parameter),
@@ -406,6 +418,7 @@ def report_of(
   names: Mapping[str, str] | None = None,
   batch: BatchSplit | None = None,
   slices: Labels | None = None,
+  verify: bool = False,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered, which is compiled here, or compiled.
 
@@ -417,10 +430,16 @@ def report_of(
     names: argument as JAX names it -> name to print.
     batch: which arguments are the batch, and the axes that split it; None where that is not known.
     slices: the slice or host at each position of the mesh; None for one, or where that is not known.
+    verify: as in `compile_report`.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
     done = run_compiler(program)
+  elif verify:
+    raise ReportError(
+      "a compiled program does not hold the program before it was split, to verify it by.",
+      fix="compile_report(step.lower(...), verify=True)",
+    )
   else:
     done = Compiled(program.as_text() or "", "", memory_stats(program), None, "", 0.0)
   mesh = _mesh_of(program)
@@ -437,6 +456,7 @@ def report_of(
   final = hlo.parse(done.text or done.partitioned)
   # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
   split = hlo.parse(done.partitioned) if done.partitioned else final
+  whole = hlo.parse(done.whole) if done.whole and (verify or batch is not None) else None
   arguments, memory = _arguments(final, done.text, names), done.memory
   if done.shortage is not None:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
@@ -464,42 +484,42 @@ def report_of(
     reshards=find_reshards(done.log, split.frames),
     seconds=done.seconds,
     quantities={},
-    results=compare(done.whole, done.partitioned, _result_names(program, done, names)),
-    whole_activations=_whole(done, final, axes, batch, SHARE * need),
+    results=_verified(whole, split, _result_paths(program), names) if verify else None,
+    whole_activations=_whole(whole, split, final, axes, batch, SHARE * need),
     slices=1 if slices is None else len(set(slices.tolist())),
   )
 
 
 def _whole(
-  done: Compiled, final: hlo.Program, sizes: Mapping[str, int], batch: BatchSplit | None, least: float
+  whole: hlo.Program | None,
+  split: hlo.Program,
+  final: hlo.Program,
+  sizes: Mapping[str, int],
+  batch: BatchSplit | None,
+  least: float,
 ) -> tuple[WholeActivation, ...] | None:
   """Activations that are whole along the batch; None where there are no programs to tell by."""
-  if batch is None or not done.whole or math.prod(sizes[axis] for axis in batch.axes) == 1:
+  if batch is None or whole is None or math.prod(sizes[axis] for axis in batch.axes) == 1:
     return None
-  return whole_activations(done.whole, done.partitioned, final, sizes, batch.axes, batch.has, least)
+  return whole_activations(whole, split, final, sizes, batch.axes, batch.has, least)
 
 
-def _result_names(
-  program: jax.stages.Lowered | jax.stages.Compiled, done: Compiled, names: Mapping[str, str]
-) -> dict[int, str]:
-  """Number of each result -> the argument whose memory it takes, or its path among the results."""
-  if not done.whole:
-    return {}
+def _result_paths(program: jax.stages.Lowered) -> dict[int, str]:
+  """Number of each result -> its path among the results."""
   paths = jax.tree_util.tree_flatten_with_path(program.out_info)[0]
-  found = {n: f"result{jax.tree_util.keystr(path)}" for n, (path, _) in enumerate(paths)}
-  arguments = {
-    i.arguments: i.op_name for i in hlo.parse(done.whole).entry.instructions if i.opcode == "parameter"
-  }
-  for place, number in _aliases(done.whole):
-    name = arguments.get(number, "")
-    if name:
-      found[int(place or 0)] = names.get(name, name)
-  return found
+  return {n: f"result{jax.tree_util.keystr(path)}" for n, (path, _) in enumerate(paths)}
 
 
-def _aliases(text: str) -> list[tuple[str, str]]:
-  """Place of each result that takes an argument's memory, and the argument's number."""
-  return _ALIASES.findall(hlo.after(text.partition("\n")[0], "input_output_alias="))
+def _verified(
+  whole: hlo.Program | None, split: hlo.Program, paths: Mapping[int, str], names: Mapping[str, str]
+) -> Comparison:
+  """The results of a program against those before it was split; nothing where it was not split."""
+  if whole is None:
+    return Comparison()
+  arguments = {i.index: i.op_name for i in whole.entry.parameters}
+  aliased = {place: arguments.get(number, "") for place, number in whole.aliases}
+  found = {place: names.get(name, name) for place, name in aliased.items() if name}
+  return compare(whole, split, {**paths, **found})
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:
@@ -530,11 +550,10 @@ def _categories(memory: MemoryStats, need: int, known: Mapping[str, int]) -> dic
 
 
 def _arguments(program: hlo.Program, text: str, names: Mapping[str, str]) -> tuple[Argument, ...]:
-  donated = {number for _, number in _aliases(text)}
+  donated = {number for _, number in program.aliases}
   arguments = [
-    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or i.arguments in donated)
-    for i in program.entry.instructions
-    if i.opcode == "parameter"
+    Argument(names.get(i.op_name, i.op_name or i.name), i.bytes, not text or i.index in donated)
+    for i in program.entry.parameters
   ]
   return tuple(sorted(arguments, key=lambda argument: -argument.bytes))
 

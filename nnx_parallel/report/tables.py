@@ -17,9 +17,9 @@ from nnx_parallel.core.text import (
   text_of,
 )
 from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.program.faults import Comparison
 from nnx_parallel.report.program.peak import PeakBuffer
 from nnx_parallel.report.program.whole import SHARE, WholeActivation
+from nnx_parallel.verify.program import Comparison
 
 _ROWS = 12
 _BUFFERS = 6
@@ -128,29 +128,26 @@ def between_slices(report: CompileReport) -> str:
   return f"Collectives between the {report.slices} {places} send {total}."
 
 
-def results_text(results: Comparison) -> str:
-  """How many results of a partitioned step are right, wrong and unknown."""
-  right, faults, unknown = results.right, results.faults, results.unknown
-  count = len(right) + len(faults) + len(unknown)
-  if not count:
+def results_text(results: Comparison | None, reasons: str = "") -> str:
+  """How many results of a partitioned step were compared, and how many are wrong."""
+  if results is None:
     return "its results were not compared"
-  if len(right) == count:
-    return f"all {count} results are right"
-  words = [f"{len(faults)} WRONG"] if faults else []
-  words += [f"{len(unknown)} not checked"] if unknown else []
-  return f"of {count} results {', '.join([f'{len(right)} are right', *words])}"
+  count, wrong, unknown = len(results.right) + len(results.faults), len(results.faults), len(results.unknown)
+  checked = f"{count} result{'s' * (count != 1)} compared"
+  checked += f", {unknown} not checked{reasons}" if unknown else ""
+  return f"{checked}: {f'{wrong} WRONG' if wrong else 'all right'}" if count else checked
 
 
 def results_note(report: CompileReport) -> str:
-  """One sentence: how many results of the partitioned step are right; empty if none was compared."""
+  """One sentence: what was compared of the partitioned step, and what is wrong; empty where nothing was."""
   results = report.results
-  if not (results.right or results.faults or results.unknown):
+  if results is None:
     return ""
   names = list(results.unknown)
   few = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "")
-  why = "; ".join(dict.fromkeys(results.unknown.values()))
-  lost = f" ({few}), because of: {why}" if results.unknown else ""
-  return f"Split over the devices, {results_text(results)}{lost}."
+  reasons = f" ({few}) because of: {'; '.join(dict.fromkeys(results.unknown.values()))}"
+  parts = " Of its longest loops, the first and the last passes were run." if results.shortened else ""
+  return f"Split over the devices, {results_text(results, reasons)}.{parts}"
 
 
 def faults_table(report: CompileReport) -> Table:
@@ -162,7 +159,7 @@ def faults_table(report: CompileReport) -> Table:
       os.path.basename(fault.source) or fault.op,
       ", ".join((fault.instruction, *fault.sent)),
     )
-    for fault in report.faults
+    for fault in (report.results.faults if report.results else ())
   ]
   columns = ("result", "is", "first wrong at", "instruction, and what it receives")
   return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows)

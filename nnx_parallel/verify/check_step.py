@@ -126,7 +126,8 @@ def check_step(
     other: another plan of the same module and optimizer, which starts with the same values; None: one device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: for `train_step`, on both layouts.
+    **options: for `train_step`, on both layouts. One device sums no gradients, so that `reduction` is for the
+      first layout only.
 
   Returns:
     The comparison: true where both agree within the rounding of their dtype.
@@ -159,10 +160,15 @@ def check_step(
   first = nxp.create_sharded_model(plan)
   second = nxp.reshard(first[0], other, optimizer=first[1])
   dtype = coarsest_dtype(first[0], nxp.shard_batch(batch, plan), loss_fn, plan.wrt)
+  if options.get("reduction") is not None:
+    dtype = max(dtype, jnp.dtype(options["reduction"]).name, key=lambda name: float(jnp.finfo(name).eps))
   step = nxp.train_step(loss_fn, **options)
+  if other.mesh.size == 1:
+    options.pop("reduction", None)
+  again = nxp.train_step(loss_fn, **options)
   before = _values(first)
   one = step(first[0], first[1], nxp.shard_batch(batch, plan))
-  two = step(second[0], second[1], nxp.shard_batch(batch, other))
+  two = again(second[0], second[1], nxp.shard_batch(batch, other))
   names = sorted(one, key="loss".__ne__)
   metrics = tuple(_metric(name, one[name], two[name], LOSS_TOLERANCE[dtype]) for name in names)
   leaves = _compared(plan, before, _values(first), _values(second), dtype)

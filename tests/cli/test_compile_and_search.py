@@ -117,7 +117,7 @@ def test_compile_ends_with_3_when_a_result_is_wrong(recipe, run):
   whole = "  return jnp.mean(jnp.square(model(batch)))\n"
   assert whole in path.read_text()
   path.write_text(path.read_text().replace(whole, local.lstrip("\n")))
-  done = run("compile", recipe, "--topology", "cpu:8", "--json")
+  done = run("compile", recipe, "--topology", "cpu:8", "--json", "--verify")
   assert done.code == 3, done.err
   faults = json.loads(done.out)["results"]["faults"]
   assert any("a psum is missing" in fault["what"] for fault in faults)

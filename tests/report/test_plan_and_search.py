@@ -31,9 +31,9 @@ from nnx_parallel.report.estimate.roofline import (
   step_time,
 )
 from nnx_parallel.report.estimate.workload import trace_workload
-from nnx_parallel.report.program.faults import Comparison, Fault
 from nnx_parallel.report.search.search import SAME_TIME, factorisations, meshes, search, searched_axes
 from nnx_parallel.report.topology import read_machine
+from nnx_parallel.verify.program import Comparison, Fault
 from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512
@@ -591,7 +591,7 @@ def test_a_layout_whose_program_computes_something_else_does_not_win(compiler):
   found = find("cpu:8", compile_best=2)
   assert found.best is found.fitting[0]
   refused = found.fitting[-1]
-  assert refused.refused == "as compiled, of 2 results 1 are right, 1 WRONG"
+  assert refused.refused == "as compiled, 2 results compared: 1 WRONG"
   (note,) = found.notes
   assert note.startswith(refused.mesh_text)
   assert note.endswith("refused: up is off by 0.5 of its largest number; first wrong at net.py:3: dot.1.")

@@ -190,3 +190,12 @@ def test_optimizers_own_arithmetic_is_not_taken_for_rounding():
   tx = optax.chain(optax.adam(1e-2), halved)
   found = nxp.check_step(*two_plans(Wrong, tx), loss_of_square, X)
   assert {row.name for row in found.leaves if not row} == {"up.bias", "up.kernel"}
+
+
+def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(),
+                  optimizer=optax.adam(1e-3))  # fmt: skip
+  batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+  found = nxp.check_step(plan, None, lambda model, x: (model(x) ** 2).mean(), batch, reduction="bfloat16")
+  assert found
+  assert "changed by the same, to 1e-01" in str(found)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nnx_parallel.report.program import hlo
-from nnx_parallel.report.program.devices import (
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import (
   AxisFinder,
   Labels,
   group_labels,
@@ -164,8 +164,8 @@ def _describe(
   whole = match.whole and (not across or _all_programs(instruction, programs))
   if kind == "all-reduce" and run.computation.name in scattered:
     kind = "reduce-scatter"
-  shapes = _payload(instruction, kind, run.computation, group_size)
-  made = origins.made(instruction, run.computation, run.caller)
+  shapes = _payload(instruction, kind, group_size)
+  made = origins.made(instruction, run.caller)
   return Collective(
     kind=kind,
     axes=match.axes,
@@ -176,8 +176,8 @@ def _describe(
     times=run.times,
     overlapped=_overlapped_sending(run) if across else _overlapped(run),
     op=made.op_name if made else "",
-    source=program.source(made) if made else "",
-    parameters=origins.of(instruction, run.computation) if kind in _CARRIES else (),
+    source=origins.source(made) if made else "",
+    parameters=origins.of(instruction) if kind in _CARRIES else (),
     name=instruction.name,
     slices=_spanned(labels, slices),
   )
@@ -217,13 +217,10 @@ def _all_programs(instruction: hlo.Instruction, programs: int) -> bool:
   return target is not None and target[1].count(",") + 1 == programs
 
 
-def _payload(
-  instruction: hlo.Instruction, kind: str, computation: hlo.Computation, group_size: int
-) -> tuple[hlo.Shape, ...]:
+def _payload(instruction: hlo.Instruction, kind: str, group_size: int) -> tuple[hlo.Shape, ...]:
   """Shapes of what a group holds together, per run."""
   count = 1 if instruction.opcode == "send" else None  # the other operand of a send is a token
-  operands = [computation.by_name[name] for name in instruction.operands[:count]]
-  inputs = tuple(shape for operand in operands for shape in operand.shapes)
+  inputs = tuple(shape for operand in instruction.inputs[:count] for shape in operand.shapes)
   if kind != "all-gather":
     return inputs
   # Results of async starts repeat the inputs and add counters, so the inputs are scaled instead.
@@ -254,7 +251,7 @@ def _computes_before(run: hlo.Executed, end: str, of: hlo.Instruction | None) ->
   """Whether anything but scalars is computed from an instruction on, until the `end` of another one."""
   order = run.computation.instructions
   for later in order[order.index(run.instruction) + 1 :]:
-    if of is not None and of.name in later.operands and later.opcode.endswith(end):
+    if of is not None and of in later.inputs and later.opcode.endswith(end):
       return False
     if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
       return True

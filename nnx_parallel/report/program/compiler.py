@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from nnx_parallel.core import hlo
 from nnx_parallel.errors import ReportError
-from nnx_parallel.report.program import hlo
 
 # The files of a dump that are read. The partitioner of TPU has another name; both dump the program before it
 # is split, and that of one device after.

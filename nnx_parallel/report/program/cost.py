@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from nnx_parallel.core import hlo
 from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
-from nnx_parallel.report.program import hlo
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
@@ -59,48 +59,47 @@ def cost(program: str | hlo.Program) -> Cost:
   uncounted: dict[str, int] = {}
   traffic = 0
   for run in program.executed():
-    instruction, computation = run.instruction, run.computation
-    flops = _flops(instruction, computation)
+    instruction = run.instruction
+    flops = _flops(instruction)
     if flops:
-      types = [shape.dtype for shape in _operand_shapes(instruction, computation)[:2]]
+      types = [shape.dtype for shape in _operand_shapes(instruction)[:2]]
       name = compiled_arithmetic(types, instruction.rest)
       arithmetic[name] = arithmetic.get(name, 0) + run.times * flops
     else:
-      missed = _missed(instruction, computation, program)
+      missed = _missed(instruction, program)
       if missed:
         uncounted[missed] = uncounted.get(missed, 0) + run.times
     fused = run.caller is not None and run.caller.opcode not in ("while", "conditional", "call")
     if not fused:
-      traffic += run.times * _traffic(instruction, computation, program)
+      traffic += run.times * _traffic(instruction, program)
   return Cost(arithmetic, traffic, uncounted)
 
 
-def _missed(instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program) -> str:
+def _missed(instruction: hlo.Instruction, program: hlo.Program) -> str:
   """What an instruction computes that is not counted, or an empty string."""
-  if instruction.opcode == "while" and program.trips(instruction, computation) is None:
+  if instruction.opcode == "while" and program.trips(instruction) is None:
     return ENDLESS
   target = _TARGET.search(instruction.rest) if instruction.opcode == "custom-call" else None
   return target[1] if target and not _LIGHT_CALLS.search(target[1]) else ""
 
 
-def _operand_shapes(instruction: hlo.Instruction, computation: hlo.Computation) -> list[hlo.Shape]:
-  operands = (computation.by_name[n] for n in instruction.operands if n in computation.by_name)
-  return [shape for operand in operands for shape in operand.shapes]
+def _operand_shapes(instruction: hlo.Instruction) -> list[hlo.Shape]:
+  return [shape for operand in instruction.inputs for shape in operand.shapes]
 
 
-def _flops(instruction: hlo.Instruction, computation: hlo.Computation) -> int:
+def _flops(instruction: hlo.Instruction) -> int:
   if instruction.opcode == "dot":
-    left = computation.by_name[instruction.operands[0]].shapes[0]
+    left = instruction.inputs[0].shapes[0]
     dims = instruction.attribute("lhs_contracting_dims").strip("{}")
     return 2 * instruction.shapes[0].elements * _product(left, dims)
   if instruction.opcode == "custom-call":
     dims, estimate = _CONTRACTING.search(instruction.rest), _ESTIMATE.search(instruction.rest)
     if dims:
-      left = computation.by_name[instruction.operands[0]].shapes[0]
+      left = instruction.inputs[0].shapes[0]
       return 2 * instruction.shapes[0].elements * _product(left, dims.group(1).replace('"', ""))
     return int(estimate[1]) if estimate else 0
   if instruction.opcode == "convolution":
-    kernel = computation.by_name[instruction.operands[1]].shapes[0]
+    kernel = instruction.inputs[1].shapes[0]
     labels, dilated = _LABELS.search(instruction.rest), _DILATED.search(instruction.rest)
     out = kernel.dims[labels.group(1).index("o")] if labels else 1
     # Zeros between the elements of the left operand (a stride's gradient) are not counted.
@@ -113,16 +112,16 @@ def _product(shape: hlo.Shape, dims: str) -> int:
   return math.prod(shape.dims[int(d)] for d in dims.split(",") if d)
 
 
-def _traffic(instruction: hlo.Instruction, computation: hlo.Computation, program: hlo.Program) -> int:
+def _traffic(instruction: hlo.Instruction, program: hlo.Program) -> int:
   if instruction.opcode in _FREE:
     return 0
   if instruction.opcode == "dynamic-slice":
     return 2 * instruction.bytes
   if instruction.opcode == "dynamic-update-slice":
-    return 2 * computation.by_name[instruction.operands[1]].bytes
+    return 2 * instruction.inputs[1].bytes
   if instruction.opcode in ("fusion", "fusion-start"):
     return _fusion_traffic(instruction, program)
-  read = sum(shape.bytes for shape in _operand_shapes(instruction, computation))
+  read = sum(shape.bytes for shape in _operand_shapes(instruction))
   # An asynchronous operation reads at its start and writes at its end; its start's result is no array.
   if instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
     return read
@@ -134,26 +133,18 @@ def _traffic(instruction: hlo.Instruction, computation: hlo.Computation, program
 def _fusion_traffic(fusion: hlo.Instruction, program: hlo.Program) -> int:
   """Operands and results, but only the slice of an operand that is sliced or updated in place."""
   inner = program.computations[fusion.called[0]]
-  users: dict[str, list[hlo.Instruction]] = {}
+  users: dict[hlo.Instruction, list[hlo.Instruction]] = {}
   for instruction in inner.instructions:
-    for name in instruction.operands:
-      users.setdefault(name, []).append(instruction)
+    for operand in instruction.inputs:
+      users.setdefault(operand, []).append(instruction)
   read = 0
-  for parameter in inner.instructions:
-    if parameter.opcode != "parameter":
-      continue
-    reads = users.get(parameter.name, [])
+  for parameter in inner.parameters:
+    reads = users.get(parameter, [])
     whole = parameter.bytes
     if reads and all(user.opcode in ("dynamic-slice", "slice", "gather") for user in reads):
       whole = min(whole, sum(user.bytes for user in reads))
-    elif reads and all(_updates(user, parameter) for user in reads):
+    elif reads and all(u.opcode == "dynamic-update-slice" and u.inputs[0] is parameter for u in reads):
       whole = 0
     read += whole
   updates = [i for i in inner.instructions if i.opcode == "dynamic-update-slice"]
-  if updates:
-    return read + sum(inner.by_name[u.operands[1]].bytes for u in updates)
-  return read + inner.root.bytes
-
-
-def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
-  return user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name
+  return read + (sum(u.inputs[1].bytes for u in updates) if updates else inner.root.bytes)

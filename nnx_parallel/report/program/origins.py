@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from nnx_parallel.report.program import hlo
+import re
+from collections.abc import Iterator
+
+from nnx_parallel.core import hlo
 
 # Operations whose result holds only values of one operand.
 _MOVES = frozenset({
@@ -14,6 +17,8 @@ _MOVES = frozenset({
 _FUSIONS = frozenset({"fusion", "fusion-start"})
 _REDUCES = frozenset({"all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "all-to-all"})
 _FAR = 200
+# Lines of this package; and those that compute what a line of the user's says, in another way.
+_PACKAGE, _REWRITES = "/nnx_parallel/", re.compile("/nnx_parallel/(layers|core)/")
 
 
 class Origins:
@@ -21,83 +26,101 @@ class Origins:
 
   def __init__(self, program: hlo.Program):
     self._program = program
-    self._callers: dict[str, tuple[hlo.Instruction, hlo.Computation]] = {}
+    # Parameter or root of a computation -> the instruction that runs the computation.
+    self._callers: dict[hlo.Instruction, hlo.Instruction] = {}
+    self._readers: dict[hlo.Instruction, list[hlo.Instruction]] = {}
     for computation in program.computations.values():
       for instruction in computation.instructions:
-        for name in instruction.called:
-          self._callers.setdefault(name, (instruction, computation))
+        for read in instruction.inputs:
+          self._readers.setdefault(read, []).append(instruction)
+        for inner in self._called(instruction):
+          for end in (*inner.parameters, inner.root):
+            self._callers.setdefault(end, instruction)
 
-  def of(self, instruction: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
+  def _called(self, at: hlo.Instruction) -> list[hlo.Computation]:
+    return [self._program.computations[name] for name in at.called if name in self._program.computations]
+
+  def source(self, instruction: hlo.Instruction) -> str:
+    """`file.py:line` of an instruction; where `layers` rewrote it, the first of the user's that reads it."""
+    own = self._program.source(instruction)
+    left: list[tuple[hlo.Instruction, int | None]] = [(instruction, None)]
+    seen = set[tuple[hlo.Instruction, int | None]]()
+    while left and len(seen) < _FAR and _REWRITES.search(own):
+      at, index = left.pop(0)
+      line = self._program.source(at)
+      if line and _PACKAGE not in line:
+        return line
+      if (at, index) not in seen:
+        seen.add((at, index))
+        left += self._onward(at, index)
+    return own
+
+  def _onward(self, made: hlo.Instruction, index: int | None) -> Iterator[tuple[hlo.Instruction, int | None]]:
+    """What reads a value, also in loops and calls; of a tuple, the element `index`."""
+    for at in self._readers.get(made, ()):
+      place, inner = at.inputs.index(made), self._called(at)
+      if at.opcode == "get-tuple-element":
+        if index in (None, at.index):
+          yield at, None
+      elif at.opcode in ("while", "fusion", "call") and inner:
+        yield inner[-1].parameters[0 if at.opcode == "while" else place], index
+      else:
+        yield at, place if at.opcode == "tuple" else None
+    caller = self._callers.get(made)
+    if caller is not None and made.opcode != "parameter":
+      yield caller, index
+
+  def of(self, instruction: hlo.Instruction) -> tuple[str, ...]:
     """Names of the arguments that reach `instruction` unmixed, without duplicates."""
-    names = [self._follow(operand, computation, None) for operand in instruction.operands]
+    names = [self.value(operand) for operand in instruction.inputs]
     return tuple(dict.fromkeys(name for name in names if name))
 
-  def value(self, instruction: hlo.Instruction, computation: hlo.Computation, index: str = "") -> str | None:
-    """Name of the argument whose value a result is, unmixed; `index` picks an element of a tuple."""
-    return self._follow(instruction.name, computation, int(index) if index.isdigit() else None)
-
-  def made(
-    self, instruction: hlo.Instruction, computation: hlo.Computation, caller: hlo.Instruction | None
-  ) -> hlo.Instruction | None:
+  def made(self, instruction: hlo.Instruction, caller: hlo.Instruction | None) -> hlo.Instruction | None:
     """The operation with the JAX name of a collective: itself, its caller, or the maker of its operand."""
     if instruction.op_name or (caller is not None and caller.op_name):
       return instruction if instruction.op_name else caller
-    operand = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
-    made = self.maker(operand, computation) if operand is not None else None
+    made = self.maker(instruction.inputs[0]) if instruction.inputs else None
     return made if made is not None and made.op_name else None
 
-  def maker(self, instruction: hlo.Instruction, computation: hlo.Computation) -> hlo.Instruction:
+  def maker(self, instruction: hlo.Instruction) -> hlo.Instruction:
     """The operation with a JAX name that made a value; copies and what loops carry have none of their own."""
     at, index = instruction, None
     for _ in range(_FAR):
       if at.op_name:
         return at
-      if at.opcode == "parameter" and computation.name in self._callers:
-        at, computation = self._callers[computation.name]
+      if at.opcode == "parameter" and at in self._callers:
+        at = self._callers[at]
         continue
-      onward = self._source_of(at, computation, index)
-      if onward is None:
+      if not at.inputs or not (self._moves(at) or at.opcode in _REDUCES):
         break
-      index = int(at.attribute("index")) if at.opcode == "get-tuple-element" else None
-      at = onward
+      taken = at.opcode == "get-tuple-element"
+      if index is not None and index < len(at.inputs) and not taken:
+        onward = at.inputs[index]
+      else:
+        onward = max(at.inputs, key=lambda operand: operand.bytes)
+      at, index = onward, at.index if taken else None
     return instruction
 
-  def _source_of(
-    self, at: hlo.Instruction, computation: hlo.Computation, index: int | None
-  ) -> hlo.Instruction | None:
-    operands = [computation.by_name[name] for name in at.operands if name in computation.by_name]
-    if not operands or not (self._moves(at) or at.opcode in _REDUCES):
-      return None
-    if index is not None and index < len(operands) and at.opcode != "get-tuple-element":
-      return operands[index]
-    return max(operands, key=lambda operand: operand.bytes)
-
-  def _follow(self, name: str, computation: hlo.Computation, index: int | None) -> str | None:
+  def value(self, instruction: hlo.Instruction, index: int | None = None) -> str | None:
+    """Name of the argument whose value a result is, unmixed; `index` picks an element of a tuple."""
+    at = instruction
     for _ in range(_FAR):
-      at = computation.by_name.get(name)
-      if at is None:
-        return None
       if at.opcode == "parameter":
-        if computation is self._program.entry:
-          return at.op_name or at.name
-        if computation.name not in self._callers:
+        caller = self._callers.get(at)
+        if caller is None:
+          return at.op_name or at.name if at in self._program.entry.parameters else None
+        number = 0 if caller.opcode == "while" else at.index
+        if number >= len(caller.inputs):
           return None
-        caller, computation = self._callers[computation.name]
-        number = 0 if caller.opcode == "while" else int(at.arguments)
-        if number >= len(caller.operands):
-          return None
-        name = caller.operands[number]
+        at = caller.inputs[number]
       elif at.opcode == "get-tuple-element":
-        name, index = at.operands[0], int(at.attribute("index"))
+        at, index = at.inputs[0], at.index
       elif at.opcode == "tuple" and index is not None:
-        name, index = at.operands[index], None
-      elif at.opcode == "while" and index is not None:
-        if not self._carries(at, index):
-          return None
-        name = at.operands[0]
-      elif at.operands and self._moves(at):
-        known = [n for n in at.operands if n in computation.by_name]
-        name, index = max(known, key=lambda n: computation.by_name[n].bytes), None
+        at, index = at.inputs[index], None
+      elif at.opcode == "while" and index is not None and self._carries(at, index):
+        at = at.inputs[0]
+      elif at.opcode != "while" and at.inputs and self._moves(at):
+        at, index = max(at.inputs, key=lambda operand: operand.bytes), None
       else:
         return None
     return None
@@ -111,8 +134,6 @@ class Origins:
 
   def _carries(self, loop: hlo.Instruction, index: int) -> bool:
     """Whether a value comes out of a loop as it went in."""
-    body = self._program.computations[loop.attribute("body").lstrip("%")]
-    if body.root.opcode != "tuple":
-      return False
-    carried = body.by_name[body.root.operands[index]]
-    return carried.opcode == "get-tuple-element" and int(carried.attribute("index")) == index
+    root = self._program.body(loop).root
+    carried = root.inputs[index] if root.opcode == "tuple" else None
+    return carried is not None and carried.opcode == "get-tuple-element" and carried.index == index

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from nnx_parallel.report.program import hlo
+from nnx_parallel.core import hlo
 from nnx_parallel.report.program.origins import Origins
 
 # After the live range of every value, the dump lists those that are alive at the peak:
@@ -52,27 +52,25 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
   section = _SECTION.search(dump)
   if not section:
     return ()
-  where = {i.name: (i, c) for c in program.computations.values() for i in c.instructions}
+  where = {i.name: i for c in program.computations.values() for i in c.instructions}
   origins = Origins(program)
   found: list[PeakBuffer] = []
   for value in _VALUE.finditer(section.group(1)):
-    instruction, computation = where.get(value["name"], (None, program.entry))
-    if (computation is program.entry and instruction and instruction.opcode == "parameter") or (
-      int(value["bytes"]) < _SMALL
-    ):
+    instruction = where.get(value["name"])
+    if int(value["bytes"]) < _SMALL or instruction in program.entry.parameters:
       continue
     if instruction is None:
       found.append(PeakBuffer("", 1, int(value["bytes"]), value["name"], "", ()))
       continue
-    made = origins.maker(instruction, computation)
-    held = origins.value(instruction, computation, value["index"])
+    made = origins.maker(instruction)
+    held = origins.value(instruction, int(value["index"]) if value["index"].isdigit() else None)
     found.append(
       PeakBuffer(
         shape=_shape(instruction, value["index"]),
         count=1,
         bytes=int(value["bytes"]),
         op=names.get(made.op_name, made.op_name or made.name),
-        source=program.source(made),
+        source=origins.source(made),
         parameters=(names.get(held, held),) if held else (),
       )
     )

@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import Tiling, read_tiling
+from nnx_parallel.core.hlo_dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import HELD
-from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.devices import Tiling, read_tiling
+from nnx_parallel.verify import thin
 
 SHARE = 0.01
 """Part of the need from which an array is reported: all smaller ones together seldom decide what fits."""
@@ -78,25 +80,15 @@ class WholeActivation:
 class _Dims(thin.Thinning):
   """The dims of a program in classes; those of one class have the same examples, or whatever they hold."""
 
-  def __init__(self, program: hlo.Program):
-    super().__init__([program])
-    self._entry = program.entry
-
-  def _merge(self, sides: tuple[tuple[list[int], tuple[int, ...]], ...]) -> None:
+  def _merge(self, sides: thin.Sides) -> None:
     """Of dims that a reshape merges or splits, the outermost holds the runs of the others."""
     (one, _), (other, _) = sides
     self._unite(one[0], other[0])
 
-  def carried(self, arguments: Collection[hlo.Instruction]) -> Callable[[str, str], list[int]]:
+  def carried(self, arguments: Collection[hlo.Instruction]) -> Callable[[hlo.Instruction], list[int]]:
     """A function that gives the dims of an instruction's array which the first dim of arguments reaches."""
-    first = (self._nodes[0, self._entry.name, argument.name][0][0] for argument in arguments)
-    roots = {self._forest.root(dim) for dim in first}
-
-    def dims(computation: str, instruction: str) -> list[int]:
-      found = self._nodes[0, computation, instruction][0]
-      return [n for n, dim in enumerate(found) if self._forest.root(dim) in roots]
-
-    return dims
+    roots = {self.forest.root(self.nodes[argument][0][0]) for argument in arguments}
+    return lambda at: [n for n, dim in enumerate(self.nodes[at][0]) if self.forest.root(dim) in roots]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +120,8 @@ class _Array:
 
 
 def whole_activations(
-  before: str,
-  after: str,
+  before: hlo.Program,
+  split: hlo.Program,
   final: hlo.Program,
   sizes: Mapping[str, int],
   batch_axes: Collection[str],
@@ -139,8 +131,8 @@ def whole_activations(
   """Lists activations that are whole along the batch, largest first, those of one shape and line together.
 
   Args:
-    before: HLO text of the pass before the partitioner, with layouts.
-    after: HLO text of the partitioner's result.
+    before: the program before the partitioner, with layouts.
+    split: the partitioner's result.
     final: the program that the compiler made.
     sizes: mesh axis -> size, in mesh order.
     batch_axes: axes that split the batch.
@@ -148,8 +140,7 @@ def whole_activations(
     least: bytes from which an array is listed.
   """
   groups = _groups(sizes, batch_axes)
-  arrays = _arrays(hlo.parse(before), is_batch, groups)
-  split = hlo.parse(after)
+  arrays = _arrays(before, is_batch, groups)
   known: dict[tuple[_Key, object], tuple[int, _Array, tuple[int, ...], int]] = {}
   seen = set[tuple[_Key, tuple[int, ...]]]()  # an optimizer's update has one name and line for many arrays
   for place, run in enumerate(split.executed()):
@@ -203,26 +194,26 @@ def _arrays(
     return read_tiling(at.attribute("sharding"), groups.size)
 
   batch: list[hlo.Instruction] = []
-  for at in program.entry.instructions:
-    tiling = tiling_of(at) if at.opcode == "parameter" and is_batch(at.op_name) else None
+  for at in program.entry.parameters:
+    tiling = tiling_of(at) if is_batch(at.op_name) else None
     if tiling is not None and tiling.parts and len(np.unique(tiling.blocks[groups[0], 0])) > 1:
       batch.append(at)
-  carried = _Dims(program).carried(batch)
+  carried = _Dims([program]).carried(batch)
   found: dict[_Key, list[_Array]] = {}
-  for computation in thin.reachable(program):
-    asked: dict[str, str] = {}
+  for computation in program.reachable:
+    asked: dict[hlo.Instruction, str] = {}
     for at in reversed(computation.instructions):
       tiling = tiling_of(at)
       # In a shard_map, arrays are blocks, which are the user's own.
       if not at.op_name or not _makes_one(at) or (tiling is not None and tiling.manual):
         continue
       dims, source = at.shapes[0].dims, program.source(at)
-      examples = next((d for d in carried(computation.name, at.name) if dims[d] > 1), None)
-      array = _Array(dims, examples, tiling, asked.get(at.name, ""))
+      examples = next((d for d in carried(at) if dims[d] > 1), None)
+      array = _Array(dims, examples, tiling, asked.get(at, ""))
       if _is_users_constraint(at.op_name) and _copies(array, dims, groups) > 1:
         array = dataclasses.replace(array, constraint=source)
-      if array.constraint and at.opcode in _MOVES | thin.ELEMENTWISE:
-        asked |= dict.fromkeys(at.operands, array.constraint)
+      if array.constraint and at.opcode in _MOVES | ELEMENTWISE:
+        asked |= dict.fromkeys(at.inputs, array.constraint)
       found.setdefault((at.op_name, source), []).append(array)
   return found
 
@@ -275,18 +266,15 @@ def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instr
       elif at.opcode not in _NO_ARRAY and not at.opcode.endswith("-start") and _ON_HOST not in at.result:
         inner = program.computations[at.called[0]] if at.opcode == "fusion" else computation
         root = at if inner is computation else inner.root
-        roots = [inner.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        roots = root.inputs if root.opcode == "tuple" else [root]
         for shape, one in zip(at.shapes, roots, strict=False):
-          yield shape, [*_chain(one, inner), at]
+          yield shape, [*_chain(one), at]
 
 
-def _chain(at: hlo.Instruction, computation: hlo.Computation) -> list[hlo.Instruction]:
+def _chain(at: hlo.Instruction) -> list[hlo.Instruction]:
   """An instruction, and those before it whose array it only moves or casts."""
   found = [at]
-  while at.opcode in _MOVES and at.operands:
-    before = computation.by_name.get(at.operands[0])
-    if before is None or before.opcode == "parameter":
-      break
-    at = before
+  while at.opcode in _MOVES and at.inputs and at.inputs[0].opcode != "parameter":
+    at = at.inputs[0]
     found.append(at)
   return found

@@ -489,7 +489,9 @@ def compile_candidate(
     microbatches=candidate.microbatches,
     pipeline=candidate.pipeline,
   )
-  report = compile_report(step, candidate.plan, batch=batch, topology=topology, chip=machine.chip)
+  report = compile_report(
+    step, candidate.plan, batch=batch, topology=topology, chip=machine.chip, verify=True
+  )
   return dataclasses.replace(candidate, report=report)
 
 
@@ -545,6 +547,7 @@ def _compiled(candidate: Candidate) -> tuple[str, str]:
 
 def _as_json(candidate: Candidate, fastest: float) -> dict[str, Any]:
   report, pipeline, schedule = candidate.report, candidate.pipeline, candidate.schedule
+  results = report.results if report is not None else None
   return {
     "mesh": dict(candidate.sizes),
     "microbatches": candidate.microbatches,
@@ -559,6 +562,6 @@ def _as_json(candidate: Candidate, fastest: float) -> dict[str, Any]:
     "binds": candidate.time.binds,
     "compiled_bytes": report.need_bytes if report is not None else None,
     "refused": candidate.refused,
-    "faults": [str(fault) for fault in report.faults] if report is not None else None,
-    "not_checked": dict(report.results.unknown) if report is not None else None,
+    "faults": [str(fault) for fault in results.faults] if results is not None else None,
+    "not_checked": dict(results.unknown) if results is not None else None,
   }

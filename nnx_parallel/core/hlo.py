@@ -31,6 +31,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARENTHESIS = re.compile(r"[()]")
+_ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 # The metadata of a Pallas kernel are on separate lines, inside its instruction.
 _GOES_ON = re.compile(r'\n+(?="|\}\})')
@@ -57,17 +58,27 @@ class Shape:
     return (self.elements * _DTYPE_BITS.get(self.dtype, 0) + 7) // 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """One line of a computation. `rest` is everything after the operands."""
+  """One line of a computation.
+
+  Attributes:
+    name: in the program.
+    opcode: what it does.
+    result: the text of its type.
+    inputs: the instructions of the same computation that it reads.
+    arguments: the text between its parentheses.
+    rest: everything after them.
+    root: whether the computation returns its value.
+  """
 
   name: str
   opcode: str
   result: str
-  operands: tuple[str, ...]
+  inputs: tuple[Instruction, ...] = dataclasses.field(repr=False)
   arguments: str
   rest: str
-  root: bool
+  root: bool = False
 
   @functools.cached_property
   def shapes(self) -> tuple[Shape, ...]:
@@ -79,13 +90,13 @@ class Instruction:
     """Bytes of the result, per device."""
     return sum(shape.bytes for shape in self.shapes)
 
-  @property
+  @functools.cached_property
   def op_name(self) -> str:
     """The JAX name stack, e.g. `jit(step)/jvp()/while/body/dot_general`."""
     found = _OP_NAME.search(self.rest)
     return found[1].replace("\\'", "'") if found else ""
 
-  @property
+  @functools.cached_property
   def frame(self) -> int:
     """The number of its stack frame, or -1."""
     found = _FRAME.search(self.rest)
@@ -100,22 +111,27 @@ class Instruction:
     """The numbers of `name={...}`; empty where it is not there."""
     return [int(n) for n in self.attribute(name).strip("{}").split(",") if n.strip()]
 
+  @functools.cached_property
+  def index(self) -> int:
+    """The number of a parameter, or the place in a tuple of what is taken out of it."""
+    return int(self.arguments if self.opcode == "parameter" else self.attribute("index"))
+
   @property
   def number(self) -> int | None:
     """The value of an integer constant; None for anything else."""
     is_integer = self.opcode == "constant" and re.fullmatch(r"[su]\d+", self.shapes[0].dtype)
     return int(self.arguments) if is_integer and re.fullmatch(r"-?\d+", self.arguments) else None
 
-  @property
+  @functools.cached_property
   def called(self) -> tuple[str, ...]:
-    """Names of the computations this instruction runs."""
+    """Names of the computations this instruction runs; of a `while`, its condition and its body."""
     names = list(_CALLED.findall(self.rest))
     for branches in _BRANCHES.findall(self.rest):
       names += _NAME.findall(branches)
     return tuple(names)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
   """A named list of instructions, in the order in which the compiler scheduled them."""
 
@@ -123,23 +139,23 @@ class Computation:
   instructions: tuple[Instruction, ...]
 
   @functools.cached_property
-  def by_name(self) -> Mapping[str, Instruction]:
-    """Instructions by name."""
-    return {i.name: i for i in self.instructions}
-
-  @functools.cached_property
   def root(self) -> Instruction:
     """The instruction whose value the computation returns."""
     return next((i for i in self.instructions if i.root), self.instructions[-1])
 
   @functools.cached_property
-  def last_read(self) -> Mapping[str, list[str]]:
-    """Instruction -> the values that it is the last to read; without the root's."""
-    last = {name: at.name for at in self.instructions for name in at.operands}
-    last.pop(self.root.name, None)
-    found: dict[str, list[str]] = {}
-    for name, reader in last.items():
-      found.setdefault(reader, []).append(name)
+  def parameters(self) -> tuple[Instruction, ...]:
+    """The instructions that take its arguments, by number."""
+    return tuple(sorted((i for i in self.instructions if i.opcode == "parameter"), key=lambda i: i.index))
+
+  @functools.cached_property
+  def last_read(self) -> Mapping[Instruction, list[Instruction]]:
+    """Instruction -> those whose values it is the last to read; without the root."""
+    last = {read: at for at in self.instructions for read in at.inputs}
+    last.pop(self.root, None)
+    found: dict[Instruction, list[Instruction]] = {}
+    for read, reader in last.items():
+      found.setdefault(reader, []).append(read)
     return found
 
 
@@ -162,6 +178,25 @@ class Program:
   frames: Mapping[int, str]
   partitions: int = 0
   """Devices of the program, or of one slice where there are several; 0 if the text does not give it."""
+  aliases: tuple[tuple[int, int], ...] = ()
+  """The place of each result that takes an argument's memory, and the number of the argument."""
+
+  @functools.cached_property
+  def reachable(self) -> tuple[Computation, ...]:
+    """The computations that the program runs on arrays, each once."""
+    found: dict[str, Computation] = {}
+    left = [self.entry.name]
+    while left:
+      name = left.pop()
+      if name not in found:
+        found[name] = self.computations[name]
+        left += [called for at in found[name].instructions for called in at.called]
+    return tuple(found.values())
+
+  @property
+  def instructions(self) -> Iterator[Instruction]:
+    """The instructions of these computations."""
+    return (at for computation in self.reachable for at in computation.instructions)
 
   def source(self, instruction: Instruction) -> str:
     """`file.py:line` of an instruction, or an empty string."""
@@ -178,59 +213,54 @@ class Program:
   def _walk(self, computation: Computation, times: int, caller: Instruction | None) -> Iterator[Executed]:
     for instruction in computation.instructions:
       yield Executed(instruction, computation, times, caller)
-      inner = times * (self.trips(instruction, computation) or 1) if instruction.opcode == "while" else times
+      inner = times * (self.trips(instruction) or 1) if instruction.opcode == "while" else times
       # Later steps of an asynchronous operation name the computation that its start runs.
       again = instruction.opcode in ("async-update", "async-done")
       for name in () if again else instruction.called:
         if name in self.computations:
           yield from self._walk(self.computations[name], inner, instruction)
 
-  def trips(self, loop: Instruction, computation: Computation) -> int | None:
+  def condition(self, loop: Instruction) -> Computation:
+    """What decides whether a `while` goes on."""
+    return self.computations[loop.attribute("condition").lstrip("%")]
+
+  def body(self, loop: Instruction) -> Computation:
+    """One pass of a `while`."""
+    return self.computations[loop.attribute("body").lstrip("%")]
+
+  def trips(self, loop: Instruction) -> int | None:
     """How often a `while` runs, from the compiler's note or its condition; None if it is in neither."""
     known = _TRIPS.search(loop.rest)
     if known:
       return int(known.group(1))
-    body = self.computations[loop.attribute("body").lstrip("%")]
     bound = self.bound(loop)
     if bound is None:
       return None
     index, limit = bound
-    start, step = _initial(loop, computation, index), _step(body, index)
+    start, step = _initial(loop, index), _step(self.body(loop), index)
     return None if start is None or step is None else max(1, -(-(limit - start) // step))
 
   def bound(self, loop: Instruction) -> tuple[int, int] | None:
     """The tuple index of a loop's counter and the limit, where its condition is `counter < limit`."""
-    condition = self.computations[loop.attribute("condition").lstrip("%")]
-    test = condition.root
-    inner = condition
-    outer: tuple[str, ...] = ()
+    test = self.condition(loop).root
+    outer: tuple[Instruction, ...] = ()
     if test.opcode == "fusion":
-      outer, inner = test.operands, self.computations[test.called[0]]
-      test = inner.root
+      outer, test = test.inputs, self.computations[test.called[0]].root
     if test.opcode != "compare" or test.attribute("direction") != "LT":
       return None
-
-    def resolve(name: str) -> Instruction:
-      found = inner.by_name[name]
-      if outer and found.opcode == "parameter":
-        return condition.by_name[outer[int(found.arguments)]]
-      return found
-
-    left, right = (resolve(name) for name in test.operands[:2])
-    limit = right.number
-    if left.opcode != "get-tuple-element" or limit is None:
+    left, right = (outer[i.index] if outer and i.opcode == "parameter" else i for i in test.inputs[:2])
+    if left.opcode != "get-tuple-element" or right.number is None:
       return None
-    return int(left.attribute("index")), limit
+    return left.index, right.number
 
 
-def _initial(loop: Instruction, computation: Computation, index: int) -> int | None:
+def _initial(loop: Instruction, index: int) -> int | None:
   """The counter before the loop, or None where it is computed."""
-  made = computation.by_name.get(loop.operands[0])
-  if made is None or made.opcode != "tuple":
+  if not loop.inputs or loop.inputs[0].opcode != "tuple":
     return None
-  start = computation.by_name[made.operands[index]]
-  while start.opcode in ("copy", "bitcast", "convert") and start.operands:
-    start = computation.by_name[start.operands[0]]
+  start = loop.inputs[0].inputs[index]
+  while start.opcode in ("copy", "bitcast", "convert") and start.inputs:
+    start = start.inputs[0]
   return start.number
 
 
@@ -238,11 +268,10 @@ def _step(body: Computation, index: int) -> int | None:
   """How far the counter moves in one pass: by two in windowed products on TPU. None: not by a constant."""
   if body.root.opcode != "tuple":
     return 1
-  at, step = body.by_name[body.root.operands[index]], 0
+  at, step = body.root.inputs[index], 0
   while at.opcode in ("add", "copy", "bitcast"):
-    sources = [body.by_name[name] for name in at.operands if name in body.by_name]
-    step += sum(s.number or 0 for s in sources)
-    onward = [s for s in sources if s.opcode != "constant"]
+    step += sum(source.number or 0 for source in at.inputs)
+    onward = [source for source in at.inputs if source.opcode != "constant"]
     if not onward:
       break
     at = onward[0]
@@ -259,28 +288,32 @@ def parse(text: str) -> Program:
     (Shape(dtype='f32', dims=(8,)),)
   """
   computations: dict[str, Computation] = {}
-  entry = ""
-  name, lines = "", list[Instruction]()
+  entry = name = ""
+  known: dict[str, Instruction] = {}
   for line in _GOES_ON.sub("", text).splitlines():
     if not line.startswith((" ", "}")):
       header = _HEADER.match(line) if "->" in line else None
       if header:
-        name, lines = header.group(2), []
+        name, known = header.group(2), {}
         entry = name if header.group(1) else entry
       continue
     if line.startswith("}") and name:
-      computations[name] = Computation(name, tuple(lines))
+      computations[name] = Computation(name, tuple(known.values()))
       name = ""
     elif name:
-      instruction = read_instruction(line)
+      instruction = read_instruction(line, known)
       if instruction:
-        lines += _elements(instruction, lines)
-        lines.append(instruction)
+        known[instruction.name] = instruction
   if not entry:
     raise ValueError("the text holds no HLO entry computation")
   partitions = _PARTITIONS.search(text)
+  _, _, aliases = text.partition("\n")[0].partition("input_output_alias=")
   return Program(
-    computations, computations[entry], _read_frames(text), int(partitions[1]) if partitions else 0
+    computations,
+    computations[entry],
+    _read_frames(text),
+    int(partitions[1]) if partitions else 0,
+    tuple((int(place or 0), int(number)) for place, number in _ALIASES.findall(next(pieces(aliases)))),
   )
 
 
@@ -298,8 +331,12 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
   )
 
 
-def read_instruction(line: str) -> Instruction | None:
-  """One line of a computation, indented; None for another text."""
+def read_instruction(line: str, known: dict[str, Instruction] | None = None) -> Instruction | None:
+  """One line of a computation, indented; None for another text.
+
+  `known` has the instructions before it. Dumps write `%loop#2` for an element of a tuple, which becomes an
+  instruction there.
+  """
   match = _INSTRUCTION.match(line)
   if not match:
     return None
@@ -308,29 +345,26 @@ def read_instruction(line: str) -> Instruction | None:
   opening = line.index("(", stop)
   closing = _closing(line, opening)
   arguments = line[opening + 1 : closing - 1]
+  inputs: list[Instruction] = []
+  known = {} if known is None else known
+  for name in _NAME.findall(arguments):
+    whole, _, index = name.partition("#")
+    if index and name not in known and whole in known:
+      shape = [m.group() for m in _SHAPE.finditer(known[whole].result)][int(index)]
+      known[name] = Instruction(
+        name, "get-tuple-element", shape, (known[whole],), f"%{whole}", f"index={index}"
+      )
+    if name in known:
+      inputs.append(known[name])
   return Instruction(
     name=match.group(2),
     opcode=line[stop:opening].strip(),
     result=line[at:stop],
-    operands=tuple(_NAME.findall(arguments)),
+    inputs=tuple(inputs),
     arguments=arguments,
     rest=line[closing:].lstrip(", "),
     root=bool(match.group(1)),
   )
-
-
-def _elements(instruction: Instruction, before: list[Instruction]) -> list[Instruction]:
-  """Dumps write `%loop#2` for an element of a tuple; these become ordinary instructions."""
-  named = {i.name: i for i in before} if "#" in instruction.arguments else {}
-  made: dict[str, Instruction] = {}
-  for operand in instruction.operands:
-    whole, _, index = operand.partition("#")
-    if index and operand not in named:
-      shape = [m.group() for m in _SHAPE.finditer(named[whole].result)][int(index)]
-      made[operand] = Instruction(
-        operand, "get-tuple-element", shape, (whole,), f"%{whole}", f"index={index}", False
-      )
-  return list(made.values())
 
 
 def _closing(text: str, opening: int) -> int:
@@ -341,11 +375,6 @@ def _closing(text: str, opening: int) -> int:
     if depth == 0:
       return match.end()
   return len(text)
-
-
-def after(text: str, marker: str) -> str:
-  """What follows `marker` up to the next comma outside brackets, or an empty string."""
-  return next(pieces(text.partition(marker)[2]))
 
 
 def pieces(text: str) -> Iterator[str]:

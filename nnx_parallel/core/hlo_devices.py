@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.report.program import hlo
+from nnx_parallel.core import hlo
 
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # mesh['a'=2,'b'=4] {'a'}    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}

@@ -1,4 +1,4 @@
-"""What a partitioner makes of a program is compared with the program; see `report/program/faults.py`."""
+"""What a partitioner makes of a program is compared with the program; see `verify/program.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
+from benchmarks.plain import decoders
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import group_labels, group_rows, read_tiling
+from nnx_parallel.errors import ReportError
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.program import evaluate, hlo, thin
-from nnx_parallel.report.program.devices import group_labels, group_rows, read_tiling
-from nnx_parallel.report.program.faults import compare
+from nnx_parallel.verify import evaluate, thin
+from nnx_parallel.verify.program import compare
 
-SPLIT = Path(__file__).parent / "programs" / "split"
+SPLIT = Path(__file__).parent / "split"
 BATCH = ("data", "fsdp")
 
 
@@ -40,11 +43,15 @@ def array(mesh, spec, *shape):
 
 
 def report(step, *arguments):
-  return compile_report(jax.jit(step).lower(*arguments))
+  return compile_report(jax.jit(step).lower(*arguments), verify=True)
 
 
 def texts(backend):
   return [(SPLIT / f"{backend}13.{part}.hlo").read_text() for part in ("whole", "split")]
+
+
+def compared(whole, split, names=None):
+  return compare(hlo.parse(whole), hlo.parse(split), names)
 
 
 # Faults are found -----------------------------------------------------------------------------
@@ -75,13 +82,13 @@ def test_examples_that_devices_have_exchanged_are_found(wrong):
   assert fault.result == "result['scale']"
   assert found.results.right == ("result['kernel']",)
   assert fault.op == "jit(<lambda>)/transpose(jvp())/dot_general"
-  assert fault.source.endswith(f"test_faults.py:{scaled.__code__.co_firstlineno + 3}")
+  assert fault.source.endswith(f"test_program.py:{scaled.__code__.co_firstlineno + 3}")
   assert any(sent.startswith("collective-permute {{0,0},{2,4}") for sent in fault.sent)
 
 
 def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
   found = wrong
-  assert "Split over the devices, of 2 results 1 are right, 1 WRONG." in str(found)
+  assert "Split over the devices, 2 results compared: 1 WRONG." in str(found)
   assert "WRONG NUMBERS: the devices do not compute what the program says" in str(found)
   (fault,) = json.loads(found.to_json())["results"]["faults"]
   assert fault["result"] == "result['scale']"
@@ -91,7 +98,19 @@ def test_a_fault_is_printed_and_in_json_and_on_the_page(wrong):
 def test_the_same_with_a_whole_scale_is_right():
   found = scale_over_tensor(P())
   assert (found.faults, found.results.unknown) == ((), {})
-  assert "Split over the devices, all 2 results are right." in str(found)
+  assert "Split over the devices, 2 results compared: all right." in str(found)
+
+
+def test_without_verify_nothing_is_compared_and_faults_say_so():
+  x = array(mesh_of(data=8), P("data"), 8)
+  lowered = jax.jit(jnp.sin).lower(x)
+  found = compile_report(lowered)
+  assert (found.results, json.loads(found.to_json())["results"]) == (None, None)
+  assert "compared" not in str(found)
+  with pytest.raises(ReportError, match=r"were not compared.\n  Fix: compile_report\(..., verify=True\)"):
+    _ = found.faults
+  with pytest.raises(ReportError, match="does not hold the program before it was split"):
+    compile_report(lowered.compile(), verify=True)
 
 
 def convolved(kernel, x):
@@ -130,7 +149,7 @@ def test_a_missing_psum_in_a_shard_map_is_found(complete):
   else:
     (fault,) = found.faults
     assert "a psum is missing" in fault.what
-    assert "test_faults.py" in fault.source
+    assert "test_program.py" in fault.source
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -152,7 +171,7 @@ def test_a_long_loop_is_followed_by_its_first_and_last_passes(complete):
 
 
 def test_the_program_of_a_gpu_compiler_has_the_fault_and_that_of_a_tpu_compiler_has_not():
-  gpu, tpu = compare(*texts("gpu"), {0: "scale"}), compare(*texts("tpu"))
+  gpu, tpu = compared(*texts("gpu"), {0: "scale"}), compared(*texts("tpu"))
   assert [fault.result for fault in gpu.faults] == ["scale"]
   assert (len(tpu.right), tpu.faults, tpu.unknown) == (2, (), {})
 
@@ -171,7 +190,7 @@ def test_every_sum_that_is_left_out_is_found():
   count = len(COLLECTIVE.findall(split))
   assert count == 3
   for number in range(count):
-    assert compare(whole, without(split, number)).faults, number
+    assert compared(whole, without(split, number)).faults, number
 
 
 @pytest.mark.parametrize(
@@ -186,7 +205,7 @@ def test_every_sum_that_is_left_out_is_found():
 def test_wrong_groups_and_offsets_are_found(right, wrong):
   whole, split = texts("tpu")
   assert right in split
-  assert compare(whole, split.replace(right, wrong)).faults
+  assert compared(whole, split.replace(right, wrong)).faults
 
 
 # No false alarm -------------------------------------------------------------------------------
@@ -229,7 +248,7 @@ def decoder(zero, microbatches, **axes):
   mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1, **axes})
   plan = nxp.plan(lambda: Decoder(nnx.Rngs(0)), mesh, rules, optimizer=optax.adamw(1e-3), zero=zero)
   step = nxp.train_step(decoder_loss, microbatches=microbatches)
-  return compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 9), jnp.int32))
+  return compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 9), jnp.int32), verify=True)
 
 
 def test_a_scanned_and_rematerialised_decoder_is_right():
@@ -237,6 +256,21 @@ def test_a_scanned_and_rematerialised_decoder_is_right():
   assert (found.faults, found.results.unknown) == ((), {})
   assert {"table", "qkv", "optimizer/opt_state.0.mu.qkv"} < set(found.results.right)
   assert any(name.startswith("result") and "loss" in name for name in found.results.right)
+
+
+@pytest.mark.slow
+def test_the_loops_of_scanned_layers_blockwise_attention_and_a_chunked_loss_are_followed():
+  """Also where only some of their passes are run; and what sends is at the lines of the model."""
+  config = decoders.Config(vocab=256, depth=12)
+  rules, mesh = nxp.presets.fsdp_tensor(min_size=0), nxp.make_mesh(data=2, fsdp=2, tensor=2)
+  plan = nxp.plan(lambda: decoders.Decoder(config, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+  step = nxp.train_step(decoders.loss, remat="full", scan_layers=True, attention=16, loss_chunks=4)
+  found = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 129), jnp.int32), verify=True)
+  assert (found.faults, found.results.unknown) == ((), {})
+  assert found.results.shortened
+  assert "Of its longest loops, the first and the last passes were run." in str(found)
+  forward = [c for c in found.collectives if "transpose(" not in c.op and c.source]
+  assert not [c.source for c in forward if "/nnx_parallel/layers/" in c.source]
 
 
 def test_uneven_blocks_and_shifted_sequences_are_right():
@@ -314,7 +348,7 @@ def test_convolutions_pooling_batch_statistics_and_dropout_are_right():
     optimizer=optax.adam(1e-3),
   )
   step = nxp.train_step(lambda model, x: jnp.square(model(x)).mean())
-  found = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 12, 12, 3), jnp.float32))
+  found = compile_report(step, plan, batch=jax.ShapeDtypeStruct((16, 12, 12, 3), jnp.float32), verify=True)
   assert (found.faults, found.results.unknown) == ((), {})
   assert {"norm.mean", "second.kernel"} < set(found.results.right)
 
@@ -330,7 +364,7 @@ def test_what_cannot_be_followed_is_listed_and_not_called_wrong():
   assert found.results.right == ("result[1]",)
   (why,) = found.results.unknown.values()
   assert "callback" in why
-  assert "1 not checked (result[0])" in str(found)
+  assert "1 result compared, 1 not checked (result[0]) because of: " in str(found)
 
 
 def test_a_kernel_keeps_no_dim_whole():
@@ -344,11 +378,11 @@ ENTRY %main (x: f32[8192,8192], y: f32[8192,8192]) -> f32[8192,8192] {
 }
 """)
   thinned = thin.Thinning([program])
-  shape = thinned.shape(0, "main", "x")
+  shape = thinned.shape(program.entry.parameters[0])
   assert max(shape) < 16
-  run = evaluate.Evaluator(program, 0, thinned, 1)
+  run = evaluate.Evaluator(program, thinned, 1)
   assert run.run({0: np.ones((1, *shape)), 1: np.ones((1, *shape))}) == (None,)
-  assert list(run.lost) == ["tpu_custom_call"]
+  assert [*run.lost] == ["tpu_custom_call"]
 
 
 # The evaluator --------------------------------------------------------------------------------
@@ -359,14 +393,10 @@ def evaluated(function, *arguments):
   lowered = jax.jit(function).lower(*arguments)
   program = hlo.parse(lowered.compiler_ir("hlo").as_hlo_module().to_string())
   given = {n: np.asarray(x)[None] for n, x in enumerate(jax.tree.leaves(arguments))}
-  exact = {
-    (0, program.entry.name, i.name): dict.fromkeys(range(len(i.shapes[0].dims)), 1)
-    for i in program.entry.instructions
-    if i.opcode == "parameter"
-  }
-  run = evaluate.Evaluator(program, 0, thin.Thinning([program], exact), 1)
+  exact = {i: dict.fromkeys(range(len(i.shapes[0].dims)), 1) for i in program.entry.parameters}
+  run = evaluate.Evaluator(program, thin.Thinning([program], exact), 1)
   results = run.run({n: x.astype(np.float64) if x.dtype.kind == "f" else x for n, x in given.items()})
-  assert run.lost == {}
+  assert run.lost == set()
   return [x[0] for x in results], jax.tree.leaves(jax.jit(function)(*arguments))
 
 
@@ -451,7 +481,7 @@ ENTRY %main (x: f32[4,2]) -> f32[{shape}] {{
 }}
 """)
   x = np.random.default_rng(0).normal(size=(4, 4, 2))
-  (found,) = evaluate.Evaluator(program, 0, thin.Thinning([program]), 4).run({0: x})
+  (found,) = evaluate.Evaluator(program, thin.Thinning([program]), 4).run({0: x})
   for row in GROUPS:
     for place, device in enumerate(row):
       np.testing.assert_allclose(found[device], expected(x[row], place))

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.report.program import hlo, thin
-from nnx_parallel.report.program.devices import Tiling, read_tiling, split_layouts
-from nnx_parallel.report.program.evaluate import ENDS, Evaluator, Finer, blocks, corners, place_of
+from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_devices import Tiling, read_tiling, split_layouts
+from nnx_parallel.core.hlo_dims import ELEMENTWISE
+from nnx_parallel.verify.evaluate import ENDS, Evaluator, Finer, Watch, blocks, corners, place_of
+from nnx_parallel.verify.thin import Thinning
 
 Array = npt.NDArray[Any]
 _Projection = tuple[tuple[int, ...], Array]
@@ -75,55 +77,43 @@ class Comparison:
     right: names of the results that are right.
     faults: the wrong ones.
     unknown: result -> why it could not be compared.
+    shortened: whether only the first and last passes of the longest loops were run.
   """
 
   right: tuple[str, ...] = ()
   faults: tuple[Fault, ...] = ()
-  unknown: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  unknown: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+  shortened: bool = False
 
 
-def compare(before: str, after: str, names: Mapping[int, str] | None = None) -> Comparison:
-  """Compares a program right before and right after it was split over devices; nothing where a text is empty.
+def compare(whole: hlo.Program, split: hlo.Program, names: Mapping[int, str] | None = None) -> Comparison:
+  """Compares a program right before and right after it was split over devices.
 
   Args:
-    before: HLO text of the pass before the partitioner, with layouts.
-    after: HLO text of the partitioner's result.
+    whole: the program of the pass before the partitioner, with layouts.
+    split: the partitioner's result.
     names: number of a result -> its name.
   """
-  if not before or not after:
-    return Comparison()
-  whole, split = hlo.parse(before), hlo.parse(after)
   count = len(whole.entry.root.shapes)
-  labels = {n: (names or {}).get(n, f"result {n}") for n in range(count)}
-  if _entry(whole) != _entry(split) or any(len(ranks) != 1 for ranks in _entry(whole)[0].values()):
-    return Comparison(unknown=dict.fromkeys(labels.values(), "its arguments or results were changed"))
+  labels = [(names or {}).get(n, f"result {n}") for n in range(count)]
+  if _ranks(whole) != _ranks(split) or any(len(i.shapes) != 1 for i in whole.entry.parameters):
+    return Comparison(unknown=dict.fromkeys(labels, "its arguments or results were changed"))
   pair = _Pair(whole, split)
-  found = [[result] for result in pair.attempt(signed=True)]
-  if any(results[0].state != "right" for results in found):
-    for results, again in zip(found, pair.attempt(signed=False), strict=True):
-      results.append(again)
-  bad = {n: [r for r in results if r.state == "wrong"] for n, results in enumerate(found)}
-  wrong = {n: results[0] for n, results in bad.items() if results}
-  faults = ()
-  if wrong:
-    signed = any(found[n][0].state == "wrong" for n in wrong)
-    origin = pair.missing_sum() or pair.origin(signed=signed) or _Origin()
-    faults = tuple(origin.fault(labels[n], result) for n, result in wrong.items())
-  right = tuple(
-    labels[n]
-    for n, results in enumerate(found)
-    if n not in wrong and any(r.state == "right" for r in results)
-  )
+  found = dict(zip(labels, pair.results(), strict=True))
+  wrong = {name: result for name, result in found.items() if result.state == "wrong"}
+  origin = (pair.missing_sum() or pair.origin() or _Origin()) if wrong else _Origin()
   lost = "; ".join(sorted(pair.lost)) or "its numbers are not finite"
-  unknown = {labels[n]: lost for n in range(count) if n not in wrong and labels[n] not in right}
-  return Comparison(right, faults, unknown)
+  return Comparison(
+    tuple(name for name, result in found.items() if result.state == "right"),
+    tuple(origin.fault(name, result) for name, result in wrong.items()),
+    {name: lost for name, result in found.items() if result.state == "unknown"},
+    bool(pair.shortened),
+  )
 
 
-def _entry(program: hlo.Program) -> tuple[dict[str, list[int]], list[int]]:
+def _ranks(program: hlo.Program) -> list[list[int]]:
   """The number of dims of each argument, and of each result."""
-  parameters = [i for i in program.entry.instructions if i.opcode == "parameter"]
-  arguments = {i.arguments: [len(shape.dims) for shape in i.shapes] for i in parameters}
-  return arguments, [len(shape.dims) for shape in program.entry.root.shapes]
+  return [[len(s.dims) for s in i.shapes] for i in (*program.entry.parameters, program.entry.root)]
 
 
 class _Result(NamedTuple):
@@ -157,20 +147,13 @@ class _Pair:
   def __init__(self, whole: hlo.Program, split: hlo.Program):
     self._whole, self._split = whole, split
     self._devices = max(1, split.partitions)
-    self._finer: dict[thin.Node, dict[int, int]] = {}
-    self._thinning = thin.Thinning([whole, split])
-    self._signed = True
+    self._thinning = Thinning([whole, split])
+    self._indices, self.shortened = _indices(whole), _shortened(whole, split)
     self.lost: set[str] = set()
     self._unequal: list[hlo.Instruction] = []
-    self._parameters = sorted(
-      (i for i in whole.entry.instructions if i.opcode == "parameter"), key=lambda i: int(i.arguments)
-    )
-    self._indices = _indices(whole)
-    self._shortened = _shortened(whole, split)
 
-  def attempt(self, *, signed: bool) -> list[_Result]:
-    """The state of each result, for one choice of arguments."""
-    self._signed = signed
+  def results(self) -> list[_Result]:
+    """The state of each result."""
     expected, got = self._run()
     layouts = split_layouts(self._whole.entry.root.attribute("sharding"))
     layouts = layouts if len(layouts) == len(expected) else ("",) * len(expected)
@@ -179,7 +162,7 @@ class _Pair:
       for n, layout in enumerate(layouts)
     ]
     if any(result.state == "wrong" for result in found):
-      noisy = self._evaluate(0, self._arguments(noise=_NOISE))
+      noisy = self._evaluate(self._whole, self._arguments(noise=_NOISE))
       for n, result in enumerate(found):
         if result.state == "wrong":
           change = _difference(expected[n], noisy[n]) if noisy[n] is not None else np.inf
@@ -187,31 +170,33 @@ class _Pair:
     return found
 
   def _run(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    finer: dict[hlo.Instruction, dict[int, int]] = {}
     for _ in range(_ROUNDS):
       try:
         arguments = self._arguments()
-        return self._evaluate(0, arguments), self._evaluate(1, self._blocks(arguments))
+        return self._evaluate(self._whole, arguments), self._evaluate(self._split, self._blocks(arguments))
       except Finer as needed:
-        self._finer.setdefault(needed.node, {})[needed.dim] = needed.step
-        self._thinning = thin.Thinning([self._whole, self._split], self._finer)
+        finer.setdefault(needed.at, {})[needed.dim] = needed.step
+        self._thinning = Thinning([self._whole, self._split], finer)
     self.lost.add("slices at unaligned positions")
     nothing = (None,) * len(self._whole.entry.root.shapes)
     return nothing, nothing
 
-  def _evaluate(self, number: int, arguments: Mapping[int, Any], watch: Any = None) -> tuple[Any, ...]:
-    program = (self._whole, self._split)[number]
-    evaluator = Evaluator(program, number, self._thinning, self._devices, self._shortened, watch)
+  def _evaluate(
+    self, program: hlo.Program, arguments: Mapping[int, Any], watch: Watch | None = None
+  ) -> tuple[Any, ...]:
+    evaluator = Evaluator(program, self._thinning, self._devices, self.shortened, watch)
     results = evaluator.run(arguments)
     self._unequal += evaluator.unequal
-    self.lost |= evaluator.lost.keys()
+    self.lost |= evaluator.lost
     return results
 
   def _arguments(self, noise: float = 0.0) -> dict[int, Any]:
     made: dict[int, Any] = {}
-    for number, parameter in enumerate(self._parameters):
-      shape = self._thinning.shape(0, self._whole.entry.name, parameter.name)
+    for number, parameter in enumerate(self._whole.entry.parameters):
+      shape = self._thinning.shape(parameter)
       random = np.random.default_rng(number)
-      value = _drawn(random, parameter.shapes[0].dtype, shape, self._indices, signed=self._signed)
+      value = _drawn(random, parameter.shapes[0].dtype, shape, self._indices)
       if noise and value.dtype.kind == "f":
         value = value * (1 + noise * random.choice([-1.0, 1.0], shape))
       made[number] = value[None]
@@ -220,15 +205,14 @@ class _Pair:
   def _blocks(self, arguments: Mapping[int, Any]) -> dict[int, Any]:
     """What each device holds of the arguments."""
     made: dict[int, Any] = {}
-    numbers = {int(i.arguments): i for i in self._split.entry.instructions if i.opcode == "parameter"}
-    for number, parameter in enumerate(self._parameters):
+    both = zip(self._whole.entry.parameters, self._split.entry.parameters, strict=True)
+    for number, (parameter, local) in enumerate(both):
       tiling = read_tiling(parameter.attribute("sharding"), self._devices)
-      local = numbers.get(number)
-      if tiling is None or local is None or tiling.local(parameter.shapes[0].dims) != local.shapes[0].dims:
+      if tiling is None or tiling.local(parameter.shapes[0].dims) != local.shapes[0].dims:
         self.lost.add("an argument whose layout is not known")
         made[number] = None
         continue
-      shape = self._thinning.shape(1, self._split.entry.name, local.name)
+      shape = self._thinning.shape(local)
       made[number] = blocks(arguments[number], corners(tiling, shape), shape)
     return made
 
@@ -236,7 +220,7 @@ class _Pair:
     whole, local = self._whole.entry.root.shapes[number], self._split.entry.root.shapes[number]
     if expected is None or got is None or tiling is None or tiling.local(whole.dims) != local.dims:
       return _Result()
-    shape = self._thinning.shape(1, self._split.entry.name, self._split.entry.root.name, number)
+    shape = self._thinning.shape(self._split.entry.root, number)
     starts = corners(tiling, shape)
     wanted = blocks(expected, starts, shape)
     inside = blocks(np.ones_like(expected[:1], np.bool_), starts, shape)
@@ -246,9 +230,7 @@ class _Pair:
       return _Result("right") if not wanted.size else _Result()
     a, b = wanted[inside].astype(np.float64), got[inside].astype(np.float64)
     error = _difference(a, b)
-    if error <= _SMALLEST:
-      return _Result("right")
-    return _Result("wrong", float(error), _factor(a, b))
+    return _Result("right") if error <= _SMALLEST else _Result("wrong", float(error), _factor(a, b))
 
   def missing_sum(self) -> _Origin | None:
     """The first `shard_map` whose out_specs call a value replicated that differs between devices."""
@@ -258,43 +240,38 @@ class _Pair:
     what = "different between devices, though out_specs of a shard_map call it replicated: a psum is missing"
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
-  def origin(self, *, signed: bool) -> _Origin | None:
+  def origin(self) -> _Origin | None:
     """The first operation of the whole program whose value no instruction of the partitioned one has."""
-    wanted: dict[tuple[str, int], list[tuple[hlo.Instruction, _Projection]]] = {}
-    seen: dict[tuple[str, int], list[tuple[hlo.Computation, hlo.Instruction, _Projection]]] = {}
+    wanted: list[tuple[hlo.Instruction, _Projection]] = []
+    seen: dict[object, list[tuple[hlo.Instruction, Array]]] = {}
 
-    def whole(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
-      tiling = read_tiling(at.attribute("sharding"), self._devices)
+    def whole(at: hlo.Instruction, value: Any) -> None:
+      tiling, dims = read_tiling(at.attribute("sharding"), self._devices), at.shapes[0].dims
       if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
       # Inside the region of a reduction, values have the shape of its operands, not that of the text.
-      if value.ndim != 1 + len(at.shapes[0].dims) or len(tiling.parts) not in (0, value.ndim - 1):
+      if value.ndim != 1 + len(dims) or len(tiling.parts) not in (0, len(dims)):
         return
-      local = tiling.local(at.shapes[0].dims)
-      scales = self._thinning.scales(0, computation.name, at.name)
+      local, scales = tiling.local(dims), self._thinning.scales(at)
       shape = tuple(n // s for n, s in zip(local, scales, strict=True))
       if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
-        wanted.setdefault(place_of(at), []).append(
-          (at, _projected(blocks(value, corners(tiling, shape), shape), local))
-        )
+        wanted.append((at, _projected(blocks(value, corners(tiling, shape), shape), local)))
 
-    def split(computation: hlo.Computation, at: hlo.Instruction, value: Any) -> None:
+    def split(at: hlo.Instruction, value: Any) -> None:
       if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
         value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
-        seen.setdefault(place_of(at), []).append((computation, at, _projected(value, at.shapes[0].dims)))
+        local, number = _projected(value, at.shapes[0].dims)
+        seen.setdefault((place_of(at), local), []).append((at, number))
 
-    self._signed = signed
     arguments = self._arguments()
-    self._evaluate(0, arguments, whole)
-    self._evaluate(1, self._blocks(arguments), split)
-    for key, rows in wanted.items():
-      for at, value in rows:
-        twins = [twin for twin in seen.get(key, []) if twin[2][0] == value[0]]
-        if not twins or not np.isfinite(value[1]).all():
-          continue
-        if not any(np.allclose(value[1], number, 1e-7, 1e-12) for _, _, (_, number) in twins):
-          computation, made, _ = twins[-1]
-          return _Origin(at.op_name, self._whole.source(at), made.name, _feeds(made, computation))
+    self._evaluate(self._whole, arguments, whole)
+    self._evaluate(self._split, self._blocks(arguments), split)
+    for at, (local, number) in wanted:
+      twins = seen.get((place_of(at), local), [])
+      same = any(np.allclose(number, other, 1e-7, 1e-12) for _, other in twins)
+      if twins and np.isfinite(number).all() and not same:
+        made, _ = twins[-1]
+        return _Origin(at.op_name, self._whole.source(at), made.name, _feeds(made))
     return None
 
 
@@ -302,38 +279,34 @@ def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, int]]:
   """Long loops that both programs have, with the same number of passes; not those that the compiler adds."""
   if sum(each.times for each in split.executed()) <= _LONG:
     return set()
-  found: list[dict[tuple[str, int], set[int]]] = []
-  for program in (whole, split):
-    lengths: dict[tuple[str, int], set[int]] = {}
-    for computation in thin.reachable(program):
-      for at in computation.instructions:
-        if at.opcode == "while":
-          length = program.trips(at, computation) if program.bound(at) else None
-          lengths.setdefault(place_of(at), set()).add(length or 0)
-    found.append(lengths)
-  ours, theirs = found
+  ours: dict[tuple[str, int], set[int]] = {}
+  theirs: dict[tuple[str, int], set[int]] = {}
+  for program, lengths in ((whole, ours), (split, theirs)):
+    for at in program.instructions:
+      if at.opcode == "while":
+        passes = program.trips(at) if program.bound(at) else None
+        lengths.setdefault(place_of(at), set()).add(passes or 0)
   return {
-    key
-    for key, passes in ours.items()
-    if passes == theirs.get(key) and len(passes) == 1 and max(passes) > 2 * ENDS
+    place
+    for place, passes in ours.items()
+    if passes == theirs.get(place) and len(passes) == 1 and max(passes) > 2 * ENDS
   }
 
 
-def _feeds(at: hlo.Instruction, computation: hlo.Computation) -> tuple[str, ...]:
+def _feeds(at: hlo.Instruction) -> tuple[str, ...]:
   """The nearest collectives whose results reach an instruction, not through other elementwise operations."""
-  found, left, seen = list[str](), [at], set[str]()
+  found, left, seen = list[str](), [at], set[hlo.Instruction]()
   while left and len(seen) < 30:
     here = left.pop(0)
-    if here.name in seen:
+    if here in seen:
       continue
-    seen.add(here.name)
-    for name in ("source_target_pairs", "replica_groups"):
-      if f"{name}=" in here.rest:
-        found.append(f"{here.opcode} {here.attribute(name)}")
-        break
-    sends = "source_target_pairs=" in here.rest or here.opcode in ("all-gather", "all-to-all")
-    if not sends and (here.opcode not in thin.ELEMENTWISE or here is at):
-      left += [computation.by_name[name] for name in here.operands]
+    seen.add(here)
+    sends = next((name for name in ("source_target_pairs", "replica_groups") if here.attribute(name)), "")
+    if sends:
+      found.append(f"{here.opcode} {here.attribute(sends)}")
+    ends = sends == "source_target_pairs" or here.opcode in ("all-gather", "all-to-all")
+    if not ends and (here.opcode not in ELEMENTWISE or here is at):
+      left += here.inputs
   return tuple(dict.fromkeys(found))
 
 
@@ -343,9 +316,7 @@ def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
   return local, flat @ np.random.default_rng(flat.shape[1]).uniform(0.5, 1.5, flat.shape[1])
 
 
-def _drawn(
-  random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int, *, signed: bool
-) -> Array:
+def _drawn(random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int) -> Array:
   """An argument: numbers whose sums stay of one size, or small indices."""
   if dtype == "pred":
     return random.random(shape) < 0.5
@@ -357,18 +328,15 @@ def _drawn(
     high = min(indices, 2 ** (bits - 1)) if shape else 5
     return random.integers(1 if not shape else 0, high, shape).astype(f"int{max(8, bits)}")
   size = shape[-2] if len(shape) > 1 else 1
-  value = random.uniform(0.5, 1.5, shape)
-  return value * random.choice([-1.0, 1.0], shape) / np.sqrt(size) if signed else value / size
+  return random.uniform(0.5, 1.5, shape) * random.choice([-1.0, 1.0], shape) / np.sqrt(size)
 
 
 def _indices(program: hlo.Program) -> int:
   """A bound for indices in the arguments: the smallest dim that a gather or a scatter picks from."""
   found = [2**15]
-  for computation in thin.reachable(program):
-    for at in computation.instructions:
-      if at.opcode in ("gather", "scatter"):
-        dims = computation.by_name[at.operands[0]].shapes[0].dims
-        found += [dims[d] for d in thin.gather_dims(at).start_index_map if dims[d] > 1]
+  for at in program.instructions:
+    picked = at.numbers("start_index_map") + at.numbers("scatter_dims_to_operand_dims")
+    found += [at.inputs[0].shapes[0].dims[d] for d in picked if at.inputs[0].shapes[0].dims[d] > 1]
   return min(found)
 
 
