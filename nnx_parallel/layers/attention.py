@@ -644,26 +644,14 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, co
     axis, n = None, 1
   moving = column if is_ring else None
   split = {dim, moving} if axis is not None else set[Any]()
-  sizes: dict[Any, int] = {dim: lengths[dim] // n}
-  for name in (row, column):
-    sizes[name] = (
-      _block(lengths[name], way.block) if name not in split else _divisor(lengths[name] // n, way.block)
-    )
-  return Share(axis, n, row, column, dim, moving, Grid(lengths, sizes), way.mapped)
+  grid = Grid.even(lengths, way.block, {name: n if name in split else 1 for name in (row, column)})
+  if dim != row:
+    grid = Grid(lengths, {**grid.blocks, dim: lengths[dim] // n}, grid.parts)
+  return Share(axis, n, row, column, dim, moving, grid, way.mapped)
 
 
 def _softmax(match: _Softmax) -> str:
   return f"softmax of {match.exp.outvars[0].aval.str_short()}"
-
-
-def _block(length: int, block: int) -> int:
-  """The length of equal blocks of at most `block`."""
-  return -(-length // -(-length // block))
-
-
-def _divisor(length: int, block: int) -> int:
-  """The divisor of a length that is nearest to a block's, as a ratio."""
-  return min((n for n in range(1, length + 1) if not length % n), key=lambda n: abs(math.log(n / block)))
 
 
 def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
@@ -762,13 +750,13 @@ class _Program:
 
   def attention(self, seen: np.ndarray | None, *, fills: bool = False) -> TileAttention:
     """The attention as a function of its leaves."""
-    total, product = self.match.total.outvars[0].aval, self.match.product.outvars[0].aval
     return TileAttention(
       share=self.share,
       inputs=[labels for _, labels in self.nodes],
       slopes=sum(is_inexact(var.aval) for var, _ in self.nodes),
-      row=(total, self.row),
-      result=(product, _only(self.match.labels[1], self.share.row, self.share.dim)),
+      row=self.row,
+      result=_only(self.match.labels[1], self.share.row, self.share.dim),
+      dtype=self.match.product.outvars[0].aval.dtype,
       largest=self.largest,
       weighed=self.weighed,
       spread=self.spread,
