@@ -62,7 +62,7 @@ def note(step, metrics):
   if not first:
     print(f"step {step} {time.time()}\n", end="", flush=True)  # in one piece
 
-source = lambda n: nxp.batches(batches(n), plan, whole=True, prefetch=0)
+source = lambda n: nxp.batches(batches(n), plan, global_batch=True, prefetch=0)
 with nxp.Checkpointer(folder) as checkpointer:
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   nxp.fit(step, *nxp.create_sharded_model(plan), source, steps=14, plan=plan, checkpointer=checkpointer,

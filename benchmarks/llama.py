@@ -27,7 +27,7 @@ import nnx_parallel as nxp
 class Config:
   """Sizes of a model; `sequence` and `batch` are those of one global batch.
 
-  Attention takes `query_block` queries at a time, and the loss one of `loss_parts` parts of the sequence.
+  Attention takes `query_block` queries at a time, and the loss one of `loss_chunks` parts of the sequence.
   Gradients of the layers are kept in `gradients` until the update; by default in the dtype of compute.
   """
 
@@ -42,7 +42,7 @@ class Config:
   compute: jnp.dtype = jnp.bfloat16
   gradients: jnp.dtype | None = None
   query_block: int = 512
-  loss_parts: int = 1
+  loss_chunks: int = 1
 
   @property
   def head(self) -> int:
@@ -256,7 +256,7 @@ def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
   if "segments" in batch:
     segments, following = batch["segments"][:, :-1], batch["segments"][:, 1:]
     counted = (segments == following) & (segments != 0)
-  parts = model.config.loss_parts
+  parts = model.config.loss_chunks
   if parts == 1:
     return jnp.mean(cross_entropy(model(tokens, segments), targets), where=counted)
   x, head = model.before_logits(tokens, segments)

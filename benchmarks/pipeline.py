@@ -1,7 +1,8 @@
 """Layers as a pipeline against the same microbatches without one, as the number of stages grows.
 
 A train step of a stack of layers on data x stage. Simulated devices share the processor, so the time of a
-step is the work of all stages, that of the bubbles included: by theory, `ticks / (microbatches * repeats)`
+step is the work of all stages, that of the bubbles included: by theory,
+`ticks / (microbatches * virtual_stages)`
 times that of the step on data alone. What is sent between stages is printed beside what must be.
 
   python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
@@ -28,10 +29,10 @@ from nnx_parallel.report.topology import missing_compiler, read_machine
 
 DEVICES, LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 16, 256, 512, 16
 WAYS = {
-  f"{stages} stages" + (f", {repeats} repeats" if repeats > 1 else ""): nxp.Schedule(
-    stages, MICROBATCHES, LAYERS, repeats
+  f"{stages} stages" + (f", {virtual_stages} virtual stages" if virtual_stages > 1 else ""): nxp.Schedule(
+    stages, MICROBATCHES, LAYERS, virtual_stages
   )
-  for stages, repeats in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
+  for stages, virtual_stages in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
 }
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
@@ -41,7 +42,8 @@ NOTES = [
   " up the gradients of all layers, in each microbatch; in a pipeline those of its stage.",
   "Sent between stages, payload of a device, forward and backward: one microbatch from stage to stage in each"
   " tick, and one in the buffer from which stage 0 takes its input; after the last tick, one, and the results"
-  " of all groups. With repeats, the weights of stacked layers are also put into another order once in a"
+  " of all groups. With virtual stages, the weights of stacked layers are also put into another order"
+    " once in a"
   " step: those of a stage are then no neighbours.",
 ]
 
@@ -86,7 +88,7 @@ def plan_of(mesh: Any) -> nxp.Plan:
 def step_of(way: nxp.Schedule | None) -> Any:
   if way is None:
     return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
-  return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=nxp.Pipeline("stage", repeats=way.repeats))
+  return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=nxp.Pipeline("stage", virtual_stages=way.virtual_stages))
 
 
 def sizes_of(way: nxp.Schedule | None) -> dict[str, int]:
@@ -114,7 +116,7 @@ def main() -> None:
     record.value(f"{name}: arguments of a device", memory.arguments / 2**20, "MiB")
     record.value(f"{name}: temporaries of a device", memory.temporaries / 2**20, "MiB")
     if way is not None:
-      record.value(f"{name}: time by theory", way.ticks / (MICROBATCHES * way.repeats), "x")
+      record.value(f"{name}: time by theory", way.ticks / (MICROBATCHES * way.virtual_stages), "x")
       record.value(f"{name}: bubble", 100 * way.bubble, "%")
   record.compare(measure(cases, rounds=15, warmup=2), baseline="no pipeline")
   for text in MACHINES:

@@ -89,7 +89,7 @@ class Case:
     if self.model == UPDATE:
       step = nxp.train_step(stacked_alone)
     else:
-      step = nxp.train_step(decoders.loss, remat="full", roll=True, **options)
+      step = nxp.train_step(decoders.loss, remat="full", scan_layers=True, **options)
     batch = jax.ShapeDtypeStruct((self.batch, 4097), jnp.int32)
     return nxp.compile_report(step, plan, batch=batch, topology=self.topology)
 
@@ -109,8 +109,8 @@ MODELS: dict[str, dict[str, Any]] = {
   "by hand": {},
   "by hand, whole attention": {"query_block": 4096},
   "plain": {},
-  "plain, blocks": {"attention": "blocks"},
-  "plain, blocks and parts": {"attention": "blocks", "loss_parts": 8},
+  "plain, blocks": {"attention": "blockwise"},
+  "plain, blocks and parts": {"attention": "blockwise", "loss_chunks": 8},
 }
 FUSED = "plain, fused"  # of TPUs
 MODELS[FUSED] = {"attention": "fused"}
@@ -129,8 +129,9 @@ TITLE = (
 NOTES = [
   "Plain: `benchmarks/plain/decoders.py`, a loop over an `nnx.List` with no annotation, laid out by the four"
   " path rules of `benchmarks/plain_8b.py` and trained by"
-  ' `nxp.train_step(loss, remat="full", roll=True)`; with blocks also by `attention="blocks"`, with parts'
-  ' also by `loss_parts=8`; fused by `attention="fused"`. By hand:'
+  ' `nxp.train_step(loss, remat="full", scan_layers=True)`; with blocks also by'
+  ' `attention="blockwise"`, with parts'
+  ' also by `loss_chunks=8`; fused by `attention="fused"`. By hand:'
   " `benchmarks/llama.py`, whose attention goes by blocks of queries; whole attention is the same model"
   " without blocks.",
   "Batches of 16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute."

@@ -35,7 +35,7 @@ RULES = [
 NOTES = [
   f"Decoders of {CONFIG.depth} layers of width {CONFIG.width}, 8 sequences of 1024 tokens, Adam, float32"
   f" state, bfloat16 compute, fsdp over the chips of {TOPOLOGY}. Plain: a loop over an `nnx.List`, trained by"
-  " `nxp.train_step(loss, remat=POLICY, roll=True)`. By hand: stacked layers, cast as a whole, and one"
+  " `nxp.train_step(loss, remat=POLICY, scan_layers=True)`. By hand: stacked layers, cast as a whole, and one"
   " `jax.lax.scan` over `jax.checkpoint` with the policy.",
   "The need is the compiler's peak. Its temporaries count the plain one's stack of cast weights beside the"
   " weights that are cast for it, which are not alive together.",
@@ -49,7 +49,7 @@ def compiled(policy: str, model: str) -> CompileReport:
     step = nxp.train_step(decoders.loss)
   else:
     init = lambda: decoders.Decoder(CONFIG, nnx.Rngs(0))  # noqa: E731
-    step = nxp.train_step(decoders.loss, remat=policy, roll=True)
+    step = nxp.train_step(decoders.loss, remat=policy, scan_layers=True)
   plan = nxp.plan(init, nxp.abstract_mesh(fsdp=4), RULES, optimizer=optax.adam(1e-3))
   batch = jax.ShapeDtypeStruct((8, 1025), jnp.int32)
   return nxp.compile_report(step, plan, batch=batch, topology=TOPOLOGY)

@@ -54,9 +54,9 @@ FEATURES = (
 )  # fmt: skip
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
   "remat": (None, None, "full", "dots", nxp.Remat("full", every=2), nxp.Remat("full", group=2), "offload"),
-  "roll": ("auto", "auto", True),
-  "attention": (None, None, None, "blocks"),
-  "loss_parts": (None, None, None, 2),
+  "scan_layers": ("auto", "auto", True),
+  "attention": (None, None, None, "blockwise"),
+  "loss_chunks": (None, None, None, 2),
   "diagnostics": (False, True),
 }
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
@@ -74,8 +74,8 @@ TRUE = (
     r"finds no (attention|layer)|no attention",
     lambda c: c.options["attention"] and "attention" not in c.features,
   ),
-  (r"loss_parts", lambda c: c.options["loss_parts"] is not None),
-  (r"finds no|not rolled|no consecutive equal layers", lambda c: c.options["roll"] is True),
+  (r"loss_chunks", lambda c: c.options["loss_chunks"] is not None),
+  (r"finds no|not scanned|no consecutive equal layers", lambda c: c.options["scan_layers"] is True),
   # One module that is called twice is a layer where layers="blocks.*" says so.
   (r"finds no layer in the loss", lambda c: "shared layer" in c.features and c.layers == 2),
   (r"pipeline|stage", lambda c: "stage" in LAYOUTS[c.layout]),

@@ -57,7 +57,7 @@ class Noted(nxp.Checkpointer):
 def note(step, metrics):
   print(f"step {step} {metrics['loss']!r} {time.time()}\n", end="", flush=True)
 
-source = lambda samples: nxp.batches(batches(samples), plan, whole=True)
+source = lambda samples: nxp.batches(batches(samples), plan, global_batch=True)
 with Noted(folder, max_to_keep=3) as checkpointer:
   train = nxp.train_step(lambda model, x: ((model(x) - x[::-1]) ** 2).mean())
   nxp.fit(train, *nxp.create_sharded_model(plan), source, steps=steps, plan=plan, checkpointer=checkpointer,

@@ -122,7 +122,7 @@ class Runs:
     reference = plan_of({"data": 1}, sparse)
     self.start = nxp.create_sharded_model(reference)
     self.one = run_training(
-      reference, text_lm.loss, self.data, start=self.start, microbatches=MICROBATCHES, roll=False
+      reference, text_lm.loss, self.data, start=self.start, microbatches=MICROBATCHES, scan_layers=False
     )
 
   def run(self, sizes: dict[str, int]) -> Training:

@@ -62,7 +62,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-  from nnx_parallel.train.hold import with_right_gradients
+  from nnx_parallel.train.hold import with_correct_convolutions
   from nnx_parallel.train.loss_scale import loss_scale_of, with_loss_scale
   from nnx_parallel.train.losses import weighted
   from nnx_parallel.train.precision import Precision
@@ -71,7 +71,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.train.wrappers import ema_of, skip_nonfinite, with_ema, with_masters
   from nnx_parallel.verify.check_gradients import check_gradients
   from nnx_parallel.verify.check_step import StepCheck, StepDifference, check_step
-  from nnx_parallel.verify.gradient_check import GradientCheck, GradientLook
+  from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison
 
 __all__ = [
   "Beams",
@@ -84,7 +84,7 @@ __all__ = [
   "Generated",
   "Generator",
   "GradientCheck",
-  "GradientLook",
+  "GradientComparison",
   "InputRules",
   "LeafPlan",
   "LogicalRules",
@@ -176,6 +176,6 @@ __all__ = [
   "with_layers",
   "with_loss_scale",
   "with_masters",
-  "with_right_gradients",
+  "with_correct_convolutions",
   "zigzag",
 ]

@@ -661,7 +661,7 @@ def what_a_step_does():
   plan = nxp.plan(_Layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
   batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
   found = []
-  for options in ({"microbatches": 2}, {"remat": "dots", "roll": True, "attention": 3}):
+  for options in ({"microbatches": 2}, {"remat": "dots", "scan_layers": True, "attention": 3}):
     step = nxp.train_step(loss, **options)
     model, optimizer = nxp.create_sharded_model(plan)
     losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
@@ -733,7 +733,7 @@ def test_modules_as_trees(tmp_path):
     plan = nxp.plan(_Counting, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.adam(0.1))
     batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
     found = []
-    step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), remat="dots", roll=True)
+    step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), remat="dots", scan_layers=True)
     model, optimizer = nxp.create_sharded_model(plan)
     found += [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
     found += [float(model.calls[...]), str(step.layers)]

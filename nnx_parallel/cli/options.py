@@ -28,8 +28,8 @@ EXAMPLE = "--mesh data=2,fsdp=2,tensor=2"
 AS_WRITTEN = "as written"
 # Those of layers/layers.py, which takes a second to import.
 REMATS = (AS_WRITTEN, "none", "dots", "full", "offload")
-ATTENTIONS = ("blocks", "fused", "ring", "all_to_all")
-ROLLS: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
+ATTENTIONS = ("blockwise", "fused", "ring", "ulysses")
+SCANS: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
 
 
 def positive(text: str) -> int:
@@ -46,21 +46,21 @@ def attention(text: str) -> str | int:
 
 
 def pipeline(text: str) -> Pipeline:
-  """An axis, or an axis and the repeats of a circular schedule, for argparse.
+  """An axis, or an axis and the virtual stages of a circular schedule, for argparse.
 
   Example:
-    >>> pipeline("stage"), pipeline("stage:2").repeats
-    (Pipeline(axis='stage', repeats=1), 2)
+    >>> pipeline("stage"), pipeline("stage:2").virtual_stages
+    (Pipeline(axis='stage', virtual_stages=1), 2)
   """
   from nnx_parallel.layers.pipeline import Pipeline
 
-  axis, colon, repeats = text.partition(":")
-  return Pipeline(axis, positive(repeats) if colon else 1)
+  axis, colon, virtual_stages = text.partition(":")
+  return Pipeline(axis, positive(virtual_stages) if colon else 1)
 
 
 def format_pipeline(found: Pipeline) -> str:
   """The inverse of `pipeline`."""
-  return found.axis if found.repeats == 1 else f"{found.axis}:{found.repeats}"
+  return found.axis if found.virtual_stages == 1 else f"{found.axis}:{found.virtual_stages}"
 
 
 def parse_rules(text: str) -> Rules:
@@ -119,9 +119,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "metavar": "PATTERN",
     "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default: what repeats in the model)",
   },
-  "--roll": {
+  "--scan-layers": {
     "default": "auto",
-    "choices": tuple(ROLLS),
+    "choices": tuple(SCANS),
     "help": "one scan of consecutive equal layers (default: of 4 or more that --remat recomputes)",
   },
   "--attention": {
@@ -129,7 +129,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "metavar": "|".join((*ATTENTIONS, "N")),
     "help": "compute attention by blocks of queries and keys (of N), a kernel, or over the axis of positions",
   },
-  "--loss-parts": {
+  "--loss-chunks": {
     "type": positive,
     "metavar": "N",
     "help": "compute the head and the loss in N parts of the vocabulary (default: in one)",
@@ -158,13 +158,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
 STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")
-LAYERS = ("--roll", "--attention", "--loss-parts", "--pipeline")
+LAYERS = ("--scan-layers", "--attention", "--loss-chunks", "--pipeline")
 
 
 def step_options(args: argparse.Namespace) -> dict[str, Any]:
   """The options of `train_step` for layers."""
-  names = ("remat", "layers", "attention", "loss_parts", "pipeline")
-  return {name: getattr(args, name) for name in names} | {"roll": ROLLS[args.roll]}
+  names = ("remat", "layers", "attention", "loss_chunks", "pipeline")
+  return {name: getattr(args, name) for name in names} | {"scan_layers": SCANS[args.scan_layers]}
 
 
 def add_command(

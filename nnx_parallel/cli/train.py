@@ -211,7 +211,7 @@ def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
 
   if recipe.batches is not None:
     for batch in recipe.batches(0, split="train"):
-      nxp.shard_batch(batch, plan, whole=True)
+      nxp.shard_batch(batch, plan, global_batch=True)
       return examples_in(batch)
   return 0
 

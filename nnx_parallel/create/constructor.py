@@ -35,7 +35,7 @@ from nnx_parallel.layout.tracing import (
 )
 from nnx_parallel.rules.ruleset import Rules
 
-Compile = Literal["slices", "whole"]
+Compile = Literal["slices", "jit"]
 COMPILE: tuple[str, ...] = get_args(Compile)
 _DEFAULTS = {name: option.default for name, option in inspect.signature(make_plan).parameters.items()}
 M = TypeVar("M", bound=nnx.Module)
@@ -100,7 +100,7 @@ def create_sharded_model(
     mesh: the mesh, when `init` is a constructor.
     rules: the rules, when `init` is a constructor.
     compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
-      compile time does not grow with depth. `"whole"`: the constructor as one `nnx.jit` program, the
+      compile time does not grow with depth. `"jit"`: the constructor as one `nnx.jit` program, the
       reference. A constructor that cannot be sliced is also created as one program; a note of the plan and a
       logged warning give the reason.
     **options: the options of `plan`, when `init` is a constructor: `optimizer`, `zero`, ...

@@ -239,9 +239,9 @@ def generator(
   if layers is not None and pipeline is None:
     raise DecodeError(f"layers={layers!r} names those of a pipeline.", fix='pipeline="stage"')
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
-  if stages is not None and stages.repeats > 1:
+  if stages is not None and stages.virtual_stages > 1:
     raise DecodeError(
-      f"repeats={stages.repeats} makes a bubble smaller, and in generation there is none.",
+      f"virtual_stages={stages.virtual_stages} makes a bubble smaller, and in generation there is none.",
       fix=f"pipeline={stages.axis!r}",
     )
   return Generator(

@@ -18,7 +18,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
 
-def shard_batch(batch: Any, plan: Plan, *, whole: bool = False) -> Any:
+def shard_batch(batch: Any, plan: Plan, *, global_batch: bool = False) -> Any:
   """Places one batch: dim 0 of each array is split by the `batch` rule.
 
   In a job of several processes each passes its own share: the examples for its own devices. The global batch
@@ -30,7 +30,7 @@ def shard_batch(batch: Any, plan: Plan, *, whole: bool = False) -> Any:
     batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. A global `jax.Array` is
       only moved to the plan's layout.
     plan: gives the mesh and the `batch` rule.
-    whole: each process passes the same global batch, and places its share of it.
+    global_batch: each process passes the same global batch, and places its share of it.
 
   Returns:
     The same pytree of global `jax.Array`s.
@@ -54,7 +54,7 @@ def shard_batch(batch: Any, plan: Plan, *, whole: bool = False) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       return jax.device_put(leaf, NamedSharding(plan.mesh, plan.batch_spec(leaf.ndim)))
     array = leaf if isinstance(leaf, jax.Array) else _host_array(name, leaf)
-    return _placed(name, array, plan, whole=whole)
+    return _placed(name, array, plan, global_batch=global_batch)
 
   return jax.tree_util.tree_map_with_path(place, batch)
 
@@ -79,18 +79,18 @@ def _host_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _placed(name: str, array: Any, plan: Plan, *, whole: bool) -> jax.Array:
+def _placed(name: str, array: Any, plan: Plan, *, global_batch: bool) -> jax.Array:
   shape = tuple(array.shape)
   sizes = axis_sizes(plan.mesh)
   spec = plan.batch_spec(len(shape))
   sharding = NamedSharding(plan.mesh, spec)
   counts = shard_counts(spec, len(shape), sizes)
-  mine = counts if whole else _own_counts(sharding, counts)
+  mine = counts if global_batch else _own_counts(sharding, counts)
   _check_shape(name, shape, spec, sizes, mine, counts)
   if jax.process_count() == 1:
     return jax.device_put(array, sharding)
   host = np.asarray(array)
-  if whole:
+  if global_batch:
     return jax.make_array_from_callback(shape, sharding, lambda index: host[index])
   rows = zip(shape, mine, counts, strict=True)
   return jax.make_array_from_process_local_data(
@@ -177,7 +177,7 @@ def batches(
   last: Last = "drop",
   threads: int = 8,
   prefetch: int = 2,
-  whole: bool = False,
+  global_batch: bool = False,
 ) -> Iterator[Any]:
   """Places each batch of `source`, a few ahead of the step that uses it.
 
@@ -200,7 +200,8 @@ def batches(
       yielded as it is, where the mesh axes can split it (`"keep"`).
     threads: how many samples are read at a time; 1 for a source that is not thread-safe.
     prefetch: how many batches are placed ahead, and, with `batch`, as many more read ahead (one at least).
-    whole: each process's source gives global batches; as for `shard_batch`. With `batch` it has no meaning.
+    global_batch: each process's source gives global batches; as for `shard_batch`. With `batch` it has no
+      meaning.
 
   Returns:
     An iterator of placed batches, in order.
@@ -230,11 +231,11 @@ def batches(
         fix="batch=..., with samples by index; or start the source there.",
       )
     host = cast("Iterable[Any]", source)
-    return _ahead(iter(host), lambda one: shard_batch(one, plan, whole=whole), prefetch)
-  if whole:
+    return _ahead(iter(host), lambda one: shard_batch(one, plan, global_batch=global_batch), prefetch)
+  if global_batch:
     raise TrainError(
-      "batches(whole=True, batch=...) has no meaning: with batch=, every process has all samples.",
-      fix="leave whole=True out.",
+      "batches(global_batch=True, batch=...) has no meaning: with batch=, every process has all samples.",
+      fix="leave global_batch=True out.",
     )
   _check_devices(plan)
   sampler = Sampler(cast("Samples", source), batch, start, last)

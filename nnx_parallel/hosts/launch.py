@@ -78,10 +78,10 @@ class Job:
 
 @dataclasses.dataclass
 class Worker:
-  """One process of an attempt, within its warden."""
+  """One process of an attempt, within its supervisor."""
 
   number: int
-  warden: subprocess.Popen[bytes]
+  supervisor: subprocess.Popen[bytes]
   beats: Path
   step: int | None = None
   stepped: float = 0.0
@@ -104,10 +104,10 @@ class Worker:
     """To the worker alone; SIGKILL to all that it started."""
     if number != signal.SIGKILL:
       with contextlib.suppress(ProcessLookupError):
-        self.warden.send_signal(number)
+        self.supervisor.send_signal(number)
       return
     with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.warden.pid, number)
+      os.killpg(self.supervisor.pid, number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,9 +277,9 @@ class _Attempt:
     """The first process that was not known to have ended, with an error."""
     first: Worker | None = None
     for worker in self.workers:
-      if worker.code is not None or (code := worker.warden.poll()) is None:
+      if worker.code is not None or (code := worker.supervisor.poll()) is None:
         continue
-      worker.code = code if code >= 0 else 128 - code  # the warden itself was killed
+      worker.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
       worker.signal(signal.SIGKILL)  # what it started and left behind
       while self._show(worker, hold=first is not None):
         pass
@@ -332,9 +332,9 @@ class _Attempt:
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -> subprocess.Popen[bytes]:
-  warden = str(Path(__file__).with_name("warden.py"))
+  supervisor = str(Path(__file__).with_name("supervisor.py"))
   return subprocess.Popen(
-    [sys.executable, "-I", "-S", warden, str(watched), *command],
+    [sys.executable, "-I", "-S", supervisor, str(watched), *command],
     env=dict(variables),
     stdin=subprocess.DEVNULL,
     stdout=subprocess.PIPE,
@@ -346,8 +346,8 @@ def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -
 
 
 def _output(worker: Worker) -> int:
-  assert worker.warden.stdout is not None
-  descriptor = worker.warden.stdout.fileno()
+  assert worker.supervisor.stdout is not None
+  descriptor = worker.supervisor.stdout.fileno()
   os.set_blocking(descriptor, False)
   return descriptor
 
@@ -355,9 +355,9 @@ def _output(worker: Worker) -> int:
 def _end(workers: Sequence[Worker]) -> None:
   _signal_all(workers, signal.SIGKILL)
   for worker in workers:
-    worker.warden.wait()
-    if worker.warden.stdout is not None:
-      worker.warden.stdout.close()
+    worker.supervisor.wait()
+    if worker.supervisor.stdout is not None:
+      worker.supervisor.stdout.close()
 
 
 def _signal_all(workers: Sequence[Worker], number: signal.Signals) -> None:
@@ -395,7 +395,7 @@ def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
   if not any(time.monotonic() - worker.stepped > job.hang_after for worker in stepped):
     return None
   groups = _stopped_groups()
-  if stopped := [worker for worker in stepped if worker.warden.pid in groups]:
+  if stopped := [worker for worker in stepped if worker.supervisor.pid in groups]:
     return stopped[0], "is stopped (SIGSTOP)"
   worker = min(stepped, key=lambda worker: (worker.step, worker.stepped))
   alone = sum(other.step == worker.step for other in stepped) == 1 or len(workers) == 1

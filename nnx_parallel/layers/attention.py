@@ -67,12 +67,12 @@ from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, w
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 
-AttentionName = Literal["blocks", "fused", "ring", "all_to_all"]
+AttentionName = Literal["blockwise", "fused", "ring", "ulysses"]
 Attention = AttentionName | int | None
-"""`"blocks"`, or the length of the blocks; `"fused"`: a kernel where there is one; `"ring"`, `"all_to_all"`:
+"""`"blockwise"`, or the length of the blocks; `"fused"`: a kernel where there is one; `"ring"`, `"ulysses"`:
 by blocks too, over the axis that splits positions; None: as written."""
-WORDS: tuple[AttentionName, ...] = ("blocks", "fused", "ring", "all_to_all")
-OVER_AXIS = ("ring", "all_to_all")
+WORDS: tuple[AttentionName, ...] = ("blockwise", "fused", "ring", "ulysses")
+OVER_AXIS = ("ring", "ulysses")
 BLOCK = 512
 _INNER = (*CALLS, "scan", "while", "cond")
 _JUMPS = ("eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round")
@@ -218,7 +218,7 @@ def check_attention(attention: Attention) -> Attention:
     return attention
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
-    fix='attention="blocks", or the length of the blocks: attention=256; "fused"; "ring"; "all_to_all";'
+    fix='attention="blockwise", or the length of the blocks: attention=256; "fused"; "ring"; "ulysses";'
     " None: as written.",
   )
 
@@ -257,8 +257,8 @@ def _not_shared(way: _Way, why: str) -> TrainError:
   return TrainError(
     f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
     details=why,
-    fix='dropout off, and lengths (attention="ring") or heads (attention="all_to_all") that are'
-    f' multiples of {way.size}; or attention="blocks".',
+    fix='dropout off, and lengths (attention="ring") or heads (attention="ulysses") that are'
+    f' multiples of {way.size}; or attention="blockwise".',
   )
 
 
@@ -634,7 +634,7 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, co
     _NotByBlocks: they cannot, and must.
   """
   is_ring, axis, n, dim = way.asked == "ring", way.axis, way.size, row
-  if way.asked == "all_to_all":
+  if way.asked == "ulysses":
     dim = _heads(match, way, lengths)
   elif axis is not None and any(lengths[name] % n for name in (row, *([column] if is_ring else []))):
     if is_ring:

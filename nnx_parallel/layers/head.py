@@ -67,7 +67,7 @@ def check_parts(parts: int | None) -> int | None:
   """
   if parts is None or (type(parts) is int and parts > 0):
     return parts
-  raise TrainError(f"loss_parts={parts!r} is not a positive number.", fix="loss_parts=8; None: in one piece.")
+  raise TrainError(f"loss_chunks={parts!r} is not a positive number.", fix="loss_chunks=8; None: in one piece.")
 
 
 def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
@@ -93,10 +93,10 @@ def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:
     body = rewriting.in_levels(new.jaxpr, made)
   except Untiled as problem:
     raise TrainError(
-      f"loss_parts={parts} cannot be honoured: {problem} needs all columns of the logits at once.",
+      f"loss_chunks={parts} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
       " maxima, argmax, top_k, and take_along_axis",
-      fix="take such values of the logits out of the loss; or leave loss_parts out.",
+      fix="take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
   count = -(-whole // grid.blocks[_COLUMNS])
   line = f"the head and the loss of each token in {count} parts of the {length} columns"
@@ -169,10 +169,10 @@ def _head(body: Any, parts: int) -> tuple[Any, list[Any]]:
     return heads[-1], heads[:-1]
   count = sum(eqn.primitive.name == "dot_general" for eqn in body.eqns)
   raise TrainError(
-    f"loss_parts={parts} finds no head in the loss.",
+    f"loss_chunks={parts} finds no head in the loss.",
     details="a head is a product whose columns all go through a softmax, one that no product with values"
     f" follows; the loss has {count} products outside of its layers, scans and checkpoints, and no head",
-    fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_parts out.",
+    fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_chunks out.",
   )
 
 
@@ -422,9 +422,9 @@ class _Rewriting:
     for x, var in zip(found, flat.jaxpr.outvars, strict=True):
       if isinstance(x, _Logits):
         raise TrainError(
-          f"loss_parts cannot be honoured: the loss returns {var.aval.str_short()}.",
+          f"loss_chunks cannot be honoured: the loss returns {var.aval.str_short()}.",
           details=f"it depends on the logits {logits.str_short()}, and has their columns",
-          fix="return sums over the columns, or a number for each token; or leave loss_parts out.",
+          fix="return sums over the columns, or a number for each token; or leave loss_chunks out.",
         )
     return [_array(x) for x in found]
 

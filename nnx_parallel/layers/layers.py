@@ -70,7 +70,7 @@ MARK_LAYERS = (
   " of their class"
 )
 AUTO_LAYERS = 4
-"""The fewest layers of a scan with `roll="auto"`: the stack of their weights is a copy in each step."""
+"""The fewest layers of a scan with `scan_layers="auto"`: stacked weights are a copy in each step."""
 _WHAT_IS_A_LAYER = (
   "a layer is one of several modules of one class and structure beside each other (in a list, or as"
   " attributes that end in numbers), the body of a scan, or what is under nnx.remat"
@@ -134,7 +134,7 @@ class Remat:
 
 Policy = RematName | Callable[..., Any] | Remat | None
 """A word, a policy of `jax.checkpoint_policies` for each layer, a `Remat`; or None: as written."""
-Roll = Literal["auto"] | bool
+ScanLayers = Literal["auto"] | bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +143,10 @@ class LayerOptions:
 
   Attributes:
     remat: what each layer keeps for the backward pass.
-    roll: whether consecutive equal layers become one scan.
+    scan_layers: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blocks"` or their length, `"fused"`, `"ring"`, `"all_to_all"`; None: as written.
-    loss_parts: in how many parts of its columns the head is computed, with the loss; None: as written.
+    attention: `"blockwise"` or their length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
+    loss_chunks: in how many parts of its columns the head is computed, with the loss; None: as written.
     pipeline: the stages that the layers are run on; None: each device computes all layers.
 
   Raises:
@@ -154,16 +154,16 @@ class LayerOptions:
   """
 
   remat: Policy = None
-  roll: Roll = "auto"
+  scan_layers: ScanLayers = "auto"
   pattern: str | None = None
   attention: Attention = None
-  loss_parts: int | None = None
+  loss_chunks: int | None = None
   pipeline: Pipeline | None = None
 
   def __post_init__(self) -> None:
     _ = self.how
-    if type(self.roll) is not bool and self.roll != "auto":
-      raise TrainError(f"roll={self.roll!r} is no choice.", fix='roll="auto", True or False')
+    if type(self.scan_layers) is not bool and self.scan_layers != "auto":
+      raise TrainError(f"scan_layers={self.scan_layers!r} is no choice.", fix='scan_layers="auto", True or False')
     if self.pattern is not None and type(self.pattern) is not str:
       raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
     if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -171,7 +171,7 @@ class LayerOptions:
         f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
     check_attention(self.attention)
-    check_parts(self.loss_parts)
+    check_parts(self.loss_chunks)
 
   @property
   def how(self) -> Remat:
@@ -183,12 +183,12 @@ class LayerOptions:
   @property
   def rewrites(self) -> bool:
     """Whether attention or the head is computed in parts."""
-    return self.attention is not None or self.loss_parts is not None
+    return self.attention is not None or self.loss_chunks is not None
 
   @property
   def marks(self) -> bool:
     """Whether something is done with layers."""
-    return self.how.needs_layers or self.roll is True or self.pipeline is not None
+    return self.how.needs_layers or self.scan_layers is True or self.pipeline is not None
 
   def marking(self, model: Any, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
@@ -213,7 +213,7 @@ class LayersUsed:
   Attributes:
     found: the layers of the model.
     done: what was done with them, a line each.
-    reasons: why some were not rolled together, a line each.
+    reasons: why some were not scanned together, a line each.
     schedule: that of their pipeline, if they are one.
   """
 
@@ -228,21 +228,21 @@ class LayersUsed:
       *self.reasons[:_SHOWN],
       *([f"and {more} more"] if (more := len(self.reasons) - _SHOWN) > 0 else []),
     ]
-    return "\n".join([*lines, *(f"  not rolled: {line}" for line in reasons)]) or "as written"
+    return "\n".join([*lines, *(f"  not scanned: {line}" for line in reasons)]) or "as written"
 
 
 def with_layers(
   loss: Callable[[Any, Any], Any],
   *,
   remat: Policy = None,
-  roll: Roll = "auto",
+  scan_layers: ScanLayers = "auto",
   layers: str | None = None,
   attention: Attention = None,
-  loss_parts: int | None = None,
+  loss_chunks: int | None = None,
 ) -> Callable[[Any, Any], Any]:
-  """The same loss with its layers rematerialised, rolled into scans, or both; the model is not edited.
+  """The same loss with its layers rematerialised, scanned, or both; the model is not edited.
 
-  `train_step(loss, remat=..., roll=...)` does this by itself; this is for a step of your own.
+  `train_step(loss, remat=..., scan_layers=...)` does this by itself; this is for a step of your own.
 
   Args:
     loss: `loss(model, batch)`.
@@ -252,26 +252,26 @@ def with_layers(
       equal layers in the host's memory, `"as written"` or None changes nothing. A policy of
       `jax.checkpoint_policies` holds within each layer. `Remat("full", every=2)` recomputes each second
       layer, `Remat("full", group=2)` two layers at a time.
-    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
-      depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4 or more.
+    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
+      with depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4 or more.
       Else it does not pay: a scan copies the weights of its layers into one stack in each step, and without
       remat also stacks all that they keep.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
-    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
-      of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
+    attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
+      or of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
       chip where JAX has one that computes it (TPUs; a mask may not differ between examples or heads), else
       by blocks; `step.layers` says which, and why. On a mesh the kernel is placed by the one in scope: of the
-      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"all_to_all"`: see `train_step`, outside of which
+      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`, outside of which
       they are errors. None of these has forward-mode derivatives. None: as written.
-    loss_parts: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
+    loss_chunks: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
       tokens never exist at once. Sums over the vocabulary are sums over the logits themselves: where these
       are several hundreds, an entropy loses digits. None: as written.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` where
-    a policy other than `"none"` finds no layer, `roll=True` nothing to roll, `layers` no module, `attention`
-    no attention or `loss_parts` no head.
+    a policy other than `"none"` finds no layer, `scan_layers=True` nothing to scan, `layers` no module,
+    `attention` no attention or `loss_chunks` no head.
 
   Raises:
     TrainError: no such policy.
@@ -280,11 +280,11 @@ def with_layers(
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(9)])
-    >>> rolled = with_layers(lambda model, x: model(x).sum(), roll=True)
+    >>> rolled = with_layers(lambda model, x: model(x).sum(), scan_layers=True)
     >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rolled)(model, jnp.ones((2, 4))).eqns].count("scan")
     1
   """
-  options = LayerOptions(remat, roll, layers, attention, loss_parts)
+  options = LayerOptions(remat, scan_layers, layers, attention, loss_chunks)
 
   def changed(model: Any, batch: Any) -> Any:
     return _apart(loss, model, batch, options)
@@ -332,7 +332,7 @@ def with_options(
     used: gets what was done.
   """
   remat, note = options.how, LayersUsed() if used is None else used
-  if not (remat.changes or options.roll is True or options.rewrites):
+  if not (remat.changes or options.scan_layers is True or options.rewrites):
     return function
 
   def changed(*args: Any) -> Any:
@@ -445,8 +445,8 @@ def _traced(
   if any(_is_opened(eqn) for eqn in traced.eqns):
     traced = flattened(traced, _is_opened)
   rewritten: list[str] = []
-  if options.loss_parts is not None:
-    traced, line = in_parts(traced, options.loss_parts)
+  if options.loss_chunks is not None:
+    traced, line = in_parts(traced, options.loss_chunks)
     rewritten.append(line)
   if options.attention is not None:
     traced, line = by_blocks(traced, options.attention)
@@ -492,7 +492,7 @@ def _types(jaxpr: Any) -> list[Any]:
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
   remat = options.how
   size = max(remat.every, remat.group)
-  scan_from = 2 if options.roll is True else AUTO_LAYERS if options.roll and remat.needs_layers else None
+  scan_from = 2 if options.scan_layers is True else AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
   loops = size > 1 or remat.policy == "offload"
   how = _treatment(options)
   # Names, in order: a program is traced again by `jax.checkpoint` and by scans.
@@ -519,11 +519,11 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
     return how.run(eqn, inputs)
 
   found = program(traced, leaves)
-  if options.roll is True and not scans:
+  if options.scan_layers is True and not scans:
     raise TrainError(
-      "roll=True finds no consecutive equal layers.",
+      "scan_layers=True finds no consecutive equal layers.",
       details="\n".join([*reasons][:_SHOWN]) or _found(used),
-      fix='roll="auto", or False; layers="decoder.blocks.*" names the layers.',
+      fix='scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
   used.done, used.reasons = (*lines, *used.done), tuple(reasons)
   return found
@@ -616,10 +616,10 @@ def _check_rules(traced: Any) -> None:
     if any(is_tracer(x) for x in constants(gradient_of(eqn))):
       raise TrainError(
         "a rule of jax.custom_vjp reads an array that is not among its arguments, so the layers of this loss"
-        " can neither be rolled nor rematerialised.",
+        " can neither be scanned nor rematerialised.",
         details=f"at {place_of(eqn)}",
         fix="give the array to the function as an argument, with None as its gradient; or leave remat= and"
-        " roll= out.",
+        " scan_layers= out.",
       )
 
 

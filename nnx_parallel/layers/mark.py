@@ -186,7 +186,8 @@ def _marking(kind: type, name: str, pytree: bool) -> type:
     raise TrainError(
       f"the calls of {kind.__qualname__} cannot be marked as those of layers: it refuses a subclass.",
       details=str(error),
-      fix="@nnx.remat on its __call__, and no roll=; or an __init_subclass__ whose arguments have defaults.",
+      fix="@nnx.remat on its __call__, and no scan_layers=; or an __init_subclass__ whose arguments have"
+      " defaults.",
     ) from error
 
 

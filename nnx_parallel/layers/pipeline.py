@@ -6,8 +6,8 @@ every result moves one stage up: one collective-permute of one microbatch. For t
 only the inputs of its stages, and computes the rest again. The inputs of all ticks are kept, so memory grows
 with the number of microbatches; it would not with the schedule 1F1B.
 
-Chunk `c` of the `stages * repeats` chunks lies on stage `c % stages`. Microbatches come in groups of one
-for each stage. A group goes through all chunks before the next one starts, so the result of the last stage
+Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups of
+one for each stage. A group goes through all chunks before the next one starts, so the result of the last stage
 comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage `s` does its work item
 `i = t - s`, whose microbatch and repeat follow from `i` (`Schedule.item`).
 
@@ -46,8 +46,8 @@ class Pipeline:
 
   Attributes:
     axis: the mesh axis of the stages.
-    repeats: chunks of layers on each stage. 1: GPipe; more: a circular (interleaved) schedule, whose bubble
-      is smaller, and which sends more.
+    virtual_stages: chunks of layers on each stage. 1: GPipe; more: a circular (interleaved) schedule, whose
+      bubble       is smaller, and which sends more.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -55,7 +55,7 @@ class Pipeline:
   """
 
   axis: str = "stage"
-  repeats: int = 1
+  virtual_stages: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Schedule:
     stages: the size of the mesh axis.
     microbatches: a multiple of it.
     layers: how many there are.
-    repeats: how many chunks of layers each stage has: 1 is GPipe, more a circular (interleaved) schedule.
+    virtual_stages: chunks of layers on each stage: 1 is GPipe, more a circular (interleaved) schedule.
 
   Raises:
     SchemeError: microbatches that are no multiple of the stages, or less than one repeat or layer.
@@ -80,7 +80,7 @@ class Schedule:
   stages: int
   microbatches: int
   layers: int
-  repeats: int = 1
+  virtual_stages: int = 1
 
   def __post_init__(self) -> None:
     if self.microbatches < 1 or self.microbatches % self.stages:
@@ -90,21 +90,21 @@ class Schedule:
         details="they come in groups of one for each stage, so that no stage waits",
         fix=f"microbatches={count}; more of them make the bubble smaller.",
       )
-    if self.repeats < 1 or self.repeats * self.stages > max(self.layers, self.stages):
+    if self.virtual_stages < 1 or self.virtual_stages * self.stages > max(self.layers, self.stages):
       raise SchemeError(
-        f"{self.layers} layers cannot be {self.repeats} chunks on each of {self.stages} stages.",
-        fix=f"repeats={max(1, self.layers // self.stages)} or fewer, 1 at least.",
+        f"{self.layers} layers cannot be {self.virtual_stages} chunks on each of {self.stages} stages.",
+        fix=f"virtual_stages={max(1, self.layers // self.stages)} or fewer, 1 at least.",
       )
 
   @property
   def chunk(self) -> int:
     """Layers of a chunk; where they do not divide, some do nothing."""
-    return -(-self.layers // (self.stages * self.repeats))
+    return -(-self.layers // (self.stages * self.virtual_stages))
 
   @property
   def missing(self) -> int:
     """Layers that do nothing."""
-    return self.chunk * self.stages * self.repeats - self.layers
+    return self.chunk * self.stages * self.virtual_stages - self.layers
 
   @property
   def groups(self) -> int:
@@ -113,8 +113,8 @@ class Schedule:
 
   @property
   def ticks(self) -> int:
-    """Steps of the scan; each stage works in `microbatches * repeats` of them."""
-    return self.microbatches * self.repeats + self.stages - 1
+    """Steps of the scan; each stage works in `microbatches * virtual_stages` of them."""
+    return self.microbatches * self.virtual_stages + self.stages - 1
 
   @property
   def bubble(self) -> float:
@@ -132,12 +132,12 @@ class Schedule:
       Whether it works, on which microbatch, and on which of its chunks.
     """
     i = tick - stage
-    of_group = i % (self.stages * self.repeats)
-    microbatch = i // (self.stages * self.repeats) * self.stages + of_group % self.stages
+    of_group = i % (self.stages * self.virtual_stages)
+    microbatch = i // (self.stages * self.virtual_stages) * self.stages + of_group % self.stages
     return (i >= 0) & (microbatch < self.microbatches), microbatch, of_group // self.stages
 
   def __str__(self) -> str:
-    each = f"{self.repeats} x {self.chunk}" if self.repeats > 1 else f"{self.chunk}"
+    each = f"{self.virtual_stages} x {self.chunk}" if self.virtual_stages > 1 else f"{self.chunk}"
     idle = f" ({self.missing} of them empty)" if self.missing else ""
     return (
       f"{self.stages} stages of {each} layers{idle}, {self.microbatches} microbatches, {self.ticks} ticks,"
@@ -179,7 +179,7 @@ class Piped:
 
     Args:
       inputs: what the first layer gets, `[groups, stages, ...]`.
-      rows: the layers' own arrays, `[repeats, stages, chunk, ...]`.
+      rows: the layers' own arrays, `[virtual_stages, stages, chunk, ...]`.
       state: those that the layers change, likewise; each microbatch in turn, without gradients.
       shared: arrays that are one for all layers and microbatches.
       gathered: arrays `[microbatches, ...]`; each stage gets those of its microbatch.
@@ -201,7 +201,7 @@ class Piped:
     def tick(carry: Any, t: Any) -> tuple[Any, Any]:
       ring, line, state, outputs = carry
       works, microbatch, repeat = plan.item(t, stages)
-      group, place = t // (plan.stages * plan.repeats), t % (plan.stages * plan.repeats)
+      group, place = t // (plan.stages * plan.virtual_stages), t % (plan.stages * plan.virtual_stages)
       # Bubbles compute on real values: what they give is unused, and its gradient 0, but 0 * inf is not 0.
       line = _where(place == 0, _at(inputs, jnp.minimum(group, plan.groups - 1)), line)
       given = self._where((stages == 0) & (repeat == 0), line, ring)
@@ -214,8 +214,8 @@ class Piped:
       changed = jax.lax.stop_gradient(self._where(works, changed, before))
       state = _swapped(put(_swapped(state), repeat, changed))
       moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
-      pushes = (place < plan.stages - 1) | (place == plan.stages * plan.repeats - 1)
-      line = _where(pushes, moved, line) if plan.repeats > 1 else moved
+      pushes = (place < plan.stages - 1) | (place == plan.stages * plan.virtual_stages - 1)
+      line = _where(pushes, moved, line) if plan.virtual_stages > 1 else moved
       return (self._moved(result, 1), line, state, _put(outputs, group, line)), made
 
     carry = (first, first, jax.lax.stop_gradient(state), outputs)
@@ -261,13 +261,13 @@ class Piped:
 
   @property
   def _active(self) -> Any:
-    """Which layers of each chunk are real, `[repeats, stages, chunk]`."""
+    """Which layers of each chunk are real, `[virtual_stages, stages, chunk]`."""
     plan = self.schedule
     active = np.arange(plan.layers + plan.missing) < plan.layers
-    return active.reshape(plan.repeats, plan.stages, plan.chunk)
+    return active.reshape(plan.virtual_stages, plan.stages, plan.chunk)
 
   def split_layers(self, stacked: Any, *, whole: bool = False) -> Any:
-    """Arrays `[layers, ...]` as `[repeats, stages, chunk, ...]`, with each stage's layers on its devices.
+    """Arrays `[layers, ...]` as `[virtual_stages, stages, chunk, ...]`, the layers of a stage on its devices.
 
     `whole`: all layers are on all stages; so are then their gradients, by one all-gather.
     """
@@ -276,8 +276,8 @@ class Piped:
     def split(x: Any) -> Any:
       # Real values in the layers that do nothing: zeros may have no gradient, and 0 * inf would be its sum.
       x = jnp.concatenate([x, jnp.repeat(x[:1], plan.missing, 0)]) if plan.missing else x
-      shape = (plan.repeats, plan.stages, plan.chunk, *x.shape[1:])
-      if self._explicit and plan.repeats > 1:  # the layers of a stage are not neighbours
+      shape = (plan.virtual_stages, plan.stages, plan.chunk, *x.shape[1:])
+      if self._explicit and plan.virtual_stages > 1:  # the layers of a stage are not neighbours
         spec = PartitionSpec(None, self.axis, None, *jax.typeof(x).sharding.spec[1:])
         return x.reshape(shape, out_sharding=spec)
       x = x.reshape(shape)
@@ -370,9 +370,9 @@ class Piped:
   def _of(self, made: Any) -> Any:
     """The results of layers, `[ticks, stages, chunk, ...]`, by microbatch and layer."""
     plan = self.schedule
-    stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.repeats)))
+    stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.virtual_stages)))
     group, place = microbatch // plan.stages, microbatch % plan.stages
-    tick = group * plan.stages * plan.repeats + repeat * plan.stages + place + stage
+    tick = group * plan.stages * plan.virtual_stages + repeat * plan.stages + place + stage
     picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(_swapped(made), tick)
 
     def ordered(x: Any) -> Any:

@@ -38,7 +38,7 @@ def pipelined(
     rolled: its program, with the chains of its layers.
     ends: what its inputs and results are.
     how: what is done with layers.
-    options: the axis, the repeats, and whether ticks are recomputed.
+    options: the axis, the virtual_stages, and whether ticks are recomputed.
     microbatches: how many.
     mesh: the mesh, if there is one.
 
@@ -47,7 +47,7 @@ def pipelined(
     SchemeError: no such axis, or microbatches that do not fit it.
   """
   loop = find_loop(rolled, how)
-  schedule = Schedule(size_along(mesh, options.axis), microbatches, loop.length, options.repeats)
+  schedule = Schedule(size_along(mesh, options.axis), microbatches, loop.length, options.virtual_stages)
   return Staged(rolled, ends, how, loop, schedule, options, mesh)
 
 

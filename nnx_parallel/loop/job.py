@@ -17,7 +17,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import variables
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layers.attention import Attention
-from nnx_parallel.layers.layers import Policy, Roll
+from nnx_parallel.layers.layers import Policy, ScanLayers
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.resolve import shard_counts
@@ -66,10 +66,10 @@ class Job:
     changes: settings that differ from those of the checkpoint it was restored from, as text.
     relaid: how the layout differs from that of the checkpoint, where its mesh was another one.
     remat: what layers keep for the backward pass; as for `train_step`.
-    roll: whether consecutive equal layers are one scan; as for `train_step`.
+    scan_layers: whether consecutive equal layers are one scan; as for `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
-    attention: `"blocks"`, their length, `"fused"`, `"ring"` or `"all_to_all"`; as for `train_step`.
-    loss_parts: into how many parts the head and the loss go; as for `train_step`.
+    attention: `"blockwise"`, their length, `"fused"`, `"ring"` or `"ulysses"`; as for `train_step`.
+    loss_chunks: into how many parts the head and the loss go; as for `train_step`.
     pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches go through it too, but for
       those that the microbatches do not divide.
   """
@@ -84,10 +84,10 @@ class Job:
   changes: list[str] = dataclasses.field(default_factory=list[str])
   relaid: PlanDiff | None = None
   remat: Policy = None
-  roll: Roll = "auto"
+  scan_layers: ScanLayers = "auto"
   layers: str | None = None
   attention: Attention = None
-  loss_parts: int | None = None
+  loss_chunks: int | None = None
   pipeline: str | Pipeline | None = None
 
   def __post_init__(self) -> None:
@@ -103,10 +103,10 @@ class Job:
     self.settings = own | self.settings
     self._batches = self.recipe.batches
     layers: dict[str, Any] = {
-      "roll": self.roll,
+      "scan_layers": self.scan_layers,
       "layers": self.layers,
       "attention": self.attention,
-      "loss_parts": self.loss_parts,
+      "loss_chunks": self.loss_chunks,
       "pairs": True,
     }
     self._train_step = nxp.train_step(
@@ -223,7 +223,7 @@ class Job:
 
   def evaluate(self) -> Record:
     """Mean metrics over the held-out batches, dropout off; empty when there are none."""
-    held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, whole=True)
+    held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, global_batch=True)
     with default_scope(self.plan.activation_rules):
       return nxp.evaluate(self._evaluated, self._quiet, held_out)
 
@@ -233,7 +233,7 @@ class Job:
 
   def _placed(self, samples: int) -> Iterator[Any]:
     # Each process makes the same global batches, and places its share of them. fit prefetches.
-    return nxp.batches(self._batches(samples), self.plan, prefetch=0, whole=True)
+    return nxp.batches(self._batches(samples), self.plan, prefetch=0, global_batch=True)
 
   def _extra(self) -> dict[str, Any]:
     return {"recipe": self.recipe.name, "settings": dict(self.settings)}

@@ -36,7 +36,7 @@ class InputRules:
     self.by_rank = {rank: _names(rank, maps[key]) for rank, key in sorted((_rank(key), key) for key in maps)}
 
   @classmethod
-  def whole_mesh(cls) -> InputRules:
+  def all_axes(cls) -> InputRules:
     """Splits the batch dim of each input over all axes of the mesh, so that no two devices get the same.
 
     Returns:
@@ -45,7 +45,7 @@ class InputRules:
     Example:
       >>> import nnx_parallel as nxp
       >>> from flax import nnx
-      >>> mesh, rules = nxp.make_mesh(data=4, tensor=2), nxp.InputRules.whole_mesh()
+      >>> mesh, rules = nxp.make_mesh(data=4, tensor=2), nxp.InputRules.all_axes()
       >>> nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, rules).batch_spec(2)
       P(('data', 'tensor'), None)
     """
@@ -63,7 +63,7 @@ class InputRules:
 
   def __repr__(self) -> str:
     if self.every_axis:
-      return "InputRules.whole_mesh()"
+      return "InputRules.all_axes()"
     return f"InputRules({', '.join(f'map_{rank}d={names!r}' for rank, names in self.by_rank.items())})"
 
 

@@ -31,7 +31,7 @@ from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
 
-How = Literal["ring", "all_to_all"]
+How = Literal["ring", "ulysses"]
 
 
 def context_attention(
@@ -59,14 +59,14 @@ def context_attention(
   Args:
     axis: the mesh axis that splits the positions; the length must be a multiple of its size.
     how: `"ring"` sends keys and values round, size - 1 times each, and twice that and their gradients in the
-      backward pass; `"all_to_all"` sends queries, keys, values and results once; the number of heads must be
+      backward pass; `"ulysses"` sends queries, keys, values and results once; the number of heads must be
       a multiple of the axis' size.
     causal: a query sees no later position.
     window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
       ring then ends with the last device that is seen.
     zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
     block: queries and keys of a tile of scores, in positions.
-    fused: with `"all_to_all"`, compute the heads of a device by the fused kernel of its chip where JAX has
+    fused: with `"ulysses"`, compute the heads of a device by the fused kernel of its chip where JAX has
       one (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are those of the
       batch; else by blocks.
 
@@ -152,13 +152,13 @@ class ContextAttention:
   fused: bool = False
 
   def __post_init__(self) -> None:
-    if self.how not in ("ring", "all_to_all"):
-      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="all_to_all"')
+    if self.how not in ("ring", "ulysses"):
+      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="ulysses"')
     if self.fused and self.how == "ring":
       raise SchemeError(
         "a ring merges what it sees of each shard, and the fused kernel that JAX has cannot do that in a"
         " gradient.",
-        fix='how="all_to_all", fused=True',
+        fix='how="ulysses", fused=True',
       )
     for name, value in {"window": self.window, "block": self.block}.items():
       if value is not None and (type(value) is not int or value < 1):
@@ -247,7 +247,7 @@ class _Sequence:
   @property
   def by_heads(self) -> int:
     """The number of devices that share the heads."""
-    return self.shards if self.options.how == "all_to_all" else 1
+    return self.shards if self.options.how == "ulysses" else 1
 
   @property
   def parts(self) -> int:

@@ -26,14 +26,15 @@ def pipeline(
   *shared: Any,
   microbatches: int,
   axis: str = "stage",
-  repeats: int = 1,
+  virtual_stages: int = 1,
   batch_axes: str | Sequence[str] = (),
 ) -> Any:
   """Applies equal layers one after the other, each on the devices of its stage.
 
   The result is that of `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for
   each stage; while a stage computes one microbatch, the next stage computes the one before. Each device
-  computes `microbatches * repeats` of `microbatches * repeats + stages - 1` ticks; the rest is the bubble
+  computes `microbatches * virtual_stages` of `microbatches * virtual_stages + stages - 1` ticks; the rest is the
+  bubble
   (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice (the second copy
   brings in what is new, and out what is done), and nothing else over the axis.
 
@@ -44,13 +45,13 @@ def pipeline(
   Args:
     layer: `layer(parameters, x, *shared) -> x`, of one layer and one microbatch: a pure function.
     parameters: a pytree of arrays `[layers, ...]`, global. Split dim 0 over `axis`, and each stage has its
-      own only; with `repeats`, chunk `c` moves to stage `c % stages` first.
+      own only; with `virtual_stages`, chunk `c` moves to stage `c % stages` first.
     x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` is each `microbatches`-th example from `n`.
     *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids,
       the result of an encoder. Floating ones travel with `x`; others lie whole on each stage.
     microbatches: a multiple of the stages that divides the batch.
     axis: the mesh axis of the stages.
-    repeats: chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule, whose bubble is
+    virtual_stages: chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule, whose bubble is
       smaller, and which sends as much more.
     batch_axes: mesh axes that split the batch and no parameter. Their devices then sum the gradients of
       parameters once, after the last tick, and not in each.
@@ -76,7 +77,7 @@ def pipeline(
   mesh = surroundings(*jax.tree.leaves((parameters, x))).mesh
   axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
   replicas = math.prod(size_along(mesh, name) for name in axes)
-  schedule = Schedule(size_along(mesh, axis), microbatches, _layers(parameters), repeats)
+  schedule = Schedule(size_along(mesh, axis), microbatches, _layers(parameters), virtual_stages)
   _check_batch((x, *shared), microbatches, replicas)
   leaves, tree = jax.tree.flatten(shared)
   travels = {n: leaf for n, leaf in enumerate(leaves) if is_inexact(jnp.asarray(leaf))}

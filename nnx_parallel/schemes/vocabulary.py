@@ -58,7 +58,7 @@ def vocabulary_cross_entropy(
   The mesh is the active one, that of `use_rules`, or that of the plan of `head`. Without a mesh, or on one
   without `axis`, each device has all columns, and the tokens are still computed in parts.
 
-  For a model that nobody can edit, there is `train_step(loss_fn, loss_parts=8)`.
+  For a model that nobody can edit, there is `train_step(loss_fn, loss_chunks=8)`.
 
   Args:
     hidden: the input of the head, of global shape (batch, seq, features), or with other dims of tokens.

@@ -221,7 +221,7 @@ def in_microbatches(
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} cannot be honoured: XLA places the reductions of this step.",
       details=why or "the replicas are split themselves",
-      fix='gradients="whole"; or leave reduction out.'
+      fix='gradients="like_parameters"; or leave reduction out.'
       if layout.scattered
       else "leave reduction out: gradients are reduced in the dtype in which their layers compute.",
     )

@@ -69,7 +69,7 @@ def is_refused(error: BaseException) -> bool:
   return isinstance(error, RuntimeError) and "hlo verifier" in str(error)
 
 
-def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def with_correct_convolutions(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
   """`run` with every grouped kernel gradient computed by hand-placed convolutions.
 
   For steps of your own: `train_step` does this, and holds the layouts of its plan.
@@ -91,7 +91,7 @@ def with_right_gradients(run: Callable[..., Any], mesh: Any) -> Callable[..., An
     >>> mesh = nxp.make_mesh(data=2, model=4)
     >>> x = jax.device_put(jnp.ones((8, 6, 4)), jax.NamedSharding(mesh, jax.P("data")))
     >>> kernel = jax.device_put(jnp.ones((3, 1, 4)), jax.NamedSharding(mesh, jax.P()))
-    >>> print(jax.jit(nxp.with_right_gradients(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
+    >>> print(jax.jit(nxp.with_correct_convolutions(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
     [40. 48. 40.]
   """
   return held(run, mesh)

@@ -12,7 +12,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
 LossFn = Callable[[Any, Any], Any]
-Gradients = Literal["whole", "scattered"]
+Gradients = Literal["like_parameters", "scattered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class StepOptions:
   def __post_init__(self) -> None:
     if self.microbatches < 1:
       raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
-    if self.gradients not in (None, "whole", "scattered"):
+    if self.gradients not in (None, "like_parameters", "scattered"):
       raise TrainError(
         f"gradients={self.gradients!r} is not a layout.",
-        fix='gradients="whole" or "scattered"; None: as planned.',
+        fix='gradients="like_parameters" or "scattered"; None: as planned.',
       )
     if self.reduction is not None and not jnp.issubdtype(self.reduction, jnp.floating):
       raise TrainError(
@@ -82,7 +82,7 @@ def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> b
     TrainError: `gradients` is "scattered", and nothing can be scattered.
 
   Example:
-    >>> is_scattered(None, 2, further=True), is_scattered("whole", 2, further=True)
+    >>> is_scattered(None, 2, further=True), is_scattered("like_parameters", 2, further=True)
     (True, False)
   """
   if gradients == "scattered" and not further and not stage:

@@ -17,7 +17,7 @@ from nnx_parallel.core.text import few
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, Roll
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, ScanLayers
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -109,7 +109,7 @@ class TrainStep(_Step):
       started by `compiled()` are not listed.
     reduction: how the last compiled program reduces gradients between replicas.
     layers: which layers were found when the step was last compiled or lowered, which of them are recomputed
-      or rolled into a scan, and why others are not; print it.
+      or scanned, and why others are not; print it.
   """
 
   def __init__(self, options: StepOptions):
@@ -267,10 +267,10 @@ def train_step(
   *,
   microbatches: int = 1,
   remat: Policy = None,
-  roll: Roll = "auto",
+  scan_layers: ScanLayers = "auto",
   layers: str | None = None,
   attention: Attention = None,
-  loss_parts: int | None = None,
+  loss_chunks: int | None = None,
   pipeline: str | Pipeline | None = None,
   outputs: Sequence[str] = (),
   gradients: Gradients | None = None,
@@ -303,25 +303,25 @@ def train_step(
     remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
       products with weights, `"full"` its input only, `"offload"` its input, in the host's memory; a policy of
       `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says. See `with_layers`.
-    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
-      depth. `"auto"`: of 4 or more that are rematerialised. See `with_layers`.
+    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
+      with depth. `"auto"`: of 4 or more that are rematerialised. See `with_layers`.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
-    attention: `"blocks"` computes every attention of the model by blocks of its queries and keys (of 512, or
-      of the number given), so that no array of their product exists; `"fused"`: by the chip's fused kernel
+    attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
+      or of the number given), so that no array of their product exists; `"fused"`: by the chip's fused kernel
       where there is one. See `with_layers`. Where a rule splits `seq` over an axis that splits no weight,
       devices compute their own queries, and keys and values are gathered in each layer. `"ring"`: they go
-      round the devices of that axis instead, and no device has them all; `"all_to_all"`: each device computes
+      round the devices of that axis instead, and no device has them all; `"ulysses"`: each device computes
       all positions of some heads (those of the keys must be a multiple of the axis' size). An attention that
       the devices cannot share is then an error that names it. None: as written.
-    loss_parts: compute the head and the loss of each token in this many parts of the head's columns (the
+    loss_chunks: compute the head and the loss of each token in this many parts of the head's columns (the
       vocabulary), so that the logits never exist at once. None: as written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while
       the others compute other microbatches. The numbers are those of `microbatches` alone. `step.layers` says
       what the stages do, and how long they wait.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
-    gradients: `"whole"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2) in that of
-      their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
+    gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
+      in the layout of their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
       plan says, scattered with `zero=2`.
     reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
       part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
@@ -354,7 +354,7 @@ def train_step(
   options = StepOptions(
     loss_fn,
     microbatches,
-    LayerOptions(remat, roll, layers, attention, loss_parts, stages),
+    LayerOptions(remat, scan_layers, layers, attention, loss_chunks, stages),
     tuple(outputs),
     gradients,
     reduction,
@@ -368,10 +368,10 @@ def eval_step(
   loss_fn: LossFn,
   *,
   microbatches: int = 1,
-  roll: Roll = "auto",
+  scan_layers: ScanLayers = "auto",
   layers: str | None = None,
   attention: Attention = None,
-  loss_parts: int | None = None,
+  loss_chunks: int | None = None,
   pipeline: str | Pipeline | None = None,
   outputs: Sequence[str] = (),
   pairs: bool = False,
@@ -381,11 +381,11 @@ def eval_step(
   Args:
     loss_fn: as in `train_step`.
     microbatches: parts that the batch goes through a pipeline in.
-    roll: make one scan of consecutive equal layers, so that program and time to compile do not grow with
-      depth. `"auto"`: not, since nothing is recomputed in an evaluation.
+    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
+      with depth. `"auto"`: not, since nothing is recomputed in an evaluation.
     layers: as in `train_step`.
     attention: as in `train_step`.
-    loss_parts: as in `train_step`.
+    loss_chunks: as in `train_step`.
     pipeline: as in `train_step`. Each microbatch starts with the module as it is: a loss that draws random
       numbers draws the same ones for all of them, and batch statistics are those of a microbatch.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
@@ -412,7 +412,7 @@ def eval_step(
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
-  chosen = LayerOptions(None, roll, layers, attention, loss_parts, stages)
+  chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
 
 

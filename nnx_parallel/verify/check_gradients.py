@@ -23,7 +23,7 @@ from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.verify.gradient_check import GradientCheck, GradientLook, Verdict
+from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
 from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.verify.subject import Subject, inner, power_of_two
 
@@ -170,7 +170,7 @@ class Looks:
 
   def look(
     self, name: str, chosen: Sequence[int], *, closer: bool = False, by_device: bool = False
-  ) -> GradientLook:
+  ) -> GradientComparison:
     """Compares the derivatives along directions in some leaves.
 
     Args:
@@ -197,7 +197,7 @@ class Looks:
     tolerance = max(self.closer if closer else self.tolerance, 5 * max(errors) / size)
     labels = tuple(self.subject.leaves[n][0] for n in which)
     one = factors[which[0]] if len(which) == 1 else size
-    found = GradientLook(
+    found = GradientComparison(
       name, labels, (*(reverse / one).tolist(),), (*(forward / one).tolist(),), difference, "right"
     )
     why = ""
@@ -316,7 +316,7 @@ def checked(
     not_checked.append(looks.too_large)
   mesh = subject.binding.mesh
   return GradientCheck(
-    looks=tuple(found),
+    comparisons=tuple(found),
     losses=losses,
     loss_verdict=verdict,
     tolerance=looks.tolerance,
@@ -331,7 +331,7 @@ def checked(
   )
 
 
-def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientLook], bool]:
+def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientComparison], bool]:
   """All looks, and whether they are at what each device computes on its own."""
   leaves = looks.subject.leaves
   every = range(len(leaves))
@@ -355,14 +355,14 @@ def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientLook], bool]:
   return found, by_device
 
 
-def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[GradientLook]:
+def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[GradientComparison]:
   """Looks at the leaves of a group that is wrong: one by one, or in halves first where they are many."""
   names = [looks.subject.leaves[n][0] for n in group]
   if len(group) <= _LEAVES:
     return [
       looks.look(name, [n], closer=True, by_device=by_device) for name, n in zip(names, group, strict=True)
     ]
-  found: list[GradientLook] = []
+  found: list[GradientComparison] = []
   half = len(group) // 2
   for some in (slice(half), slice(half, None)):
     name = f"{names[some][0]} to {names[some][-1]}"
@@ -371,7 +371,7 @@ def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[Gradien
   return found
 
 
-def _notes(looks: Looks, first: GradientLook, by_device: bool) -> list[str]:
+def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str]:
   """What a table does not say."""
   notes: list[str] = []
   if by_device and first:
@@ -451,9 +451,9 @@ def _mended(
   return None, f"no change of one layout makes all right; tried {', '.join(tried) or 'none'}"
 
 
-def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[GradientLook]:
+def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[GradientComparison]:
   return [
-    GradientLook(name, (name,), (float(norm),), (math.nan,), math.inf, "wrong", "not finite")
+    GradientComparison(name, (name,), (float(norm),), (math.nan,), math.inf, "wrong", "not finite")
     for (name, _, _), norm in zip(leaves, norms, strict=True)
     if not math.isfinite(norm)
   ]
@@ -472,7 +472,7 @@ def _weights(norms: np.ndarray[Any, Any], floor: float) -> tuple[np.ndarray[Any,
   return factors / (factors.max() or 1.0), sizes  # at most 1: nothing overflows in float16
 
 
-def _said(look: GradientLook) -> str:
+def _said(look: GradientComparison) -> str:
   if not any(look.reverse):
     return "the gradient is 0, and the derivative is not"
   factor = look.factor if len(look.leaves) == 1 else None

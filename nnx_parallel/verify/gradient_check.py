@@ -14,7 +14,7 @@ Verdict = Literal["right", "wrong", "not decided"]
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientLook:
+class GradientComparison:
   """Some leaves, and the derivative of the loss along random directions in them, by two ways.
 
   Attributes:
@@ -56,7 +56,8 @@ class GradientCheck(Shown):
   """What `check_gradients` found; prints as a table, and is true when nothing is wrong.
 
   Attributes:
-    looks: what was compared, in order: all leaves together, then groups and single leaves where they differ.
+    comparisons: what was compared, in order: all leaves together, then groups and single leaves where they
+      differ.
     losses: the loss by each program that computed it, by name.
     loss_verdict: whether they agree with one that leaves the compiler nothing to partition; `"not decided"`
       where there is none.
@@ -71,7 +72,7 @@ class GradientCheck(Shown):
     fix: what to do where something is wrong.
   """
 
-  looks: tuple[GradientLook, ...]
+  comparisons: tuple[GradientComparison, ...]
   losses: dict[str, float]
   loss_verdict: Verdict
   tolerance: float
@@ -85,20 +86,20 @@ class GradientCheck(Shown):
   fix: str = ""
 
   def __bool__(self) -> bool:
-    return all(self.looks) and self.loss_verdict != "wrong"
+    return all(self.comparisons) and self.loss_verdict != "wrong"
 
   @property
   def wrong(self) -> tuple[str, ...]:
     """The dotted paths of the leaves whose gradients are wrong, as closely as they were looked at."""
-    closest = {leaf: look for look in self.looks for leaf in look.leaves}
+    closest = {leaf: look for look in self.comparisons for leaf in look.leaves}
     found = tuple(leaf for leaf, look in closest.items() if not look)
-    return found or tuple(leaf for look in self.looks if not look for leaf in look.leaves)
+    return found or tuple(leaf for look in self.comparisons if not look for leaf in look.leaves)
 
   @property
   def summary(self) -> str:
     """One line: what is right or wrong, and what was not checked."""
-    count = len({leaf for look in self.looks for leaf in look.leaves})
-    verdict = "right" if all(look.verdict == "right" for look in self.looks) else "not decided"
+    count = len({leaf for look in self.comparisons for leaf in look.leaves})
+    verdict = "right" if all(look.verdict == "right" for look in self.comparisons) else "not decided"
     said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"
     if not self:
       said = f"wrong gradients: {few(self.wrong)}" if self.wrong else "the loss is wrong"
@@ -127,7 +128,7 @@ class GradientCheck(Shown):
         rounded(look.difference),
         f"{look.verdict}: {look.why}" if look.why else look.verdict,
       )
-      for look in self.looks
+      for look in self.comparisons
     ]
     header = ("gradient of", "leaves", "reverse", "forward", "difference", "verdict")
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
@@ -153,7 +154,7 @@ def merged(found: dict[Any, GradientCheck]) -> GradientCheck:
     return checks[0]
   return dataclasses.replace(
     max(checks, key=lambda check: check.tolerance),
-    looks=tuple(look for check in checks for look in check.looks),
+    comparisons=tuple(look for check in checks for look in check.comparisons),
     losses={f"of {key} {name}": x for key, check in found.items() for name, x in check.losses.items()},
     loss_verdict=max((check.loss_verdict for check in checks), key=("right", "not decided", "wrong").index),
     layouts={name: spec for check in checks for name, spec in check.layouts.items()},

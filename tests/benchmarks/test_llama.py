@@ -36,7 +36,7 @@ def test_the_loss_by_parts_is_the_loss():
   draw = np.random.default_rng(0)
   batch = {"tokens": draw.integers(0, TINY.vocab, (8, TINY.sequence + 1), np.int32)}
   with nnx.use_eager_sharding(False):
-    whole, split = (llama.Llama(dataclasses.replace(TINY, loss_parts=n), nnx.Rngs(0)) for n in (1, 4))
+    whole, split = (llama.Llama(dataclasses.replace(TINY, loss_chunks=n), nnx.Rngs(0)) for n in (1, 4))
   (a, grads), (b, others) = (
     nnx.jit(nnx.value_and_grad(llama.loss))(model, batch) for model in (whole, split)
   )
@@ -47,7 +47,7 @@ def test_the_loss_by_parts_is_the_loss():
 
 def test_documents_packed_in_one_sequence_have_the_loss_that_they_have_alone():
   with nnx.use_eager_sharding(False):
-    model = llama.Llama(dataclasses.replace(TINY, loss_parts=4), nnx.Rngs(0))
+    model = llama.Llama(dataclasses.replace(TINY, loss_chunks=4), nnx.Rngs(0))
     alone = llama.Llama(TINY, nnx.Rngs(0))
   first, second = np.split(np.random.default_rng(0).integers(0, TINY.vocab, (1, 60), np.int32), [20], axis=1)
   tokens = np.concatenate([first, second, np.zeros((1, 5), np.int32)], axis=1)

@@ -307,7 +307,7 @@ def test_commands_pass_on_how_attention_and_the_loss_are_computed(recipe, run):
   compiled = ("compile", recipe, "--topology", "cpu:8")
   assert "attention=16 finds no attention" in run(*compiled, "--attention", "16").err
   assert "attention='fused' finds no attention" in run(*compiled, "--attention", "fused").err
-  assert "loss_parts=4 finds no head" in run(*compiled, "--loss-parts", "4").err
+  assert "loss_chunks=4 finds no head" in run(*compiled, "--loss-chunks", "4").err
 
 
 @pytest.mark.slow

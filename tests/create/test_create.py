@@ -15,7 +15,7 @@ import nnx_parallel as nxp
 from create.models import arrays_of, assert_same_arrays, loss, stack
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
-COMPILE = ("slices", "whole")
+COMPILE = ("slices", "jit")
 
 
 def mesh_of(kind: str) -> jax.sharding.Mesh:
@@ -137,7 +137,7 @@ def test_init_may_build_something_else_only_before_planning():
   )
 
 
-@pytest.mark.parametrize("compile", ["slices", "whole"])
+@pytest.mark.parametrize("compile", ["slices", "jit"])
 def test_values_that_numpy_computes_in_init(compile):
   class Scaled(nnx.Module):
     def __init__(self):
@@ -171,6 +171,6 @@ def test_bad_arguments():
   with pytest.raises(nxp.errors.PlanError, match="needs a mesh"):
     nxp.create_sharded_model(stack)
   with pytest.raises(
-    nxp.errors.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, whole"
+    nxp.errors.PlanError, match=r"compile='fast' is not a way to create.\n  Fix: one of slices, jit"
   ):
     nxp.create_sharded_model(stack, mesh_of("auto"), [RULES, nxp.replicate()], compile="fast")

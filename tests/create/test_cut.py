@@ -171,7 +171,7 @@ def test_constructors(name):
 @pytest.mark.parametrize("name", ["computed", "stack"])
 def test_the_reference_agrees(name):
   init = CONSTRUCTORS[name]
-  sliced, whole = arrays_of(created(init)), arrays_of(created(init, compile="whole"))
+  sliced, whole = arrays_of(created(init)), arrays_of(created(init, compile="jit"))
   for path, value in sliced.items():
     np.testing.assert_allclose(value, whole[path], rtol=3e-7, atol=1e-7, err_msg=path)
 

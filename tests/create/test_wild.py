@@ -99,7 +99,7 @@ WILD["grouped convolution"] = lambda rngs: nnx.Conv(8, 8, (3,), feature_group_co
 WILD["spectral norm"] = lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
 
 
-@pytest.mark.parametrize("compile", ["slices", "whole"])
+@pytest.mark.parametrize("compile", ["slices", "jit"])
 @pytest.mark.parametrize("name", WILD)
 def test_created_as_built_eagerly(name, compile):
   def init():

@@ -291,7 +291,7 @@ def test_a_head_is_not_gathered(axes):
 
 
 def test_layers_that_are_rolled():
-  rolled = nxp.with_layers(lambda model, tokens: model(tokens), roll=True)
+  rolled = nxp.with_layers(lambda model, tokens: model(tokens), scan_layers=True)
   generate = nxp.generator(NEW, call=lambda model, tokens, position: rolled(model, tokens))
   model = sharded(plain.Model, "both")
   plainly = nxp.generator(NEW)(model, plain.PROMPTS, lengths=plain.LENGTHS)

@@ -325,7 +325,7 @@ NAMES = {"batch": "data", "embed": (), "heads": (), "mlp": (), "vocab": ()}
   [
     ({"slots": 8}, "slots need one"),
     ({"sampling": nxp.Beams(2)}, "beams need one"),
-    ({"pipeline": nxp.Pipeline("stage", repeats=2)}, "repeats=2"),
+    ({"pipeline": nxp.Pipeline("stage", virtual_stages=2)}, "virtual_stages=2"),
     ({"pipeline": None, "layers": "blocks.*"}, "names those of a pipeline"),
   ],
 )

@@ -118,7 +118,7 @@ def test_two_processes_pass_their_shares_and_stop_at_the_same_step(tmp_path):
     share = everything[8 * process : 8 * process + 8]
     print("share", *show(nxp.shard_batch({"x": share, "n": 3}, plan)["x"]))
     print("again", *show(nxp.shard_batch(nxp.shard_batch(share, plan), plan)))
-    print("whole", *show(nxp.shard_batch(everything, plan, whole=True)))
+    print("whole", *show(nxp.shard_batch(everything, plan, global_batch=True)))
     # Both processes hold every example: a device of each has it.
     both = nxp.plan(init, nxp.make_mesh(tensor=2, data=4), nxp.LogicalRules(batch="data"))
     print("same", *show(nxp.shard_batch(everything, both)))

@@ -29,7 +29,7 @@ def batches(samples):
     yield np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
 
 def placed(samples):
-  return nxp.batches(batches(samples), plan, whole=True)
+  return nxp.batches(batches(samples), plan, global_batch=True)
 
 init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 plan = nxp.plan(init, nxp.make_mesh(data=4), nxp.fsdp("data", min_size=1), optimizer=optax.adam(0.1))
@@ -38,7 +38,7 @@ evaluate_step, held_out = nxp.eval_step(loss_fn), [next(batches(10**6 + 16 * i))
 seen = []
 
 def evaluate():
-  return nxp.evaluate(evaluate_step, model, nxp.batches(held_out, plan, whole=True))
+  return nxp.evaluate(evaluate_step, model, nxp.batches(held_out, plan, global_batch=True))
 
 keeper = nxp.Checkpointer(f"{folder}/ckpt", best="eval_loss")
 with keeper as checkpointer, nxp.MetricsLog(f"{folder}/m.jsonl") as log:

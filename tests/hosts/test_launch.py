@@ -395,7 +395,7 @@ def note(step, metrics):
   print(f"loss {step} {metrics['loss']!r}\\n", end="", flush=True)
 
 def source(samples):
-  return nxp.batches(batches(samples), plan, whole=True)
+  return nxp.batches(batches(samples), plan, global_batch=True)
 
 with nxp.Checkpointer(folder) as checkpointer:
   train = nxp.train_step(lambda model, x: (model(x) ** 2).mean())

@@ -169,7 +169,7 @@ def _filtered():
     (lambda plan: nxp.batches(Source(8), plan, batch=0), r"no batches of batch=0"),
     (lambda plan: nxp.batches(Source(8), plan, batch=8, last="raise"), r"last='raise'"),
     (lambda plan: nxp.batches([], plan, start=8), r"start=8, last='drop' need the size of a batch"),
-    (lambda plan: nxp.batches(Source(8), plan, batch=8, whole=True), r"has no meaning"),
+    (lambda plan: nxp.batches(Source(8), plan, batch=8, global_batch=True), r"has no meaning"),
     (lambda plan: nxp.batches([1.0] * 9, plan, batch=8, last="pad"), r"sample 0 is not\.\n  a float: 1\.0"),
     (lambda plan: list(nxp.batches(_filtered(), plan, batch=8)), r"sample 1 is None"),
     (

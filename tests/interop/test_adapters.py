@@ -50,7 +50,7 @@ def logits(model):
 
 
 def trained(plan, model, optimizer):
-  step = nxp.train_step(loss_fn, remat="full", roll=True)
+  step = nxp.train_step(loss_fn, remat="full", scan_layers=True)
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     tokens = nxp.shard_batch(TOKENS, plan)
     losses = [float(step(model, optimizer, tokens)["loss"]) for _ in range(5)]

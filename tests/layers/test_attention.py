@@ -223,7 +223,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "full", "roll": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"remat": "full", "scan_layers": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_others(name, options):
   init, loss = MODELS[name]
@@ -272,7 +272,7 @@ def test_a_step_on_a_mesh():
   ]
   plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=2, tensor=2), rules, optimizer=optax.sgd(0.1))
   losses: list[list[float]] = []
-  for options in ({}, {"attention": 5, "loss_parts": 4, "microbatches": 2}):
+  for options in ({}, {"attention": 5, "loss_chunks": 4, "microbatches": 2}):
     model, optimizer = nxp.create_sharded_model(plan)
     step, batch = nxp.train_step(decoders.loss, **options), nxp.shard_batch(tokens, plan)
     losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
@@ -293,7 +293,7 @@ def test_forward_mode_agrees():
 
 def test_short_attention_stays_as_written():
   plain = loss_of(attend)
-  blocks = nxp.with_layers(plain, attention="blocks")
+  blocks = nxp.with_layers(plain, attention="blockwise")
   args = [Q, K, V], np.float32(1)
   assert largest(blocks, *args) == largest(plain, *args)
 
@@ -407,7 +407,7 @@ def test_weights_that_are_read_elsewhere_too():
 )
 def test_what_is_no_attention_is_named(attention, reason):
   with pytest.raises(TrainError, match="finds no attention in the loss") as caught:
-    nxp.with_layers(loss_of(attention), attention="blocks")([Q, K, V], np.float32(1))
+    nxp.with_layers(loss_of(attention), attention="blockwise")([Q, K, V], np.float32(1))
   assert reason in str(caught.value)
   assert "Fix: softmax(q k^T) v with dropout off" in str(caught.value)
 

@@ -85,15 +85,15 @@ def test_training_is_that_of_one_device(layout):
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(length)[1])
 
 
-@pytest.mark.parametrize("way", [16, "ring", "all_to_all"])
+@pytest.mark.parametrize("way", [16, "ring", "ulysses"])
 def test_recomputed_and_rolled_layers(way):
   plan = planned(nxp.make_mesh(data=2, context=4))
-  losses, params = trained(plan, 48, attention=way, remat="full", roll=True)
+  losses, params = trained(plan, 48, attention=way, remat="full", scan_layers=True)
   np.testing.assert_allclose(losses, alone(48)[0], rtol=1e-5)
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(48)[1])
 
 
-@pytest.mark.parametrize("way", ["ring", "all_to_all"])
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_with_weights_and_heads_split_too(way, monkeypatch):
   monkeypatch.setattr(attention, "BLOCK", 5)
   mesh = nxp.make_mesh(data=2, context=2, tensor=2)
@@ -139,7 +139,7 @@ def test_in_a_ring_keys_and_values_travel_and_no_device_has_them_whole():
 
 
 def test_all_to_all_sends_queries_keys_values_and_results_once():
-  _, sent = compiled("all_to_all", 512)
+  _, sent = compiled("ulysses", 512)
   # Forward, and the gradients backward; the model repeats keys and values before.
   once = 4 * 2 * (512 // 4) * CONFIG.heads * CONFIG.head_dim * 4
   assert sent["all-to-all"] == CONFIG.depth * 2 * once
@@ -225,7 +225,7 @@ def evenly(f, way):
     (biased, 5),
     (merged, 5),
     *[(function, "ring") for function in (biased, packed, grouped, narrow, plain)],
-    *[(function, "all_to_all") for function in (biased, packed, narrow)],
+    *[(function, "ulysses") for function in (biased, packed, narrow)],
   ],
 )
 def test_values_and_gradients_of_masks_and_biases(function, way, monkeypatch):
@@ -269,7 +269,7 @@ def with_epsilon(q, k, v, _):
       "ring",
       "softmax of float32[1,2,4,22,24]: 4 devices cannot split 22 queries and 24 keys",
     ),
-    (grouped, "all_to_all", "softmax of float32[2,2,2,24,24]: 4 devices cannot share 2 heads of values"),
+    (grouped, "ulysses", "softmax of float32[2,2,2,24,24]: 4 devices cannot share 2 heads of values"),
     (dropped, "ring", "softmax of float32[2,4,24,24]: dropout is between it and its product"),
     (with_epsilon, "ring", "softmax of float32[2,4,24,24]: its weights are not exponentials over their sum"),
     (merged, "ring", "softmax of float32[2,4,24,24]: its queries, keys or heads are the minor part of a dim"),
@@ -280,7 +280,7 @@ def test_what_devices_cannot_share_is_an_error_that_names_it(function, way, reas
   with jax.set_mesh(nxp.make_mesh(data=2, context=4)), queries_over("context"), wanted as caught:
     jax.eval_shape(evenly(function, way), Q, K, V, BIAS)
   assert reason in str(caught.value)
-  assert 'or attention="blocks"' in str(caught.value)
+  assert 'or attention="blockwise"' in str(caught.value)
 
 
 NEEDED = "attention='ring' needs a mesh axis that splits the positions"

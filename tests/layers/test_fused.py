@@ -226,7 +226,7 @@ def decoder():
 @pytest.mark.parametrize(
   ("sizes", "options"),
   [
-    ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "roll": True}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "scan_layers": True}),
     ({"data": 2, "tensor": 4}, {"microbatches": 2}),
   ],
 )

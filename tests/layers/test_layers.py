@@ -126,7 +126,7 @@ ROLLED = {
 )
 def test_rolled_and_recomputed_layers_train_as_written(name, mesh):
   losses, state, _ = trained(name, mesh)
-  mine, after, step = trained(name, mesh, roll=True, remat="full")
+  mine, after, step = trained(name, mesh, scan_layers=True, remat="full")
   assert f"{ROLLED[name]}; remat full" in str(step.layers)
   np.testing.assert_allclose(mine, losses, rtol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after, state)
@@ -148,7 +148,7 @@ def test_with_zero_microbatches_padding_offload_and_loss_scale():
     optimizer_memory="pinned_host",
   )
   batch, losses = nxp.shard_batch(np.tile(TOKENS, (2, 1)), plan), []
-  for options in ({}, {"remat": nxp.Remat("dots", group=2), "roll": True}):
+  for options in ({}, {"remat": nxp.Remat("dots", group=2), "scan_layers": True}):
     model, optimizer = nxp.create_sharded_model(plan)
     step = nxp.train_step(decoders.loss, microbatches=2, **options)
     losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
@@ -158,7 +158,7 @@ def test_with_zero_microbatches_padding_offload_and_loss_scale():
 
 def test_an_evaluation_rolls_layers():
   model = decoder()()
-  steps = [nxp.eval_step(decoders.loss), nxp.eval_step(decoders.loss, roll=True, layers="layers.*")]
+  steps = [nxp.eval_step(decoders.loss), nxp.eval_step(decoders.loss, scan_layers=True, layers="layers.*")]
   plain, rolled = (float(step(model, TOKENS)["loss"]) for step in steps)
   assert rolled == pytest.approx(plain, rel=1e-6)
   assert str(steps[1].layers) == "4 x Block at layers.*\n  layers.0 to layers.3: one scan of 4"
@@ -166,7 +166,7 @@ def test_an_evaluation_rolls_layers():
 
 def test_a_pattern_that_matches_nothing():
   with pytest.raises(nxp.errors.TrainError) as error:
-    nxp.eval_step(decoders.loss, roll=True, layers="blocks.*")(decoder()(), TOKENS)
+    nxp.eval_step(decoders.loss, scan_layers=True, layers="blocks.*")(decoder()(), TOKENS)
   assert str(error.value).startswith(
     "layers='blocks.*' matches no module.\n  modules: embed, head, layers.0.attention.k and 49 more"
   )

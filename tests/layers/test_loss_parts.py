@@ -167,7 +167,7 @@ def largest(function, *args):
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_parts_equal_the_whole(loss):
-  in_parts = nxp.with_layers(loss, loss_parts=4)
+  in_parts = nxp.with_layers(loss, loss_chunks=4)
   plain, changed = (jax.value_and_grad(f, argnums=(0, 1)) for f in (loss, in_parts))
   whole, expected = jax.jit(plain)(PARAMS, X)
   value, found = jax.jit(changed)(PARAMS, X)
@@ -188,7 +188,7 @@ def test_a_model_with_its_layers_rolled():
     return jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), tokens))
 
   whole, expected = jax.jit(derived(decoders.loss))(state)
-  changed = derived(nxp.with_layers(decoders.loss, loss_parts=4, attention=5, roll=True, remat="full"))
+  changed = derived(nxp.with_layers(decoders.loss, loss_chunks=4, attention=5, scan_layers=True, remat="full"))
   value, found = jax.jit(changed)(state)
   np.testing.assert_allclose(value, whole, rtol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
@@ -251,7 +251,7 @@ def padded_with_bias(params, x):
 
 @pytest.mark.parametrize("loss", [padded, padded_with_bias])
 def test_a_padded_vocabulary(loss):
-  changed = nxp.with_layers(loss, loss_parts=4)
+  changed = nxp.with_layers(loss, loss_chunks=4)
   close = {"rtol": 1e-5, "atol": 1e-6}
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, **close),
@@ -263,7 +263,7 @@ def test_a_padded_vocabulary(loss):
 
 def line_of(loss, parts):
   used = LayersUsed()
-  jax.eval_shape(with_options(loss, LayerOptions(loss_parts=parts), used), PARAMS, X)
+  jax.eval_shape(with_options(loss, LayerOptions(loss_chunks=parts), used), PARAMS, X)
   return str(used).strip()
 
 
@@ -298,13 +298,13 @@ def test_what_is_done_with_the_head_is_said():
 )
 def test_what_does_not_match_is_named(loss, text):
   with pytest.raises(TrainError) as caught:
-    nxp.with_layers(loss, loss_parts=4)(PARAMS, X)
+    nxp.with_layers(loss, loss_chunks=4)(PARAMS, X)
   assert text in str(caught.value)
 
 
 def test_an_invalid_number_is_an_error():
-  with pytest.raises(TrainError, match="loss_parts=0 is not a positive number"):
-    nxp.train_step(one_by_one, loss_parts=0)
+  with pytest.raises(TrainError, match="loss_chunks=0 is not a positive number"):
+    nxp.train_step(one_by_one, loss_chunks=0)
 
 
 def test_an_evaluation_with_both():
@@ -317,7 +317,7 @@ def test_an_evaluation_with_both():
     return nxp.weighted(losses.sum(), losses.size), {"right": (logits.argmax(-1) == tokens).mean()}
 
   plain = nxp.eval_step(loss)(model, tokens)
-  found = nxp.eval_step(loss, attention=4, loss_parts=3)(model, tokens)
+  found = nxp.eval_step(loss, attention=4, loss_chunks=3)(model, tokens)
   assert found.keys() == plain.keys()
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
 
@@ -325,7 +325,7 @@ def test_an_evaluation_with_both():
 @pytest.mark.parametrize("loss", [integer_labels, smoothed, metrics], ids=lambda loss: loss.__name__)
 def test_within_a_checkpoint_no_logits_exist(loss):
   whole = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-  in_parts = nxp.with_layers(loss, loss_parts=4)
+  in_parts = nxp.with_layers(loss, loss_chunks=4)
   changed = jax.value_and_grad(jax.checkpoint(in_parts), argnums=(0, 1))
   close = {"rtol": 1e-5, "atol": 1e-6}
   jax.tree.map(
@@ -336,7 +336,7 @@ def test_within_a_checkpoint_no_logits_exist(loss):
 
 def test_one_pass_over_the_columns_in_each_direction():
   for loss, passes in ((one_by_one, 1), (smoothed, 1), (entropy, 1), (capped_with_z_loss, 1), (focal, 2)):
-    in_parts = nxp.with_layers(loss, loss_parts=4)
+    in_parts = nxp.with_layers(loss, loss_chunks=4)
     for function, directions in ((in_parts, 1), (jax.grad(in_parts), 2)):
       eqns = equations(jax.make_jaxpr(function)(PARAMS, X))
       assert sum(eqn.primitive.name == "scan" for eqn in eqns) == passes * directions, loss.__name__
@@ -367,7 +367,7 @@ def test_what_a_mesh_sends(sizes, rules, parts):
   plan = nxp.plan(lambda: decoders.Decoder(MODEL, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-2))
   tokens = nxp.shard_batch(RANDOM.integers(1, 512, (16, 65)).astype(np.int32), plan)
   sent, losses = [], []
-  for options in ({}, {"loss_parts": parts}):
+  for options in ({}, {"loss_chunks": parts}):
     model, optimizer = nxp.create_sharded_model(plan)
     step = nxp.train_step(decoders.loss, **options)
     losses.append([float(step(model, optimizer, tokens)["loss"]) for _ in range(2)])
@@ -398,7 +398,7 @@ def test_types_with_shardings():
 
   with jax.set_mesh(mesh):
     for loss, given in ((one, params), (other, split)):
-      plain, changed = (jax.jit(jax.value_and_grad(f)) for f in (loss, nxp.with_layers(loss, loss_parts=5)))
+      plain, changed = (jax.jit(jax.value_and_grad(f)) for f in (loss, nxp.with_layers(loss, loss_chunks=5)))
       jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         changed(given, x),
@@ -414,7 +414,7 @@ def largest_of_all(params, x):
 
 def test_equal_maxima_share_their_gradient():
   params = PARAMS | {"head": np.zeros_like(PARAMS["head"])}
-  plain, changed = (jax.grad(f) for f in (largest_of_all, nxp.with_layers(largest_of_all, loss_parts=4)))
+  plain, changed = (jax.grad(f) for f in (largest_of_all, nxp.with_layers(largest_of_all, loss_chunks=4)))
   np.testing.assert_allclose(changed(params, X)["head"], plain(params, X)["head"], atol=1e-6)
 
 
@@ -433,7 +433,7 @@ def test_forward_mode_and_printing():
     return one_by_one({"head": model.kernel[...]}, x)
 
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  assert nxp.train_step(of_model, loss_parts=4).check_gradients(model, optimizer, X)
-  np.testing.assert_allclose(nxp.with_layers(loss, loss_parts=4)(PARAMS, X), plain[0], rtol=1e-6)
+  assert nxp.train_step(of_model, loss_chunks=4).check_gradients(model, optimizer, X)
+  np.testing.assert_allclose(nxp.with_layers(loss, loss_chunks=4)(PARAMS, X), plain[0], rtol=1e-6)
   jax.effects_barrier()
   assert len(printed) == 1

@@ -171,7 +171,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_calls_of_layers_keep_their_meaning(name):
   run, rolled = RUNS[name]
-  assert rolled in same(Net(5, run), roll=True, remat="full")
+  assert rolled in same(Net(5, run), scan_layers=True, remat="full")
 
 
 @pytest.mark.parametrize("run", [factors, changed_between, densely, mapped])
@@ -182,7 +182,7 @@ def test_what_is_not_a_chain_is_left_as_written(run):
 @pytest.mark.parametrize("depth", range(2, 5))
 @pytest.mark.parametrize("remat", [None, nxp.Remat("full", every=2), nxp.Remat("full", group=2)], ids=str)
 def test_any_depth(depth, remat):
-  same(Net(depth, in_turn), roll=True if remat is None else "auto", remat=remat)
+  same(Net(depth, in_turn), scan_layers=True if remat is None else "auto", remat=remat)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +199,17 @@ def test_any_depth(depth, remat):
 )
 def test_a_step_says_why_layers_are_not_rolled(run, why):
   jaxpr, used = trace(Net(4, run), remat="full")
-  assert f"\n  not rolled: {why}" in str(used)
+  assert f"\n  not scanned: {why}" in str(used)
   assert "scan" not in names(jaxpr)
 
 
 def test_rolling_by_hand_needs_something_to_roll():
   with pytest.raises(nxp.errors.TrainError) as error:
-    trace(Net(2, changed_between), roll=True)
+    trace(Net(2, changed_between), scan_layers=True)
   assert str(error.value) == (
-    "roll=True finds no consecutive equal layers.\n"
+    "scan_layers=True finds no consecutive equal layers.\n"
     "  mul between layers.0 and layers.1 changes what the second one gets\n"
-    '  Fix: roll="auto", or False; layers="decoder.blocks.*" names the layers.'
+    '  Fix: scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.'
   )
 
 
@@ -260,7 +260,7 @@ def test_layers_inside_another_transform_are_found_and_rolled(name):
 
 
 @pytest.mark.parametrize("name", ["nnx.jit", "nnx.remat", "jax.vmap"])
-@pytest.mark.parametrize("options", [{"remat": "full"}, {"roll": True}], ids=str)
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"scan_layers": True}], ids=str)
 def test_a_step_with_plain_arrays_in_layers(name, options):
   of, _ = IN_TRANSFORMS[name]
 
@@ -317,7 +317,7 @@ def test_equality_is_not_that_of_the_text(monkeypatch):
       return super().__call__(jnp.sin(x) if self.index % 2 else jnp.cos(x))
 
   monkeypatch.setattr(Jaxpr, "__str__", lambda self: "{ abbreviated }")
-  assert "one scan of 2, 2 layers each" in same(Net(4, in_turn, Alternating), roll=True)
+  assert "one scan of 2, 2 layers each" in same(Net(4, in_turn, Alternating), scan_layers=True)
 
 
 class Balanced(Layer):
@@ -340,7 +340,7 @@ def with_aux(first):
 
 @pytest.mark.parametrize("first", [0.0, 0, np.float32(0), jnp.float32(0)], ids=lambda x: type(x).__name__)
 def test_a_number_that_becomes_an_array(first):
-  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, with_aux(first), Balanced), roll=True)
+  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, with_aux(first), Balanced), scan_layers=True)
 
 
 class Reading(Balanced):
@@ -361,7 +361,7 @@ def test_a_number_that_python_reads():
   same(Net(4, with_aux(0.5), Reading), remat="full")
   n = jnp.asarray(3)
   assert "one scan of 4" in same(
-    Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), roll=True
+    Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), scan_layers=True
   )
 
 
@@ -391,7 +391,7 @@ def test_layers_of_two_classes_are_no_surprise():
   done = same(Both(), remat="full")
   assert "encoder.0 to encoder.3: one scan of 4" in done
   assert "decoder.0 to decoder.3: one scan of 4" in done
-  assert "not rolled" not in done
+  assert "not scanned" not in done
 
 
 class Closed(Layer):
@@ -479,7 +479,7 @@ NAMED_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
   ids=["none", "full", "named", "named on host", "offload", "every second", "groups of 2"],
 )
 def test_what_each_policy_recomputes_and_moves(options, products, on_host):
-  jaxpr, _ = trace(Net(4, in_turn), roll=False, **options)
+  jaxpr, _ = trace(Net(4, in_turn), scan_layers=False, **options)
   plain, _ = trace(Net(4, in_turn))
   assert names(jaxpr).count("dot_general") - names(plain).count("dot_general") == products
   assert host_arrays(jaxpr) == on_host
@@ -590,7 +590,7 @@ def test_a_class_that_refuses_a_subclass_is_named():
 
 def test_numpy_arguments_of_layers_stay_numpy():
   model, run = of_list(lambda rngs: NumPy(4, 4, rngs=rngs), np.arange(4))
-  found = nxp.with_layers(run, remat="full", roll=True)(model, jnp.ones((2, 4)))
+  found = nxp.with_layers(run, remat="full", scan_layers=True)(model, jnp.ones((2, 4)))
   np.testing.assert_allclose(found, run(model, jnp.ones((2, 4))), rtol=1e-6)
 
 
@@ -599,7 +599,7 @@ def test_numpy_arguments_of_layers_stay_numpy():
   [
     ({"layers": "typo.*"}, "layers='typo.*' matches no module"),
     ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
-    ({"roll": 1}, "roll=1 is no choice"),
+    ({"scan_layers": 1}, "scan_layers=1 is no choice"),
     ({"remat": False}, "remat=False is not a known policy"),
     ({"remat": "some"}, "remat='some' is not a known policy"),
     ({"layers": ["blocks.*"]}, "layers=['blocks.*'] is no pattern"),

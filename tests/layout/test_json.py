@@ -46,7 +46,7 @@ def test_json_holds_the_whole_plan():
 
 
 @pytest.mark.parametrize(
-  "inputs", [InputRules.whole_mesh(), InputRules(map_1d=("data",), map_2d=("data", None))]
+  "inputs", [InputRules.all_axes(), InputRules(map_1d=("data",), map_2d=("data", None))]
 )
 def test_json_keeps_rules_for_inputs_and_open_ranks(inputs):
   rules = [

@@ -104,7 +104,7 @@ def convolved(kernel, x):
 def test_a_kernel_gradient_that_is_summed_too_often_is_found(mended):
   mesh = mesh_of(data=2, model=4)
   step = jax.grad(convolved)
-  step = nxp.with_right_gradients(step, mesh) if mended else step
+  step = nxp.with_correct_convolutions(step, mesh) if mended else step
   found = report(step, array(mesh, P(), 3, 1, 4), array(mesh, P("data"), 8, 6, 4))
   if mended:
     assert (found.faults, found.results.unknown) == ((), {})
@@ -475,7 +475,7 @@ def test_members_of_groups_agree_with_their_labels(text):
 
 
 @pytest.mark.parametrize(
-  ("text", "blocks"),
+  ("text", "blockwise"),
   [
     ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", [0, 0, 0, 0, 1, 1, 1, 1]),
     ("{devices=[4,2]<=[2,4]T(1,0)}", [0, 1, 2, 3, 0, 1, 2, 3]),

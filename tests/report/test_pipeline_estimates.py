@@ -44,23 +44,23 @@ def loss(model, tokens):
   return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
 
 
-def separate(stages, repeats, *, explicit=False):
+def separate(stages, virtual_stages, *, explicit=False):
   mesh = nxp.make_mesh(data=8 // stages, stage=stages, explicit=explicit)
   rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
   plan = nxp.plan(lambda: Model(nnx.Rngs(0)), mesh, rules, optimizer=optax.adam(1e-3))
-  return plan, loss, jax.ShapeDtypeStruct((64, 32), jnp.int32), MICROBATCHES, nxp.Pipeline("stage", repeats)
+  return plan, loss, jax.ShapeDtypeStruct((64, 32), jnp.int32), MICROBATCHES, nxp.Pipeline("stage", virtual_stages)
 
 
-def stacked(stages, repeats):
+def stacked(stages, virtual_stages):
   plan = benchmark.plan_of(nxp.make_mesh(data=8 // stages, stage=stages))
   batch = jax.ShapeDtypeStruct((benchmark.BATCH, benchmark.WIDTH), jnp.float32)
-  return plan, benchmark.loss, batch, benchmark.MICROBATCHES, nxp.Pipeline("stage", repeats)
+  return plan, benchmark.loss, batch, benchmark.MICROBATCHES, nxp.Pipeline("stage", virtual_stages)
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("kind", [separate, stacked])
-def test_the_estimates_are_near_the_compiled_program(kind, repeats):
-  plan, loss, batch, microbatches, pipeline = kind(4, repeats)
+def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
+  plan, loss, batch, microbatches, pipeline = kind(4, virtual_stages)
   options = {"microbatches": microbatches, "pipeline": pipeline}
   memory = nxp.memory_plan(plan, loss, batch, **options)
   time = nxp.predict_time(plan, loss, batch, chip="cpu", **options)
@@ -78,7 +78,7 @@ def test_the_estimates_are_near_the_compiled_program(kind, repeats):
   moved = sum(c.total_bytes for c in sent if "ppermute" not in c.op)
   reordered = sum(m.times * m.part.per_device(sizes) for m in work.staged.reordered)
   # XLA may take two collectives for another order of stacked layers.
-  assert moved in ((reordered,) if kind is separate or repeats == 1 else (reordered, 2 * reordered))
+  assert moved in ((reordered,) if kind is separate or virtual_stages == 1 else (reordered, 2 * reordered))
 
 
 def test_layers_of_a_stage_compute_in_bubbles_too():
@@ -131,10 +131,10 @@ def test_search_proposes_stages(kind):
   result, init, loss, batch = searched(kind, rules)
   piped = [c for c in result.fitting if c.pipeline is not None]
   assert {c.sizes["stage"] for c in piped} == {2, 4, 8}
-  assert {c.pipeline.repeats for c in piped} == {1, 2}
+  assert {c.pipeline.virtual_stages for c in piped} == {1, 2}
   for c in piped:
     layers = DEPTH if kind is separate else benchmark.LAYERS
-    assert c.schedule == nxp.Schedule(c.sizes["stage"], c.microbatches, layers, c.pipeline.repeats)
+    assert c.schedule == nxp.Schedule(c.sizes["stage"], c.microbatches, layers, c.pipeline.virtual_stages)
     assert c.changes == ({"layers": ("stage",)} if kind is stacked else {})
   # In the same order as the others, by time.
   times = np.array([c.time.seconds for c in result.fitting])

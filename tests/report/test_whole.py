@@ -69,7 +69,7 @@ def test_a_plain_model_has_none(name, mesh):
   rules = nxp.fsdp(min_size=0) if mesh == "fsdp" else nxp.presets.fsdp_tensor(min_size=0)
   plan = nxp.plan(lambda: init(nnx.Rngs(0)), nxp.make_mesh(MESHES[mesh]), rules, optimizer=optax.adam(1e-3))
   found = nxp.compile_report(
-    nxp.train_step(loss, remat="full", roll=True), plan, batch=batch
+    nxp.train_step(loss, remat="full", scan_layers=True), plan, batch=batch
   ).whole_activations
   if (name, mesh) == ("ConvNet", "tensor"):
     assert min(found, key=lambda one: one.place).op.endswith("conv_general_dilated")

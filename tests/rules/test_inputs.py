@@ -32,7 +32,7 @@ def test_by_rank_with_axes_and_with_names():
 
 
 def test_the_whole_mesh_splits_the_batch():
-  made = plan(InputRules.whole_mesh(), LogicalRules(batch="data"))
+  made = plan(InputRules.all_axes(), LogicalRules(batch="data"))
   assert made.batch_spec(3) == P(("data", "tensor"), None, None)
   placed = nxp.shard_batch({"x": np.zeros((16, 3)), "n": np.float32(1)}, made)
   assert {shard.data.shape for shard in placed["x"].addressable_shards} == {(2, 3)}
@@ -42,7 +42,7 @@ def test_the_whole_mesh_splits_the_batch():
 def test_inputs_activations_zero_and_reports_split_the_batch_alike():
   mesh = nxp.make_mesh(data=2, x=4)
   init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  for inputs in (InputRules.whole_mesh(), InputRules(map_2d=(("data", "x"), None))):
+  for inputs in (InputRules.all_axes(), InputRules(map_2d=(("data", "x"), None))):
     made = nxp.plan(init, mesh, [inputs, nxp.replicate()], optimizer=optax.adam(1e-3), zero=1)
     assert made.batch_spec(2) == P(("data", "x"), None)
     assert made.batch_axes == ("data", "x")
@@ -95,7 +95,7 @@ def test_mappings_that_make_no_sense(arguments, text):
 
 
 @pytest.mark.parametrize(
-  "rules", [InputRules(map_1d=("data",), map_2d=[["a", "b"], None]), InputRules.whole_mesh()]
+  "rules", [InputRules(map_1d=("data",), map_2d=[["a", "b"], None]), InputRules.all_axes()]
 )
 def test_they_read_back_as_written(rules):
   assert eval(repr(rules)) == rules
@@ -105,6 +105,6 @@ def test_they_read_back_as_written(rules):
 
 def test_two_input_rules():
   with pytest.raises(
-    ShardingError, match=r"two input rules: InputRules\.whole_mesh\(\) and InputRules\(map_1d="
+    ShardingError, match=r"two input rules: InputRules\.all_axes\(\) and InputRules\(map_1d="
   ):
-    RuleSet.of([InputRules.whole_mesh(), InputRules(map_1d=("data",))])
+    RuleSet.of([InputRules.all_axes(), InputRules(map_1d=("data",))])

@@ -61,20 +61,20 @@ CASES = {
   "both sides": ({"data": 2, "context": 2, "tensor": 2}, 20, 4, {"window": 7}, False),
   "tensor": ({"data": 2, "context": 2, "tensor": 2}, 20, 2, {"causal": True, "zigzag": True}, True),
   "fsdp": ({"fsdp": 2, "context": 2, "tensor": 2}, 12, 4, {}, False),
-  "to all": ({"data": 4, "context": 2}, 10, 2, {"how": "all_to_all", "causal": True}, True),
-  "to all, few heads": ({"data": 2, "context": 4}, 12, 2, {"how": "all_to_all"}, False),
+  "to all": ({"data": 4, "context": 2}, 10, 2, {"how": "ulysses", "causal": True}, True),
+  "to all, few heads": ({"data": 2, "context": 4}, 12, 2, {"how": "ulysses"}, False),
   "to all, tensor": (
     {"data": 2, "context": 2, "tensor": 2},
     20,
     4,
-    {"how": "all_to_all", "causal": True, "zigzag": True},
+    {"how": "ulysses", "causal": True, "zigzag": True},
     True,
   ),
   "to all, window": (
     {"data": 2, "context": 4},
     20,
     4,
-    {"how": "all_to_all", "causal": True, "window": 6},
+    {"how": "ulysses", "causal": True, "window": 6},
     False,
   ),
 }
@@ -120,7 +120,7 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(case, explicit):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_keys_of_another_sequence_and_a_mask_of_keys(how):
   mesh = nxp.make_mesh(data=2, context=4)
   q, k, v, w, _ = drawn(2, 12, 4, keys=20)
@@ -148,7 +148,7 @@ def test_a_query_that_sees_no_key_has_no_result_and_no_gradient():
     assert not np.asarray(x).any()
 
 
-@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_bfloat16_is_as_good_as_that_of_the_whole_sequence(how):
   q, k, v, _w, _ = (jnp.asarray(x) for x in drawn(2, 32, 4))
   low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -211,13 +211,13 @@ def test_a_windowed_ring_ends_with_the_last_device_that_is_seen():
 
 
 def test_all_to_all_sends_queries_keys_values_and_results_once():
-  program = compiled(nxp.context_attention(how="all_to_all", causal=True), 64, gradient=False, heads=8)
+  program = compiled(nxp.context_attention(how="ulysses", causal=True), 64, gradient=False, heads=8)
   found = collectives(program.as_text(), {"context": 8})
   assert {c.kind for c in found} == {"all-to-all"}
   assert sum(c.total_bytes for c in found) == 4 * 64 // 8 * 8 * WIDTH * 4
 
 
-@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_what_other_axes_split_stays_split(how):
   mesh = nxp.make_mesh(data=2, context=2, tensor=2)
   split = NamedSharding(mesh, PartitionSpec("data", "context", "tensor"))
@@ -230,7 +230,7 @@ def test_what_other_axes_split_stays_split(how):
   assert {c.kind for c in collectives(text, dict(mesh.shape))} == {kind}
 
 
-@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_temporaries_grow_as_the_length_does_and_not_as_its_square(how):
   attend = nxp.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
   sizes = [
@@ -288,7 +288,7 @@ def test_options_and_meshes_that_are_none_are_refused():
     with pytest.raises(SchemeError, match="no axis 'ring'"):
       nxp.context_attention("ring")(x, x, x)
     with pytest.raises(SchemeError, match="cannot share 3 heads"):
-      nxp.context_attention(how="all_to_all")(x, x, x)
+      nxp.context_attention(how="ulysses")(x, x, x)
 
 
 # Models.
@@ -353,11 +353,11 @@ def on_one_device():
 
 MODELS = {
   "ring": ({"data": 2, "context": 4}, {"zigzag": True}, {}, False),
-  "all to all": ({"data": 2, "context": 4}, {"how": "all_to_all"}, {}, False),
+  "all to all": ({"data": 2, "context": 4}, {"how": "ulysses"}, {}, False),
   "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
   "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
-  "rolled": ({"data": 2, "context": 4}, {"zigzag": True}, {"roll": True}, False),
-  "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"roll": True, "remat": "full"}, False),
+  "rolled": ({"data": 2, "context": 4}, {"zigzag": True}, {"scan_layers": True}, False),
+  "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"scan_layers": True, "remat": "full"}, False),
 }
 
 
@@ -393,7 +393,7 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
   q, k, v, w, segments = drawn(2, 256, kv_heads)
   segments = segments if segmented else None
-  attend = nxp.context_attention(how="all_to_all", fused=True, **options)
+  attend = nxp.context_attention(how="ulysses", fused=True, **options)
   given = {name: x for name, x in options.items() if name != "zigzag"}
   shards = axes["context"]
 
@@ -418,7 +418,7 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
 
 def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
   monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
-  attend = nxp.context_attention(how="all_to_all", fused=True)
+  attend = nxp.context_attention(how="ulysses", fused=True)
   for axes, length in (({"context": 4, "tensor": 2}, 256), ({"data": 2, "context": 4}, 40)):
     q, k, v, _, _ = drawn(2, length, 4)
     with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):

@@ -609,7 +609,7 @@ MODELS = {
     {"fsdp": 2, "expert": 4, "tensor": 1},
     FSDP_RULES,
     "dropless",
-    {"roll": True, "remat": "full"},
+    {"scan_layers": True, "remat": "full"},
   ),
 }
 

@@ -56,12 +56,12 @@ GRID = [(4, 4, 1, ()), (7, 8, 1, "data"), (8, 8, 2, "data"), (3, 4, 1, "data"), 
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize(("layers", "microbatches", "repeats", "axes"), GRID)
+@pytest.mark.parametrize(("layers", "microbatches", "virtual_stages", "axes"), GRID)
 def test_values_and_gradients_are_those_of_the_layers(
-  layers: int, microbatches: int, repeats: int, axes: Any, explicit: bool
+  layers: int, microbatches: int, virtual_stages: int, axes: Any, explicit: bool
 ) -> None:
   args = given(layers, microbatches * 4)
-  options = {"microbatches": microbatches, "repeats": repeats, "batch_axes": axes}
+  options = {"microbatches": microbatches, "virtual_stages": virtual_stages, "batch_axes": axes}
   with jax.set_mesh(nxp.make_mesh(data=2, stage=4, explicit=explicit)):
     found = jax.jit(
       lambda *args: value_and_gradients(
@@ -71,8 +71,8 @@ def test_values_and_gradients_are_those_of_the_layers(
   close(found, value_and_gradients(one_by_one, *args))
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_nothing_comes_out_of_bubbles(monkeypatch: Any, repeats: int) -> None:
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> None:
   def poisoned(result: Any, works: Any) -> Any:
     def nan(x: Any) -> Any:
       return jnp.where(jnp.reshape(works, (-1, *[1] * (x.ndim - 1))), x, jnp.nan)
@@ -83,7 +83,7 @@ def test_nothing_comes_out_of_bubbles(monkeypatch: Any, repeats: int) -> None:
   args = given(8, 32)
 
   def piped(w: Any, *args: Any) -> Any:
-    return nxp.pipeline(layer, w, *args, microbatches=8, repeats=repeats)
+    return nxp.pipeline(layer, w, *args, microbatches=8, virtual_stages=virtual_stages)
 
   with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
     found = jax.jit(lambda *args: value_and_gradients(piped, *args))(*args)
@@ -101,7 +101,7 @@ def test_the_schedule_is_the_one_of_theory() -> None:
       zip(*(np.broadcast_to(x, works.shape)[works] for x in (stages, microbatch, repeat)), strict=True)
     )
     assert {*done.values()} == {1}
-    assert len(done) == some.stages * some.microbatches * some.repeats
+    assert len(done) == some.stages * some.microbatches * some.virtual_stages
     assert 1 - works.mean() == pytest.approx(some.bubble)
 
 
@@ -135,7 +135,7 @@ def test_a_tick_sends_activations_only() -> None:
     assert "all-reduce" in in_loops(piped(()).lower(weights, *rest).compile().as_text())
 
 
-@pytest.mark.parametrize("way", ["4 stages", "2 stages, 4 repeats"])
+@pytest.mark.parametrize("way", ["4 stages", "2 stages, 4 virtual stages"])
 def test_bytes_and_memory_are_those_of_theory(way: str) -> None:
   wanted = benchmark.WAYS[way]
   plan = benchmark.plan_of(nxp.make_mesh(benchmark.sizes_of(wanted)))
@@ -147,7 +147,7 @@ def test_bytes_and_memory_are_those_of_theory(way: str) -> None:
   microbatch = benchmark.BATCH // benchmark.MICROBATCHES // plan.mesh.shape["data"] * benchmark.WIDTH * 4
   # Weights that each tick kept would be `ticks` times those of the stage.
   assert report.memory.temporaries < 3 * weights + 8 * wanted.ticks * microbatch
-  assert 3 * weights < wanted.ticks * weights / wanted.repeats / 4
+  assert 3 * weights < wanted.ticks * weights / wanted.virtual_stages / 4
 
 
 def test_errors_say_what_fits() -> None:
@@ -160,7 +160,7 @@ def test_errors_say_what_fits() -> None:
   with jax.set_mesh(mesh), pytest.raises(SchemeError, match="no axis 'stages'"):
     nxp.pipeline(layer, weights, x, seen, other, microbatches=4, axis="stages")
   with jax.set_mesh(mesh), pytest.raises(SchemeError, match="2 chunks"):
-    nxp.pipeline(layer, weights, x, seen, other, microbatches=4, repeats=2)
+    nxp.pipeline(layer, weights, x, seen, other, microbatches=4, virtual_stages=2)
   with pytest.raises(SchemeError, match="stacked"):
     nxp.pipeline(layer, {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, x, seen, other, microbatches=4)
 
@@ -272,7 +272,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "circular": (
     lambda rngs: Model(8, rngs=rngs),
     {"data": 4, "stage": 2},
-    {"repeats": 2, "rules": nxp.presets.pipeline(min_size=8)},
+    {"virtual_stages": 2, "rules": nxp.presets.pipeline(min_size=8)},
   ),
   "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
   "tensor": (
@@ -293,7 +293,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_a_train_step_is_that_of_its_microbatches(case: str) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
-  pipeline = nxp.Pipeline("stage", options.pop("repeats", 1))
+  pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1))
   rules = options.pop("rules", None)
 
   def make() -> Any:

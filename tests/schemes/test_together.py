@@ -61,7 +61,7 @@ print(len(jax.devices()), max(differences(runs.one, runs.run({SIXTEEN}))) <= 1e-
   assert done.stdout == "16 True\n", done.stderr
 
 
-@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_context_attention_in_a_pipeline(how):
   attend = nxp.context_attention(causal=True, how=how, block=4)
   weights = jax.random.normal(jax.random.key(0), (4, 3, 8, 8)) / 8

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from nnx_parallel.train.hold import with_right_gradients
+from nnx_parallel.train.hold import with_correct_convolutions
 
 CHANNELS = ("kh", "kw", "in", "conv")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -158,7 +158,7 @@ def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
   kernel, x = operands(mesh, PartitionSpec(batch))
   expected = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x)))
   alone = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(kernel, x))
-  mended = np.linalg.norm(jax.jit(with_right_gradients(jax.grad(depthwise_loss), mesh))(kernel, x))
+  mended = np.linalg.norm(jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x))
   assert mended == pytest.approx(expected, rel=1e-5)
   assert alone == pytest.approx(factor * expected, rel=1e-5), (
     "XLA is mended: remove nnx_parallel/train/convolutions.py and its use in train/step.py, if it is so"
@@ -176,7 +176,7 @@ def test_batch_groups_written_by_the_user() -> None:
   kernel, x = rng.normal(size=(3, 8, 4)).astype("float32"), rng.normal(size=(8, 6, 8)).astype("float32")
   expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(kernel, x)
   placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-  found = jax.jit(with_right_gradients(jax.value_and_grad(loss, (0, 1)), mesh))(kernel, placed)
+  found = jax.jit(with_correct_convolutions(jax.value_and_grad(loss, (0, 1)), mesh))(kernel, placed)
   for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
 
@@ -188,7 +188,7 @@ def test_a_program_without_grouped_convolutions_is_traced_once_and_left_alone() 
     traced.append(1)
     return {"y": jnp.sin(x), "none": None}
 
-  mended = jax.jit(with_right_gradients(run, nxp.make_mesh(data=8)))
+  mended = jax.jit(with_correct_convolutions(run, nxp.make_mesh(data=8)))
   assert mended(jnp.ones(8))["none"] is None
   assert traced == [1]
   assert "manual_computation" not in mended.lower(jnp.ones(8)).as_text()
@@ -209,9 +209,9 @@ def test_all_axes_manual_is_right_and_some_axes_manual_is_refused() -> None:
     return (jnp.sin(local(kernel, x)) ** 2).mean()
 
   expected = jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x))
-  everywhere = with_right_gradients(jax.grad(lambda k, x: loss(frozenset(mesh.axis_names), k, x)), mesh)
+  everywhere = with_correct_convolutions(jax.grad(lambda k, x: loss(frozenset(mesh.axis_names), k, x)), mesh)
   np.testing.assert_allclose(jax.jit(everywhere)(kernel, x), expected, atol=1e-5, rtol=1e-4)
-  partly = with_right_gradients(jax.grad(lambda k, x: loss(frozenset({"data"}), k, x)), mesh)
+  partly = with_correct_convolutions(jax.grad(lambda k, x: loss(frozenset({"data"}), k, x)), mesh)
   with pytest.raises(nxp.errors.TrainError, match=r"over \['data'\], which leaves model to XLA") as caught:
     jax.jit(partly)(kernel, x)
   assert "kernel gradient of a grouped convolution by up to 4" in str(caught.value)
@@ -223,7 +223,7 @@ def test_explicit_mesh() -> None:
   kernel, x = operands(mesh, PartitionSpec("data"))
   expected = jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x))
   with jax.set_mesh(mesh):
-    found = jax.jit(with_right_gradients(jax.grad(depthwise_loss), mesh))(kernel, x)
+    found = jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x)
   np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -266,6 +266,6 @@ def test_a_step_of_ones_own_is_wrong_and_right_when_wrapped() -> None:
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
-  check_equal(flat(jax.jit(with_right_gradients(run, mesh))(state, batch)), single_device())
+  check_equal(flat(jax.jit(with_correct_convolutions(run, mesh))(state, batch)), single_device())
   alone, key = flat(jax.jit(run)(state, batch)), "['depthwise']['kernel']"
   assert np.linalg.norm(alone[key]) == pytest.approx(4 * np.linalg.norm(single_device()[key]), rel=1e-3)

@@ -35,7 +35,7 @@ def loss_fn(model, batch):
   return nxp.weighted((errors * batch["w"]).sum(), batch["w"].sum())
 
 
-def step_on(axes, *, microbatches=PARTS, gradients="whole", **options):
+def step_on(axes, *, microbatches=PARTS, gradients="like_parameters", **options):
   mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | axes)
   plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.sgd(0.1, momentum=0.9), **options)
   model, optimizer = nxp.create_sharded_model(plan)

@@ -41,7 +41,7 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   sizes, rules = LAYOUTS[layout]
   mesh, batch = nxp.make_mesh(sizes), jax.ShapeDtypeStruct((8, 129), jnp.int32)
   plan = nxp.plan(lambda: decoders.Decoder(SIZES, nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-  step = nxp.train_step(decoders.loss, remat="full", roll=True)
+  step = nxp.train_step(decoders.loss, remat="full", scan_layers=True)
   sent = nxp.compile_report(step, plan, batch=batch).collectives
   whole = 8 * 128 * SIZES.width * 4  # the residual stream of the batch, in float32
   assert max(one.bytes for one in sent if {"fsdp"} <= {*one.axes}) < whole
@@ -96,8 +96,8 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   ("axes", "positions", "options"),
   [
     ({"fsdp": 2, "tensor": 4}, 65, {}),
-    ({"fsdp": 2, "tensor": 4}, 65, {"remat": "full", "roll": True, "microbatches": 2}),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, 65, {"roll": True}),
+    ({"fsdp": 2, "tensor": 4}, 65, {"remat": "full", "scan_layers": True, "microbatches": 2}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 65, {"scan_layers": True}),
     ({"fsdp": 1, "tensor": 8}, 65, {}),
     ({"fsdp": 2, "tensor": 4}, 64, {"remat": "full"}),  # 63 positions, which 4 does not divide
   ],
@@ -202,7 +202,7 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
   rng = np.random.default_rng(0)
   kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
   placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
-  found = jax.jit(nxp.with_right_gradients(jax.grad(loss), mesh))(kernel, placed)
+  found = jax.jit(nxp.with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
 
 

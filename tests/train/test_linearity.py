@@ -279,7 +279,7 @@ def test_a_loss_in_parts_of_the_vocabulary_is_reduced_once_too():
   tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
   rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
   found = []
-  for devices, options in ((1, {}), (4, {"loss_parts": 2})):
+  for devices, options in ((1, {}), (4, {"loss_chunks": 2})):
     mesh = nxp.make_mesh(data=devices, devices=jax.devices()[:devices])
     plan = nxp.plan(lambda: Words(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.5))
     model, optimizer = nxp.create_sharded_model(plan)

@@ -129,7 +129,7 @@ def test_a_policy_holds_within_each_layer():
   plan = plan_on(data=1, fsdp=8, tensor=1)  # on one axis there are no other barriers
 
   def counts(remat):
-    text = nxp.train_step(loss_fn, remat=remat, roll=False).lower(plan, batch=batch_of(plan)).as_text()
+    text = nxp.train_step(loss_fn, remat=remat, scan_layers=False).lower(plan, batch=batch_of(plan)).as_text()
     return text.count("stablehlo.dot_general"), text.count("optimization_barrier")
 
   found = {remat: counts(remat) for remat in REMATS}

@@ -77,9 +77,9 @@ def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
 def test_right_layout_is_right_in_one_look():
   found = check(lambda: Block(None))
   assert found
-  assert len(found.looks) == 1
-  assert found.looks[0].difference < 1e-5
-  assert found.looks[0].leaves == ("down.bias", "down.kernel", "norm.scale", "up.kernel")
+  assert len(found.comparisons) == 1
+  assert found.comparisons[0].difference < 1e-5
+  assert found.comparisons[0].leaves == ("down.bias", "down.kernel", "norm.scale", "up.kernel")
 
 
 def test_model_is_unchanged_and_random_numbers_are_not_used_up():
@@ -111,7 +111,7 @@ class Grouped(nnx.Module):
 def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
   found = check(Grouped, shape=(8, 4, 4, 8))
   assert found.wrong == ("conv.kernel",)
-  assert found.looks[-1].factor == pytest.approx(2)
+  assert found.comparisons[-1].factor == pytest.approx(2)
   assert "2 times the derivative" in str(found)
   assert "known to do wrong on such a layout: grouped convolution" in str(found)
 
@@ -156,7 +156,7 @@ def without_sum(g: jax.Array) -> jax.Array:
 def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: Any, factor: float | None):
   found = check(lambda: Block(None, wrap(change)))
   assert found.wrong == ("norm.scale", "up.kernel")
-  last = next(look for look in found.looks if look.leaves == ("up.kernel",))
+  last = next(look for look in found.comparisons if look.leaves == ("up.kernel",))
   assert ("the layout is not at fault" in str(found)) == (change is not without_sum)
   assert ("pass (identity)" in str(found)) == (wrap is with_own_rule and change is not without_sum)
   assert factor is None or last.factor == pytest.approx(factor, abs=1e-4)
@@ -211,7 +211,7 @@ def test_step_with_options_is_checked(options: dict[str, Any]):
   found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x, tries=0)
   assert found.wrong == ("norm.scale", "up.kernel")
   assert {
-    round(look.factor, 3) for look in found.looks if look.leaves[0] in found.wrong and len(look.leaves) == 1
+    round(look.factor, 3) for look in found.comparisons if look.leaves[0] in found.wrong and len(look.leaves) == 1
   } == {2}
 
 
@@ -226,7 +226,7 @@ def test_each_of_several_models_is_checked():
   coarse = {"a": losses["a"], "b": lambda m, x: loss_fn(m["b"], x).astype(jnp.bfloat16).astype(jnp.float32)}
   found = nxp.train_step(coarse).check_gradients({"a": first, "b": second}, {"a": one, "b": two}, x, tries=0)
   assert found.dtype == "bfloat16"
-  assert "6 leaves" in dataclasses.replace(found, looks=tuple(filter(bool, found.looks))).summary
+  assert "6 leaves" in dataclasses.replace(found, comparisons=tuple(filter(bool, found.comparisons))).summary
   with pytest.raises(nxp.errors.TrainError, match="there is a loss for 'b', and no optimizer"):
     nxp.train_step(losses).check_gradients({"a": first, "b": second}, {"a": one}, x)
 
@@ -246,7 +246,7 @@ def test_loss_scale_and_frozen_parameters():
   found = nxp.train_step(loss_fn).check_gradients(model, optimizer, x)
   assert found
   assert found.dtype == "float16"
-  assert found.looks[0].leaves == ("down.bias", "down.kernel")
+  assert found.comparisons[0].leaves == ("down.bias", "down.kernel")
 
 
 def test_loss_that_xla_gets_wrong_is_found():
@@ -300,7 +300,7 @@ def with_softmax(model: Any, x: jax.Array) -> jax.Array:
 def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float, loss: Any):
   found = check(lambda: Block(None, on_host(factor)), loss)
   assert bool(found) == (factor == 1)
-  assert {look.verdict for look in found.looks} == {"right"} if found else {"right", "wrong"}
+  assert {look.verdict for look in found.comparisons} == {"right"} if found else {"right", "wrong"}
   assert found.wrong == (() if found else ("norm.scale", "up.kernel"))
   assert "by central differences: Pure callbacks do not support JVP" in str(found)
 
@@ -313,7 +313,7 @@ def test_differences_tell_a_gradient_stopped_on_purpose_from_a_wrong_one(factor:
 
   found = check(lambda: Block(None, on_host(factor)), to_a_target)
   assert found.wrong == (() if factor == 1 else ("norm.scale", "up.kernel"))
-  assert factor != 1 or "without stop_gradient the two agree" in found.looks[0].why
+  assert factor != 1 or "without stop_gradient the two agree" in found.comparisons[0].why
 
 
 def test_differences_that_round_too_coarsely_decide_nothing():
@@ -321,7 +321,7 @@ def test_differences_that_round_too_coarsely_decide_nothing():
     lambda: Block(None, lambda x: on_host(2.0)(x * 1e-6) * 1e-2), lambda m, x: 1e4 + loss_fn(m, x)
   )
   assert found
-  assert "too coarse" in found.looks[0].why
+  assert "too coarse" in found.comparisons[0].why
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -374,8 +374,8 @@ def test_groups_apart_have_rows_of_their_own():
     lambda: nnx.List([Block(None), Block(None)]), lambda m, x: loss_fn(m[1], m[0](x)), by_group=True
   )
   assert found
-  assert [look.name for look in found.looks][:2] == ["all", "*.down.bias"]
-  assert len(found.looks[1].leaves) == 2
+  assert [look.name for look in found.comparisons][:2] == ["all", "*.down.bias"]
+  assert len(found.comparisons[1].leaves) == 2
 
 
 def test_padded_and_tied_leaves_and_explicit_axes():
@@ -394,7 +394,7 @@ def test_padded_and_tied_leaves_and_explicit_axes():
   tokens = nxp.shard_batch(np.arange(32, dtype=np.int32).reshape(16, 2) % 13, plan)
   found = nxp.check_gradients(model, tokens, loss_fn)
   assert found
-  assert found.looks[0].leaves == ("embed.embedding",)
+  assert found.comparisons[0].leaves == ("embed.embedding",)
   assert model.embed.embedding.get_raw_value().shape == (14, 16)
 
   mesh = nxp.make_mesh(data=8, explicit=True)
@@ -441,11 +441,11 @@ def test_rounding_with_a_rule_of_its_own_is_no_alarm():
   found = check(lambda: Block(None, straight_through))
   assert found
   assert found.loss_verdict == "right"
-  assert [look.verdict for look in found.looks] == ["right"]
+  assert [look.verdict for look in found.comparisons] == ["right"]
   assert "quantized: rounds, so that its reverse rule is taken at its word" in str(found)
   found = check(lambda: Block(None, lambda x: straight_through(x, scale_by_largest)))
   assert found
-  assert "differences see the rounding" in found.looks[0].why
+  assert "differences see the rounding" in found.comparisons[0].why
 
 
 @pytest.mark.parametrize(

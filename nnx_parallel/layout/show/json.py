@@ -163,5 +163,5 @@ def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
     LogicalRules(data["logical"], unknown=data["unknown"], uneven=data["uneven"]),
     tuple(PathRules(row["rules"], strict=row["strict"], optional=row["optional"]) for row in data["paths"]),
     fallback and Fallback(**{field.name: fallback[field.name] for field in dataclasses.fields(Fallback)}),
-    InputRules.whole_mesh() if inputs == "whole mesh" else inputs and InputRules(**inputs),
+    InputRules.all_axes() if inputs == "whole mesh" else inputs and InputRules(**inputs),
   )

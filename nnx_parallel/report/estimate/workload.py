@@ -110,7 +110,7 @@ class StagedWork:
   @property
   def rounds(self) -> float:
     """How often a stage reads all of its layers in one pass: once for each tick and repeat."""
-    return self.schedule.ticks / self.schedule.repeats
+    return self.schedule.ticks / self.schedule.virtual_stages
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,7 +136,8 @@ def stage_variants(
   """Pipelines over `axis`: every number of stages, with 2, 4 and 8 microbatches for each of them.
 
   The user's rules split the layers over the axis where the model stacks them: a dim of parameters that has
-  one of `LAYER_NAMES`, and that the rules replicate. Schedules are GPipe and the circular one of two repeats.
+  one of `LAYER_NAMES`, and that the rules replicate. Schedules are GPipe and the circular one of two
+  virtual stages.
   Layers run as they are under the first policy of `first`: a pipeline recomputes them anyhow.
 
   Raises:
@@ -149,11 +150,11 @@ def stage_variants(
   remats = list(first.workloads)[:1]
   found: list[RuleVariant] = []
   for stages in (n for n in range(2, devices + 1) if devices % n == 0):
-    for parts, repeats in itertools.product((2, 4, 8), (1, 2)):
+    for parts, virtual_stages in itertools.product((2, 4, 8), (1, 2)):
       count = stages * parts
       if count > most or examples % count:
         continue
-      piped = Pipeline(axis, repeats)
+      piped = Pipeline(axis, virtual_stages)
       try:
         one = _space(init, loss, ruleset, optimizer, batch, layers, remats, changes, piped, stages, count)
       except SchemeError:  # fewer layers than chunks

@@ -76,9 +76,9 @@ def winner_code(best: Candidate, layers: str | None = None, idle: Container[str]
   ]
   piped = ""
   if best.pipeline is not None:
-    axis, repeats = best.pipeline.axis, best.pipeline.repeats
+    axis, virtual_stages = best.pipeline.axis, best.pipeline.virtual_stages
     piped = (
-      f', pipeline="{axis}"' if repeats == 1 else f', pipeline=nxp.Pipeline("{axis}", repeats={repeats})'
+      f', pipeline="{axis}"' if virtual_stages == 1 else f', pipeline=nxp.Pipeline("{axis}", virtual_stages={virtual_stages})'
     )
   lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat}{piped})")
   return "\n".join(lines) + "\n"
@@ -161,8 +161,8 @@ def _options(candidate: Candidate) -> str:
   """Offload, a pipeline, and the names that are split differently from the user's rules."""
   words = ["offload"] if candidate.offload else []
   if candidate.schedule is not None:
-    repeats = candidate.schedule.repeats
-    kind = "pipeline" if repeats == 1 else f"pipeline of {repeats} repeats"
+    virtual_stages = candidate.schedule.virtual_stages
+    kind = "pipeline" if virtual_stages == 1 else f"pipeline of {virtual_stages} virtual stages"
     words.append(f"{kind}, bubble {100 * candidate.schedule.bubble:.0f} %")
   words += [f"{name}={'+'.join(axes)}" for name, axes in candidate.changes.items() if name != "batch"]
   return ", ".join(words)

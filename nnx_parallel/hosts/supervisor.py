@@ -1,10 +1,10 @@
 """Runs one worker for the launcher, and never lets it outlive the launcher. A script: it is not imported.
 
-  python warden.py PIPE COMMAND...
+  python supervisor.py PIPE COMMAND...
 
 PIPE is a file descriptor whose other end only the launcher holds: it is readable when the launcher has ended,
-however it ended. Then this process group, worker and its children, is killed. A signal to the warden is
-passed to the worker alone; the warden's exit code is the worker's, 128 + n for a signal.
+however it ended. Then this process group, worker and its children, is killed. A signal to the supervisor is
+passed to the worker alone; the supervisor's exit code is the worker's, 128 + n for a signal.
 """
 
 import os
