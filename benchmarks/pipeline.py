@@ -43,7 +43,7 @@ NOTES = [
   "Sent between stages, payload of a device, forward and backward: one microbatch from stage to stage in each"
   " tick, and one in the buffer from which stage 0 takes its input; after the last tick, one, and the results"
   " of all groups. With virtual stages, the weights of stacked layers are also put into another order"
-    " once in a"
+  " once in a"
   " step: those of a stage are then no neighbours.",
 ]
 
@@ -88,7 +88,9 @@ def plan_of(mesh: Any) -> nxp.Plan:
 def step_of(way: nxp.Schedule | None) -> Any:
   if way is None:
     return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
-  return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=nxp.Pipeline("stage", virtual_stages=way.virtual_stages))
+  return nxp.train_step(
+    loss, microbatches=MICROBATCHES, pipeline=nxp.Pipeline("stage", virtual_stages=way.virtual_stages)
+  )
 
 
 def sizes_of(way: nxp.Schedule | None) -> dict[str, int]:

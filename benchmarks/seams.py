@@ -346,22 +346,29 @@ def main() -> None:
   first, end = map(int, arguments.seeds.split(":"))
   counts: collections.Counter[str] = collections.Counter()
   began = time.monotonic()
-  for seed in range(first, end):
-    case = Case.draw(seed)
-    if arguments.show:
-      print(case, flush=True)
-    try:
-      verdict = check(case)
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-      if arguments.show:
-        raise
-      verdict = f"BROKEN: {type(error).__name__}: {error}"
-    kind = verdict.split(":")[0]
-    counts[kind] += 1
-    if arguments.show or kind not in ("right", "skipped"):
-      print(f"{case}\n  {verdict}", flush=True)
+  with tempfile.TemporaryDirectory() as cache:  # many small programs of the cases are equal
+    nxp.compilation_cache(cache)
+    for seed in range(first, end):
+      checked(seed, counts, show=arguments.show)
   print(f"{dict(counts)} in {time.monotonic() - began:.0f} s")
   sys.exit(any(kind not in ("right", "refused", "skipped") for kind in counts))
+
+
+def checked(seed: int, counts: collections.Counter[str], *, show: bool) -> None:
+  """Checks a case, counts its verdict, and prints what somebody should read."""
+  case = Case.draw(seed)
+  if show:
+    print(case, flush=True)
+  try:
+    verdict = check(case)
+  except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+    if show:
+      raise
+    verdict = f"BROKEN: {type(error).__name__}: {error}"
+  kind = verdict.split(":")[0]
+  counts[kind] += 1
+  if show or kind not in ("right", "skipped"):
+    print(f"{case}\n  {verdict}", flush=True)
 
 
 if __name__ == "__main__":

@@ -172,10 +172,10 @@ __all__ = [
   "vocabulary_cross_entropy",
   "vocabulary_embedding",
   "weighted",
+  "with_correct_convolutions",
   "with_ema",
   "with_layers",
   "with_loss_scale",
   "with_masters",
-  "with_correct_convolutions",
   "zigzag",
 ]

@@ -67,7 +67,9 @@ def check_parts(parts: int | None) -> int | None:
   """
   if parts is None or (type(parts) is int and parts > 0):
     return parts
-  raise TrainError(f"loss_chunks={parts!r} is not a positive number.", fix="loss_chunks=8; None: in one piece.")
+  raise TrainError(
+    f"loss_chunks={parts!r} is not a positive number.", fix="loss_chunks=8; None: in one piece."
+  )
 
 
 def in_parts(jaxpr: Any, parts: int) -> tuple[Any, str]:

@@ -163,7 +163,9 @@ class LayerOptions:
   def __post_init__(self) -> None:
     _ = self.how
     if type(self.scan_layers) is not bool and self.scan_layers != "auto":
-      raise TrainError(f"scan_layers={self.scan_layers!r} is no choice.", fix='scan_layers="auto", True or False')
+      raise TrainError(
+        f"scan_layers={self.scan_layers!r} is no choice.", fix='scan_layers="auto", True or False'
+      )
     if self.pattern is not None and type(self.pattern) is not str:
       raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
     if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -253,9 +255,9 @@ def with_layers(
       `jax.checkpoint_policies` holds within each layer. `Remat("full", every=2)` recomputes each second
       layer, `Remat("full", group=2)` two layers at a time.
     scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
-      with depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4 or more.
-      Else it does not pay: a scan copies the weights of its layers into one stack in each step, and without
-      remat also stacks all that they keep.
+      with depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4
+      or more. Else it does not pay: a scan copies the weights of its layers into one stack in each
+      step, and without remat also stacks all that they keep.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
@@ -492,7 +494,9 @@ def _types(jaxpr: Any) -> list[Any]:
 def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
   remat = options.how
   size = max(remat.every, remat.group)
-  scan_from = 2 if options.scan_layers is True else AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
+  scan_from = (
+    2 if options.scan_layers is True else AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
+  )
   loops = size > 1 or remat.policy == "offload"
   how = _treatment(options)
   # Names, in order: a program is traced again by `jax.checkpoint` and by scans.

@@ -7,9 +7,9 @@ only the inputs of its stages, and computes the rest again. The inputs of all ti
 with the number of microbatches; it would not with the schedule 1F1B.
 
 Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups of
-one for each stage. A group goes through all chunks before the next one starts, so the result of the last stage
-comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage `s` does its work item
-`i = t - s`, whose microbatch and repeat follow from `i` (`Schedule.item`).
+one for each stage. A group goes through all chunks before the next one starts, so the result of the last
+stage comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage `s` does its work item
+`i = t - s`, whose microbatch and chunk follow from `i` (`Schedule.item`).
 
 Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so embedding and head
 are computed once and not once for each stage. The loop has one more buffer for this, of one microbatch for
@@ -47,7 +47,7 @@ class Pipeline:
   Attributes:
     axis: the mesh axis of the stages.
     virtual_stages: chunks of layers on each stage. 1: GPipe; more: a circular (interleaved) schedule, whose
-      bubble       is smaller, and which sends more.
+      bubble is smaller, and which sends more.
 
   Example:
     >>> import nnx_parallel as nxp

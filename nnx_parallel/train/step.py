@@ -321,8 +321,8 @@ def train_step(
       what the stages do, and how long they wait.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
-      in the layout of their optimizer state, which saves memory, and reduces them in each microbatch. None: as the optimizer's
-      plan says, scattered with `zero=2`.
+      in the layout of their optimizer state, which saves memory, and reduces them in each microbatch. None:
+      as the optimizer's plan says, scattered with `zero=2`.
     reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
       part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
       gradient in the dtype in which its layer computes, and sums of microbatches in float32.

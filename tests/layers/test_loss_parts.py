@@ -188,7 +188,9 @@ def test_a_model_with_its_layers_rolled():
     return jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), tokens))
 
   whole, expected = jax.jit(derived(decoders.loss))(state)
-  changed = derived(nxp.with_layers(decoders.loss, loss_chunks=4, attention=5, scan_layers=True, remat="full"))
+  changed = derived(
+    nxp.with_layers(decoders.loss, loss_chunks=4, attention=5, scan_layers=True, remat="full")
+  )
   value, found = jax.jit(changed)(state)
   np.testing.assert_allclose(value, whole, rtol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)

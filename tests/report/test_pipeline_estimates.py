@@ -48,7 +48,13 @@ def separate(stages, virtual_stages, *, explicit=False):
   mesh = nxp.make_mesh(data=8 // stages, stage=stages, explicit=explicit)
   rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
   plan = nxp.plan(lambda: Model(nnx.Rngs(0)), mesh, rules, optimizer=optax.adam(1e-3))
-  return plan, loss, jax.ShapeDtypeStruct((64, 32), jnp.int32), MICROBATCHES, nxp.Pipeline("stage", virtual_stages)
+  return (
+    plan,
+    loss,
+    jax.ShapeDtypeStruct((64, 32), jnp.int32),
+    MICROBATCHES,
+    nxp.Pipeline("stage", virtual_stages),
+  )
 
 
 def stacked(stages, virtual_stages):

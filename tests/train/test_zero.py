@@ -96,9 +96,15 @@ def test_a_step_follows_the_stage_of_the_plan():
   one, two = plan_on("dp", zero=1), plan_on("dp", zero=2)
   assert reduction(two).endswith(SCATTERED)
   assert reduction(two, microbatches=1) == "once: one batch, into the layout of the optimizer state"
-  assert reduction(one) == reduction(two, gradients="like_parameters") == "once, after the scan, over data, in float32"
+  assert (
+    reduction(one)
+    == reduction(two, gradients="like_parameters")
+    == "once, after the scan, over data, in float32"
+  )
   assert program(two) == program(two, gradients="scattered") != program(one)
-  assert program(one) == program(one, gradients="like_parameters") == program(two, gradients="like_parameters")
+  assert (
+    program(one) == program(one, gradients="like_parameters") == program(two, gradients="like_parameters")
+  )
 
 
 def test_the_stage_outlives_json_and_checkpoints(tmp_path):

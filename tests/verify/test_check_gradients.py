@@ -211,7 +211,9 @@ def test_step_with_options_is_checked(options: dict[str, Any]):
   found = nxp.train_step(weighted, **options).check_gradients(model, optimizer, x, tries=0)
   assert found.wrong == ("norm.scale", "up.kernel")
   assert {
-    round(look.factor, 3) for look in found.comparisons if look.leaves[0] in found.wrong and len(look.leaves) == 1
+    round(look.factor, 3)
+    for look in found.comparisons
+    if look.leaves[0] in found.wrong and len(look.leaves) == 1
   } == {2}
 
 

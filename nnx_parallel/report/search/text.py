@@ -78,7 +78,9 @@ def winner_code(best: Candidate, layers: str | None = None, idle: Container[str]
   if best.pipeline is not None:
     axis, virtual_stages = best.pipeline.axis, best.pipeline.virtual_stages
     piped = (
-      f', pipeline="{axis}"' if virtual_stages == 1 else f', pipeline=nxp.Pipeline("{axis}", virtual_stages={virtual_stages})'
+      f', pipeline="{axis}"'
+      if virtual_stages == 1
+      else f', pipeline=nxp.Pipeline("{axis}", virtual_stages={virtual_stages})'
     )
   lines.append(f"step = nxp.train_step(loss, microbatches={best.microbatches}{remat}{piped})")
   return "\n".join(lines) + "\n"
