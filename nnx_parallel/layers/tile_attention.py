@@ -272,7 +272,8 @@ class TileAttention:
     places = dict.fromkeys(names, 0)
 
     def first(*arrays: Any) -> tuple[Any, Any]:
-      tiles = [grid.take(x, own, places) for x, own in zip(arrays, self.inputs, strict=True)]
+      given = self._at_hand(arrays, {}, device)
+      tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
       at = self.share.places(device, device, places)
       largest = self.largest(tiles, at)
       return largest, self.weighed(tiles, largest, jnp.ones_like(largest), at)[0]
