@@ -200,11 +200,16 @@ class TileAttention:
   seen: np.ndarray | None = None
   zeros_too: bool = False
 
-  def __call__(self, *arrays: Any) -> tuple[Any, Any]:
-    """The result, and the maxima of the rows, which have no gradient."""
+  def __call__(self, *arrays: Any, sink: Any = None) -> tuple[Any, Any]:
+    """The result, and the maxima of the rows, which have no gradient.
+
+    Args:
+      arrays: that are read by tiles.
+      sink: a logit of each row that belongs to no key, or None.
+    """
     attention = jax.custom_vjp(lambda *given: self._with_kept(*given)[0])
     attention.defvjp(self._with_kept, self._pulled)
-    return attention(*arrays)
+    return attention(sink, *arrays)
 
   @property
   def _wide(self) -> Any:
@@ -216,27 +221,28 @@ class TileAttention:
     counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
     return self.share.visits(np.ones(counts, bool) if self.seen is None else self.seen)
 
-  def _with_kept(self, *given: Any) -> tuple[Any, Any]:
+  def _with_kept(self, sink: Any, *given: Any) -> tuple[Any, Any]:
     own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
     specs = [self.share.spec(labels) for labels in self.inputs]
     stats = tuple(self.share.spec(labels) for labels in (self.result, self.row, self.row))
-    result, largest, total = self.share.over(self._forward, specs, stats)(*own)
-    return (self.share.by_positions(result, self.result), largest), (own, result, largest, total)
+    result, largest, total = self.share.over(self._forward, [stats[1], *specs], stats)(sink, *own)
+    return (self.share.by_positions(result, self.result), largest), (own, sink, result, largest, total)
 
   def _pulled(self, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    given, *results = saved
+    given, sink, *results = saved
     share, floats = self.share, self.inputs[: self.slopes]
     specs = [share.spec(labels) for labels in self.inputs]
-    stats = [share.spec(labels) for labels in (self.result, self.row, self.row, self.result)]
-    slopes = tuple(share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats)
+    stats = [share.spec(labels) for labels in (self.row, self.result, self.row, self.row, self.result)]
+    slopes = [share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats]
     arriving = share.by_heads(cotangents[0], self.result)
-    found = share.over(self._backward, [*stats, *specs], slopes)(*results, arriving, *given)
+    run = share.over(self._backward, [*stats, *specs], (stats[0], *slopes))
+    of_sink, *found = run(sink, *results, arriving, *given)
     found = [
       share.by_positions(x, own) if share.has(own) else x.sum(0) for x, own in zip(found, floats, strict=True)
     ]
-    return (*found, *[None] * (len(given) - len(found)))
+    return (of_sink, *found, *[None] * (len(given) - len(found)))
 
-  def _forward(self, device: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+  def _forward(self, device: Any, sink: Any, *arrays: Any) -> tuple[Any, Any, Any]:
     """The result of a device, and the maxima and sums of its rows."""
     grid, carried = self.share.own, (self.row, self.row, self.result)
 
@@ -259,8 +265,10 @@ class TileAttention:
 
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
 
-    state = self._start(device, arrays)
-    largest, total, result = self._around(visit, arrays, state)
+    largest, total, result = self._start(device, arrays)
+    if sink is not None:  # as a key that is seen before all others, with the value 0
+      largest, total = sink.astype(total.dtype), jnp.ones_like(total)
+    largest, total, result = self._around(visit, arrays, (largest, total, result))
     if self.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
     result = (result / self.spread(total, result.shape)).astype(self.dtype)
@@ -286,8 +294,10 @@ class TileAttention:
     )
     return largest, total, result
 
-  def _backward(self, device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
-    """The gradients of a device's arrays."""
+  def _backward(
+    self, device: Any, sink: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any
+  ) -> Any:
+    """The gradients of a device's sink and arrays."""
     share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
     arriving = arriving.astype(self._wide)
     pull = jax.linear_transpose(lambda x: self.spread(x, result.shape), total)
@@ -332,10 +342,13 @@ class TileAttention:
     found = [g.astype(x.dtype) for g, x in zip(found, given, strict=False)]
     # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
     home = self.share.size - (len(self._visits) - 1)
-    return tuple(
+    found = [
       (self._sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
       for x, own in zip(found, floats, strict=True)
-    )
+    ]
+    if sink is not None:
+      sink = (-sloped / total * jnp.exp(sink.astype(total.dtype) - finite(largest))).astype(sink.dtype)
+    return sink, *found
 
   def _each_tile(
     self, hop: Any, device: Any, source: Any, body: Callable[..., Any], state: Any, given: Sequence[Any]
