@@ -17,7 +17,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers import attention
 from nnx_parallel.layers.attention import queries_over
 
-SAMPLE, MORE = range(10), range(10, 60)
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60)]
 HEADS, WIDTH = 4, 4
 FILLS = (-math.inf, -math.inf, -1e30, -1e9, float(np.finfo(np.float32).min), -1e4)
 PARTS = (
@@ -54,6 +54,8 @@ class Case:
     fill: the score of what is hidden.
     cap: of the scores.
     has_sink: whether each head has a logit that belongs to no key.
+    has_bias: whether an array is added to the scores.
+    kv_heads: heads of keys and values, each for a group of queries.
     full: whether positions are arrays of the size of the scores.
   """
 
@@ -67,6 +69,8 @@ class Case:
   fill: float
   cap: float | None
   has_sink: bool
+  has_bias: bool
+  kv_heads: int
   full: bool
 
   @classmethod
@@ -87,6 +91,8 @@ class Case:
       fill=float(draw.choice(FILLS)),
       cap=2.5 if draw.integers(3) == 0 else None,
       has_sink=bool(draw.integers(4) == 0),
+      has_bias=bool(draw.integers(3) == 0),
+      kv_heads=int(draw.choice([2, HEADS])),
       full=bool(draw.integers(2)),
     )
 
@@ -117,9 +123,11 @@ class Case:
 
   def __call__(self, given, others):
     """The attention, weighted and summed."""
-    (q, k, v, sinks), (segments, lengths, direction) = given, others
+    (q, k, v, sinks, bias), (segments, lengths, direction) = given, others
+    k, v = (jnp.repeat(x, HEADS // self.kv_heads, 2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
     scores = scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
+    scores = scores + bias if self.has_bias else scores
     seen = self.seen(segments, lengths) if self.parts else None
     if seen is not None and (self.form == "selected" or self.has_sink):
       scores = jnp.where(seen, scores, self.fill)
@@ -142,17 +150,19 @@ class Case:
 
 def arrays(case, seed):
   draw = np.random.default_rng(seed)
+  heads = HEADS, case.kv_heads, case.kv_heads
   q, k, v = (
-    draw.normal(size=(2, length, HEADS, WIDTH)).astype(np.float32)
-    for length in (case.rows, case.columns, case.columns)
+    draw.normal(size=(2, length, own, WIDTH)).astype(np.float32)
+    for length, own in zip((case.rows, case.columns, case.columns), heads, strict=True)
   )
+  bias = draw.normal(size=(HEADS, case.rows, case.columns)).astype(np.float32)
   segments = np.sort(draw.integers(0, 3, (2, max(case.rows, case.columns)))).astype(np.int32)
   lengths = draw.integers(1, case.columns + 1, 2).astype(np.int32)
   direction = draw.normal(size=q.shape).astype(np.float32)
-  return (q, k, v, np.linspace(-1, 2, HEADS, dtype=np.float32)), (segments, lengths, direction)
+  return (q, k, v, np.linspace(-1, 2, HEADS, dtype=np.float32), bias), (segments, lengths, direction)
 
 
-@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+@pytest.mark.parametrize("seed", [*range(10), *MORE])
 def test_a_mask_by_tiles_is_the_mask_of_the_plain_softmax(seed, monkeypatch):
   case = Case.of(seed)
   monkeypatch.setattr(attention, "BLOCK", case.block)
