@@ -363,9 +363,7 @@ def _exists(body: Any, match: _Softmax, remaining: set[int]) -> bool:
 def _form(body: Any, exp: Any) -> str:
   """How a softmax is written that is followed by a product, and is none of those that are known."""
   if _largest(body, exp) is None:
-    return (
-      "what is subtracted from its scores is not their maximum (but another number, or nothing)"
-    )
+    return "what is subtracted from its scores is not their maximum (but another number, or nothing)"
   return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import Grid, Labels, filled, finite
 
 
@@ -106,6 +105,11 @@ class Share:
     length = self.grid.lengths[self.moving]
     keys, where = Grid(self.grid.lengths, {self.moving: length // self.size}), {self.moving: source}
     return keys.take(x, labels, where) if new is None else keys.put(x, new, labels, where)
+
+  def sent(self, tree: Any, by: int = 1) -> Any:
+    """What the device `by` places before has, around the ring of the axis."""
+    pairs = [(i, (i + by) % self.size) for i in range(self.size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree) if by % self.size else tree
 
   def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
@@ -321,7 +325,7 @@ class TileAttention:
       source = (device - hop) % share.size
       at_home = isinstance(hop, int) and hop == 0
       if not at_home:  # the gradients of a shard arrive while its share of this device is computed
-        sums = [self._sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
+        sums = [self.share.sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
       def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
@@ -343,7 +347,7 @@ class TileAttention:
     # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
     home = self.share.size - (len(self._visits) - 1)
     found = [
-      (self._sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
+      (self.share.sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
       for x, own in zip(found, floats, strict=True)
     ]
     if sink is not None:
@@ -382,16 +386,27 @@ class TileAttention:
     return jax.lax.scan(step, state, (jnp.arange(len(lists[0])), tiles))[0]
 
   def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
-    """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring."""
-    if self.share.moving is None:
-      return visit(0, {}, state)
-    moving = {
-      n: x for n, (x, own) in enumerate(zip(given, self.inputs, strict=True)) if self.share.moves(own)
-    }
-    return Ring(str(self.share.axis), self.share.size).around(visit, moving, state, len(self._visits))
+    """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring.
 
-  def _sent(self, x: Any, by: int = 1) -> Any:
-    return Ring(str(self.share.axis), self.share.size).sent(x, by)
+    Keys are sent on before they are used, so that the next ones arrive meanwhile. `hop` is an int at the
+    first and the last visit.
+    """
+    pairs = enumerate(zip(given, self.inputs, strict=True))
+    moving, last = {n: x for n, (x, own) in pairs if self.share.moves(own)}, len(self._visits) - 1
+    following = self.share.sent(moving) if last else moving
+    state = visit(0, moving, state)
+    if not last:
+      return state
+
+    def body(carry: Any, hop: Any) -> tuple[Any, None]:
+      moving, state = carry
+      following = self.share.sent(moving)
+      return (following, visit(hop, moving, state)), None
+
+    if last > 1:
+      numbers = jnp.arange(1, last, dtype=jnp.int32)
+      (following, state), _ = jax.lax.scan(body, (following, state), numbers)
+    return visit(last, following, state)
 
   def _at_hand(self, given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
     """What a device has of the arrays while it has keys of another one."""
