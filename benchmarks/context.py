@@ -64,9 +64,7 @@ NOTES = [
   "Times: 8 simulated devices on the cores of one shared machine, so only ratios say something. The tiles of"
   " a causal ring are 0.56 of all, with zigzag 0.53; those of the device with most work in each visit, for"
   " which the others wait, add up to 1.0 and 0.53 of what a device has without a mask. `found` is what"
-  ' `train_step(attention=...)` makes of the attention of jax ("blockwise" gathers keys and values); it'
-  " computes"
-  " all tiles that a device sees, and with positions split, those that any device sees.",
+  ' `train_step(attention=...)` makes of the attention of jax ("blockwise" gathers keys and values).',
   "Forward must be sent: 7 shards of keys and values. Forward and backward: those again, but for a send that"
   " the compiler shares between both ways, and the gradients, in float32 until they go home in bfloat16; this"
   " formula was written after reading the compiled program.",

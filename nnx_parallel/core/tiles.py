@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
@@ -49,10 +50,18 @@ class Grid:
   Attributes:
     lengths: of the named dims.
     blocks: lengths of the blocks of some of them.
+    parts: the number of equal parts of some of them, each of which is cut into blocks by itself.
   """
 
   lengths: Mapping[Any, int]
   blocks: Mapping[Any, int]
+  parts: Mapping[Any, int] = dataclasses.field(default_factory=dict[Any, int])
+
+  @classmethod
+  def even(cls, lengths: Mapping[Any, int], block: int, parts: Mapping[Any, int]) -> Grid:
+    """A grid of equal blocks of at most `block` of each of the dims that are in `parts`."""
+    each = {name: lengths[name] // n for name, n in parts.items()}
+    return cls(lengths, {name: -(-n // -(-n // block)) for name, n in each.items()}, parts)
 
   def tiles(self) -> dict[Any, Any]:
     """The number of the block of each dim, for all tiles: rows of a scan."""
@@ -61,23 +70,39 @@ class Grid:
 
   def count(self, name: Any) -> int:
     """The number of blocks of a dim."""
-    return -(-self.lengths[name] // self.blocks[name])
+    parts = self.parts.get(name, 1)
+    return parts * -(-self.lengths[name] // parts // self.blocks[name])
+
+  def starts(self, name: Any) -> np.ndarray:
+    """Where the blocks of a dim start."""
+    parts, size = self.parts.get(name, 1), self.blocks[name]
+    part = self.lengths[name] // parts
+    within = np.minimum(np.arange(self.count(name) // parts) * size, part - size)
+    return (np.arange(parts)[:, None] * part + within).reshape(-1)
 
   def fresh(self, tile: Any, labels: Labels, places: Mapping[Any, Any], other: float = 0.0) -> Any:
     """A tile with another number in place of what an earlier tile has too."""
     for name, dim, factor in labels:
-      if name in self.blocks and self.lengths[name] % self.blocks[name]:
+      if name in self.blocks and self.lengths[name] // self.parts.get(name, 1) % self.blocks[name]:
         size, length = self.blocks[name], tile.shape[dim]
-        new = self._start(name, places) + jnp.arange(size) >= places[name] * size
+        new = self.indices(name, places) >= self._start(name, places)[1]
         new = jnp.broadcast_to(new[None, :, None], (factor, size, length // factor // size)).reshape(length)
         where = struct(jax.typeof(tile)).sharding
         new = jax.lax.broadcast_in_dim(new, tile.shape, (dim,), out_sharding=where)
         tile = jax.lax.select(new, tile, jnp.full_like(tile, other))
     return tile
 
-  def _start(self, name: Any, places: Mapping[Any, Any]) -> Any:
-    """Where a block starts."""
-    return jnp.minimum(places[name] * self.blocks[name], self.lengths[name] - self.blocks[name])
+  def indices(self, name: Any, places: Mapping[Any, Any]) -> Any:
+    """Where the elements of a block are in the dim."""
+    return self._start(name, places)[0] + jnp.arange(self.blocks[name])
+
+  def _start(self, name: Any, places: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """Where a block starts, and where what no block before it has starts."""
+    parts, size, place, ahead = self.parts.get(name, 1), self.blocks[name], places[name], 0
+    length, count = self.lengths[name] // parts, self.count(name) // parts
+    if parts > 1:
+      place, ahead = place % count, place // count * length
+    return ahead + jnp.minimum(place * size, length - size), ahead + place * size
 
   def shape(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
     """The shape of a tile of an array."""
@@ -87,11 +112,19 @@ class Grid:
         found[dim] = found[dim] // self.lengths[name] * self.blocks[name]
     return tuple(found)
 
+  def untiled(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
+    """The shape of an array, of that of a tile."""
+    found = list(shape)
+    for name, dim, _ in labels:
+      if name in self.blocks:
+        found[dim] = found[dim] // self.blocks[name] * self.lengths[name]
+    return tuple(found)
+
   def take(self, x: Any, labels: Labels, places: Mapping[Any, Any]) -> Any:
     """A tile of an array."""
     for name, dim, factor in labels:
       if name in self.blocks:
-        start, size = self._start(name, places), self.blocks[name]
+        start, size = self._start(name, places)[0], self.blocks[name]
         if x.shape[dim] == self.lengths[name]:
           x = jax.lax.dynamic_slice_in_dim(x, start, size, dim)
         else:
@@ -106,7 +139,7 @@ class Grid:
     if not sliced:
       return part
     (name, dim, factor), *rest = sliced
-    split, start = self._split(x.shape, name, dim, factor), self._start(name, places)
+    split, (start, _) = self._split(x.shape, name, dim, factor), self._start(name, places)
     if rest:
       part = self.put(self.take(x, (sliced[0],), places), part, tuple(rest), places)
     if x.shape[dim] == self.lengths[name]:

@@ -62,8 +62,8 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
-from nnx_parallel.layers.sinks import with_sinks_as_keys
-from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, without_shifts
+from nnx_parallel.layers.sinks import with_sinks_apart
+from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, origin, without_shifts
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 
@@ -136,6 +136,8 @@ class _Softmax:
     largest: the maximum over the keys.
     order: the dims of what it is the maximum of, for each of those of the scores.
     total: the sum over the keys.
+    sink: a logit of each row that belongs to no key, or None.
+    cuts: the maximum and the sum, a sink included.
     product: of the weights and the values.
     side: which operand of the product the weights are.
     labels: dims of the weights, and of the product's result, in terms of those of the scores.
@@ -146,6 +148,8 @@ class _Softmax:
   largest: Any
   order: tuple[int, ...]
   total: Any
+  sink: Any
+  cuts: tuple[Any, Any]
   product: Any
   side: int
   labels: tuple[Labels, Labels]
@@ -288,8 +292,7 @@ def _way(attention: Attention) -> _Way:
 
 def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, _Found]]) -> Any:
   """The program with its attention computed another way. Equal layers get one program, which is made once."""
-  flat: Any = with_sinks_as_keys(flattened(jaxpr, is_opened), is_opened)
-  flat = as_quotients(without_shifts(flat))
+  flat = with_sinks_apart(as_quotients(without_shifts(flattened(jaxpr, is_opened))), is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, Any] = {}
@@ -359,8 +362,8 @@ def _exists(body: Any, match: _Softmax, remaining: set[int]) -> bool:
 
 def _form(body: Any, exp: Any) -> str:
   """How a softmax is written that is followed by a product, and is none of those that are known."""
-  if _largest(body, exp)[0] is None:
-    return "what is subtracted from its scores is not their maximum (a maximum with a sink, or nothing)"
+  if _largest(body, exp) is None:
+    return "what is subtracted from its scores is not their maximum (but another number, or nothing)"
   return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 
@@ -381,9 +384,10 @@ def is_opened(eqn: Any) -> bool:
 
 def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   """The products of values with the softmax that an exponential belongs to."""
-  largest, order = _largest(body, exp)
-  if largest is None:
+  top = _largest(body, exp)
+  if top is None:
     return []
+  largest, order, sink = top.largest, top.order, top.sink
   scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
   axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
   lengths, named = named_dims(shape)
@@ -391,6 +395,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
   labels: dict[Any, Labels] = {scores: named}
   totals: list[Any] = []
+  total: Any = None
   found: list[_Softmax] = []
   zeros: set[Any] = set()
   problems: list[str] = []
@@ -407,10 +412,13 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
         zeros.add(out)
       continue
     side = next(n for n, power in enumerate(own) if power)
+    if sink is not None and name == "add" and top.is_sum(eqn, totals):
+      powers[out], labels[out], total = (0, 1), labels[eqn.invars[side]], out
+      continue
     if name == "reduce_sum" and own == [(1, 0)]:
       if {int(axis) for axis in eqn.params["axes"]} == axes and {*labels[eqn.invars[0]]} == {*named}:
         totals.append(eqn)
-        powers[out], labels[out] = (0, 1), pushed(eqn, 0, named, lengths)
+        powers[out], labels[out], total = (0, 1), pushed(eqn, 0, named, lengths), out
       continue
     if name == "dot_general":
       if own.count(None) == 1 and own[side] == (1, -1):
@@ -418,7 +426,8 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
         if place is not None:
           given = labels[eqn.invars[side]], place
           zeros_too = eqn.invars[side] in selected
-          found.append(_Softmax(exp, largest, order, totals[0], eqn, side, given, zeros_too))
+          cuts = top.cut, total
+          found.append(_Softmax(exp, largest, order, totals[0], sink, cuts, eqn, side, given, zeros_too))
       elif own[side] == (1, 0):
         problems.append(f"its exponentials meet {described(eqn)} before they are divided by their sum")
       continue
@@ -445,27 +454,60 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   return found
 
 
-def _largest(body: Any, exp: Any) -> tuple[Any, tuple[int, ...]]:
-  """The maximum that is subtracted before an exponential, or None, and the order of its dims."""
+@dataclasses.dataclass(frozen=True)
+class _Top:
+  """What is subtracted from scores before the exponential.
+
+  Attributes:
+    largest: the maximum over the keys.
+    order: the dims of what it is the maximum of, for each of those of the scores.
+    cut: the maximum, a sink included.
+    sink: a logit of each row that belongs to no key, or None.
+    shift: the operand of the subtraction.
+    made: the operation of each value.
+  """
+
+  largest: Any
+  order: tuple[int, ...]
+  cut: Any
+  sink: Any
+  shift: Any
+  made: Mapping[Any, Any]
+
+  def is_sum(self, eqn: Any, totals: Sequence[Any]) -> bool:
+    """Whether an operation adds the sink's exponential to the sum of the others."""
+    sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
+    if len(sums) != 1:
+      return False
+    exp = self.made.get(origin(eqn.invars[1 - sums[0]], self.made))
+    below = self.made.get(exp.invars[0]) if exp is not None and exp.primitive.name == "exp" else None
+    is_difference = below is not None and below.primitive.name == "sub" and below.invars[1] is self.shift
+    return is_difference and origin(below.invars[0], self.made) is origin(self.sink, self.made)
+
+
+def _largest(body: Any, exp: Any) -> _Top | None:
+  """The maximum that is subtracted before an exponential, or None."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   difference = made.get(exp.invars[0])
   if difference is None or difference.primitive.name != "sub":
-    return None, ()
-  var = difference.invars[1]
+    return None
+  var, cut, sink = difference.invars[1], None, None
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     name = eqn.primitive.name
     if name == "reduce_max":
       order = _order_of(eqn.invars[0], difference.invars[0], made)
-      return (None, ()) if order is None else (eqn, order)
+      return None if order is None else _Top(eqn, order, cut or var, sink, difference.invars[1], made)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
+    elif name == "max" and cut is None:  # with a sink
+      cut, (var, sink) = var, eqn.invars
     elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
       var = eqn.invars[2]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
-      return None, ()
-  return None, ()
+      return None
+  return None
 
 
 def _is_where_finite(eqn: Any, made: Mapping[Any, Any]) -> bool:
@@ -565,6 +607,8 @@ def _replaced(body: Any, match: _Softmax, way: _Way) -> tuple[Any, str | None]:
   if way.kernel is None:
     return _blocked(body, match, way), ""
   try:
+    if match.sink is not None:
+      raise NotFused("it has an attention sink")
     return by_kernel(body, match, way.kernel), None
   except NotFused as problem:
     return _blocked(body, match, way), f"{_softmax(match)}: {problem}"
@@ -586,7 +630,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
     raise _NotAttention(f"{_softmax(match)}: it is not over keys for each query")
   row, column = max(rows, key=lengths.__getitem__), max(columns, key=lengths.__getitem__)
   share = _shared(match, way, lengths, row, column)
-  cut = {match.largest.outvars[0], match.total.outvars[0]}
+  cut = {*match.cuts}
   depends = dependents(body, cut)
   tiles = Tiles(body, share.grid, lambda var, own: var in cut or _is_leaf(tiles, var, own, share, depends))
   own = tuple((name, name, 1) for name in share.names)
@@ -644,26 +688,14 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, co
     axis, n = None, 1
   moving = column if is_ring else None
   split = {dim, moving} if axis is not None else set[Any]()
-  sizes: dict[Any, int] = {dim: lengths[dim] // n}
-  for name in (row, column):
-    sizes[name] = (
-      _block(lengths[name], way.block) if name not in split else _divisor(lengths[name] // n, way.block)
-    )
-  return Share(axis, n, row, column, dim, moving, Grid(lengths, sizes), way.mapped)
+  grid = Grid.even(lengths, way.block, {name: n if name in split else 1 for name in (row, column)})
+  if dim != row:
+    grid = Grid(lengths, {**grid.blocks, dim: lengths[dim] // n}, grid.parts)
+  return Share(axis, n, row, column, dim, moving, grid, way.mapped)
 
 
 def _softmax(match: _Softmax) -> str:
   return f"softmax of {match.exp.outvars[0].aval.str_short()}"
-
-
-def _block(length: int, block: int) -> int:
-  """The length of equal blocks of at most `block`."""
-  return -(-length // -(-length // block))
-
-
-def _divisor(length: int, block: int) -> int:
-  """The divisor of a length that is nearest to a block's, as a ratio."""
-  return min((n for n in range(1, length + 1) if not length % n), key=lambda n: abs(math.log(n / block)))
 
 
 def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
@@ -741,8 +773,7 @@ class _Program:
   @functools.cached_property
   def nodes(self) -> list[Node]:
     """The leaves, those with gradients first."""
-    cut = self.match.largest.outvars[0], self.match.total.outvars[0]
-    leaves = [node for node in self.tiles.leaves if not any(node[0] is var for var in cut)]
+    leaves = [node for node in self.tiles.leaves if node[0] not in self.match.cuts]
     return sorted(leaves, key=lambda node: not is_inexact(node[0].aval))
 
   @property
@@ -762,13 +793,13 @@ class _Program:
 
   def attention(self, seen: np.ndarray | None, *, fills: bool = False) -> TileAttention:
     """The attention as a function of its leaves."""
-    total, product = self.match.total.outvars[0].aval, self.match.product.outvars[0].aval
     return TileAttention(
       share=self.share,
       inputs=[labels for _, labels in self.nodes],
       slopes=sum(is_inexact(var.aval) for var, _ in self.nodes),
-      row=(total, self.row),
-      result=(product, _only(self.match.labels[1], self.share.row, self.share.dim)),
+      row=self.row,
+      result=_only(self.match.labels[1], self.share.row, self.share.dim),
+      dtype=self.match.product.outvars[0].aval.dtype,
       largest=self.largest,
       weighed=self.weighed,
       spread=self.spread,
@@ -790,8 +821,8 @@ class _Program:
     """The product of a tile's weights, and the sums of its exponentials."""
     match, (_, (scores, own), summed, weights) = self.match, self.ends
     known = dict(zip(self.nodes, tiles, strict=True))
-    for eqn, x in ((match.largest, largest.transpose(np.argsort(match.turned))), (match.total, total)):
-      var = eqn.outvars[0]
+    rows = largest.transpose(np.argsort(match.turned)), total
+    for var, x in zip(match.cuts, rows, strict=True):
       x = x.astype(var.aval.dtype)
       known.update({node: x for node in self.tiles.leaves if node[0] is var})
     known[scores, own] = self.tiles.grid.fresh(self.tiles.value(scores, own, known, places), own, places)
@@ -833,7 +864,7 @@ class _Program:
   @property
   def _is_plain(self) -> bool:
     """Whether the weights are exponentials over their sum, and nothing else."""
-    todo, ends = [self.ends[3][0]], {self.match.exp.outvars[0], self.match.total.outvars[0]}
+    todo, ends = [self.ends[3][0]], {self.match.exp.outvars[0], self.match.cuts[1]}
     while todo:
       var = todo.pop()
       if isinstance(var, core.Literal) or var not in ends:
@@ -868,13 +899,15 @@ class _Program:
     product, values = self.match.product, self.match.product.invars[1 - self.match.side]
 
     def attention_by_blocks(*given: Any) -> list[Any]:
-      result, largest = attention(*given[: len(self.nodes)])
+      sink = None if self.match.sink is None else given[len(self.nodes)].transpose(self.match.turned)
+      result, largest = attention(*given[: len(self.nodes)], sink=sink)
       if math.isfinite(fill):
         sees_none = self.spread(largest <= fill, result.shape)
         result = jnp.where(sees_none, self.mean(given[-1]).astype(result.dtype), result)
       return [result]
 
-    inputs = [var for var, _ in self.nodes] + ([values] if math.isfinite(fill) else [])
+    inputs = [var for var, _ in self.nodes] + ([] if self.match.sink is None else [self.match.sink])
+    inputs += [values] if math.isfinite(fill) else []
     return call_equation(attention_by_blocks, inputs, product.outvars, product)
 
 

@@ -10,8 +10,8 @@ from jax.extend import core
 
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.interpret import interpret
-from nnx_parallel.core.jaxprs import bind, opened, traced, without_unused
+from nnx_parallel.core.interpret import DEFAULT, interpret
+from nnx_parallel.core.jaxprs import among, bind, opened, traced, without_unused
 
 
 def with_cut_weights(flat: Any) -> Any:
@@ -20,66 +20,45 @@ def with_cut_weights(flat: Any) -> Any:
   It has other operations only where `product[..., :n]`, or that of the product with a bias or in another
   dtype, is all that is read of the product's columns.
   """
-  cuts = _Cuts(flat)
-  if not any(map(cuts.is_cut, opened(flat).eqns)):
-    return flat
-  return without_unused(traced(lambda *inputs: interpret(flat, inputs, cuts.run), flat))
+  made = {out: eqn for eqn in opened(flat).eqns for out in eqn.outvars}
+  values: dict[Any, Any] = {}
+  cuts: list[Any] = []
 
+  def sliced(var: Any, dim: int, start: int, stop: int) -> Any:
+    """A part of a value, computed from the columns of a product; None: it is not of a product."""
+    eqn = made.get(var)
+    if eqn is not None and eqn.primitive.name == "dot_general" and (place := _column_of(eqn, dim)):
+      inputs = [values[x] for x in eqn.invars]
+      inputs[place[0]] = jax.lax.slice_in_dim(inputs[place[0]], start, stop, axis=place[1])
+      return bind(eqn, inputs)[0]
+    if eqn is None or eqn.primitive.name not in ELEMENTWISE:
+      return None
+    # A bias has another shape, or is the result of a broadcast.
+    same = [x for x in eqn.invars if among(x, made) and x.aval.shape == var.aval.shape]
+    before = [x for x in same if made[x].primitive.name != "broadcast_in_dim"]
+    part = sliced(before[0], dim, start, stop) if len(before) == 1 else None
+    if part is None:
+      return None
 
-class _Cuts:
-  def __init__(self, flat: Any):
-    body = opened(flat)
-    self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-    self._values: dict[Any, Any] = {}
+    def operand(x: Any) -> Any:
+      if isinstance(x, core.Literal):
+        return x.val
+      is_along = x.aval.ndim == var.aval.ndim and x.aval.shape[dim] == var.aval.shape[dim]
+      return jax.lax.slice_in_dim(values[x], start, stop, axis=dim) if is_along else values[x]
 
-  def is_cut(self, eqn: Any) -> bool:
-    """Whether an operation is a slice of a product's columns."""
-    return eqn.primitive.name == "slice" and _cut_of(eqn) is not None and self._reaches(eqn)
+    return bind(eqn, [part if x is before[0] else operand(x) for x in eqn.invars])[0]
 
-  def _reaches(self, eqn: Any) -> bool:
-    var, (dim, _, _) = eqn.invars[0], _cut_of(eqn) or (0, 0, 0)
-    while not isinstance(var, core.Literal) and (made := self._made.get(var)) is not None:
-      if made.primitive.name == "dot_general":
-        return _column_of(made, dim) is not None
-      if made.primitive.name not in ELEMENTWISE:
-        return False
-      # A bias has another shape, or is the result of a broadcast.
-      same = [x for x in made.invars if not isinstance(x, core.Literal) and x.aval.shape == var.aval.shape]
-      before = [x for x in same if x in self._made and self._made[x].primitive.name != "broadcast_in_dim"]
-      if len(before) != 1:
-        return False
-      (var,) = before
-    return False
+  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+    values.update((x, y) for x, y in zip(eqn.invars, inputs, strict=True) if not isinstance(x, core.Literal))
+    cut = _cut_of(eqn) if eqn.primitive.name == "slice" else None
+    found = None if cut is None else sliced(eqn.invars[0], *cut)
+    if found is None:
+      return DEFAULT
+    cuts.append(eqn)
+    return [found]
 
-  def run(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-    """The results of an operation, noted for slices of what is computed from them."""
-    self._values.update(
-      (var, x) for var, x in zip(eqn.invars, inputs, strict=True) if not isinstance(var, core.Literal)
-    )
-    if not self.is_cut(eqn):
-      return bind(eqn, inputs)
-    found = _cut_of(eqn)
-    assert found is not None
-    return [self._sliced(eqn.invars[0], *found)]
-
-  def _sliced(self, var: Any, dim: int, start: int, stop: int) -> Any:
-    made = self._made.get(var)
-    if made is not None and made.primitive.name in ELEMENTWISE:
-      inputs: list[Any] = []
-      for x in made.invars:
-        if isinstance(x, core.Literal):
-          inputs.append(x.val)
-        elif x.aval.ndim == var.aval.ndim and x.aval.shape[dim] == var.aval.shape[dim]:
-          inputs.append(self._sliced(x, dim, start, stop))
-        else:
-          inputs.append(self._values[x])
-      return bind(made, inputs)[0]
-    if made is not None and made.primitive.name == "dot_general" and (place := _column_of(made, dim)):
-      side, own = place
-      inputs = [self._values[x] for x in made.invars]
-      inputs[side] = jax.lax.slice_in_dim(inputs[side], start, stop, axis=own)
-      return bind(made, inputs)[0]
-    return jax.lax.slice_in_dim(self._values[var], start, stop, axis=dim)
+  program = traced(lambda *inputs: interpret(flat, inputs, run), flat)
+  return without_unused(program) if cuts else flat
 
 
 def _cut_of(eqn: Any) -> tuple[int, int, int] | None:

@@ -92,10 +92,9 @@ class Hidden:
     own = next((name for name, d, _ in labels if d == dim), None)
     if own is None or self._grid.lengths[own] != length:
       return np.zeros((1, 1)), np.full((1, 1), length - 1.0)
-    size = self._grid.blocks[own]
-    starts = np.minimum(np.arange(self._grid.count(own)) * size, length - size).astype(float)
+    starts = self._grid.starts(own).astype(float)
     starts = starts[:, None] if own == self._names[0] else starts[None]
-    return starts, starts + size - 1
+    return starts, starts + self._grid.blocks[own] - 1
 
 
 def _representable(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -184,8 +184,8 @@ def without_shifts(flat: Any) -> Any:
   for eqn in body.eqns:
     if eqn.primitive.name == "sub" and not any(isinstance(var, core.Literal) for var in eqn.invars):
       (scores, shift), out = eqn.invars, eqn.outvars[0]
-      origin = _origin(shift, made)
-      largest = None if isinstance(origin, core.Literal) else made.get(origin)
+      first = origin(shift, made)
+      largest = None if isinstance(first, core.Literal) else made.get(first)
       is_largest = largest is not None and largest.primitive.name == "reduce_max"
       is_largest = is_largest and largest.invars[0] is scores  # pyright: ignore[reportOptionalMemberAccess]
       if is_largest and out not in body.outvars and sorted(readers.get(out, [])) == ["reduce_max", "sub"]:
@@ -250,10 +250,10 @@ def _is_of(exp: Any, scores: Any, largest: Any, made: dict[Any, Any]) -> bool:
   difference = made.get(exp.invars[0])
   if difference is None or difference.primitive.name != "sub" or difference.invars[0] is not scores:
     return False
-  return _origin(difference.invars[1], made) is _origin(largest, made)
+  return origin(difference.invars[1], made) is origin(largest, made)
 
 
-def _origin(var: Any, made: dict[Any, Any]) -> Any:
+def origin(var: Any, made: Mapping[Any, Any]) -> Any:
   """What a value is in another layout."""
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     if eqn.primitive.name not in (*_LAYOUT, "stop_gradient"):

@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from nnx_parallel.core.ring import Ring
 from nnx_parallel.core.tiles import Grid, Labels, filled, finite
 
 
@@ -57,7 +56,8 @@ class Share:
     """The blocks of what a device has at a time."""
     split = {self.dim, self.moving} if self.axis is not None else set[Any]()
     lengths = {name: n // self.size if name in split else n for name, n in self.grid.lengths.items()}
-    return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)})
+    parts = {name: n // self.size if name in split else n for name, n in self.grid.parts.items()}
+    return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)}, parts)
 
   def split(self, labels: Labels) -> tuple[Any, int, int] | None:
     """The label along which an array is sharded; None for a replicated array."""
@@ -106,6 +106,11 @@ class Share:
     keys, where = Grid(self.grid.lengths, {self.moving: length // self.size}), {self.moving: source}
     return keys.take(x, labels, where) if new is None else keys.put(x, new, labels, where)
 
+  def sent(self, tree: Any, by: int = 1) -> Any:
+    """What the device `by` places before has, around the ring of the axis."""
+    pairs = [(i, (i + by) % self.size) for i in range(self.size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree) if by % self.size else tree
+
   def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
     if self.axis is None:
@@ -117,7 +122,17 @@ class Share:
       axis_names={self.axis, *self.mapped},
       check_vma=False,
     )
-    return lambda *arrays: run(jnp.arange(self.size, dtype=jnp.int32), *arrays)
+    # As an array: `jax.lax.axis_index` of one axis is an instruction that not every partitioner can place.
+    numbers = jnp.arange(self.size, dtype=jnp.int32)
+    if self.is_explicit:
+      numbers = jax.sharding.reshard(numbers, PartitionSpec(self.axis))
+    return lambda *arrays: run(numbers, *arrays)
+
+  @property
+  def is_explicit(self) -> bool:
+    """Whether the axis is Explicit, so that arrays must come sharded over it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(self.axis) == AxisType.Explicit
 
   def by_heads(self, x: Any, labels: Labels) -> Any:
     """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
@@ -132,25 +147,29 @@ class Share:
     return x if self.split(labels) is None else self._on(x, label)
 
   def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
-    if self.dim == self.row or label is None or label[2] > 1 or x.shape[label[1]] % self.size:
+    if self.dim == self.row or self.is_explicit or label is None or label[2] > 1:
+      return x
+    if x.shape[label[1]] % self.size:
       return x
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[label[1]] = self.axis
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
-  def blocks_of(self, seen: np.ndarray, hop: int) -> np.ndarray:
-    """Which tiles each device computes at a visit, `[devices, blocks of its rows, blocks of columns]`."""
-    rows, columns = (self.own.count(name) for name in (self.row, self.column))
-    by_device = seen.reshape(-1, rows, seen.shape[1] // columns, columns)
-    devices = np.arange(self.size if self.axis is not None else 1)
-    sources = (devices - hop) % self.size if self.moving is not None else 0 * devices
-    return by_device[devices % len(by_device), :, sources]
+  def visits(self, seen: np.ndarray) -> np.ndarray:
+    """Which of the tiles that are seen each device computes at each visit to a shard of keys, its own first.
 
-  def hops(self, seen: np.ndarray) -> int:
-    """How many shards of keys a device must visit, its own included."""
-    if self.moving is None or self.axis is None:
-      return 1
-    return 1 + max((hop for hop in range(self.size) if self.blocks_of(seen, hop).any()), default=0)
+    The visits end with the last one at which a device sees a tile.
+
+    Returns:
+      `[visits, devices, blocks of the device's queries, blocks of the shard's keys]`.
+    """
+    rows, columns = (self.own.count(name) for name in (self.row, self.column))
+    by_shard = seen.reshape(-1, rows, seen.shape[1] // columns, columns).transpose(0, 2, 1, 3)
+    devices = np.arange(self.size if self.axis is not None else 1)
+    hops = np.arange(self.size if self.moving is not None and self.axis is not None else 1)
+    found = by_shard[devices % len(by_shard), (devices - hops[:, None]) % by_shard.shape[1]]
+    last = max((hop for hop in hops if found[hop].any()), default=0)
+    return found[: last + 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +180,9 @@ class TileAttention:
     share: the blocks, and what each device computes.
     inputs: the labels of the arrays.
     slopes: how many of the arrays, which are the first ones, have gradients.
-    row: the type and labels of an array with a number for each row of the scores, such as their maximum.
-    result: the type and labels of the result.
+    row: the labels of an array with a number for each row of the scores, such as their maximum.
+    result: the labels of the result.
+    dtype: of the result.
     largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
     weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
       and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
@@ -175,59 +195,60 @@ class TileAttention:
   share: Share
   inputs: Sequence[Labels]
   slopes: int
-  row: tuple[Any, Labels]
-  result: tuple[Any, Labels]
+  row: Labels
+  result: Labels
+  dtype: Any
   largest: Callable[[Sequence[Any], Mapping[Any, Any]], Any]
   weighed: Callable[[Sequence[Any], Any, Any, Mapping[Any, Any]], tuple[Any, Any]]
   spread: Callable[[Any, Sequence[int]], Any]
   seen: np.ndarray | None = None
   zeros_too: bool = False
 
-  def __call__(self, *arrays: Any) -> tuple[Any, Any]:
-    """The result, and the maxima of the rows, which have no gradient."""
+  def __call__(self, *arrays: Any, sink: Any = None) -> tuple[Any, Any]:
+    """The result, and the maxima of the rows, which have no gradient.
+
+    Args:
+      arrays: that are read by tiles.
+      sink: a logit of each row that belongs to no key, or None.
+    """
     attention = jax.custom_vjp(lambda *given: self._with_kept(*given)[0])
     attention.defvjp(self._with_kept, self._pulled)
-    return attention(*arrays)
+    return attention(sink, *arrays)
 
   @property
   def _wide(self) -> Any:
-    return jnp.promote_types(self.result[0].dtype, jnp.float32)
+    return jnp.promote_types(self.dtype, jnp.float32)
 
   @functools.cached_property
-  def _seen(self) -> np.ndarray:
-    """Which tiles are computed, of all devices."""
+  def _visits(self) -> np.ndarray:
+    """Which tiles each device computes at each visit."""
     counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
-    return np.ones(counts, bool) if self.seen is None else self.seen
+    return self.share.visits(np.ones(counts, bool) if self.seen is None else self.seen)
 
-  @property
-  def hops(self) -> int:
-    """How many shards of keys a device visits, its own included."""
-    return self.share.hops(self._seen)
-
-  def _with_kept(self, *given: Any) -> tuple[Any, Any]:
+  def _with_kept(self, sink: Any, *given: Any) -> tuple[Any, Any]:
     own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
     specs = [self.share.spec(labels) for labels in self.inputs]
-    stats = tuple(self.share.spec(labels) for labels in (self.result[1], self.row[1], self.row[1]))
-    result, largest, total = self.share.over(self._forward, specs, stats)(*own)
-    return (self.share.by_positions(result, self.result[1]), largest), (own, result, largest, total)
+    stats = tuple(self.share.spec(labels) for labels in (self.result, self.row, self.row))
+    result, largest, total = self.share.over(self._forward, [stats[1], *specs], stats)(sink, *own)
+    return (self.share.by_positions(result, self.result), largest), (own, sink, result, largest, total)
 
   def _pulled(self, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    given, *results = saved
+    given, sink, *results = saved
     share, floats = self.share, self.inputs[: self.slopes]
     specs = [share.spec(labels) for labels in self.inputs]
-    stats = [share.spec(labels) for labels in (self.result[1], self.row[1], self.row[1], self.result[1])]
-    slopes = tuple(share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats)
-    arriving = share.by_heads(cotangents[0], self.result[1])
-    found = share.over(self._backward, [*stats, *specs], slopes)(*results, arriving, *given)
+    stats = [share.spec(labels) for labels in (self.row, self.result, self.row, self.row, self.result)]
+    slopes = [share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats]
+    arriving = share.by_heads(cotangents[0], self.result)
+    run = share.over(self._backward, [*stats, *specs], (stats[0], *slopes))
+    of_sink, *found = run(sink, *results, arriving, *given)
     found = [
       share.by_positions(x, own) if share.has(own) else x.sum(0) for x, own in zip(found, floats, strict=True)
     ]
-    return (*found, *[None] * (len(given) - len(found)))
+    return (of_sink, *found, *[None] * (len(given) - len(found)))
 
-  def _forward(self, device: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+  def _forward(self, device: Any, sink: Any, *arrays: Any) -> tuple[Any, Any, Any]:
     """The result of a device, and the maxima and sums of its rows."""
-    grid, (row, row_labels), (out, out_labels) = self.share.own, self.row, self.result
-    carried = row_labels, row_labels, out_labels
+    grid, carried = self.share.own, (self.row, self.row, self.result)
 
     def tile(tiles: Sequence[Any], state: Any, at: Mapping[Any, Any]) -> Any:
       before, total, result = state
@@ -248,28 +269,54 @@ class TileAttention:
 
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
 
-    def start(aval: Any, labels: Labels, value: float) -> Any:
-      return filled(aval.update(shape=self.share.local(aval.shape, labels)), value, self._wide)
-
-    state = start(row, row_labels, -math.inf), start(row, row_labels, 0), start(out, out_labels, 0)
-    largest, total, result = self._around(visit, arrays, state)
+    largest, total, result = self._start(device, arrays)
+    if sink is not None:  # as a key that is seen before all others, with the value 0
+      largest, total = sink.astype(total.dtype), jnp.ones_like(total)
+    largest, total, result = self._around(visit, arrays, (largest, total, result))
     if self.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
-    result = (result / self.spread(total, result.shape)).astype(out.dtype)
+    result = (result / self.spread(total, result.shape)).astype(self.dtype)
     return result, largest, total
 
-  def _backward(self, device: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any) -> Any:
-    """The gradients of a device's arrays."""
+  def _start(self, device: Any, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """The maxima, sums and result of a device before its first tile."""
+    grid, names = self.share.own, (self.share.row, self.share.column)
+    places = dict.fromkeys(names, 0)
+
+    def first(*arrays: Any) -> tuple[Any, Any]:
+      given = self._at_hand(arrays, {}, device)
+      tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
+      at = self.share.places(device, device, places)
+      largest = self.largest(tiles, at)
+      return largest, self.weighed(tiles, largest, jnp.ones_like(largest), at)[0]
+
+    row, result = jax.make_jaxpr(first)(*arrays).out_avals
+    cases = (row, self.row, -math.inf), (row, self.row, 0), (result, self.result, 0)
+    largest, total, result = (
+      filled(aval.update(shape=grid.untiled(aval.shape, labels)), value, self._wide)
+      for aval, labels, value in cases
+    )
+    return largest, total, result
+
+  def _backward(
+    self, device: Any, sink: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any
+  ) -> Any:
+    """The gradients of a device's sink and arrays."""
     share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
     arriving = arriving.astype(self._wide)
     pull = jax.linear_transpose(lambda x: self.spread(x, result.shape), total)
     (sloped,) = pull(arriving * result.astype(self._wide))
-    (_, row), (_, out) = self.row, self.result
-    rows = [(finite(largest), row), (total, row), (arriving, out), (-sloped / total, row)]
+    rows = [
+      (finite(largest), self.row),
+      (total, self.row),
+      (arriving, self.result),
+      (-sloped / total, self.row),
+    ]
 
     def gradients(tiles: Sequence[Any], of_rows: Sequence[Any], places: Any, at: Any) -> list[Any]:
       top, total, *cotangents = of_rows
-      cotangents = tuple(grid.fresh(x, own, places) for x, own in zip(cotangents, (out, row), strict=True))
+      pairs = zip(cotangents, (self.result, self.row), strict=True)
+      cotangents = tuple(grid.fresh(x, own, places) for x, own in pairs)
       fixed = tiles[self.slopes :]
       _, pull = jax.vjp(lambda *xs: self.weighed([*xs, *fixed], top, total, at), *tiles[: self.slopes])
       return [*pull(cotangents)]
@@ -278,7 +325,7 @@ class TileAttention:
       source = (device - hop) % share.size
       at_home = isinstance(hop, int) and hop == 0
       if not at_home:  # the gradients of a shard arrive while its share of this device is computed
-        sums = [self._sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
+        sums = [self.share.sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
       def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
@@ -298,42 +345,68 @@ class TileAttention:
     found = self._around(visit, given, zeros)
     found = [g.astype(x.dtype) for g, x in zip(found, given, strict=False)]
     # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
-    home = self.share.size - (self.hops - 1)
-    return tuple(
-      (self._sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
+    home = self.share.size - (len(self._visits) - 1)
+    found = [
+      (self.share.sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
       for x, own in zip(found, floats, strict=True)
-    )
+    ]
+    if sink is not None:
+      sink = (-sloped / total * jnp.exp(sink.astype(total.dtype) - finite(largest))).astype(sink.dtype)
+    return sink, *found
 
   def _each_tile(
     self, hop: Any, device: Any, source: Any, body: Callable[..., Any], state: Any, given: Sequence[Any]
   ) -> Any:
     """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit.
 
-    Devices compute the same tiles: all that one of them sees.
+    Each device computes the tiles that it sees.
     """
-    visits = range(1, self.hops - 1) if not isinstance(hop, int) else (hop,)
-    seen = np.concatenate([self.share.blocks_of(self._seen, n) for n in visits]).any(0)
+    ahead, visits = (hop, self._visits[hop : hop + 1]) if isinstance(hop, int) else (1, self._visits[1:-1])
+    patterns, which = np.unique(visits.reshape(-1, visits[0, 0].size), axis=0, return_inverse=True)
+    counts = patterns.sum(1)
+    lists = np.zeros((len(patterns), counts.max(), 2), np.int32)
+    for own, pattern in zip(lists, patterns, strict=True):
+      own[: pattern.sum()] = np.argwhere(pattern.reshape(visits.shape[2:]))
+    mine = 0 if len(patterns) == 1 else jnp.asarray(which.reshape(visits.shape[:2]))[hop - ahead, device]
     # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
     # ahead of the scan.
-    *given, tiles = jax.lax.optimization_barrier((*given, jnp.asarray(np.argwhere(seen), jnp.int32)))
+    *given, tiles = jax.lax.optimization_barrier((*given, jnp.asarray(lists)[mine]))
 
-    def step(state: Any, tile: Any) -> tuple[Any, None]:
+    def step(state: Any, numbered: Any) -> tuple[Any, None]:
+      number, tile = numbered
       places = {self.share.row: tile[0], self.share.column: tile[1]}
-      return body(state, given, places, self.share.places(device, source, places)), None
 
-    return jax.lax.scan(step, state, tiles)[0]
+      def computed(state: Any) -> Any:
+        return body(state, given, places, self.share.places(device, source, places))
+
+      if len({*counts}) == 1:
+        return computed(state), None
+      return jax.lax.cond(number < jnp.asarray(counts)[mine], computed, lambda state: state, state), None
+
+    return jax.lax.scan(step, state, (jnp.arange(len(lists[0])), tiles))[0]
 
   def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
-    """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring."""
-    if self.share.moving is None:
-      return visit(0, {}, state)
-    moving = {
-      n: x for n, (x, own) in enumerate(zip(given, self.inputs, strict=True)) if self.share.moves(own)
-    }
-    return Ring(str(self.share.axis), self.share.size).around(visit, moving, state, self.hops)
+    """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring.
 
-  def _sent(self, x: Any, by: int = 1) -> Any:
-    return Ring(str(self.share.axis), self.share.size).sent(x, by)
+    Keys are sent on before they are used, so that the next ones arrive meanwhile. `hop` is an int at the
+    first and the last visit.
+    """
+    pairs = enumerate(zip(given, self.inputs, strict=True))
+    moving, last = {n: x for n, (x, own) in pairs if self.share.moves(own)}, len(self._visits) - 1
+    following = self.share.sent(moving) if last else moving
+    state = visit(0, moving, state)
+    if not last:
+      return state
+
+    def body(carry: Any, hop: Any) -> tuple[Any, None]:
+      moving, state = carry
+      following = self.share.sent(moving)
+      return (following, visit(hop, moving, state)), None
+
+    if last > 1:
+      numbers = jnp.arange(1, last, dtype=jnp.int32)
+      (following, state), _ = jax.lax.scan(body, (following, state), numbers)
+    return visit(last, following, state)
 
   def _at_hand(self, given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
     """What a device has of the arrays while it has keys of another one."""

@@ -183,15 +183,6 @@ def biased(q, k, v, bias):
   return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -1e9)), v)
 
 
-def packed(q, k, v, bias):
-  """A soft cap, documents that are packed, padded keys, and a mask that is an array."""
-  segments = jnp.arange(24)[None] // jnp.array([[7], [10]])
-  seen = (segments[:, None, :, None] == segments[:, None, None]) & (jnp.arange(24) != 20)
-  scores = 5 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5 / 5)
-  weights = jax.nn.softmax(jnp.where(seen & (BIAS > -1), scores, -jnp.inf), where=seen, axis=-1)
-  return jnp.einsum("bhqk,bkhd->bqhd", weights, v * jnp.cos(bias[0, :, :1, None]))
-
-
 def grouped(q, k, v, bias):
   near = jnp.abs(jnp.arange(24)[:, None] - jnp.arange(24)[None]) < 5
   k, v = (x[:, :, :2] for x in (k, v))
@@ -201,10 +192,6 @@ def grouped(q, k, v, bias):
 def narrow(q, k, v, bias):
   q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
   return nnx.dot_product_attention(q, k, v, bias[None].astype(q.dtype)).astype(jnp.float32)
-
-
-def plain(q, k, v, _):
-  return nnx.dot_product_attention(q, k, v)
 
 
 def merged(q, k, v, bias):
@@ -224,8 +211,9 @@ def evenly(f, way):
   [
     (biased, 5),
     (merged, 5),
-    *[(function, "ring") for function in (biased, packed, grouped, narrow, plain)],
-    *[(function, "ulysses") for function in (biased, packed, narrow)],
+    (grouped, "ring"),
+    (narrow, "ring"),
+    (narrow, "ulysses"),
   ],
 )
 def test_values_and_gradients_of_masks_and_biases(function, way, monkeypatch):

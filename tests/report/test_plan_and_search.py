@@ -627,7 +627,10 @@ def test_the_compiler_decides():
   assert [c.report is not None for c in result.fitting[:2]] == [True, False]
   assert result.best.report.fits
   text = str(result)
-  assert f"The winner, compiled for 8 x cpu: it fits, all {len(result.best.report.results.right)}" in text
+  assert (
+    f"The winner, compiled for 8 x cpu: it fits, {len(result.best.report.results.right)} results compared: all right"
+    in text
+  )
   assert "compiler needs" in text
   (note,) = find("cpu:8", optimizer=None, compile_best=1).notes
   assert "a train step needs search(..., optimizer=)" in note

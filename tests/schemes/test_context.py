@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ def as_users_have_it():
 
 
 def whole(q, k, v, segments=None, keep=None, *, causal=False, window=None):
-  """Attention of the whole sequence with its scores written out."""
+  """Attention of the whole sequence with its scores written out; 0 for a query that sees no key."""
   away = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]
   seen = jnp.ones(away.shape, bool)
   seen = seen & (away >= 0) if causal else seen
@@ -37,7 +39,9 @@ def whole(q, k, v, segments=None, keep=None, *, causal=False, window=None):
   seen = seen[None, None]
   if segments is not None:
     seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-  return jax.nn.dot_product_attention(q, k, v, mask=seen if keep is None else seen & keep)
+  seen = seen if keep is None else seen & keep
+  sees = jnp.broadcast_to(seen.any(-1)[:, 0, :, None, None], (q.shape[0], q.shape[1], 1, 1))
+  return jnp.where(sees, jax.nn.dot_product_attention(q, k, v, mask=seen), 0)
 
 
 def drawn(batch, length, kv_heads, keys=None, dtype=np.float32):
@@ -49,103 +53,97 @@ def drawn(batch, length, kv_heads, keys=None, dtype=np.float32):
   return q, k, v, w, np.broadcast_to(segments, (batch, length))
 
 
-CASES = {
-  "two": ({"data": 4, "context": 2}, 6, 2, {"causal": True}, False),
-  "four": ({"data": 2, "context": 4}, 28, 2, {"causal": True}, True),
-  "eight": ({"context": 8}, 24, 4, {}, True),
-  "zigzag": ({"data": 2, "context": 4}, 24, 2, {"causal": True, "zigzag": True}, False),
-  "zigzag in segments": ({"context": 8}, 48, 1, {"causal": True, "zigzag": True}, True),
-  "odd zigzag": ({"context": 8}, 112, 1, {"causal": True, "zigzag": True}, False),
-  "window": ({"context": 8}, 24, 1, {"causal": True, "window": 5}, False),
-  "window of zigzag": ({"data": 2, "context": 4}, 40, 4, {"causal": True, "window": 7, "zigzag": True}, True),
-  "both sides": ({"data": 2, "context": 2, "tensor": 2}, 20, 4, {"window": 7}, False),
-  "tensor": ({"data": 2, "context": 2, "tensor": 2}, 20, 2, {"causal": True, "zigzag": True}, True),
-  "fsdp": ({"fsdp": 2, "context": 2, "tensor": 2}, 12, 4, {}, False),
-  "to all": ({"data": 4, "context": 2}, 10, 2, {"how": "ulysses", "causal": True}, True),
-  "to all, few heads": ({"data": 2, "context": 4}, 12, 2, {"how": "ulysses"}, False),
-  "to all, tensor": (
-    {"data": 2, "context": 2, "tensor": 2},
-    20,
-    4,
-    {"how": "ulysses", "causal": True, "zigzag": True},
-    True,
-  ),
-  "to all, window": (
-    {"data": 2, "context": 4},
-    20,
-    4,
-    {"how": "ulysses", "causal": True, "window": 6},
-    False,
-  ),
-}
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A layout, and options of an attention.
+
+  Attributes:
+    mesh: its axes.
+    explicit: whether they are Explicit.
+    length, keys: the numbers of queries and keys.
+    kv_heads: heads of keys.
+    options: of `context_attention`.
+    packed: whether sequences are packed into segments.
+    padded: whether some keys are not seen.
+  """
+
+  mesh: dict[str, int]
+  explicit: bool
+  length: int
+  keys: int
+  kv_heads: int
+  options: dict[str, Any]
+  packed: bool
+  padded: bool
+
+  @classmethod
+  def of(cls, seed):
+    draw = np.random.default_rng(seed)
+    shards, how = int(draw.choice([2, 4, 8])), str(draw.choice(["ring", "ring", "ulysses"]))
+    shards = 4 if how == "ulysses" and shards == 8 else shards
+    tensor = 2 if shards == 2 and draw.integers(2) else 1
+    sizes = {str(draw.choice(["data", "fsdp"])): 8 // shards // tensor, "context": shards, "tensor": tensor}
+    options = {"how": how, "block": int(draw.integers(2, 7)), "zigzag": bool(draw.integers(2))}
+    if draw.integers(3):
+      options["causal"] = True
+    if not draw.integers(3):
+      options["window"] = int(draw.integers(1, 20))
+    is_alone = "causal" in options or "window" in options or options["zigzag"]
+    length, keys = (2 * shards * int(draw.integers(1, 6)) for _ in range(2))
+    return cls(
+      mesh={name: size for name, size in sizes.items() if size > 1},
+      explicit=bool(draw.integers(2)),
+      length=length,
+      keys=length if is_alone else keys,
+      kv_heads=4 if tensor > 1 else int(draw.choice([1, 2, 4])),
+      options=options,
+      packed=is_alone and bool(draw.integers(2)),
+      padded=bool(draw.integers(2)),
+    )
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_the_whole_sequence(case, explicit):
-  shape, length, kv_heads, options, in_segments = CASES[case]
-  mesh = nxp.make_mesh(shape, explicit=explicit)
-  q, k, v, w, segments = drawn(4, length, kv_heads)
-  segments = segments if in_segments else None
-  plain = {name: options[name] for name in ("causal", "window") if name in options}
-  attend = nxp.context_attention(**options, block=4)
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40)]
 
-  def loss(function, q, k, v, w, segments):
-    out = function(q, k, v, segments)
+
+@pytest.mark.parametrize("seed", [*range(8), *MORE])
+def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
+  case = Case.of(seed)
+  *given, segments = drawn(4, case.length, case.kv_heads, case.keys)
+  given += [segments if case.packed else None]
+  given += [np.arange(case.keys) % 5 != np.arange(4)[:, None, None, None] if case.padded else None]
+  plain = {name: case.options[name] for name in ("causal", "window") if name in case.options}
+
+  def loss(function, q, k, v, w, segments, keep):
+    out = function(q, k, v, segments, keep)
     return jnp.sum(out * w), out
 
   wanted = jax.value_and_grad(functools.partial(loss, functools.partial(whole, **plain)), (0, 1, 2), True)
-  (_, out), gradients = wanted(q, k, v, w, segments)
+  (_, out), gradients = jax.jit(wanted)(*given)
 
-  given = (q, k, v, w, segments)
-  if options.get("zigzag"):
-    given = nxp.zigzag(given, shape["context"])
-  tensor = "tensor" if "tensor" in shape else None
-  batch = next((name for name in ("data", "fsdp") if name in shape), None)
+  shards, is_zigzag = case.mesh["context"], case.options["zigzag"]
+  *rest, keep = given
+  if is_zigzag:
+    rest, keep = nxp.zigzag(rest, shards), nxp.zigzag(keep, shards, dim=-1)
+  mesh = nxp.make_mesh(case.mesh, explicit=case.explicit)
+  tensor, batch = ("tensor" if "tensor" in case.mesh else None), next(iter(case.mesh))
+  batch = None if batch == "context" else batch
   layouts = [PartitionSpec(batch, "context", tensor)] * 4 + [PartitionSpec(batch, "context")]
   placed = [
     None if x is None else jax.device_put(x, NamedSharding(mesh, layout))
-    for x, layout in zip(given, layouts, strict=True)
+    for x, layout in zip(rest, layouts, strict=True)
   ]
+  attend = nxp.context_attention(**case.options)
 
-  def split(q, k, v, segments):
-    return attend(q, k, v, segment_ids=segments)
+  def split(q, k, v, segments, keep):
+    return attend(q, k, v, keep, segment_ids=segments)
 
   with jax.set_mesh(mesh):
-    found = jax.jit(jax.value_and_grad(functools.partial(loss, split), (0, 1, 2), True))(*placed)
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, split), (0, 1, 2), True))(*placed, keep)
   (_, own), own_gradients = jax.tree.map(np.asarray, found)
-  if options.get("zigzag"):
-    own, own_gradients = nxp.zigzag((own, own_gradients), shape["context"], inverse=True)
+  if is_zigzag:
+    own, own_gradients = nxp.zigzag((own, own_gradients), shards, inverse=True)
   for a, b in zip((own, *own_gradients), (out, *gradients), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("how", ["ring", "ulysses"])
-def test_keys_of_another_sequence_and_a_mask_of_keys(how):
-  mesh = nxp.make_mesh(data=2, context=4)
-  q, k, v, w, _ = drawn(2, 12, 4, keys=20)
-  keep = (np.arange(20) < np.array([[20], [11]]))[:, None, None]
-
-  def loss(function, *given):
-    return jnp.sum(function(*given, keep) * w)
-
-  attend = nxp.context_attention(how=how, block=3)
-  wanted = jax.grad(lambda q, k, v: loss(lambda q, k, v, m: whole(q, k, v, keep=m), q, k, v), (0, 1, 2))
-  with jax.set_mesh(mesh):
-    found = jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2)))(q, k, v)
-  for a, b in zip(found, wanted(q, k, v), strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_a_query_that_sees_no_key_has_no_result_and_no_gradient():
-  q, k, v, w, _ = drawn(2, 8, 4)
-  keep = np.zeros((2, 1, 1, 8), bool)
-  attend = nxp.context_attention()
-  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
-    out = jax.jit(attend)(q, k, v, keep)
-    found = jax.jit(jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, keep) * w), (0, 1, 2)))(q, k, v)
-  for x in (out, *found):
-    assert not np.asarray(x).any()
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
 
 
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
@@ -352,11 +350,9 @@ def on_one_device():
 
 
 MODELS = {
-  "ring": ({"data": 2, "context": 4}, {"zigzag": True}, {}, False),
   "all to all": ({"data": 2, "context": 4}, {"how": "ulysses"}, {}, False),
   "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
   "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
-  "rolled": ({"data": 2, "context": 4}, {"zigzag": True}, {"scan_layers": True}, False),
   "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"scan_layers": True, "remat": "full"}, False),
 }
 
