@@ -442,10 +442,10 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
     except Untiled:
       spoiled.update(eqn.outvars)
       if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
-        sink = (
+        note = (
           " (a logit that belongs to no key, an attention sink, is cut off so)" if name == "slice" else ""
         )
-        problems.append(f"its weights go through {described(eqn)}{sink}")
+        problems.append(f"its weights go through {described(eqn)}{note}")
   if len(totals) > 1:
     problems.append(f"its weights are summed {len(totals)} times")
     found = []
