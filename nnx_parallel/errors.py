@@ -22,7 +22,7 @@ __all__ = [
 
 
 class NnxParallelError(Exception):
-  """Root of all errors raised on purpose by this package.
+  """The base class of all errors that this package raises on purpose.
 
   Args:
     what: one sentence: what failed, and where (the Variable's path, the file).

@@ -123,7 +123,7 @@ class Catalog:
     return None
 
   def best(self) -> int | None:
-    """The step with the best metric, or None when no step has it."""
+    """The step with the best metric, or None if no step has the metric."""
     return next(iter(self.retention.ranked(_metrics(self.headers()))), None)
 
   def expired(self) -> list[int]:

@@ -56,7 +56,8 @@ class Checkpointer:
     directory: local, or an object store that `etils.epath` and TensorStore know; made at the first save. An
       object store has no lock, so let one job write there, and steps are not replaced in place.
     max_to_keep: how many of the newest steps to keep; None keeps all. Each step names the one that its run
-      resumed from or saved before; those that a run left behind by resuming from before them go first.
+      resumed from or saved before; steps that a run left behind when it resumed from an earlier step go
+      first.
     keep_every: also keep each step that this divides.
     best: name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
@@ -67,7 +68,7 @@ class Checkpointer:
       all small files, `"off"` nothing.
     byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
       save holds a copy of them all.
-    chunk_bytes: largest piece of an array that is read as a whole; None stores each shard as one piece.
+    chunk_bytes: largest piece of an array that is read in one go; None stores each shard as one piece.
 
   Attributes:
     directory: the absolute path, an `epath.Path`.
@@ -140,9 +141,9 @@ class Checkpointer:
   ) -> None:
     """Saves the state of a run as one step, completely or not at all.
 
-    The step follows the one that this object restored into a target or saved last, or those that another
-    Checkpointer saved after that one, and otherwise the newest. A smaller step is refused where the directory
-    holds newer ones that the run did not resume from.
+    The step follows the step that this object restored or saved last, or later steps of another Checkpointer;
+    otherwise it follows the newest step. A smaller step is refused where the directory holds newer ones that
+    the run did not resume from.
 
     The log has at INFO, before the start, the bytes of the step and the host memory that this process will
     need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded
@@ -218,7 +219,7 @@ class Checkpointer:
           _UNFINISHED.discard(self)
 
   def close(self) -> None:
-    """Waits for a background save and ends the object's thread.
+    """Waits for a background save, and ends the thread of this object.
 
     Raises:
       CheckpointError: the save failed.
@@ -236,14 +237,14 @@ class Checkpointer:
     return multihost.decided(self._storage.steps)
 
   def latest(self) -> int | None:
-    """The newest step of the run that saved last, whose manifest and files are all there, or None.
+    """The newest complete step of the run that saved last, or None.
 
     The files are compared by their sizes; `restore` and `verify` read them.
     """
     return multihost.decided(self._catalog.latest)
 
   def best(self) -> int | None:
-    """The step with the best metric, or None when no step has it."""
+    """The step with the best metric, or None if no step has the metric."""
     return multihost.decided(self._catalog.best)
 
   def metadata(self, step: int | str | None = None) -> Manifest:

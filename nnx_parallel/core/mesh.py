@@ -123,7 +123,7 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def describe_mesh(mesh: AnyMesh) -> str:
-  """Describes the mesh, and which axes stay inside a host or a slice.
+  """Describes a mesh, and says which axes stay within one host or slice.
 
   Args:
     mesh: a real or an abstract mesh.

@@ -20,7 +20,7 @@ _old_keys: dict[str, str] = {}
 
 
 def wait_for_all(name: str, timeout: float) -> None:
-  """Waits until all processes have called this with the same name, equally often.
+  """Waits until all processes have called `barrier` with the same name, equally often.
 
   Raises:
     HostError: names the processes that did not come within `timeout` seconds.

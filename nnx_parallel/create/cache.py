@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 
 def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: float = 0.0) -> str:
-  """Keeps compiled programs in a directory, for this process and every later one that names it.
+  """Keeps compiled programs in a directory, for this process and for later processes.
 
   jax's own cache, without the thresholds that leave out the many small programs of a creation. Processes may
   share the directory; an entry is found by its program, the compiler, its flags and the devices. Programs

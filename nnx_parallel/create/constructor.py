@@ -88,13 +88,13 @@ def create_sharded_model(
   compile: Compile = "slices",
   **options: Unpack[PlanOptions],
 ) -> Any:
-  """Builds a module (and its optimizer) with every Variable created directly in its shards.
+  """Creates a module, and its optimizer, with every Variable directly in its shards.
 
   No device holds all of an array that the plan splits, unless its initializer computes with all of it (an
-  orthogonal one does). For flax's initializers the values are those of `init()` on one device, bit
-  for bit, up to the three cases that the guide "Creating" lists. Works with or without an active
-  `jax.set_mesh`, on Auto and Explicit meshes. Given a constructor, it is traced once. Given a plan, its
-  `init` is traced again, so that values which it reads (a seed) are today's.
+  orthogonal one does). With the initializers of flax, the values equal `init()` on one device bit for bit,
+  except in three cases that the guide "Creating" lists. Works with or without an active `jax.set_mesh`, on
+  Auto and Explicit meshes. Given a constructor, it is traced once. Given a plan, its `init` is traced again,
+  so that values which it reads (a seed) are today's.
 
   The logger `nnx_parallel` lists the compiled programs at level INFO.
 

@@ -18,7 +18,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 
 
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
-  """Raises unless a live module, and its optimizer, are laid out as planned.
+  """Raises an error unless a live module and its optimizer have the planned layout.
 
   Shape, dtype, devices, spec and memory kind of each array are compared, the bytes on each device, and the
   sharding that flax would derive from the Variable's metadata: the one that later computations constrain it

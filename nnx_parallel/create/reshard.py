@@ -35,14 +35,14 @@ def reshard(
   donate: bool = False,
   byte_budget: int = 2**28,
 ) -> R:
-  """Moves a live module into the layout of a plan: from one device, another mesh, other specs.
+  """Moves a live module into the layout of a plan, from any mesh and any specs.
 
   Array by array, so that at most about `byte_budget` bytes per device are under way at a time. The arrays of
   the new module share no memory with the old ones, so a step that donates one cannot delete the other. Tied
   Variables remain tied.
 
   Args:
-    model: the live module: the one that was planned, or one with the same Variables.
+    model: the live module: the planned module, or a module with the same Variables.
     plan: the plan.
     optimizer: its optimizer, moved too; needed if and only if the plan has one.
     donate: free each old array as soon as it is moved: the peak is one copy of the model and the budget.
@@ -81,7 +81,7 @@ def reshard(
 
 
 def from_arrays(arrays: Mapping[Any, Any], plan: Plan[R], *, optimizer: Mapping[Any, Any] | None = None) -> R:
-  """Builds the planned module from arrays instead of initial values: numpy, memory-mapped files, jax.
+  """Builds the planned module from arrays: numpy arrays, memory-mapped files or JAX arrays.
 
   Of a numpy array, only the shards of local devices are read and copied. `init` computes no values.
 

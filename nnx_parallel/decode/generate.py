@@ -66,7 +66,7 @@ class Generator:
 
     Args:
       model: a live module, whose arrays may be abstract: `nxp.compile_report(generate, plan, batch=prompts)`
-        makes one from a plan, for a machine that is not here too.
+        makes one from a plan, also for a machine that you do not have.
       prompts: as in a call, or a `ShapeDtypeStruct`.
 
     Returns:
@@ -79,7 +79,7 @@ class Generator:
     return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
 
   def argument_names(self, model: Any) -> dict[str, str]:
-    """Says what the arrays of the program are.
+    """Names the arrays that the program takes.
 
     Args:
       model: as in `lower`.
@@ -135,8 +135,8 @@ def generator(
   """Makes a compiled generator of tokens, on the layout that the model has.
 
   One program reads the prompts and writes up to `max_new_tokens` for each; it ends early when every row has
-  met a stop token. The layout of the cache is that of the model's `nnx.Cache` Variables, which a plan lays
-  out as any other Variable. Tokens do not depend on the layout: each row draws from its own key.
+  met a stop token. The cache has the layout of the model's `nnx.Cache` Variables, which the plan lays out
+  like other Variables. Tokens do not depend on the layout: each row draws from its own key.
 
   Args:
     max_new_tokens: the most tokens that a row gets.
@@ -144,20 +144,21 @@ def generator(
     stop: a token, or several, that end a row; the token itself is returned.
     padding: the side on which shorter prompts are padded.
     call: `call(model, tokens, position)` returns the logits `(batch, n, vocabulary)` of int32 tokens
-      `(batch, n)`; `position`, an int32 scalar, is that of the first of the `n`. None: `model(tokens)`.
+      `(batch, n)`; `position`, an int32 scalar, is the position of the first of the `n`. None:
+      `model(tokens)`.
     cache: `cache(batch, length)` makes the empty cache, a pytree, of a model that takes it as an argument;
       use `nxp.constrain` in it for its layout. `call(model, tokens, position, cache)` then returns
       `(logits, cache)`.
-    prefill: the most tokens of a prompt that are read at once; `n` of `call` is this or 1. Prompts of a batch
-      are read together as far as the shortest goes, the rest one by one. `nnx.MultiHeadAttention` needs no
-      change for it; another attention must see that a token does not attend to those after it.
-    slots: compute this many rows at a time, each with a cache and a position of its own; one that ends takes
-      the next prompt. So there may be any number of prompts, and no row waits for the longest. The model is
-      called for one row, under `jax.vmap`: its caches are for a batch of 1. With beams the model is called
-      for one row too; beams and slots together are an error.
+    prefill: the most tokens of a prompt that are read in one step; `n` of `call` is this or 1. Prompts of a
+      batch are read together as far as the shortest goes, the rest one by one. `nnx.MultiHeadAttention` needs
+      no change for it; another attention must see that a token does not attend to those after it.
+    slots: compute this many rows at a time, each with a cache and a position of its own; a row that ends
+      takes the next prompt. So there may be any number of prompts, and no row waits for the longest. The
+      model is called for one row, under `jax.vmap`: its caches are for a batch of 1. With beams the model is
+      called for one row too; beams and slots together are an error.
     pipeline: the mesh axis of stages, each of which holds some of the layers and their caches. The batch is
       cut into as many groups as there are stages, which go round: each stage always works on one of them. The
-      model is called for a group, so its caches are for a batch of that size. Weights that lie elsewhere are
+      model is called for a group, so its caches are for a batch of that size. Weights on other devices are
       moved to their stages once in each call.
     layers: dotted paths of the layers of a pipeline, as in `train_step`.
 

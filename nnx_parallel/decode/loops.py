@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 
 
 class Generated(NamedTuple):
-  """What `nxp.generator` returns, on the devices and not waited for.
+  """The result of `nxp.generator`, on the devices. Nothing waits for it.
 
   Attributes:
     tokens: int32 `(batch, max_new_tokens)`, global: the new tokens of each row, then zeros. With `nxp.Beams`

@@ -84,7 +84,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Beams:
-  """Beam search: the likeliest texts, as far as so many beginnings of each row tell.
+  """Beam search, which keeps the `count` likeliest texts of each row.
 
   Attributes:
     count: beginnings that are kept of each row, and texts that are returned.

@@ -18,7 +18,7 @@ from nnx_parallel.errors import HostError
 
 
 def main_process() -> bool:
-  """Whether this is process 0: the one to print, to write files, to talk to other services.
+  """Whether this is process 0, which prints, writes files and talks to other services.
 
   What all processes must do together (steps, `to_host`, `Checkpointer.save`) does not belong under it.
 
@@ -35,7 +35,7 @@ def main_process() -> bool:
 
 
 def barrier(name: str, *, timeout: float = 300) -> None:
-  """Waits until all processes have called this with the same name, equally often.
+  """Waits until all processes have called `barrier` with the same name, equally often.
 
   Work on the devices that was started before need not be done. In a job of one process it returns at once.
 
@@ -44,8 +44,8 @@ def barrier(name: str, *, timeout: float = 300) -> None:
     timeout: in seconds, from the first process that waits; the runtime looks about once a second.
 
   Raises:
-    HostError: names the processes that did not come in time; raised on all that wait, and on those that come
-      later.
+    HostError: names the processes that did not come in time; raised on all processes that wait, and on
+      processes that come later.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -57,12 +57,12 @@ def barrier(name: str, *, timeout: float = 300) -> None:
 
 
 def broadcast(value: Any, *, source: int = 0, timeout: float = 300) -> Any:
-  """Gives the value of one process to all; all processes must call it.
+  """Sends the value of one process to all processes. All processes must call it.
 
   Args:
-    value: anything that can be pickled: text, numbers, a pytree of arrays; only that of `source` counts, and
-      the others may pass None. Arrays with shards on other processes are the same everywhere already, and
-      an error.
+    value: anything that can be pickled: text, numbers, a pytree of arrays; only the value of `source` counts,
+      and other processes may pass None. Arrays with shards on other processes are the same everywhere
+      already, and an error.
     source: the number of the process.
     timeout: seconds to wait for the others.
 
@@ -112,7 +112,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
-  """Calls a function on one process of each host; all wait until it is done everywhere.
+  """Calls a function on one process of each host. All processes wait until all hosts are done.
 
   For downloads and files on a local disk. Hosts are told apart by their names (in containers, by theirs); the
   process with the lowest number of each host makes the call.

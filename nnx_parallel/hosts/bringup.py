@@ -35,7 +35,7 @@ MARKERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-  """The processes of a job, as one of them sees it.
+  """The processes of a job, as one process sees them.
 
   Attributes:
     index: the number of this process.
@@ -73,8 +73,8 @@ def init_distributed(
 
   The others are found by the first of these that applies: the arguments; the variables of torchrun (`RANK`,
   `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which `nnx-parallel launch` sets too; JAX's own
-  detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them this is a job of one process,
-  and the call returns at once: the same script runs everywhere. A second call changes nothing. JAX's devices
+  detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them, the job has one process, and
+  the call returns immediately: the same script runs everywhere. A second call changes nothing. JAX's devices
   are in use after it, so settings such as `jax_num_cpu_devices` come before.
 
   In a job of several processes an exception that nobody catches ends its process at once, after the

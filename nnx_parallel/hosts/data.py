@@ -19,7 +19,7 @@ from nnx_parallel.layout.resolve import shard_counts
 
 
 def shard_batch(batch: Any, plan: Plan, *, global_batch: bool = False) -> Any:
-  """Places one batch: dim 0 of each array is split by the `batch` rule.
+  """Places one batch on the devices. The `batch` rule shards dim 0 of each array.
 
   In a job of several processes each passes its own share: the examples for its own devices. The global batch
   is all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis that
@@ -179,11 +179,11 @@ def batches(
   prefetch: int = 2,
   global_batch: bool = False,
 ) -> Iterator[Any]:
-  """Places each batch of `source`, a few ahead of the step that uses it.
+  """Places each batch of `source` on the devices, a few batches ahead of the step.
 
   With `batch`, the source has samples by their global index: a `grain.MapDataset`, a Grain
-  `RandomAccessDataSource`, or a list. Batch `k` has the samples `start + k * batch` and so on, on whatever
-  devices and processes; threads read and stack them in the background, on each process only those that its
+  `RandomAccessDataSource`, or a list. Batch `k` has the samples from `start + k * batch` on, for any number
+  of devices and processes; threads read and stack them in the background, on each process only those that its
   devices hold (and the first, for its shapes). To continue on other devices, pass as `start` how many samples
   were used.
 

@@ -14,7 +14,7 @@ from nnx_parallel.hosts.agree import barrier
 
 
 def to_host(tree: Any, *, timeout: float = 600) -> Any:
-  """Fetches every array of `tree`, with all its shards, as numpy, on every process.
+  """Fetches every array of `tree` as a complete numpy array, on every process.
 
   Arrays with shards on other processes are gathered, so all processes must call this with the same tree, in
   the same order. All other arrays are copied without communication.

@@ -15,13 +15,13 @@ from nnx_parallel.hosts.heartbeat import STOPPED, beat
 
 
 class StopSignals:
-  """Within its block, SIGTERM and the first Ctrl-C ask the loop to stop instead of ending the process.
+  """A block in which SIGTERM and the first Ctrl-C ask the loop to stop and do not end the process.
 
   At the end of the block the former handlers are restored (a handler that was set within the block stays),
   and get the signal that came: the process then ends as it would have, only later. After SIGTERM, where no
   handler was set before, its exit code is 75: the loop was left in order, which 143 would not say. An
-  exception that leaves the block has priority. A second Ctrl-C acts at once, and so does any signal to a
-  process that was forked within the block, such as a worker that reads data.
+  exception that leaves the block has priority. A second Ctrl-C ends the process at once. In a forked process,
+  such as a worker that reads data, every signal does.
 
   In a job of several processes JAX's preemption service listens, to SIGTERM only: when one process gets it,
   all agree on a step to stop after. Where that service is switched off

@@ -481,8 +481,9 @@ class _Top:
       return False
     exp = self.made.get(origin(eqn.invars[1 - sums[0]], self.made))
     below = self.made.get(exp.invars[0]) if exp is not None and exp.primitive.name == "exp" else None
-    is_difference = below is not None and below.primitive.name == "sub" and below.invars[1] is self.shift
-    return is_difference and origin(below.invars[0], self.made) is origin(self.sink, self.made)
+    if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
+      return False
+    return origin(below.invars[0], self.made) is origin(self.sink, self.made)
 
 
 def _largest(body: Any, exp: Any) -> _Top | None:

@@ -78,7 +78,7 @@ _INPUT = "layer input"
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-  """What layers keep for the backward pass, and which of them.
+  """Which activations the layers of a model save for the backward pass, and which layers.
 
   Attributes:
     policy: as in `with_layers`: a word, or a policy of `jax.checkpoint_policies`.
@@ -113,12 +113,12 @@ class Remat:
 
   @property
   def changes(self) -> bool:
-    """Whether the loss is another one by this."""
+    """Whether this changes the program of the loss."""
     return self.policy != "as written"
 
   @property
   def needs_layers(self) -> bool:
-    """Whether a loss without layers is an error."""
+    """Whether it is an error if the loss has no layers."""
     return self.policy not in ("as written", "none")
 
   def __str__(self) -> str:
@@ -237,7 +237,7 @@ def with_layers(
   attention: Attention = None,
   loss_chunks: int | None = None,
 ) -> Callable[[Any, Any], Any]:
-  """The same loss with its layers rematerialised, scanned, or both; the model is not edited.
+  """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
 
   `train_step(loss, remat=..., scan_layers=...)` does this by itself; this is for a step of your own.
 
@@ -257,12 +257,12 @@ def with_layers(
       one class and structure beside each other, in a list or as attributes that end in numbers.
     attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
       or of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
-      chip where JAX has one that computes it (TPUs; a mask may not differ between examples or heads), else
-      by blocks; `step.layers` says which, and why. On a mesh the kernel is placed by the one in scope: of the
-      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`, outside of which
-      they are errors. None of these has forward-mode derivatives. None: as written.
-    loss_chunks: compute the head and the loss by this many parts of the vocabulary, so that the logits of all
-      tokens never exist at once. Sums over the vocabulary are sums over the logits themselves: where these
+      chip, if JAX has a kernel that computes it (TPUs; a mask may not differ between examples or heads), else
+      by blocks; `step.layers` says which, and why. On a mesh, the mesh in scope places the kernel: of the
+      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`, outside of which they
+      are errors. None of these has forward-mode derivatives. None: as written.
+    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so the logits of all
+      columns never exist together. Sums over the vocabulary are sums over the logits themselves: where these
       are several hundreds, an entropy loses digits. None: as written.
 
   Returns:

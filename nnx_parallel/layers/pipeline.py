@@ -60,7 +60,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """When which stage computes which microbatch.
+  """The timetable of a pipeline: which stage computes which microbatch in which tick.
 
   Attributes:
     stages: the size of the mesh axis.

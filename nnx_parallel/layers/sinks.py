@@ -33,7 +33,8 @@ def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
 
   def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     if eqn.outvars and eqn.outvars[0] in joins:
-      return [_Pair(*inputs, eqn.params["dimension"])]
+      scores, sink = inputs
+      return [_Pair(scores, sink, eqn.params["dimension"])]
     pairs = [x for x in inputs if isinstance(x, _Pair)]
     if not pairs:
       return DEFAULT
@@ -56,7 +57,8 @@ class _Pair:
     """The result of an operation: a pair too, or an array; None if it needs the whole array."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE and len(eqn.outvars) == 1:
-      return _Pair(*(bind(eqn, [self._part(x, n) for x in inputs])[0] for n in (0, 1)), self.dim)
+      scores, sink = (bind(eqn, [self._part(x, n) for x in inputs])[0] for n in (0, 1))
+      return _Pair(scores, sink, self.dim)
     if name in _JOINED and tuple(params["axes"]) == (self.dim,):
       return _JOINED[name](bind(eqn, [self.scores])[0], self.sink.squeeze(self.dim))
     if name == "slice":

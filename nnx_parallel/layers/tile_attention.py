@@ -290,7 +290,8 @@ class TileAttention:
       largest = self.largest(tiles, at)
       return largest, self.weighed(tiles, largest, jnp.ones_like(largest), at)[0]
 
-    row, result = jax.make_jaxpr(first)(*arrays).out_avals
+    avals: Any = jax.make_jaxpr(first)(*arrays).out_avals
+    row, result = avals
     cases = (row, self.row, -math.inf), (row, self.row, 0), (result, self.result, 0)
     largest, total, result = (
       filled(aval.update(shape=grid.untiled(aval.shape, labels)), value, self._wide)

@@ -21,7 +21,7 @@ AXES = ("replica", "data", "dp", "fsdp")
 
 
 def batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-  """The mesh axes that split dim 0 of the inputs, major to minor.
+  """The mesh axes that shard dim 0 of the inputs, major to minor.
 
   `()` for a replicated batch, None if neither rules nor mesh decide it. Where `InputRules` split dim 0
   differently for different ranks, the longest split.

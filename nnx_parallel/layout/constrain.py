@@ -208,14 +208,14 @@ def surroundings(*arrays: Any) -> Surroundings:
 
 
 def constrain(x: Any, *names: Entry) -> Any:
-  """Constrains the layout of an activation by logical names, in and outside of jit.
+  """Constrains the sharding of an activation by logical names, inside and outside of jit.
 
-  Without a mesh (one CPU, a unit test) `x` is returned unchanged. The rules and the mesh are those of
-  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, those of the plans that the
-  models were made from, if these agree. Otherwise, the mesh is the one set by `jax.set_mesh`, or the one that
-  `x` is on. Inside `shard_map`, its manual axes are ignored, since `x` is already a shard along them. Inside
-  `jax.vmap`, the mapped dim has no name. A dim with the policy `uneven="pad"` that does not divide is left to
-  the compiler, because an activation has no room for padding.
+  Without a mesh (one CPU, a unit test) `x` is returned unchanged. The rules and the mesh come from
+  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, from the plans of the models,
+  if the plans agree. Otherwise, the mesh is the mesh of `jax.set_mesh`, or the mesh of `x`. Inside
+  `shard_map`, its manual axes are ignored, since `x` is already a shard along them. Inside `jax.vmap`, the
+  mapped dim has no name. A dim with the policy `uneven="pad"` that does not divide is left to the compiler,
+  because an activation has no room for padding.
 
   Args:
     x: an array or a tracer; its global shape (per-device along manual axes).

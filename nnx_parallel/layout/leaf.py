@@ -88,7 +88,7 @@ class LeafPlan:
 
   @property
   def on_host(self) -> bool:
-    """Whether it is stored in the host's memory, not in the device's."""
+    """Whether the array is stored in the memory of the host."""
     return self.memory_kind in HOST_KINDS
 
   @functools.cached_property
@@ -98,7 +98,7 @@ class LeafPlan:
 
   @functools.cached_property
   def shards(self) -> tuple[int, ...]:
-    """How many shards each dim is cut into."""
+    """The number of shards along each dim."""
     return shard_counts(self.spec, len(self.shape), axis_sizes(self.mesh))
 
   @functools.cached_property
@@ -118,7 +118,7 @@ class LeafPlan:
 
   @property
   def copies(self) -> int:
-    """How many devices hold the same shard: 1 when nothing is replicated."""
+    """How many devices hold the same shard: 1 if the array is not replicated."""
     return self.mesh.size // math.prod(self.shards)
 
   @property

@@ -45,7 +45,7 @@ R = TypeVar("R", default=Any)
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Plan(PlanTable, Generic[R]):
-  """The layout of a model, and of its optimizer, on a mesh, and how both are built; made by `plan`.
+  """The layout of a model and its optimizer on a mesh. The function `plan` makes it.
 
   Generic in what is created from it: `Plan[Model]`; `Plan[tuple[Model,
   ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its constructor can be
@@ -85,7 +85,7 @@ class Plan(PlanTable, Generic[R]):
     """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
 
     Those of `InputRules`; else those of the `batch` rule; else the axes called `replica`, `data`, `dp` and
-    `fsdp`, and the fallback's, as far as the mesh has them.
+    `fsdp`, and the fallback's, if the mesh has them.
 
     Raises:
       ShardingError: no `batch` rule and no such axis.
@@ -96,7 +96,7 @@ class Plan(PlanTable, Generic[R]):
     return axes
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input: that of `InputRules`; else `batch_axes` on dim 0 only.
+    """The spec of an input with `ndim` dims, by `InputRules`; else `batch_axes` on dim 0 only.
 
     Args:
       ndim: rank of the input; a scalar is replicated.
@@ -147,7 +147,7 @@ class Plan(PlanTable, Generic[R]):
     return sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.is_parameter)
 
   def explain(self, name: str) -> str:
-    """How one leaf came to its layout.
+    """Explains how the layout of one leaf was decided.
 
     Args:
       name: its dotted path, as in `LeafPlan.name`; of a tied Variable, any of its paths.
@@ -231,7 +231,7 @@ class Plan(PlanTable, Generic[R]):
     return dataclasses.replace(audit.audit(self, min_bytes=min_bytes), faults=tuple(faults))
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
-    """Warns, once and in one line, about large parameters that are replicated without a rule.
+    """Warns once about large parameters that are replicated without a rule.
 
     There is no warning for a parameter that a rule replicates (`None`, `replicate()`, the threshold of
     `fsdp()`); `audit` lists it too.
@@ -245,7 +245,7 @@ class Plan(PlanTable, Generic[R]):
     return audit.warn_replicated(self, stacklevel=stacklevel + 1)
 
   def diff(self, other: Plan[Any]) -> PlanDiff:
-    """What changes in the layout from this plan to another.
+    """Compares the layout of this plan with another plan.
 
     Args:
       other: the plan to compare with: of another mesh, other rules, another version of the model.
@@ -278,7 +278,7 @@ class Plan(PlanTable, Generic[R]):
     return json.to_json(self)
 
   def trainable(self, wrt: Any = None) -> Trainable:
-    """Counts what a filter trains and what it leaves frozen, before anything is built.
+    """Counts the parameters that a filter trains and the parameters that it freezes.
 
     Args:
       wrt: a filter as in `nnx.Optimizer`; the plan's own when None.
@@ -317,8 +317,8 @@ class Plan(PlanTable, Generic[R]):
     Args:
       text: what `to_json` wrote.
       mesh: a mesh with the stored axes; an abstract one when None.
-      init: the constructor. Its Variables must be those of the stored plan; they get the stored layout,
-        whatever the rules are now. Without it the plan is there to print and compare.
+      init: the constructor. It must have the Variables of the stored plan; they get the stored layout, also
+        if the rules have changed. Without it, the plan can only be printed and compared.
       optimizer: the optax transformation, when the stored plan has optimizer state.
       wrt: which Variables it trains.
 
@@ -365,7 +365,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """The transformation of live optimizers: `tx` for padded arrays and for state in host memory."""
+    """The transformation of live optimizers: `tx`, adapted to padded arrays and to state in host memory."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(self.abstract["model"].chosen(self.wrt)))
@@ -374,7 +374,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def placement(self) -> Placement:
-    """The shardings that live optimizers keep in a user's own step."""
+    """The shardings that an optimizer keeps in a step of your own."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
     return Placement(model, optimizer, self.zero, self._scattered)

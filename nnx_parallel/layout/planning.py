@@ -98,7 +98,7 @@ def plan(
   zero_axes: Sequence[str] | str | None = None,
   optimizer_memory: str | None = None,
 ) -> Plan:
-  """Plans the layout of a module, and of its optimizer, without making any array.
+  """Plans the layout of a module and its optimizer without making any array.
 
   Args:
     init: builds the module: a function without arguments.

@@ -51,7 +51,7 @@ def resolve_spec(
   path: str = "<array>",
   uneven: Uneven = "error",
 ) -> Resolution:
-  """Resolves one array's names to mesh axes.
+  """Resolves the logical names of one array to mesh axes.
 
   Dims are resolved left to right. A name with a rule gets its first candidate whose axes are in the mesh, not
   used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in

@@ -49,7 +49,7 @@ class Placement:
 
 
 class ShardedOptimizer(nnx.Optimizer[M]):
-  """An `nnx.Optimizer` whose updates keep the layout of a plan; made by `create_sharded_model` and `restore`.
+  """An `nnx.Optimizer` whose updates keep the layout of a plan.
 
   In a user's own step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
   split a small replicated parameter over the mesh: then the second step is compiled again, and the model is
@@ -61,7 +61,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
     **kwargs: as for `nnx.Optimizer`: `wrt=`.
 
   Attributes:
-    placement: the planned shardings; with None, `update` is that of `nnx.Optimizer`.
+    placement: the planned shardings; with None, `update` does what `nnx.Optimizer.update` does.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp

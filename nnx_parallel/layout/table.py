@@ -45,7 +45,7 @@ class PlanTable:
     return tied | found
 
   def of(self, root: Root) -> dict[Path, LeafPlan]:
-    """The leaves of one object by path.
+    """The leaves of the model or of the optimizer, by path.
 
     Args:
       root: `"model"` or `"optimizer"`.

@@ -151,7 +151,7 @@ def fit(
     steps: the number of the last step, counted from the start of the first run; None trains to the end of the
       data.
     plan: places host batches, is kept in the checkpoints, and puts its rules in scope for `constrain`, unless
-      others are. Without one, batches are used as they are.
+      others are. Without a plan, batches are not moved.
     evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
       `(sum, count)` pair is divided.
     eval_every: steps between evaluations; by default only the last step is evaluated.
@@ -174,7 +174,7 @@ def fit(
     progress: whether to show a bar or lines; or a `StepProgress`.
     tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted, for
       `samples_per_second`, where an array of the batch has a dim for them.
-    flops: floating point operations of a step on one device; by default three times those of the matrix
+    flops: floating point operations of a step on one device; by default three times the FLOPs of the matrix
       products in the loss (one forward and two backward passes), divided by the devices of the model.
     peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
       the step's FLOP/s relative to the peak. The default `flops` leaves out recomputation and what replicas

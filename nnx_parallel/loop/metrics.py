@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-  """The records of a metrics file, in order; none when there is no file.
+  """Reads the records of a metrics file, in order. A missing file has no records.
 
   A last line without its end, left by a kill, is ignored; null values come back as nan.
 

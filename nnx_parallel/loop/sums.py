@@ -73,7 +73,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches: Iterable[Any]) -> Record:
-  """Mean metrics over many batches, exactly weighted.
+  """Computes the mean of each metric over many batches, exactly weighted.
 
   Args:
     step: `(model, batch) -> metrics`; those of `eval_step(loss_fn, pairs=True)` are weighted by their counts.

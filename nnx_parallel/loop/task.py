@@ -26,7 +26,7 @@ from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model on a mesh, and all that trains, evaluates and runs it; print it to see the whole.
+  """A model on a mesh with everything that trains, evaluates and runs it. Print it for an overview.
 
   Attributes:
     plan: the layout of the model and the optimizer.
@@ -101,7 +101,7 @@ def task(
   plan: Mapping[str, Any] | None = None,
   **options: Any,
 ) -> Task:
-  """Partitions a whole task: plan, state, specs, steps and number of parameters in one call.
+  """Sets up a task in one call: the plan, the state, the specs, the steps and the number of parameters.
 
   Args:
     source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which has what is not

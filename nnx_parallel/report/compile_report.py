@@ -97,7 +97,7 @@ class CompileReport(Paged):
 
   Attributes:
     target: the devices compiled for, e.g. `"16 x TPU v5 lite"`.
-    chip: published figures of the device, or None for one that the table does not know. Where the program
+    chip: published figures of the device, or None if the table does not have the device. Where the program
       is for devices of this process, `usable_bytes` is the limit that they give themselves.
     axes: mesh axis -> size in devices.
     memory: the compiler's own figures.
@@ -110,7 +110,7 @@ class CompileReport(Paged):
       the compiler adds.
     cost: matrix FLOPs, memory traffic, and what these do not count.
     collectives: what is sent, in program order.
-    peak: arrays in memory, besides the arguments, at the moment of the highest use; largest first.
+    peak: arrays in memory, apart from the arguments, when the step uses the most memory; largest first.
     reshards: tensors that the compiler replicates although their layout is split.
     seconds: time the compiler took.
     quantities: global sizes in bytes, to compare `sent` with: `params`, `optimizer`, `batch`.
@@ -286,9 +286,9 @@ def compile_report(
       are in scope for `constrain`, unless the caller has others there.
     *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
     batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch; the prompts of a generator.
-    topology: a machine that is not here, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
+    topology: a machine that you do not have, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
       of the plan's mesh. See `topology`.
-    chip: whose memory decides the verdict; by default that of the devices compiled for.
+    chip: whose memory decides the verdict; by default the chip that the step is compiled for.
     verify: compare the results of the program that was split over the devices with the program before, at a
       few positions of each array; see `report.faults`. It takes less time than the compilation.
 

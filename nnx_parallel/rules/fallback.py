@@ -30,7 +30,7 @@ class Fallback:
 
 
 def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend: bool = True) -> Fallback:
-  """Fallback: splits an array's largest free dim that `axis` divides (ZeRO-3).
+  """A fallback that shards the largest free dim that `axis` divides (ZeRO-3).
 
   It applies to every Variable without names: parameters, and batch statistics or caches as large as
   parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, also if they are
@@ -69,7 +69,7 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
 
 
 def replicate() -> Fallback:
-  """Fallback: replicates parameters without names (the default; the audit reports them).
+  """A fallback that replicates parameters without names. It is the default; `Plan.audit` lists them.
 
   Returns:
     A fallback for the `rules` argument.
@@ -85,7 +85,7 @@ def replicate() -> Fallback:
 
 
 def require_names() -> Fallback:
-  """Fallback: parameters without names are an error, which lists all of them.
+  """A fallback that raises an error, which lists all parameters without names.
 
   Returns:
     A fallback for the `rules` argument.

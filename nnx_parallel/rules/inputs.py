@@ -12,7 +12,7 @@ from nnx_parallel.errors import ShardingError
 
 
 class InputRules:
-  """The layout of inputs by their rank, or over all axes of the mesh. Scalars are always replicated.
+  """Shardings of inputs, by the rank of the array. Scalars are always replicated.
 
   Args:
     **maps: `map_1d=...`, `map_2d=...`: for each dim a logical name, a mesh axis, several, or None.
@@ -37,7 +37,7 @@ class InputRules:
 
   @classmethod
   def all_axes(cls) -> InputRules:
-    """Splits the batch dim of each input over all axes of the mesh, so that no two devices get the same.
+    """Shards the batch dim of each input over all mesh axes, so all devices get different examples.
 
     Returns:
       Rules for inputs of any rank.

@@ -18,7 +18,7 @@ UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
-  """Logical axis name -> mesh axes, as candidates in order of preference.
+  """Maps logical names to mesh axes. A name may have several candidates, in order of preference.
 
   A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for none)
   or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,

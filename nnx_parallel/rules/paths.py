@@ -31,13 +31,13 @@ def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 class PathRules:
-  r"""Names for parameters without annotations, by pattern on their path. The first match wins.
+  r"""Gives names to parameters without annotations, by patterns on their paths. The first match wins.
 
   A pattern is a regular expression for the full dotted path (`r".*attn\.(q|k|v)\.kernel"`), or a *window*: a
   tuple of regular expressions, one for each of several consecutive path parts, which it must match in full
   (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a `PartitionSpec`, or a tuple with one name (logical,
   or a mesh axis) per dim, where one `...` stands for any number of dims without a name. None and
-  `PartitionSpec()` replicate the parameter, whatever the fallback is. With `(None, None)` its dims have no
+  `PartitionSpec()` replicate the parameter, also if there is a fallback. With `(None, None)` its dims have no
   names, and `fsdp(extend=True)` may still split one.
 
   Args:

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def data_parallel(data: str = "data") -> RuleSet:
-  """Each device holds the whole model and its part of the batch; names on parameters are ignored.
+  """Replicates the model and shards the batch. Names on parameters are ignored.
 
   Args:
     data: the mesh axis that splits the batch.
@@ -53,7 +53,7 @@ def data_parallel(data: str = "data") -> RuleSet:
 
 
 def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_SIZE) -> RuleSet:
-  """FSDP (ZeRO-3): one axis splits the batch, the parameters and the optimizer state.
+  """FSDP (ZeRO-3): one mesh axis shards the batch, the parameters and the optimizer state.
 
   With `replica`, FSDP inside a slice and replicas across slices: only gradients cross the slow network.
 
@@ -79,7 +79,7 @@ def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_
 def fsdp_tensor(
   data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Tensor parallelism by name, FSDP, and data parallelism.
+  """Tensor parallelism by logical names, combined with FSDP and data parallelism.
 
   The mesh may lack one of them: its rules are then left out, with a note in the plan.
 
@@ -107,7 +107,7 @@ def fsdp_tensor(
 def context(
   data: str = "data", context: str = "context", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Splits the positions of inputs and activations over an axis, for sequences too long for one device.
+  """Shards the positions of inputs and activations, for sequences that are too long for one device.
 
   No parameter is split over `context`. With `train_step(attention="ring")`, or `context_attention` in the
   model, each device then computes the attention of its own positions; otherwise the compiler places it.
@@ -137,7 +137,7 @@ def context(
 def pipeline(
   data: str = "data", stage: str = "stage", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Each stage of a pipeline has its own layers, where a model stacks them under the name `layers`.
+  """Shards the `layers` dim of stacked layers over the stages of a pipeline.
 
   For `train_step(pipeline=stage)`, `generator(pipeline=stage)` or `nxp.pipeline`. `stage` splits the largest
   free dim of other large parameters, so that no device holds all layers where they are separate modules: each
@@ -166,7 +166,7 @@ def pipeline(
 def expert(
   data: str = "data", expert: str = "expert", tensor: str | None = None, *, min_size: int = MIN_SIZE
 ) -> RuleSet:
-  """Splits the `expert` dim of expert weights over an axis that also splits the batch.
+  """Shards the `expert` dim of expert weights over a mesh axis that also shards the batch.
 
   A layout: `nxp.route` and `nxp.experts` choose experts and exchange tokens on it. `experts` gathers weights
   that are split over `data` too, and keeps `tensor`.

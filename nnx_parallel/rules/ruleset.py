@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RuleSet:
-  """All the rules of a plan; printed as the list of rules that it was made from.
+  """All rules of a plan. It prints as the list of rules that it was made from.
 
   Attributes:
     logical: logical name -> mesh axes.

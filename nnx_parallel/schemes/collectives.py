@@ -49,7 +49,7 @@ def map_shards(
     check_vma: as in `jax.shard_map`.
 
   Returns:
-    A function of the same arguments, whole.
+    A function of the same arguments, as global arrays.
 
   Raises:
     PlanError: not a plan.
@@ -102,12 +102,12 @@ def _specs(plan: Plan, x: Any) -> Any:
 
 
 def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str]) -> Any:
-  """A view of a module with whole parameters, whose gradients are means; for the body of `map_shards`.
+  """A view of a module with gathered parameters, whose gradients are means; for `map_shards`.
 
   A parameter that the plan splits over the axis is gathered. The backward pass of the gather is a
   reduce-scatter divided by the size of the axis: each device gets its shard of the mean gradient. A
-  parameter that is replicated over the axis has the mean of the gradients. So the gradient of each device's
-  own loss is, in the layout of the plan, that of the mean loss.
+  parameter that is replicated over the axis has the mean of the gradients. So the gradients of the devices'
+  own losses become, in the layout of the plan, the gradient of the mean loss.
 
   Args:
     module: the module of the plan's shards.
@@ -186,7 +186,7 @@ _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: 
 
 
 def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
-  """`all_gather(x) @ w` as a ring: each shard is multiplied while the next one is on its way.
+  """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next one travels.
 
   For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in
   the first product of a tensor-parallel layer with split positions.
@@ -225,7 +225,7 @@ def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
 
 
 def matmul_reduce_scatter(x: Any, w: Any, axis: str) -> jax.Array:
-  """`psum_scatter(x @ w)` as a ring: a sum is on its way while the next product is computed.
+  """Computes `psum_scatter(x @ w)` around a ring: a sum travels while the next product is computed.
 
   For the body of a `shard_map`, where the features that the product sums over are split over an axis, as
   in the second product of a tensor-parallel layer.
@@ -293,11 +293,11 @@ def map_kernel(
 
   The compiler cannot split a kernel, such as one of Pallas, and would gather its operands. Each dim is split
   by its name as in `constrain`: by the rules and the mesh of `use_rules`, of `plan.scope()`, or of the step.
-  Without a mesh the kernel runs as it is. Dims that one block needs whole are named None.
+  Without a mesh the kernel runs as it is. Dims that a block needs in full are named None.
 
   Args:
-    kernel: a function of arrays, which computes on shards what it does on whole arrays. For gradients, one
-      of Pallas needs a `jax.custom_vjp`.
+    kernel: a function of arrays, which computes on shards what `kernel` computes on global arrays. For
+      gradients, one of Pallas needs a `jax.custom_vjp`.
     in_names: one tuple for each argument: a logical name, a mesh axis or None for each dim.
     out_names: such a tuple for the result, of names of the arguments; or a list of tuples for several.
 

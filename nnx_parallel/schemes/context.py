@@ -44,7 +44,7 @@ def context_attention(
   block: int = 512,
   fused: bool = False,
 ) -> Callable[..., jax.Array]:
-  """Attention over sequences whose positions a mesh axis splits; the result is that of the whole sequence.
+  """Attention over sequences whose positions are sharded over a mesh axis.
 
   The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
   the queries. Other axes of it stay as they are. Without a mesh, one device computes it by blocks.
@@ -91,7 +91,7 @@ def context_attention(
 
 
 def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> Any:
-  """Reorders positions so that each of some shards has an early and a late part of the sequence.
+  """Reorders positions so that each shard has an early and a late part of the sequence.
 
   The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
   Reorder all that is read by position alike: tokens, labels, loss weights, segment ids, and the numbers of
@@ -420,9 +420,9 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, Any]) -> Any:
     out_specs=PartitionSpec(rows, None, options.axis),
     check_vma=False,
   )
-  arrays = [share.by_heads(given[name], (("row", 1, 1), ("heads", 3, 1))) for name in ("q", "k", "v")]
+  q, k, v = (share.by_heads(given[name], (("row", 1, 1), ("heads", 3, 1))) for name in ("q", "k", "v"))
   with contextlib.suppress(NotFused):
-    return share.by_positions(run(*arrays, segments), (("row", 4, 1), ("heads", 2, 1)))
+    return share.by_positions(run(q, k, v, segments), (("row", 4, 1), ("heads", 2, 1)))
   return None
 
 
@@ -459,9 +459,8 @@ def _laid(x: Any, share: Share, label: Any) -> Any:
   """An array with the dim of a label alone on the axis, which is done here for an Explicit axis only."""
   if not share.is_explicit:
     return x
-  axes = [
-    tuple(a for a in own if a != share.axis) for own in axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
-  ]
+  given: Any = axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
+  axes = [tuple(a for a in own if a != share.axis) for own in given]
   if label is not None:
     axes[label[1]] = (*axes[label[1]], share.axis)
   return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))

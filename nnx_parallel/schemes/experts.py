@@ -56,25 +56,25 @@ def experts(
   computes its own tokens, by the same code.
 
   With `capacity`, an all-to-all carries `ceil(capacity * choices / experts)` slots for each pair of a device
-  and an expert, where `choices` are those of the device's tokens. All first choices come before all second
-  ones, and so on, each in the order of the tokens; what finds no slot is dropped, and adds nothing to its
-  token. So what is dropped depends on the number of devices.
+  and an expert, where `choices` counts the choices of the device's tokens. All first choices come before all
+  second ones, and so on, each in the order of the tokens; what finds no slot is dropped, and adds nothing to
+  its token. So what is dropped depends on the number of devices.
 
-  Without it, no token is dropped, whatever the loads. A device sends to each other one up to
+  Without it, no token is dropped. A device sends to each other one up to
   `ceil(buffer * choices / devices)` tokens in a round, and there are as many rounds as the fullest pair of
   devices needs. The backward pass sends the tokens again, and computes the experts again.
 
   Args:
-    expert_fn: one expert: `(parameters, rows) -> rows`, of its own parameters and of rows of shape
-      (rows, features). It must compute each row by itself, also one of zeros: empty slots have these. All
+    expert_fn: one expert: `(parameters, rows) -> rows`, for the parameters of one expert and rows of shape
+      (rows, features). It must compute each row alone, also a row of zeros: empty slots have these. All
       arrays that it uses are in `parameters`. On an Explicit mesh, a sum over a dim that another axis splits
       needs its `out_sharding`, as anywhere.
     parameters: arrays or Variables of global shape (experts, ...), in any pytree. `axis` splits dim 0; the
-      axes of the batch, as those of fsdp, are gathered; other axes, as those of tensor parallelism, stay.
+      axes of the batch, such as fsdp, are gathered; other axes, such as the axis of tensor parallelism, stay.
     x: of global shape (tokens..., features): (batch, seq, features), for example.
     routing: of the tokens of `x`. A number that is no expert, such as -1 for padding, is no choice.
     axis: the mesh axis that splits the experts; their number must be a multiple of its size.
-    capacity: the slots of an expert, as a multiple of those that an even load takes; None drops nothing.
+    capacity: the slots of an expert, as a multiple of the slots for an even load; None drops nothing.
     buffer: the size of a round without capacity, as a multiple of what an even load takes.
     block: the rows that an expert without capacity computes at a time; for an accelerator, some hundreds.
 

@@ -31,11 +31,11 @@ def pipeline(
 ) -> Any:
   """Applies equal layers one after the other, each on the devices of its stage.
 
-  The result is that of `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for
-  each stage; while a stage computes one microbatch, the next stage computes the one before. Each device
-  computes `microbatches * virtual_stages` of `microbatches * virtual_stages + stages - 1` ticks; the rest
-  is the bubble (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice
-  (the second copy brings in what is new, and out what is done), and nothing else over the axis.
+  The result equals `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for
+  each stage; while a stage computes one microbatch, the next stage computes the previous microbatch. Each
+  device computes `microbatches * virtual_stages` of `microbatches * virtual_stages + stages - 1` ticks; the
+  rest is the bubble (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice
+  (the second copy brings in what is new, and out what is done), and sends nothing else over the axis.
 
   The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
   the arrays. Without a mesh one device computes all. Other axes of it stay as they are: layers may split

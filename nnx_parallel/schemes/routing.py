@@ -18,7 +18,7 @@ Score = Literal["softmax", "sigmoid"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """Which experts compute each token, and what balances them; see `route`.
+  """The experts of each token, their weights, and the losses that balance them; see `route`.
 
   Attributes:
     weights: of each choice in the result, float32 of global shape (tokens..., choices); 0 for a token that is
@@ -50,8 +50,8 @@ def route(
 ) -> Routing:
   """Chooses `top_k` experts for each token.
 
-  The losses and loads are those of the whole batch, also where a mesh splits it. Add the losses to that of
-  the model, each with a small factor: 0.01 and 0.001 are usual.
+  The losses and loads are computed over the global batch. Add the losses to the loss of the model, each with
+  a small factor: 0.01 and 0.001 are usual.
 
   Args:
     logits: of global shape (tokens..., experts), such as `router(x)`; computed with in float32.
@@ -60,9 +60,9 @@ def route(
     bias: added to the scores for the choice alone, of shape (experts,); see `balanced_bias`. It has no
       gradient.
     normalize: whether the weights of a token are its scores divided by their sum, or the scores.
-    groups: of consecutive experts, equally many in each, such as those of a device or a host.
-    top_groups: how many groups the experts of a token are of: those in which the sum of its best
-      `ceil(top_k / top_groups)` scores is largest. Its tokens are then sent to as many devices at most.
+    groups: of consecutive experts, equally many in each group, such as the experts of a device or a host.
+    top_groups: how many groups the experts of a token are of: the groups whose best `ceil(top_k /
+      top_groups)` scores have the largest sums. Its tokens are then sent to as many devices at most.
     mask: booleans of global shape (tokens...), true for the tokens that have experts; a masked one, such as
       padding, is in no loss and no load. None: all have.
 

@@ -46,17 +46,17 @@ def vocabulary_cross_entropy(
   ignore_index: int | None = None,
   vocab_size: int | None = None,
 ) -> jax.Array:
-  """The cross-entropy of each token, from the input of a head; no device ever holds whole logits.
+  """The cross-entropy of each token with a sharded head. No device holds all logits.
 
   It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`, values and gradients.
-  A device holds the logits of `1/parts` of its own tokens, for its own share of the vocabulary, and the
-  backward pass computes them again. It sends three numbers per token forward, and the gradient of `hidden`
-  backward. The gradient of `head` is summed over the devices that split the batch, once.
+  A device holds the logits of `1/parts` of its tokens for its share of the vocabulary, and the backward pass
+  recomputes them. It sends three numbers per token forward, and the gradient of `hidden` backward. The
+  gradient of `head` is summed over the devices that split the batch, once.
 
-  The mesh is the active one, that of `use_rules`, or that of the plan of `head`. Without a mesh, or on one
-  without `axis`, each device has all columns, and the tokens are still computed in parts.
+  The mesh is the active mesh, the mesh of `use_rules`, or the mesh of the plan of `head`. Without a mesh, or
+  on one without `axis`, each device has all columns, and the tokens are still computed in parts.
 
-  For a model that nobody can edit, there is `train_step(loss_fn, loss_chunks=8)`.
+  For a third-party model, use `train_step(loss_fn, loss_chunks=8)`.
 
   Args:
     hidden: the input of the head, of global shape (batch, seq, features), or with other dims of tokens.
@@ -113,7 +113,7 @@ def vocabulary_cross_entropy(
 
 
 def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "tensor") -> jax.Array:
-  """Looks up the rows of a table whose rows are split over devices; the table stays where it is.
+  """Looks up rows of a table whose rows are sharded over devices. The table is not moved.
 
   Each device looks up its own rows, and zeros for the others; their sum is the result. The gradient of the
   table is made of each device's own rows, and summed over the devices that split the batch, once.
@@ -122,7 +122,7 @@ def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "t
 
   Args:
     table: of global shape (vocabulary, features): an array, or a Variable such as `model.embed.embedding`.
-    ids: integers of any shape, (batch, seq) for example; dim 0 is that of the batch.
+    ids: integers of any shape, (batch, seq) for example; dim 0 is the batch.
     axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
 
   Returns:

@@ -71,7 +71,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def with_correct_convolutions(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-  """`run` with every grouped kernel gradient computed by hand-placed convolutions.
+  """Returns `run` with correct kernel gradients of grouped convolutions on every mesh.
 
   For steps of your own: `train_step` does this, and holds the layouts of its plan.
 

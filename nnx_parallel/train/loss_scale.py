@@ -126,7 +126,7 @@ def with_loss_scale(
 
 
 def loss_scale_of(optimizer: Any) -> jax.Array:
-  """What the loss is to be multiplied by before it is differentiated.
+  """The factor to multiply the loss by before you differentiate it.
 
   Args:
     optimizer: an `nnx.Optimizer`, live or traced, made with `with_loss_scale`.

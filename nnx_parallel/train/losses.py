@@ -24,7 +24,7 @@ class Weighted(NamedTuple):
 
 
 def weighted(sum: Any, count: Any) -> Weighted:
-  """A weighted mean for a loss function to return: `sum / count`, exact however the batch is split.
+  """A weighted mean that a loss function may return: `sum / count`, exact for every split of the batch.
 
   Microbatches, replicas and batches hold different numbers of tokens where a batch is masked or padded. Sums
   and counts are added up over all of them, and divided once, so that each token weighs the same.

@@ -35,11 +35,11 @@ NORMS = (
 class Precision:
   """The dtypes of a model, as one printable object.
 
-  Gradients have the dtype of their parameters. `train_step(microbatches=n)` adds them up in float32 whatever
-  they are. The dtypes of moments are the optimizer's: `optax.adam(1e-3, mu_dtype=jnp.bfloat16)`.
+  Gradients have the dtype of their parameters. `train_step(microbatches=n)` adds them up in float32. The
+  dtypes of moments are the optimizer's: `optax.adam(1e-3, mu_dtype=jnp.bfloat16)`.
 
   Attributes:
-    parameters: dtype of every floating `nnx.Param`, except those of norms.
+    parameters: dtype of every floating `nnx.Param` except the parameters of norms.
     compute: what layers compute in: every module with `dtype` and `param_dtype`, as flax's layers have.
     norms: dtype of the parameters and the arithmetic of normalisation layers.
     softmax: the least precise dtype in which `nnx.MultiHeadAttention` computes softmax. Without dropout flax

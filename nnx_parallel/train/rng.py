@@ -21,7 +21,7 @@ def fold_rng_over_axis(target: Any, axis: str | Sequence[str]) -> Any:
 
   Args:
     target: a typed or raw PRNG key; or an `nnx.Rngs`, an `nnx.RngStream`, or a module with streams inside.
-    axis: the mesh axis, or several, along which the draws shall differ; usually those of the batch.
+    axis: the mesh axis, or several, along which the draws shall differ; usually the axes of the batch.
 
   Returns:
     For a key, the folded key. For a module, a view of it: the same Variables, counters included, but for the

@@ -120,7 +120,7 @@ class TrainStep(_Step):
     """Updates `model` and `optimizer` in place with the gradients of one batch.
 
     Args:
-      model: a live module; or a tuple or dict of modules, which the loss function gets as they are.
+      model: a live module; or a tuple or dict of modules, which the loss function gets unchanged.
       optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
         key has no optimizer is not trained.
       batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
@@ -246,7 +246,7 @@ class EvalStep(_Step):
   """
 
   def __call__(self, model: Any, batch: Any) -> Metrics:
-    """Evaluates one batch; the module is unchanged, whatever the loss function does to it.
+    """Evaluates one batch; the module stays unchanged, also if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
@@ -280,17 +280,17 @@ def train_step(
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
-  The step reads the live Variables, runs one compiled and donated program, and writes them back: an edit of
-  the module between steps is trained on, and one that changes its structure compiles again, with the reason
-  in `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list
-  or dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
+  The step reads the live Variables, runs one compiled and donated program, and writes them back: the next
+  step sees an edit of the module; an edit that changes its structure compiles again, with the reason in
+  `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list or
+  dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
   that was replaced is put where the plan says; new parameters are an error with the call that works.
 
   An array that has another holder (a clone, a value read before) is copied, not donated.
   A shard that is held is not noticed: `x.addressable_shards[0].data` is deleted with `x` by the next step.
 
   A step returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes before
-  or after the step, never in its midst. Where the program itself fails, the arrays that it had taken over are
+  or after a step, never during a step. Where the program itself fails, the arrays that it had taken over are
   lost: the error has a note, and each later step is a `TrainError`. Restore a checkpoint then.
 
   Args:
@@ -312,13 +312,13 @@ def train_step(
       where there is one. See `with_layers`. Where a rule splits `seq` over an axis that splits no weight,
       devices compute their own queries, and keys and values are gathered in each layer. `"ring"`: they go
       round the devices of that axis instead, and no device has them all; `"ulysses"`: each device computes
-      all positions of some heads (those of the keys must be a multiple of the axis' size). An attention that
-      the devices cannot share is then an error that names it. None: as written.
-    loss_chunks: compute the head and the loss of each token in this many parts of the head's columns (the
-      vocabulary), so that the logits never exist at once. None: as written.
+      all positions of some heads (the number of key heads must be a multiple of the axis size). An attention
+      that the devices cannot share is then an error that names it. None: as written.
+    loss_chunks: compute the head and the loss of each token in this many chunks of the vocabulary (the head's
+      columns), so the logits of all columns never exist together. None: as written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while
-      the others compute other microbatches. The numbers are those of `microbatches` alone. `step.layers` says
-      what the stages do, and how long they wait.
+      the others compute other microbatches. The numbers equal `microbatches` without a pipeline.
+      `step.layers` says what the stages do, and how long they wait.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
       in the layout of their optimizer state, which saves memory, and reduces them in each microbatch. None:
@@ -387,7 +387,8 @@ def eval_step(
     attention: as in `train_step`.
     loss_chunks: as in `train_step`.
     pipeline: as in `train_step`. Each microbatch starts with the module as it is: a loss that draws random
-      numbers draws the same ones for all of them, and batch statistics are those of a microbatch.
+      numbers draws the same numbers for all microbatches, and batch statistics are computed for each
+      microbatch.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
       scalar counts for as many as the batch has examples.

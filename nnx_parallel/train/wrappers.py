@@ -44,7 +44,7 @@ class AverageState(NamedTuple):
 
 
 def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Keeps a float32 copy of each bfloat16 or float16 parameter, and updates that.
+  """Keeps a float32 copy of each bfloat16 or float16 parameter, and updates the copy.
 
   A bfloat16 parameter has 8 significant bits: an update below 1/512 of it is lost. Here `tx` gets float32
   gradients and float32 masters, so its own state is float32 too, and the model gets the rounded masters.
@@ -91,7 +91,7 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
-  """Keeps an exponential moving average of the trained parameters in the optimizer's state.
+  """Keeps an exponential moving average of the trained parameters in the optimizer state.
 
   After each update, `average = decay * average + (1 - decay) * parameter`, in float32, starting at the
   parameters. `ema_of` makes a module of it.
@@ -181,7 +181,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
 def skip_nonfinite(
   tx: optax.GradientTransformation, max_consecutive: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Leaves parameters and state as they are at a step whose gradients hold a NaN or an infinity.
+  """Leaves parameters and state unchanged if the gradients contain a NaN or an infinity.
 
   It does what `optax.apply_if_finite` does, with the same state, by selecting instead of branching: that
   takes less memory, and suits transformations whose updates have another dtype than the gradients.

@@ -49,9 +49,9 @@ def check_gradients(
   by_group: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
-  """Checks that `jax.grad` of a loss, compiled for the layout of a live model, gives its derivatives.
+  """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
-  XLA partitions a program by rules of its own, and some layouts make it wrong in silence: the loss is right,
+  XLA partitions a program, and for some layouts the program is silently wrong: the loss is right,
   and the gradient of a leaf is half of what it should be. This compares, on the mesh and at full size, the
   product of the gradient with random directions of +1 and -1 with the derivative of the loss along them by
   forward mode: first over all leaves with equal weights, then, where the two differ, over groups of equal
@@ -62,12 +62,12 @@ def check_gradients(
 
   What it can miss: by chance, an error that is nearly orthogonal to the directions. One leaf of 100 whose
   gradient is twice too large passes in float32 once in 600 checks. In bfloat16 the rounding of the others
-  may hide it: there `by_group` compares each group of equal layers by itself. Gradients below 1e-4 (in
+  may hide it: then `by_group` compares each group of equal layers. Gradients below 1e-4 (in
   bfloat16 2e-2) of the norm of all have less weight, since they may be zero but for rounding. Rules of
   `jax.custom_jvp` are not checked, nor those of `jax.custom_vjp` whose function rounds.
 
   Args:
-    model: a live module; or a tuple or dict of modules, which the loss function gets as they are.
+    model: a live module; or a tuple or dict of modules, which the loss function gets unchanged.
     batch: one placed batch.
     loss_fn: as for `train_step`.
     wrt: which Variables to differentiate.

@@ -56,7 +56,7 @@ class StepDifference:
 
 @dataclasses.dataclass(frozen=True)
 class StepCheck(Shown):
-  """The result of `check_step`; prints as a table, and is true when both layouts computed the same.
+  """The result of `check_step`. It prints as a table, and is true if both layouts computed the same.
 
   Attributes:
     meshes: the two meshes, as text.
@@ -72,7 +72,7 @@ class StepCheck(Shown):
     return all(self.metrics) and all(self.leaves)
 
   def raise_if_wrong(self) -> None:
-    """Raises where the layouts differ.
+    """Raises an error if the layouts differ.
 
     Raises:
       TrainError: the check, as it prints.
@@ -115,7 +115,7 @@ def check_step(
   batch: Any,
   **options: Any,
 ) -> StepCheck:
-  """Compares one train step on two layouts: its metrics, and each array after it.
+  """Compares one train step on two layouts: its metrics, and each array after the step.
 
   It finds what a check of gradients cannot: a wrong value of the loss, wrong batch statistics, metrics and
   optimizer arithmetic. The step's changes are compared, so a small learning rate hides nothing. Both models

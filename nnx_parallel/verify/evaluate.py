@@ -245,7 +245,7 @@ class Evaluator:
 
   def _constant(self, at: hlo.Instruction) -> Value:
     if at not in self._constants:  # read in each pass of a loop
-      self._constants[at] = _literal(at)[np.ix_(*self._thinning.kept(at))][None]
+      self._constants[at] = literal(at)[np.ix_(*self._thinning.kept(at))][None]
     return self._constants[at]
 
   def _iota(self, at: hlo.Instruction) -> Value:
@@ -580,7 +580,7 @@ def _converted(x: Array, dtype: str) -> Array:
   return x.astype(target)
 
 
-def _literal(at: hlo.Instruction) -> Array:
+def literal(at: hlo.Instruction) -> Array:
   """The value of a `constant`."""
   shape = at.shapes[0]
   if "..." in at.arguments:

@@ -15,7 +15,7 @@ Verdict = Literal["right", "wrong", "not decided"]
 
 @dataclasses.dataclass(frozen=True)
 class GradientComparison:
-  """Some leaves, and the derivative of the loss along random directions in them, by two ways.
+  """Derivatives of the loss along random directions in some leaves, by reverse and by forward mode.
 
   Attributes:
     name: the leaves, with `*` for the numbers of layers.
@@ -42,7 +42,7 @@ class GradientComparison:
 
   @property
   def factor(self) -> float | None:
-    """By what the gradient is too large, if one factor explains every direction."""
+    """The factor by which the gradient is too large, if one factor explains all directions."""
     square = sum(f * f for f in self.forward)
     if not square:
       return None
@@ -53,14 +53,14 @@ class GradientComparison:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCheck(Shown):
-  """What `check_gradients` found; prints as a table, and is true when nothing is wrong.
+  """The result of `check_gradients`. It prints as a table, and is true if nothing is wrong.
 
   Attributes:
     comparisons: what was compared, in order: all leaves together, then groups and single leaves where they
       differ.
     losses: the loss by each program that computed it, by name.
-    loss_verdict: whether they agree with one that leaves the compiler nothing to partition; `"not decided"`
-      where there is none.
+    loss_verdict: whether the losses agree with a program that the compiler need not partition; `"not
+      decided"` where there is none.
     tolerance: the largest `difference` of all leaves together that needs no closer look, in this dtype.
     closer: the largest `difference` that is right in a closer look at some of them.
     dtype: the coarsest floating dtype in which the loss computes.
@@ -106,7 +106,7 @@ class GradientCheck(Shown):
     return "; ".join([said, *(f"not checked: {text}" for text in self.not_checked)])
 
   def raise_if_wrong(self) -> None:
-    """Raises where something is wrong.
+    """Raises an error if something is wrong.
 
     Raises:
       TrainError: the check, as it prints.

@@ -627,10 +627,8 @@ def test_the_compiler_decides():
   assert [c.report is not None for c in result.fitting[:2]] == [True, False]
   assert result.best.report.fits
   text = str(result)
-  assert (
-    f"The winner, compiled for 8 x cpu: it fits, {len(result.best.report.results.right)} results compared: all right"
-    in text
-  )
+  compared = len(result.best.report.results.right)
+  assert f"The winner, compiled for 8 x cpu: it fits, {compared} results compared: all right" in text
   assert "compiler needs" in text
   (note,) = find("cpu:8", optimizer=None, compile_best=1).notes
   assert "a train step needs search(..., optimizer=)" in note

@@ -111,7 +111,7 @@ def memory_plan(
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    gradients: as in `train_step`; by default those of the plan's ZeRO stage.
+    gradients: as in `train_step`; by default what the plan's ZeRO stage says.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
       are those of all microbatches in flight, and "parameters in compute dtype" the layers as they lie on
       their stages.

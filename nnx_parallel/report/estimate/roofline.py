@@ -106,7 +106,7 @@ class StepTime(Shown):
 
   @property
   def exposed(self) -> float:
-    """Seconds of sending beside compute that compute does not hide."""
+    """Seconds of communication that computation does not hide."""
     longest = max(self.terms().values())
     return EXPOSED * sum(seconds for seconds in self.overlapped.values() if seconds < longest)
 
@@ -169,7 +169,7 @@ def predict_time(
     microbatches: parts that the batch is run in.
     remat: what layers keep; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    gradients: as in `train_step`; by default those of the plan's ZeRO stage.
+    gradients: as in `train_step`; by default what the plan's ZeRO stage says.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`.
     slice_size: devices that the fast links join; by default the chip's domain, or all of them.
 
