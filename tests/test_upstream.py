@@ -179,6 +179,14 @@ def test_operations_name_their_dims_under_known_parameters(name, known, function
   assert known <= set(equations(function, X)[name].params)
 
 
+@pytest.mark.skipif(not OLD, reason="newer versions refuse by themselves")
+def test_old_tracers_have_a_sharding_that_can_be_replaced():
+  """`layout/tracing.py` (`_quick_errors`): goes with jax 0.10."""
+  from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+  assert "sharding" not in vars(DynamicJaxprTracer)
+
+
 def test_residuals_of_a_pullback_are_its_leaves():
   """`report/estimate/workload.py` reads there what the backward pass keeps."""
   kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
@@ -244,8 +252,7 @@ def test_a_compiler_tells_its_memory(dumped):
 def test_a_donated_argument_is_written_on_the_first_line(dumped):
   """`report/compile_report.py` names a result by the argument whose memory it takes."""
   lowered, done = dumped
-  head = done.whole[: done.whole.find("\n")]
-  assert hlo.after(head, "input_output_alias=").startswith("{ {1}: (1, ")
+  assert hlo.parse(done.whole).aliases == ((1, 1),)
   paths = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
   assert [jax.tree_util.keystr(path) for path, _ in paths] == ["[0]", "[1]"]
 
@@ -666,6 +673,8 @@ def upgraded():
   before = {}
 
   def turn_on(flags):
+    if OLD and "jax_custom_vjp3" in flags:
+      pytest.skip("fails under jax.checkpoint in plain JAX 0.10 (safe_zip)")
     if any(flag not in jax.config.values for flag in flags):
       pytest.skip("this jax has no such flag")
     before.update({flag: jax.config.values[flag] for flag in flags})

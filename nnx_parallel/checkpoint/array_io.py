@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
@@ -207,9 +208,16 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
 def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
   if target.sharding is None:
     return blocks[_box(None, target.shape)]
-  return jax.make_array_from_callback(
-    target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
-  )
+  shards = [
+    # A copy: an array that shares the memory of a NumPy array cannot be donated to the first step.
+    jax.device_put(
+      blocks[_box(index, target.shape)],
+      SingleDeviceSharding(device, memory_kind=target.sharding.memory_kind),
+      may_alias=False,
+    )
+    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items()
+  ]
+  return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards, dtype=target.dtype)
 
 
 def shard_bytes(target: jax.ShapeDtypeStruct) -> int:

@@ -76,11 +76,12 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert lines[12].startswith("step 20/20  loss ")
   assert "tokens/s" in lines[12]
   assert lines[13].startswith("step 20/20  eval_loss ")
-  assert lines[14].startswith("held out at step 20: loss ")
+  assert lines[14].startswith("step 20/20  checkpoint in ")
+  assert lines[15].startswith("held out at step 20: loss ")
   assert re.match(
-    r"time        \d+\.\d s: .*compile \d+%.*; MFU n/a \(the peak of this device is not known", lines[15]
+    r"time        \d+\.\d s: .*compile \d+%.*; MFU n/a \(the peak of this device is not known", lines[16]
   )
-  assert lines[16:] == [
+  assert lines[17:] == [
     "metrics     runs/tiny/metrics.jsonl",
     "loss curve  runs/tiny/loss.png",
     "checkpoint  ckpt/20",
@@ -307,7 +308,9 @@ def test_an_interrupted_run_saves_and_goes_on(tiny, capsys):
   )
   assert cli.main(["train", "ended.py", "--checkpoint", "ckpt", "--steps", "8"]) == 130
   shown = capsys.readouterr()
-  assert shown.out.splitlines()[-1] == "asked to end: saving step 3"
+  ended, saved = shown.out.splitlines()[-2:]
+  assert ended == "asked to end: saving step 3"
+  assert saved.startswith("step 3/8  checkpoint in ")
   assert shown.err == "interrupted\n"
   assert cli.main(["inspect", "ckpt"]) == 0
 
@@ -324,7 +327,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
     [*command, "ended.py", *common], env=environment(), capture_output=True, text=True, check=False
   )
   assert done.returncode == 75, done.stderr
-  assert done.stdout.splitlines()[-1] == "asked to end: saving step 3"
+  assert done.stdout.splitlines()[-2] == "asked to end: saving step 3"
   assert cli.main(["train", tiny, *common, "--resume", "--quiet"]) == 0
   assert cli.main(["train", tiny, "--steps", "8", "--out", "straight", "--quiet"]) == 0
   assert losses("parts") == losses("straight")

@@ -210,7 +210,7 @@ def test_a_report_on_a_plan_names_the_caches():
   axes = LAYOUTS["both"]
   plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
   prompts = jax.ShapeDtypeStruct(plain.PROMPTS.shape, "int32")
-  report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts)
+  report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts, verify=True)
   found = {x.name: x for x in report.arguments}
   cache = found["blocks.1.attention.cached_key"]
   assert cache.donated

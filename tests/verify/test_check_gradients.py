@@ -64,8 +64,9 @@ def check(
 def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   found = check(lambda: Block("tensor"), tries=4)
   assert not found
-  assert "norm.scale as P(None,) (whole, 32 B more per device) makes the loss and all gradients right" in str(
-    found
+  assert (
+    "norm.scale as P(None,) (replicated, 32 B more per device) makes the loss and all gradients right"
+    in str(found)
   )
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
@@ -268,7 +269,7 @@ def test_loss_that_xla_gets_wrong_is_found():
   assert found.loss_verdict == "wrong"
   assert abs(found.losses["by forward mode"] - found.losses["with the gradient"]) < 1e-5
   assert str(found).count(": wrong\n") == 1
-  assert "kernel as P(None, None) (whole, 3 KiB more per device) makes the loss" in str(found)
+  assert "kernel as P(None, None) (replicated, 3 KiB more per device) makes the loss" in str(found)
 
 
 def test_examples_that_depend_on_each_other_are_no_alarm():
