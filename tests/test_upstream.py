@@ -211,7 +211,7 @@ def dumped(request):
   missing = missing_compiler(read_machine(request.param))
   if missing and not request.param.startswith("cpu"):
     pytest.skip(str(missing))
-  mesh = nxp.topology_mesh(request.param, data=8)
+  mesh = nxp.report.topology_mesh(request.param, data=8)
   whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
   array = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=split)
   step = jax.jit(lambda x, y: ((TABLE * y).sum(0), x + y), donate_argnums=1, out_shardings=(whole, split))

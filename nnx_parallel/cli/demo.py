@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
   print(describe(job))
   before = job.evaluate()
   print(f"held out before  {format_record(before)}")
-  with nxp.MetricsLog(out / "metrics.jsonl") as log:
+  with nxp.loop.MetricsLog(out / "metrics.jsonl") as log:
     shown = StepProgress(args.steps, unit=job.unit)
     result = job.train(args.steps, progress=shown, trackers=[log.write])
   after = job.evaluate()

@@ -22,7 +22,7 @@ class MetricSums:
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
-    >>> sums = nxp.MetricSums()
+    >>> sums = nxp.loop.MetricSums()
     >>> sums.add({"loss": (jnp.float32(6.0), jnp.float32(2.0)), "accuracy": 1.0}, weight=2)
     >>> sums.add({"loss": (jnp.float32(1.0), jnp.float32(8.0)), "accuracy": 0.25}, weight=8)
     >>> sums.read()

@@ -239,7 +239,7 @@ def test_before_the_first_step_nothing_hangs():
 def test_a_loop_with_stop_signals_tells_its_steps(tmp_path, monkeypatch):
   file = tmp_path / "beat"
   monkeypatch.setenv("NNX_PARALLEL_HEARTBEAT", str(file))
-  with nxp.StopSignals() as stop:
+  with nxp.hosts.StopSignals() as stop:
     assert not stop.asked(12)
   assert file.read_text() == "12"
 
@@ -517,7 +517,7 @@ def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsy
   assert "[0] digits, " in output
   assert "[1] " not in output
   assert main(["train", *common, "--devices", "4", "--out", str(tmp_path / "one")]) == 0
-  alone, together = (nxp.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+  alone, together = (nxp.loop.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
   losses = [[record["loss"] for record in records if "loss" in record] for records in (alone, together)]
   assert losses[0] == pytest.approx(losses[1], rel=1e-5)
   assert len(losses[0]) == 4
