@@ -60,7 +60,7 @@ def register(commands: options.Commands) -> None:
     commands,
     "demo",
     run,
-    help="the whole path once: plan, train, save, restore elsewhere, compare",
+    help="the main job once: plan, train, save, restore elsewhere, compare",
     description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
     " and checks that each continues as the run that never stopped. Exit code 3: a claim does not hold.",
   )

@@ -240,9 +240,9 @@ def make_job(
   for warning in caught:
     print(f"warning: {warning.message}", file=sys.stderr)
   if job.relaid is not None:
-    print(f"layout other than that of step {job.step}:\n{job.relaid}", file=sys.stderr)
+    print(f"a layout other than at step {job.step}:\n{job.relaid}", file=sys.stderr)
   if job.changes:
-    print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
+    print(f"settings changed since step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
   return job
 
 

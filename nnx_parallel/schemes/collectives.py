@@ -145,7 +145,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
   for path, parameter in nnx.to_flat_state(parameters):
     if path not in planned:
       raise SchemeError(
-        f"the plan has no parameter {path_str(path)}.", fix="pass the module that the plan is for, whole."
+        f"the plan has no parameter {path_str(path)}.", fix="pass the complete module that the plan is for."
       )
     value: Any = parameter.get_raw_value()
     dims = [*axes_by_dim(planned[path].spec, value.ndim)]

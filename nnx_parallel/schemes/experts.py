@@ -527,7 +527,7 @@ def _check_shapes(parameters: Any, x: Any, routing: Routing, options: dict[str, 
   found, count = routing.experts.shape, routing.load.shape[0]
   if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found:
     raise SchemeError(
-      "the routing is not that of these tokens.",
+      "the routing was made for other tokens.",
       details=f"x {x.shape}, experts {found}, weights {routing.weights.shape}",
       fix="x (tokens..., features), and nxp.parallel.route(logits, top_k) of logits (tokens..., experts).",
     )

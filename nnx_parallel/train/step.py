@@ -409,7 +409,7 @@ def eval_step(
   """
   if microbatches != 1 and pipeline is None:
     raise TrainError(
-      f"microbatches={microbatches} of an evaluation are those of a pipeline, and it has none.",
+      f"microbatches={microbatches} of an evaluation are the microbatches of a pipeline, and it has none.",
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline

@@ -244,7 +244,7 @@ class Looks:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       first = str(error).split("\n")[0]
-      self.too_large = f"on each device by itself, whole arrays do not fit: {first}"
+      self.too_large = f"on each device by itself, global arrays do not fit: {first}"
       return None
 
   def _slope(self, seed: np.uint32, factors: np.ndarray[Any, Any], by_device: bool) -> tuple[float, float]:
@@ -375,7 +375,7 @@ def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str
   """What a table does not say."""
   notes: list[str] = []
   if by_device and first:
-    notes.append("forward mode is wrong on this layout; the gradients are those of each device on its own")
+    notes.append("forward mode is wrong on this layout; each gradient is computed on each device on its own")
   words = [name for name, rounds in looks.subject.rules.items() if rounds]
   if words and not looks.cannot:
     notes.append(f"{few(words)}: rounds, so that its reverse rule is taken at its word")

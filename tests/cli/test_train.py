@@ -137,10 +137,10 @@ def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
   }
   assert cli.main([*common, "--steps", "2", "--microbatches", "2", "--mesh", "data=8"]) == 0
   assert capsys.readouterr().err == (
-    "layout other than that of step 1:\n"
+    "a layout other than at step 1:\n"
     "mesh {'data': 4, 'tensor': 2} -> {'data': 8, 'tensor': 1}\n"
     "per device 164 B -> 292 B\n"
-    "settings other than those of step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
+    "settings changed since step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
     " steps 1 -> 2\n"
   )
 

@@ -268,7 +268,7 @@ def search(
   if max_microbatches < 1:
     raise ReportError(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
-      fix="max_microbatches=1 for whole batches only.",
+      fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
