@@ -35,6 +35,7 @@ from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.estimate.propagate import Propagation
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 
@@ -473,7 +474,7 @@ def _flops(step: Any, model: Any, batch: Any) -> float:
 
   def forward(state: Any, batch: Any) -> list[jax.Array]:
     several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [loss(nnx.merge(graphdef, state), batch) for loss in several]
+    found = [call_loss(loss, nnx.merge(graphdef, state), batch) for loss in several]
     return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
   seen = Propagation()

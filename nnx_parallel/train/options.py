@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[..., Any]
+"""`(model, batch)`, or `(model, x, y)` for a batch that is a tuple; see `takes_several`."""
 Gradients = Literal["like_parameters", "scattered"]
 
 

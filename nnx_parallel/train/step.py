@@ -23,6 +23,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
+from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import Compile, Structure, is_placed, logger
@@ -83,6 +84,13 @@ class _Step:
     """
     self._bounds, self._structures = {}, {}
 
+  def _joined(self, batch: Any, more: Sequence[Any]) -> tuple[Any, ...]:
+    """One batch of the arrays that a call gave separately."""
+    losses = self.options.loss_fn
+    several = losses.values() if isinstance(losses, Mapping) else [losses]
+    check_several(several, 1 + len(more))
+    return (batch, *more)
+
   def _done(self, bound: Bound, news: News, batch: Any) -> None:
     """After a call: counts it, and adds to `compiles` what it compiled, if it did."""
     if news is not None:
@@ -126,7 +134,8 @@ class TrainStep(_Step):
       batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
         are laid out by the plan of the models, as `shard_batch` does; where the batch does not divide, each
         device computes all of it, and a warning says so.
-      *more: an error that shows the call: a batch of several arrays is one tuple or dict.
+      *more: the rest of a batch of several arrays, for a loss function that takes each as an argument:
+        `step(model, optimizer, x, y)` is `step(model, optimizer, (x, y))`.
 
     Returns:
       Metrics on device, not waited for: `loss`, and what the loss function returned, as means over the batch.
@@ -134,8 +143,13 @@ class TrainStep(_Step):
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
     """
-    if batch is _ABSENT or more:
-      raise _wrong_call(batch, more)
+    if batch is _ABSENT:
+      raise TrainError(
+        "a train step needs the model, its optimizer and a batch.",
+        fix="metrics = step(model, optimizer, batch)",
+      )
+    if more:
+      batch = self._joined(batch, more)
     bound = self._bind(model, optimizer)
     batch = bound.placed(batch)
     metrics, news = bound.update(batch)
@@ -245,16 +259,19 @@ class EvalStep(_Step):
     layers: as for a train step.
   """
 
-  def __call__(self, model: Any, batch: Any) -> Metrics:
+  def __call__(self, model: Any, batch: Any, *more: Any) -> Metrics:
     """Evaluates one batch; the module stays unchanged, also if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
       batch: a pytree of global arrays with the examples on dim 0.
+      *more: as for a train step: `evaluate(model, x, y)` is `evaluate(model, (x, y))`.
 
     Returns:
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
+    if more:
+      batch = self._joined(batch, more)
     bound = self._bind(model)
     batch = bound.placed(batch)
     metrics, news = bound.evaluate(batch)
@@ -294,7 +311,9 @@ def train_step(
   lost: the error has a note, and each later step is a `TrainError`. Restore a checkpoint then.
 
   Args:
-    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
+    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. One that requires
+      several arguments after the model, such as `loss_fn(model, x, y)`, gets the elements of a batch that is
+      a tuple or list; so does `loss_fn(model, *batch)`. The loss and each
       metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
       they are divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient,
       also where it is computed from parameters. For several models trained in turn
@@ -415,18 +434,6 @@ def eval_step(
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
-
-
-def _wrong_call(batch: Any, more: Sequence[Any]) -> TrainError:
-  if batch is _ABSENT:
-    return TrainError(
-      "a train step needs the model, its optimizer and a batch.",
-      fix="metrics = step(model, optimizer, batch)",
-    )
-  return TrainError(
-    f"a train step takes one batch, and got {1 + len(more)} arguments after the optimizer.",
-    fix="step(model, optimizer, (x, y)), with loss_fn(model, batch) that unpacks x, y = batch",
-  )
 
 
 def _warn_unplanned(labels: list[str]) -> None:
