@@ -132,8 +132,7 @@ class TrainStep(_Step):
       optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
         key has no optimizer is not trained.
       batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
-        are laid out by the plan of the models, as `shard_batch` does; where the batch does not divide, each
-        device computes all of it, and a warning says so.
+        are laid out by the plan of the models, as `shard_batch` does.
       *more: the rest of a batch of several arrays, for a loss function that takes each as an argument:
         `step(model, optimizer, x, y)` is `step(model, optimizer, (x, y))`.
 
@@ -142,6 +141,7 @@ class TrainStep(_Step):
 
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
+      ShardingError: an array of the host that the plan's batch axes cannot split evenly.
     """
     if batch is _ABSENT:
       raise TrainError(

@@ -201,7 +201,7 @@ def test_another_optimizer_than_was_saved_may_be_made_anew(tmp_path):
   for other in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):
     live = nxp.create_sharded_model(plan(other))
     for target in (plan(other), live):
-      with pytest.raises(CheckpointError, match=r"Fix: another optimizer was saved, or none: restore") as error:
+      with pytest.raises(CheckpointError, match="Fix: another optimizer was saved") as error:
         checkpointer.restore(target)
     assert 'restore(plan, optimizer="fresh")' in str(error.value)
     checkpointer.restore(plan(other), optimizer="fresh")

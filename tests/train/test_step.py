@@ -420,7 +420,8 @@ def with_options(**options):
 
 
 def with_mask(plan, model, optimizer):
-  batch = {"x": np.ones((8, 8)), "y": np.ones((8, 8)), "mask": np.ones((6, 6))}
+  mask = jax.device_put(np.ones((6, 6)), jax.NamedSharding(plan.mesh, P()))
+  batch = {"x": np.ones((8, 8)), "y": np.ones((8, 8)), "mask": mask}
   return nxp.train_step(loss_fn, microbatches=4)(model, optimizer, batch)
 
 
