@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -209,6 +210,7 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  _check_step(step)
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
@@ -439,6 +441,23 @@ def _require_finite(roots: Mapping[str, Mapping[str, Any]], number: int) -> None
 @functools.partial(jax.jit, static_argnames="finite")
 def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
   return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
+
+
+def _check_step(step: Any) -> None:
+  try:
+    if not isinstance(step, nnx.Pytree):
+      inspect.signature(step).bind(None, None, None)
+      return
+    problem = "it is a module or an optimizer"
+  except TypeError as error:
+    problem = str(error)
+  except ValueError:  # no Python function
+    return
+  raise TrainError(
+    f"fit needs a step that it can call with (model, optimizer, batch), and got a {type(step).__name__}.",
+    details=problem,
+    fix="fit(nxp.train_step(loss_fn), model, optimizer, batches)",
+  )
 
 
 def _rows(batch: Any) -> int:

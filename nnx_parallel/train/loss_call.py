@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 from flax import errors, nnx
 
-from nnx_parallel.core.nodes import path_str
-from nnx_parallel.core.text import with_article
+from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.text import few, with_article
 from nnx_parallel.errors import TrainError
 
-_NO_LAYER = "the loss function"
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -27,7 +29,7 @@ def call_loss(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Any:
       that is no argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
   given = _arguments(loss_fn, batch)
-  with _explained(loss_fn, models):
+  with _explained(loss_fn, models, batch):
     return loss_fn(models, *given)
 
 
@@ -100,7 +102,7 @@ def _arguments(loss_fn: Callable[..., Any], batch: Any) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: Callable[..., Any], models: Any) -> Generator[None]:
+def _explained(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Generator[None]:
   """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
   try:
     yield
@@ -111,7 +113,8 @@ def _explained(loss_fn: Callable[..., Any], models: Any) -> Generator[None]:
     trace = error.__traceback__ and error.__traceback__.tb_next
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
-      raise _on_explicit_axes(_layer(models, trace), error) from error
+      layer = _layer(models, trace)
+      raise _on_explicit_axes("the loss function" if layer is None else layer.name, error) from error
     if isinstance(error, TypeError) and str(error).endswith("object is not callable") and _is_own(trace):
       raise TrainError(
         "the loss function calls its second argument, which is the batch.",
@@ -119,8 +122,8 @@ def _explained(loss_fn: Callable[..., Any], models: Any) -> Generator[None]:
         fix="def loss_fn(model, batch): ..., in this order.",
       ) from error
     layer = _layer(models, trace)
-    if layer != _NO_LAYER and not isinstance(error, TrainError):
-      error.add_note(f"in the layer {layer}")
+    if layer is not None and not isinstance(error, TrainError):
+      error.add_note(_note(layer, batch))
     raise
 
 
@@ -158,13 +161,30 @@ def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   )
 
 
-def _layer(models: Any, trace: TracebackType | None) -> str:
-  """The innermost layer of `models` on the stack of an error, and its line of code."""
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+  """A layer on the stack of an error: its path, class and line of code; and the arrays that it holds."""
+
+  name: str
+  module: Any
+
+
+def _layer(models: Any, trace: TracebackType | None) -> _Layer | None:
+  """The innermost layer of `models` on the stack of an error."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
-  shown = _NO_LAYER
+  found = None
   for frame, line in traceback.walk_tb(trace):
     module = frame.f_locals.get("self")
     if id(module) in paths:
       name = f"{paths[id(module)]} " if paths[id(module)] else ""
-      shown = f"{name}({type(module).__name__}, line {line} of {frame.f_code.co_name})"
-  return shown
+      found = _Layer(f"{name}({type(module).__name__}, line {line} of {frame.f_code.co_name})", module)
+  return found
+
+
+def _note(layer: _Layer, batch: Any) -> str:
+  """Where an error was raised, with the shapes there."""
+  held = {path_str(path): value_of(leaf) for path, leaf in variables(layer.module).items()}
+  own = [f"{path} {x.dtype}{[*x.shape]}" for path, x in held.items() if hasattr(x, "shape")]
+  rows = jax.tree_util.tree_leaves_with_path(batch)
+  given = [f"batch{jax.tree_util.keystr(path)} {jnp.result_type(x)}{[*jnp.shape(x)]}" for path, x in rows]
+  return f"in the layer {layer.name}\n  its arrays: {few(own) or 'none'}\n  {few(given)}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import jax
 import jax.numpy as jnp
@@ -294,6 +296,7 @@ def train_step(
   reduction: DTypeLike | None = None,
   pairs: bool = False,
   diagnostics: bool = False,
+  **unknown: Never,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -349,13 +352,14 @@ def train_step(
       plain scalar counts for as many as the batch has examples.
     diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
       and `learning_rate`, where the optimizer's state holds it: that of `optax.inject_hyperparams`.
+    **unknown: names of other libraries, for an error that has the name here.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
   Raises:
-    TrainError: a number of microbatches, a remat policy or a layout of gradients that does not exist; or a
-      reduction in a dtype that is not floating.
+    TrainError: a number of microbatches, a remat policy, a layout of gradients or an option that does not
+      exist; or a reduction in a dtype that is not floating.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -369,6 +373,8 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
+  if unknown:
+    raise _unknown_option(next(iter(unknown)))
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   options = StepOptions(
     loss_fn,
@@ -434,6 +440,21 @@ def eval_step(
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
+
+
+_ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}
+"""Parts of the names that options have in other libraries."""
+
+
+def _unknown_option(name: str) -> TrainError:
+  options = [one for one in inspect.signature(train_step).parameters if one not in ("loss_fn", "unknown")]
+  near = [there for part, there in _ELSEWHERE.items() if part in name]
+  near += difflib.get_close_matches(name, options, n=1)
+  return TrainError(
+    f"train_step has no option {name}.",
+    details=f"options: {', '.join(options)}",
+    fix=f"did you mean {near[0]}=? help(nxp.train_step) explains each." if near else "one of these.",
+  )
 
 
 def _warn_unplanned(labels: list[str]) -> None:

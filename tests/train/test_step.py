@@ -560,7 +560,28 @@ def test_an_error_inside_a_layer_names_the_layer():
   batch = {name: x[:, :4] for name, x in data(plan).items()}
   with pytest.raises(TypeError, match="dot_general") as error:
     nxp.train_step(loss_fn)(model, optimizer, batch)
-  assert any("in the layer up (Linear, line" in note for note in error.value.__notes__)
+  (note,) = [note for note in error.value.__notes__ if note.startswith("in the layer")]
+  assert note.startswith("in the layer up (Linear, line")
+  assert "its arrays: bias float32[16], kernel float32[8, 16]\n" in note
+  assert "batch['x'] float32[16, 4], batch['y'] float32[16, 4]" in note
+
+
+@pytest.mark.parametrize(
+  ("name", "here"),
+  [
+    ("gradient_accumulation_steps", "microbatches"),
+    ("microbatch", "microbatches"),
+    ("checkpointing", "remat"),
+  ],
+)
+def test_an_option_of_another_library_is_an_error_that_has_its_name_here(name, here):
+  with pytest.raises(nxp.errors.TrainError, match=rf"no option {name}\.[\s\S]*did you mean {here}="):
+    nxp.train_step(loss_fn, **{name: 4})
+
+
+def test_a_step_of_what_is_no_loss_function_is_an_error():
+  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from a Linear"):
+    nxp.train_step(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
 def test_a_call_after_compiled_is_listed_and_a_new_layout_of_the_batch_says_so_with_microbatches():
