@@ -34,9 +34,9 @@ def add_lora(
 ) -> list[str]:
   """Adds low-rank adapters to linear layers of a model, in place; call it in the function that is planned.
 
-  A layer computes its own output plus `alpha / rank` times that of its adapter, `lora.lora_a` `(inputs, rank)`
-  and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of its own weights stay. The parameters
-  of adapters are `nnx.LoRAParam`: train them with `wrt=nnx.LoRAParam`.
+  A layer computes its own output plus `alpha / rank` times that of its adapter: `lora.lora_a`
+  `(inputs, rank)` and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of its own weights
+  stay. The parameters of adapters are `nnx.LoRAParam`: train them with `wrt=nnx.LoRAParam`.
 
   Args:
     model: a module with `nnx.Linear` or `nnx.LinearGeneral` layers, at any depth.
@@ -185,7 +185,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
       f"the base has no {few(wrong)}, or not of the size of its adapter.",
       fix="give the model that the adapters were trained beside, made without them.",
     )
-  layers = dict(nnx.iter_modules(adapted))
+  layers: dict[Path, Any] = dict(nnx.iter_modules(adapted))
   for path, (a, b) in pairs.items():
     leaf, own = weights[path], getattr(layers.get(path[:-1]), "lora_scale", 1.0)
     times = own if scale is None else scale
