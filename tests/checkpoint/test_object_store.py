@@ -7,7 +7,7 @@ import pytest
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import manifest, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.cli.main import main
+from nnx_parallel.cli.command import main
 from nnx_parallel.errors import CheckpointError
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import nnx_parallel as nxp
+from nnx_parallel.cli.command import main
 from nnx_parallel.cli.launch import command_of
-from nnx_parallel.cli.main import main
 from nnx_parallel.hosts.launch import NOISE, Job, describe, free_port, launch, worker_variables
 
 ROOT = Path(__file__).resolve().parents[2]
