@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.text import few, number_pattern
+from nnx_parallel.core.text import few, number_pattern, with_article
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
@@ -23,6 +24,7 @@ from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
 from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.verify.subject import Subject, inner, power_of_two
@@ -93,6 +95,11 @@ def check_gradients(
     >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
     True
   """
+  if not all(isinstance(item, nnx.Pytree) for item in objects_in(model)):
+    raise TrainError(
+      f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
+      fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
+    )
   return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 

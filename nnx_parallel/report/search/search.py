@@ -206,7 +206,7 @@ class SearchResult(Paged):
 
 def search(
   init: Callable[[], nnx.Module],
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   topology: str,
   *,
   batch: Any,
@@ -390,7 +390,7 @@ def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
 class _Task:
   """What stays the same from mesh to mesh, with the traces: they do not depend on the sizes of axes."""
 
-  loss: Callable[[Any, Any], Any]
+  loss: Callable[..., Any]
   machine: Machine
   batch: Any
   remats: tuple[RematName | Remat, ...]
@@ -475,7 +475,7 @@ class _Task:
 
 def compile_candidate(
   candidate: Candidate,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   topology: str,
   machine: Machine,
