@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
@@ -45,6 +45,10 @@ class Scope:
 
   def __repr__(self) -> str:
     return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
+
+  def on_auto_axes(self) -> Scope:
+    """The same scope on the mesh with Auto axes."""
+    return self if self.mesh is None else dataclasses.replace(self, mesh=auto_mesh(self.mesh))
 
   def __deepcopy__(self, _: Any) -> Scope:
     return self
@@ -164,7 +168,10 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
   outer: Scope | None = _SCOPE.value
   if scope is None:
     return contextlib.nullcontext()
-  return scoped(scope if outer is None else Scope(outer.rules, outer.mesh or scope.mesh))
+  if outer is None:
+    return scoped(scope)
+  same = outer.mesh is None or (scope.mesh is not None and auto_mesh(outer.mesh) == scope.mesh)
+  return scoped(Scope(outer.rules, scope.mesh if same else outer.mesh))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.train.donation import is_plain
 from nnx_parallel.train.watch import Watch
 
@@ -126,6 +127,7 @@ class Binding:
     variable_shardings: the pinned shardings in the order of `read`.
     raw: the arrays that are in no Variable.
     mesh: of all shardings; None where there is none.
+    scope: of the plan that the Variables were made from, if there is one.
   """
 
   def __init__(
@@ -147,6 +149,7 @@ class Binding:
     self.watch = Watch(roots)
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]
     self.mesh = _common_mesh(self.labels, self.shardings)
+    self.scope = scope_of(self.variables)
     if self.mesh is not None:
       self._settle(self.mesh, planned, move=move)
     self.variable_shardings = [self.shardings[i] for i in self._own]

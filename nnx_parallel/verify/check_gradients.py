@@ -15,10 +15,10 @@ from flax import nnx
 
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.text import few, number_pattern
-from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.axes import places_of_losses
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
@@ -104,7 +104,9 @@ def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param
 def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding = Binding({"model": model})
-  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, Layout(binding.mesh, {}))
+  places = places_of_losses(binding, [loss_fn], batch)
+  layout, batch = Layout(places.mesh, {}), places.placed(batch)
+  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, layout, places)
 
 
 class Looks:
@@ -314,7 +316,7 @@ def checked(
     notes += more
   if looks.too_large and looks.too_large != why:
     not_checked.append(looks.too_large)
-  mesh = subject.binding.mesh
+  mesh = subject.places.mesh
   return GradientCheck(
     comparisons=tuple(found),
     losses=losses,
@@ -411,9 +413,9 @@ def _remedies(
 
 def _known(subject: Subject) -> list[Fault]:
   """The known faults of XLA that this layout may meet."""
-  mesh: Any = subject.binding.mesh
+  mesh: Any = subject.places.mesh
   model = subject.binding.template.build(subject.arrays)[0]
-  scope = scope_of(subject.binding.variables)
+  scope = subject.places.scope
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   leaves = [
     LeafPlan(

@@ -1,0 +1,98 @@
+"""Which axes a program computes on: Auto ones, unless its model states shardings that Auto ones refuse.
+
+On Explicit axes the sharding of an array is part of its type, and each operation must know that of its
+result. Layers of flax, and most models, do not say it. So a program takes its arrays off the Explicit axes,
+computes on the same devices with Auto axes, and gives its results their types again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit
+from nnx_parallel.core.shards import auto_sharding, on_auto_axes
+from nnx_parallel.layout.constrain import Scope, default_scope
+from nnx_parallel.train.binding import Binding
+from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.losses import terms
+from nnx_parallel.train.options import LossFn
+
+REFUSED = "Auto"
+"""What jax's errors name where a sharding that only Explicit axes take is stated on Auto axes."""
+
+
+class Places(NamedTuple):
+  """The layout of arrays as a program sees them.
+
+  Attributes:
+    mesh: of all arrays; None on one device.
+    shardings: of each array, if it has one.
+    scope: of the plan, if there is one.
+    note: which axes the program computes on, and why; empty on a mesh without Explicit axes.
+  """
+
+  mesh: Any
+  shardings: list[NamedSharding | None]
+  scope: Scope | None
+  note: str = ""
+
+  def placed(self, tree: Any) -> Any:
+    """Live arrays on the mesh of the program: the same buffers under another type."""
+
+    def moved(x: Any) -> Any:
+      where = getattr(x, "sharding", None)
+      if not isinstance(where, NamedSharding) or not is_explicit(where.mesh):
+        return x
+      return jax.device_put(x, auto_sharding(where))
+
+    return tree if self.mesh is None or is_explicit(self.mesh) else jax.tree.map(moved, tree)
+
+
+def places_of_losses(
+  binding: Binding, losses: Sequence[LossFn], batch: Any, outputs: Sequence[str] = ()
+) -> Places:
+  """The places in a program of some losses of these objects."""
+
+  def forward(inside: Places, arrays: list[Any], batch: Any) -> Any:
+    models = binding.template.build(arrays)[0]
+    with default_scope(inside.scope):
+      return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
+
+  arrays = binding.with_raw(binding.read())
+  return places_inside(places_outside(binding), forward, arrays, batch)
+
+
+def places_outside(binding: Binding) -> Places:
+  """The places of live objects."""
+  return Places(binding.mesh, binding.shardings, binding.scope)
+
+
+def places_inside(outside: Places, run: Callable[..., Any], *args: Any) -> Places:
+  """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
+
+  Errors of any other kind are those of the program too, which explains them.
+  """
+  mesh: AnyMesh | None = outside.mesh
+  if mesh is None or not is_explicit(mesh):
+    return outside
+  scope = outside.scope and outside.scope.on_auto_axes()
+  shardings = [auto_sharding(where) for where in outside.shardings]
+  inside = Places(auto_mesh(mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
+  try:
+    jax.eval_shape(on_auto_axes(lambda *args: run(inside, *args), mesh), *args)
+  except (TypeError, ValueError) as error:
+    if REFUSED in str(error):
+      said = str(error).split("\n")[0].split(" This error occurs at")[0]
+      return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
+  return inside
+
+
+def with_types(
+  run: Callable[..., Any], outside: Places, inside: Places, specs: Callable[[Any], Any]
+) -> Callable[..., Any]:
+  """A program of arrays in the layout `outside` that computes `inside`; `specs` as in `on_auto_axes`."""
+  return run if inside.mesh == outside.mesh else on_auto_axes(run, outside.mesh, specs)
