@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from nnx_parallel.errors import MeshError
 AnyMesh = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a C++ class, untyped
 Grid: TypeAlias = np.ndarray[Any, Any]
-M = TypeVar("M", Mesh, AbstractMesh)
+M = TypeVar("M", bound=AnyMesh)
 
 
 def make_mesh(
@@ -115,8 +115,8 @@ def auto_mesh(mesh: M) -> M:
     return mesh
   kinds = (AxisType.Auto,) * len(mesh.axis_names)
   if isinstance(mesh, AbstractMesh):
-    return mesh.update_axis_types(dict(zip(mesh.axis_names, kinds, strict=True)))
-  return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return cast(M, mesh.update_axis_types(dict(zip(mesh.axis_names, kinds, strict=True))))
+  return cast(M, Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
 
 
 def axis_kinds(mesh: AnyMesh) -> str:

@@ -7,13 +7,14 @@ computes on the same devices with Auto axes, and gives its results their types a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit
+from nnx_parallel.core.mesh import auto_mesh, is_explicit
 from nnx_parallel.core.shards import auto_sharding, on_auto_axes
 from nnx_parallel.layout.constrain import Scope, default_scope
 from nnx_parallel.train.binding import Binding
@@ -21,7 +22,7 @@ from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import terms
 from nnx_parallel.train.options import LossFn
 
-REFUSED = "Auto"
+_REFUSED = "Auto"
 """What jax's errors name where a sharding that only Explicit axes take is stated on Auto axes."""
 
 
@@ -40,14 +41,29 @@ class Places(NamedTuple):
   scope: Scope | None
   note: str = ""
 
+  def on_auto_axes(self) -> Places:
+    """The same places on Auto axes."""
+    if self.mesh is None or not is_explicit(self.mesh):
+      return self
+    scope = self.scope and self.scope.on_auto_axes()
+    shardings = [auto_sharding(where) for where in self.shardings]
+    return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
+
+  def active(self) -> contextlib.AbstractContextManager[Any]:
+    """Makes the mesh of the program the active one, if another one is."""
+    nothing = self.mesh is None or jax.sharding.get_abstract_mesh().empty
+    return contextlib.nullcontext() if nothing else jax.set_mesh(self.mesh)
+
   def placed(self, tree: Any) -> Any:
-    """Live arrays on the mesh of the program: the same buffers under another type."""
+    """Arrays outside of a program on its mesh: the same buffers under another type; or abstract arrays."""
 
     def moved(x: Any) -> Any:
       where = getattr(x, "sharding", None)
       if not isinstance(where, NamedSharding) or not is_explicit(where.mesh):
         return x
-      return jax.device_put(x, auto_sharding(where))
+      where = auto_sharding(where)
+      abstract = isinstance(x, jax.ShapeDtypeStruct)
+      return x.update(sharding=where) if abstract else jax.device_put(x, where)
 
     return tree if self.mesh is None or is_explicit(self.mesh) else jax.tree.map(moved, tree)
 
@@ -57,10 +73,9 @@ def places_of_losses(
 ) -> Places:
   """The places in a program of some losses of these objects."""
 
-  def forward(inside: Places, arrays: list[Any], batch: Any) -> Any:
+  def forward(arrays: list[Any], batch: Any) -> Any:
     models = binding.template.build(arrays)[0]
-    with default_scope(inside.scope):
-      return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
+    return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
 
   arrays = binding.with_raw(binding.read())
   return places_inside(places_outside(binding), forward, arrays, batch)
@@ -76,19 +91,32 @@ def places_inside(outside: Places, run: Callable[..., Any], *args: Any) -> Place
 
   Errors of any other kind are those of the program too, which explains them.
   """
-  mesh: AnyMesh | None = outside.mesh
-  if mesh is None or not is_explicit(mesh):
+  inside = outside.on_auto_axes()
+  if inside is outside:
     return outside
-  scope = outside.scope and outside.scope.on_auto_axes()
-  shardings = [auto_sharding(where) for where in outside.shardings]
-  inside = Places(auto_mesh(mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
   try:
-    jax.eval_shape(on_auto_axes(lambda *args: run(inside, *args), mesh), *args)
+    jax.eval_shape(on_auto_axes(run_in(inside, run), outside.mesh), *args)
   except (TypeError, ValueError) as error:
-    if REFUSED in str(error):
-      said = str(error).split("\n")[0].split(" This error occurs at")[0]
-      return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
+    return stating(outside, error) or inside
   return inside
+
+
+def run_in(places: Places, run: Callable[..., Any]) -> Callable[..., Any]:
+  """`run` in the scope of a program."""
+
+  def scoped(*args: Any) -> Any:
+    with default_scope(places.scope):
+      return run(*args)
+
+  return scoped
+
+
+def stating(outside: Places, error: BaseException) -> Places | None:
+  """The places of a program that states shardings; None if that is not what its trace on Auto axes raised."""
+  if _REFUSED not in str(error):
+    return None
+  said = str(error).split("\n")[0].split(" This error occurs at")[0]
+  return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
 
 
 def with_types(

@@ -98,7 +98,9 @@ def check_gradients(
 
 def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
   """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
-  return coarsest(subject_of(model, batch, loss_fn, wrt).trace, jax.default_backend())
+  subject = subject_of(model, batch, loss_fn, wrt)
+  with subject.places.active():
+    return coarsest(subject.trace, jax.default_backend())
 
 
 def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
@@ -289,7 +291,13 @@ class Looks:
     return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
 
 
-def checked(
+def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
+  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
+  with subject.places.active():
+    return _checked(subject, *args, **options)
+
+
+def _checked(
   subject: Subject,
   seed: int = 0,
   directions: int | None = None,
@@ -297,7 +305,6 @@ def checked(
   by_group: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
-  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
