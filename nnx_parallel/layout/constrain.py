@@ -98,7 +98,10 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are checked already."""
+  """`use_rules`, for rules that are checked already; on Auto axes, where a program computes on those."""
+  on_auto, active = scope.on_auto_axes(), jax.sharding.get_abstract_mesh()
+  if on_auto.mesh is not None and on_auto.mesh.abstract_mesh == active:
+    scope = on_auto
   with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
 
@@ -168,10 +171,7 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
   outer: Scope | None = _SCOPE.value
   if scope is None:
     return contextlib.nullcontext()
-  if outer is None:
-    return scoped(scope)
-  same = outer.mesh is None or (scope.mesh is not None and auto_mesh(outer.mesh) == scope.mesh)
-  return scoped(Scope(outer.rules, scope.mesh if same else outer.mesh))
+  return scoped(scope if outer is None else Scope(outer.rules, outer.mesh or scope.mesh))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
 from nnx_parallel.core.shards import auto_sharding, on_auto_axes
-from nnx_parallel.layout.constrain import Scope, default_scope
+from nnx_parallel.layout.constrain import Scope, default_scope, scoped
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import terms
@@ -113,10 +113,30 @@ def run_in(places: Places, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def stating(outside: Places, error: BaseException) -> Places | None:
   """The places of a program that states shardings; None if that is not what its trace on Auto axes raised."""
-  if _REFUSED not in str(error):
+  if not _is_stated(error):
     return None
   said = str(error).split("\n")[0].split(" This error occurs at")[0]
   return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
+
+
+def on_fitting_axes(run: Callable[..., Any], scope: Scope) -> Callable[..., Any]:
+  """`run`, of abstract arrays without types, in a scope on Auto axes; or as it is, if it states shardings."""
+
+  def fitting(*args: Any) -> Any:
+    try:
+      with scoped(scope.on_auto_axes()):
+        return run(*args)
+    except (TypeError, ValueError) as error:
+      if not _is_stated(error):
+        raise
+    with scoped(scope):
+      return run(*args)
+
+  return fitting
+
+
+def _is_stated(error: BaseException) -> bool:
+  return _REFUSED in str(error)
 
 
 def with_types(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,82 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_each_option_computes_what_it_does_on_auto_axes(options):
   assert_parity("decoder", "explicit", **OPTIONS[options])
+
+
+def test_outputs_and_pairs_are_those_of_auto_axes():
+  def loss(model, batch):
+    rows = (model(batch) ** 2).mean(-1)
+    return nxp.weighted(rows.sum(), len(rows)), {"rows": rows}
+
+  found = {}
+  for kind in KINDS:
+    plan, batch, _ = planned("linen", kind)
+    model = nxp.create_sharded_model(plan)[0]
+    metrics = nxp.eval_step(loss, outputs=("rows",), pairs=True)(model, batch)
+    assert metrics["rows"][0].sharding.mesh == plan.mesh
+    found[kind] = jax.tree.map(np.asarray, metrics)
+  for kind in ON_EXPLICIT:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[kind], found["auto"])
+
+
+def test_reports_are_those_of_auto_axes():
+  """Estimates and the compiled program: bytes, products and collectives."""
+  found = {}
+  for kind in KINDS:
+    plan, batch, loss = planned("decoder", kind)
+    memory = nxp.memory_plan(plan, loss, batch, microbatches=2)
+    report = nxp.compile_report(nxp.train_step(loss, microbatches=2), plan, batch=batch)
+    found[kind] = str(memory).split("\n")[1:], report.peak_bytes, report.flops, report.collectives
+  assert found["explicit"] == found["auto"]
+  assert found["mixed"] == found["auto"]
+
+
+def test_a_step_and_its_gradients_are_right_on_explicit_axes():
+  plan, batch, loss = planned("decoder", "explicit")
+  assert nxp.check_step(plan, None, loss, np.asarray(batch), microbatches=2)
+  model, optimizer = nxp.create_sharded_model(plan)
+  for active in (contextlib.nullcontext(), jax.set_mesh(plan.mesh), plan.scope()):
+    with active:
+      found = nxp.train_step(loss).check_gradients(model, optimizer, batch)
+      assert found
+      assert "by each device on its own" in str(found)
+
+
+@pytest.mark.parametrize("kind", ON_EXPLICIT)
+def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
+  losses = {}
+  for name in ("auto", kind):
+    plan, batch, loss = planned("decoder", name)
+    with nxp.Checkpointer(tmp_path / name) as checkpointer:
+      for steps in (1, 3):
+        model, optimizer = nxp.create_sharded_model(plan)
+        history = nxp.fit(
+          nxp.train_step(loss), model, optimizer, [batch] * steps, steps=steps, plan=plan,
+          checkpointer=checkpointer, save_every=1, peak_flops=1e9,
+        )  # fmt: skip
+    losses[name] = float(nxp.eval_step(loss)(model, batch)["loss"])
+  assert losses[kind] == pytest.approx(losses["auto"], rel=1e-6)
+
+
+def test_scopes_in_use_and_arrays_of_the_host():
+  plan, batch, loss = planned("decoder", "explicit")
+
+  def constrained(model, batch):
+    with plan.scope():
+      return loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
+
+  wanted = on_auto_axes("decoder", ())
+  for active in (contextlib.nullcontext(), jax.set_mesh(plan.mesh), plan.scope()):
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(constrained)
+    with active:
+      losses = [float(step(model, optimizer, x)["loss"]) for x in (np.asarray(batch), batch)]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+
+
+def test_a_step_is_lowered_on_an_abstract_mesh():
+  plan = nxp.plan(Decoder, nxp.abstract_mesh(FSDP, explicit=True), SHARDED, optimizer=optax.adam(1e-2))
+  batch = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+  step = nxp.train_step(next_token, remat="full")
+  assert "reshard" not in step.lower(plan, batch=batch).as_text()
+  assert "computed on Auto axes" in str(step.layers)
