@@ -212,15 +212,18 @@ class LayersUsed:
     done: what was done with them, a line each.
     reasons: why some were not scanned together, a line each.
     schedule: that of their pipeline, if they are one.
+    axes: on a mesh with Explicit axes, which axes the loss is computed on, and why.
   """
 
   found: tuple[Layers, ...] = ()
   done: tuple[str, ...] = ()
   reasons: tuple[str, ...] = ()
   schedule: Schedule | None = None
+  axes: str = ""
 
   def __str__(self) -> str:
-    lines = [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
+    lines = [self.axes] if self.axes else []
+    lines += [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
     reasons = [
       *self.reasons[:_SHOWN],
       *([f"and {more} more"] if (more := len(self.reasons) - _SHOWN) > 0 else []),

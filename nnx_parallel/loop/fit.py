@@ -36,6 +36,8 @@ from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.estimate.propagate import Propagation
+from nnx_parallel.train.axes import on_fitting_axes
+from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
@@ -475,6 +477,11 @@ def _compiles(step: Any) -> int:
   return len(getattr(step, "compiles", ()))
 
 
+def _abstract(x: Any) -> Any:
+  """An array without values, and without types on Explicit axes."""
+  return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+
+
 def _peak() -> float | None:
   """The bfloat16 peak of a device here, or None; simulated devices have none."""
   known = chip_of(jax.devices()[0].device_kind)
@@ -489,16 +496,18 @@ def _flops(step: Any, model: Any, batch: Any) -> float:
   if not isinstance(step, TrainStep):
     return math.nan
   losses = step.options.loss_fn
-  graphdef, state = nnx.split(model)
+  binding = Binding({"model": model})
+  arrays = binding.with_raw(binding.read())
 
-  def forward(state: Any, batch: Any) -> list[jax.Array]:
+  def forward(arrays: list[Any], batch: Any) -> list[jax.Array]:
     several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [call_loss(loss, nnx.merge(graphdef, state), batch) for loss in several]
+    found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
     return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
   seen = Propagation()
   try:
-    trace: Any = jax.make_jaxpr(forward)(state, batch)
+    run = forward if binding.scope is None else on_fitting_axes(forward, binding.scope)
+    trace: Any = jax.make_jaxpr(run)(*jax.tree.map(_abstract, (arrays, batch)))
     seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
   except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
     warnings.warn(
@@ -515,6 +524,6 @@ def _flops(step: Any, model: Any, batch: Any) -> float:
       NnxParallelWarning,
       stacklevel=3,
     )
-  arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-  devices = max((len(x.sharding.device_set) for x in arrays), default=1)
+  placed = [x for x in arrays if isinstance(x, jax.Array)]
+  devices = max((len(x.sharding.device_set) for x in placed), default=1)
   return 3.0 * sum(product.flops * product.times for product in seen.products) / devices

@@ -89,7 +89,7 @@ class Bound:
     if current_trace() != self._trace:
       raise inside_a_program()
     self._check_last()
-    binding, program = self.binding, self.structure.program(batch)
+    binding, program = self.binding, self.structure.program(self.binding, batch)
     as_planned = True
     try:
       arrays = owned(binding.variables)
@@ -109,7 +109,7 @@ class Bound:
 
   def evaluate(self, batch: Any) -> tuple[Metrics, News]:
     """Runs an evaluation, which changes nothing."""
-    binding, program = self.binding, self.structure.program(batch)
+    binding, program = self.binding, self.structure.program(self.binding, batch)
     arrays = binding.read()
     as_planned = binding.are_pinned(arrays)
     if not as_planned:
@@ -125,7 +125,9 @@ class Bound:
 
   def traced(self, batch: Any) -> Any:
     """The traced program for a batch, live or abstract."""
-    return self.structure.program(batch).jitted.trace(self.binding.read(), self.binding.raw, batch)
+    return self.structure.program(self.binding, batch).jitted.trace(
+      self.binding.read(), self.binding.raw, batch
+    )
 
   def _news(self, program: Program, arrays: list[Any], batch: Any) -> News:
     program.is_known = True
@@ -161,7 +163,7 @@ class Bound:
       ShardingError: it does not divide.
       TrainError: it has no examples, or is an array of the host in a job of several processes.
     """
-    mesh, scope = self.structure.mesh, self.structure.scope
+    mesh, scope = self.binding.mesh, self.binding.scope
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
     check_examples(batch)
@@ -193,8 +195,11 @@ class Bound:
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
     """What `check_gradients` checks: one loss, differentiated as in this step."""
+    self.structure.settle(self.binding, batch)
     layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
-    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.structure.held)
+    places = self.structure.places
+    batch = places.placed(batch)
+    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, places, self.structure.held)
 
   def _planned(self) -> dict[Path, NamedSharding]:
     """Where the plans of the optimizers put arrays, by path in the binding's template."""

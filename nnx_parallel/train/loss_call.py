@@ -154,10 +154,10 @@ def _of_another_module(loss_fn: Callable[..., Any], error: BaseException) -> Tra
 
 def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   return TrainError(
-    f"{layer} does not give the sharding of its result, which this mesh with Explicit axes needs.",
+    f"{layer} does not give the sharding of its result, and other operations of the model state theirs.",
     details=_first_line(error),
-    fix="a mesh with Auto axes (nxp.make_mesh without explicit=True), where the compiler decides; or pass"
-    " out_sharding=... to that operation.",
+    fix="out_sharding=... for that operation too; or state none on this mesh, or leave it to nxp.constrain:"
+    " the step then computes on Auto axes, where the compiler decides.",
   )
 
 

@@ -406,7 +406,17 @@ def test_padded_and_tied_leaves_and_explicit_axes():
   with jax.set_mesh(mesh):
     found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
   assert found
-  assert "the mesh has Explicit axes" in str(found)
+  assert "by each device on its own" in str(found)
+
+
+def test_shardings_that_a_loss_states_on_explicit_axes():
+  mesh = nxp.make_mesh(data=8, explicit=True)
+  plan = nxp.plan(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh, nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
+  found = nxp.check_gradients(model, x, lambda model, x: loss_fn(model, jax.reshard(x, jax.P("data"))))
+  assert found
+  assert "the model states shardings on Explicit axes" in str(found)
 
 
 @pytest.mark.parametrize(
