@@ -220,7 +220,8 @@ def test_adapters_in_the_form_of_peft_and_back(tmp_path, config, targets, short)
   # What PEFT reads. A module's weight in transformers plus scale * B @ A is the merged weight.
   settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
   assert {k: settings[k] for k in ("peft_type", "r", "lora_alpha", "bias", "rank_pattern", "task_type")} == {
-    "peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "rank_pattern": {}, "task_type": "CAUSAL_LM",
+    "peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "rank_pattern": {},
+    "task_type": "CAUSAL_LM",
   }  # fmt: skip
   assert set(settings["target_modules"]) == short
   assert settings["fan_in_fan_out"] == (config is GPT2)
