@@ -387,7 +387,14 @@ class WeightMap:
     return groups
 
   def names_of(self, paths: Iterable[str]) -> dict[str, str]:
-    """The name in the file of each of these paths that has a rule, by path."""
+    """Finds the names in the file of those leaves of a model that have a rule.
+
+    Args:
+      paths: of the leaves.
+
+    Returns:
+      The name in the file by path.
+    """
     return {path: group.file for group in self._groups(paths)[0] for path in group.layers.values()}
 
   def through(self, target: Target) -> Target:
