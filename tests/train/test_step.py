@@ -555,6 +555,16 @@ def test_too_many_arrays_for_a_loss_are_an_error():
     nxp.train_step(squared)(model, optimizer, x, x, x)
 
 
+def test_a_host_batch_in_a_job_of_several_processes_is_an_error(monkeypatch):
+  step, _, model, optimizer = small()
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"batch\['x'\] is an array of the host, in a job of 2"
+  ) as error:
+    step(model, optimizer, {"x": X})
+  assert "global_batch=True" in str(error.value)
+
+
 def test_an_error_inside_a_layer_names_the_layer():
   plan, model, optimizer = make()
   batch = {name: x[:, :4] for name, x in data(plan).items()}
