@@ -590,13 +590,14 @@ def _scanned(
       if number is None:
         continue
       own: Any = opened(traced).invars[number].aval
+      aval: Any = var.aval
       split = flows[var].names
-      used = math.prod(var.aval.shape) * min(read[number], own.dtype.itemsize)
+      used = math.prod(aval.shape) * min(read[number], own.dtype.itemsize)
       once.append(Sharded(used // eqn.params["length"], split))
       if used < nbytes(own):
         casts[number] = Sharded(used, split)
-      if number < len(trained) and nbytes(var.aval) < nbytes(own):
-        narrowed.append(Sharded(nbytes(own) - nbytes(var.aval), split))
+      if number < len(trained) and nbytes(aval) < nbytes(own):
+        narrowed.append(Sharded(nbytes(own) - nbytes(aval), split))
     found.append(_Scanned(tuple(once), tuple(casts.values()), tuple(narrowed)))
   return found
 
