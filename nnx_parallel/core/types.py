@@ -6,7 +6,7 @@ no shape to a variable's type, and closed traces are a class of their own in old
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -99,6 +99,10 @@ Model: TypeAlias = Any
 """A module, or modules in a tuple or a dict."""
 LossFn: TypeAlias = Callable[[Model, PyTree], Any]
 """`loss(model, batch)`, of one model or several."""
+Metrics: TypeAlias = Mapping[str, Any]
+"""Name -> scalar, or a `(sum, count)` pair of scalars, or an array of examples."""
+Optimizer: TypeAlias = nnx.Optimizer[Any]
+"""An optimizer of any model."""
 AnyArray: TypeAlias = Any
 """An array: of jax, of NumPy, or abstract (`jax.ShapeDtypeStruct`)."""
 Variable: TypeAlias = nnx.Variable[Any]

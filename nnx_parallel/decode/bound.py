@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_of, entry_of, without
+from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.sampling import Beams, Sampling
@@ -49,7 +51,7 @@ class Options:
   stop: tuple[Any, ...]
   padding: str
   call: Call
-  cache: Callable[[int, int], Any] | None
+  cache: Callable[[int, int], PyTree] | None
   prefill: int
   slots: int | None
   layer_options: LayerOptions
@@ -95,10 +97,10 @@ class Options:
 class Args(NamedTuple):
   """What differs between calls: arrays, all global; None for what is not given."""
 
-  prompts: Any
-  lengths: Any
-  requests: Any
-  key: Any
+  prompts: AnyArray
+  lengths: AnyArray
+  requests: AnyArray
+  key: AnyArray
 
 
 class Bound:
@@ -108,7 +110,7 @@ class Bound:
   of its own. The model's caches are then those of one row, and only their shapes are used.
   """
 
-  def __init__(self, options: Options, used: LayersUsed, model: Any):
+  def __init__(self, options: Options, used: LayersUsed, model: Model):
     self.options, self._used = options, used
     self.binding = Binding({"model": model})
     self.scope = scope_of(self.binding.variables)
@@ -154,7 +156,7 @@ class Bound:
       out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
     )
 
-  def place(self, x: Any) -> Any:
+  def place(self, x: AnyArray) -> jax.Array:
     """Numbers of the host in the layout of the arguments."""
     where = self._of_argument(np.ndim(x))
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
@@ -170,7 +172,7 @@ class Bound:
   def abstract_args(self, prompts: tuple[int, ...]) -> Args:
     """Those for prompts of a shape, without values."""
 
-    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
+    def struct(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
 
     rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
@@ -182,11 +184,11 @@ class Bound:
     places = {f"{group}[{n}]": i for group, found in groups.items() for n, i in enumerate(found)}
     return {name: self.labels[i].removeprefix("model.") for name, i in places.items()}
 
-  def arrays(self) -> tuple[list[Any], list[Any]]:
+  def arrays(self) -> tuple[list[AnyArray], list[AnyArray]]:
     """The caches, and all else that the model holds."""
     return self._divided([*self.binding.read(), *self.binding.raw])
 
-  def _divided(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+  def _divided(self, arrays: list[AnyArray]) -> tuple[list[AnyArray], list[AnyArray]]:
     """The caches among all arrays of the program, and the others."""
     return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
 
@@ -207,7 +209,9 @@ class Bound:
         variables[i].set_raw_value(array)
     return found
 
-  def of_arrays(self, arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
+  def of_arrays(
+    self, arrays: list[jax.Array], *args: jax.Array
+  ) -> tuple[dict[str, jax.Array], dict[int, jax.Array]]:
     """The program for the arrays of all Variables: its results, and the caches by number."""
     after, found = self._program(*self._divided([*arrays, *self.binding.raw]), Args(*args))
     fields = {name: x for name, x in found._asdict().items() if x is not None}
@@ -242,7 +246,7 @@ class Bound:
           "or a mesh with Auto axes, and no pipeline=.",
         )
 
-  def _batch_entry(self) -> Any:
+  def _batch_entry(self) -> Entry:
     """The entry of the batch in a spec."""
     if self.scope is None:
       return None
@@ -255,16 +259,16 @@ class Bound:
     spec = PartitionSpec(entry_of(self.axes)) if by_batch else PartitionSpec()
     return None if mesh is None else NamedSharding(mesh, spec)
 
-  def _pin(self, x: Any, *entries: Any) -> Any:
+  def _pin(self, x: jax.Array, *entries: object) -> jax.Array:
     """An array in a layout; without entries it is replicated."""
     mesh = self.binding.mesh
     return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
-  def _rows(self, x: Any) -> Any:
+  def _rows(self, x: jax.Array) -> jax.Array:
     """An array whose dim 0 is the batch."""
     return self._pin(x, entry_of(self.axes))
 
-  def _logits(self, x: Any) -> Any:
+  def _logits(self, x: jax.Array) -> jax.Array:
     """Logits `(rows, ..., vocabulary)` that are split as the head splits them.
 
     If they were replicated at once, XLA would gather the head's kernel, which is larger.
@@ -277,17 +281,17 @@ class Bound:
     # Sums over the vocabulary would depend on how it is split, and so would what is drawn.
     return split if greedy else self._rows(split)
 
-  def _grouped(self, x: Any) -> Any:
+  def _grouped(self, x: jax.Array) -> jax.Array:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
-  def _pinned(self, caches: list[Any]) -> list[Any]:
+  def _pinned(self, caches: list[jax.Array]) -> list[jax.Array]:
     pairs = zip(caches, self._of_caches, strict=True)
     if not self.own_rows:
       return [pinned(x, where) for x, where in pairs]
     return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
 
-  def _of_rows(self, x: Any, own: Iterable[Any], rest: Any) -> Any:
+  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
     """Caches of all rows in the layout of the batch, and in each row in that of its own dims.
 
     Args:
@@ -299,7 +303,14 @@ class Bound:
     entries += [rest] * (x.ndim - self.own_rows - len(entries))
     return self._pin(x, entry_of(self.axes), *[None] * (self.own_rows - 1), *entries)
 
-  def _called(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+  def _called(
+    self,
+    others: list[jax.Array],
+    tokens: jax.Array,
+    position: jax.Array,
+    caches: list[jax.Array],
+    own: PyTree,
+  ) -> PyTree:
     """Calls the model with tokens `(batch, n)`.
 
     Returns:
@@ -321,7 +332,14 @@ class Bound:
     return logits[:, -1], others, after, own
 
   # The caches come last: `held` would gather a parameter that is split like the batch.
-  def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+  def _one_call(
+    self,
+    others: list[jax.Array],
+    tokens: jax.Array,
+    position: jax.Array,
+    caches: list[jax.Array],
+    own: PyTree,
+  ) -> PyTree:
     """The logits and all caches after a call that changes nothing else."""
     given = others, tokens, position, caches, own
     logits, after, caches, own = self._called(*given)
@@ -334,15 +352,17 @@ class Bound:
       raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
-  def _turns(self, axis: str, others: list[Any], caches: list[Any], rows: int, length: int) -> Turns:
+  def _turns(
+    self, axis: str, others: list[jax.Array], caches: list[jax.Array], rows: int, length: int
+  ) -> Turns:
     """Calls of the model for one group of rows, its layers on stages."""
 
-    def call(others: list[Any], inputs: Any, state: State) -> Any:
+    def call(others: list[jax.Array], inputs: PyTree, state: State) -> PyTree:
       (tokens, position), (caches, own) = inputs, state
       logits, others, caches, own = self._called(others, tokens, position, caches, own)
       return logits, others, (caches, own)
 
-    def inputs(count: int) -> Any:
+    def inputs(count: int) -> PyTree:
       tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
       return self._rows(tokens), self._pin(position)
 
@@ -354,12 +374,14 @@ class Bound:
     layers, mesh = self.options.layer_options, self.binding.mesh
     return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
-  def _over_rows(self, call: Callable[..., Any]) -> Callable[..., Any]:
+  def _over_rows(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`call` for each row by itself, where rows have caches of their own."""
     if not self.own_rows:
       return call
 
-    def one(others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+    def one(
+      others: list[jax.Array], tokens: jax.Array, position: jax.Array, caches: list[jax.Array], own: PyTree
+    ) -> PyTree:
       logits, caches, own = call(others, tokens[None], position, caches, own)
       return logits[0], caches, own
 
@@ -367,13 +389,13 @@ class Bound:
     inner = one if self.own_rows == 1 else jax.vmap(one, dims)
     mapped = jax.vmap(inner, dims, spmd_axis_name=None if self.explicit or not self.axes else self.axes)
 
-    def all_rows(*args: Any) -> Any:
+    def all_rows(*args: PyTree) -> PyTree:
       with mapped_axes(self.axes):
         return mapped(*args)
 
     return all_rows
 
-  def _empty(self, caches: list[Any], batch: int, length: int) -> State:
+  def _empty(self, caches: list[jax.Array], batch: int, length: int) -> State:
     """The state before the first token."""
     make = self.options.cache
     if not self.own_rows:
@@ -387,16 +409,16 @@ class Bound:
     with mapped_axes(self.axes):
       one = make(1, length)
 
-    def repeated(x: Any) -> Any:
+    def repeated(x: jax.Array) -> jax.Array:
       own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
       return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest)
 
     return zeros, jax.tree.map(repeated, one)
 
-  def _program(self, caches: list[Any], others: list[Any], args: Args) -> Any:
+  def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
     options, sampling, rows = self.options, self.options.sampling, self._rows
 
-    def forward(tokens: Any, position: Any, state: State) -> Any:
+    def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
       if self.own_rows:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
       logits, caches, own = self._forward(others, tokens, position, *state)
@@ -428,7 +450,7 @@ class Bound:
       return after, found
 
 
-def _check_logits(logits: Any, tokens: Any) -> None:
+def _check_logits(logits: jax.Array, tokens: jax.Array) -> None:
   if getattr(logits, "ndim", 0) != 3 or logits.shape[:2] != tokens.shape:
     raise DecodeError(
       f"the call returned {getattr(logits, 'shape', type(logits).__name__)} for tokens {tokens.shape}.",
@@ -436,7 +458,7 @@ def _check_logits(logits: Any, tokens: Any) -> None:
     )
 
 
-def _capacity(model: Any) -> tuple[int, int] | None:
+def _capacity(model: Model) -> tuple[int, int] | None:
   """Batch and length of the caches of flax's attentions: a full one overwrites its last entry unnoticed."""
   attentions = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
   # Stacked attentions have the dims of their stack in front: a kernel by itself has 3.
