@@ -101,7 +101,7 @@ def experts(
   Source: GShard, arXiv:2006.16668; without capacity, MegaBlocks, arXiv:2211.15841.
   """
   leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-  weights: jax.Array = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
+  weights: PyTree = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
   _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
   around = surroundings(x, *leaves)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx_parallel.errors import SchemeError
 
@@ -38,15 +39,15 @@ class Routing:
 
 
 def route(
-  logits: jax.Array,
+  logits: jax.Array | np.ndarray,
   top_k: int,
   *,
   score: Score = "softmax",
-  bias: jax.Array | None = None,
+  bias: jax.Array | np.ndarray | None = None,
   normalize: bool = True,
   groups: int = 1,
   top_groups: int = 1,
-  mask: jax.Array | None = None,
+  mask: jax.Array | np.ndarray | None = None,
 ) -> Routing:
   """Chooses `top_k` experts for each token.
 
@@ -131,13 +132,13 @@ def _best(scores: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _check(
-  logits: jax.Array,
+  logits: jax.Array | np.ndarray,
   top_k: int,
   score: Score,
-  bias: jax.Array | None,
+  bias: jax.Array | np.ndarray | None,
   groups: int,
   top_groups: int,
-  mask: jax.Array | None,
+  mask: jax.Array | np.ndarray | None,
 ) -> None:
   """Raises a `SchemeError` for arguments of `route` that do not fit."""
   count = logits.shape[-1]
@@ -168,7 +169,9 @@ def _check(
     )
 
 
-def balanced_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
+def balanced_bias(
+  bias: jax.Array | np.ndarray, load: jax.Array | np.ndarray, rate: float = 1e-3
+) -> jax.Array:
   """The next bias of a router: lower for experts with more than the mean load, higher for the others.
 
   It balances without a loss that pulls at the model. Keep the bias as an `nnx.Variable` that is no parameter,

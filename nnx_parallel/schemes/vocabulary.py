@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
-from nnx_parallel.core.types import PyTree
+from nnx_parallel.core.types import AnyArray, PyTree, Variable
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
@@ -35,8 +36,8 @@ _LOWEST = -1e30
 
 def vocabulary_cross_entropy(
   hidden: jax.Array,
-  head: jax.Array,
-  labels: jax.Array,
+  head: jax.Array | Variable,
+  labels: jax.Array | np.ndarray,
   *,
   axis: str | Sequence[str] = "tensor",
   parts: int = 1,
@@ -113,7 +114,7 @@ def vocabulary_cross_entropy(
 
 
 def vocabulary_embedding(
-  table: jax.Array, ids: jax.Array, *, axis: str | Sequence[str] = "tensor"
+  table: jax.Array | Variable, ids: jax.Array | np.ndarray, *, axis: str | Sequence[str] = "tensor"
 ) -> jax.Array:
   """Looks up rows of a table whose rows are sharded over devices. The table is not moved.
 
@@ -173,7 +174,7 @@ class _Split:
   tokens: tuple[tuple[str, ...], ...]
 
   @classmethod
-  def of(cls, *arrays: jax.Array, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
+  def of(cls, *arrays: AnyArray, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
     around = surroundings(*arrays)
     taken, wanted = around.manual | around.mapped, (axis,) if isinstance(axis, str) else tuple(axis)
     check_not_mapped("the vocabulary", wanted, taken)
