@@ -169,9 +169,7 @@ def _check(
     )
 
 
-def balanced_bias(
-  bias: jax.Array | np.ndarray, load: jax.Array | np.ndarray, rate: float = 1e-3
-) -> jax.Array:
+def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1e-3) -> jax.Array:
   """The next bias of a router: lower for experts with more than the mean load, higher for the others.
 
   It balances without a loss that pulls at the model. Keep the bias as an `nnx.Variable` that is no parameter,

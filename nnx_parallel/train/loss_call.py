@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import TracebackType
-from typing import Any
 
 from flax import errors, nnx
 
 from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
 
 _NO_LAYER = "the loss function"
 
 
-def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> Any:
+def call_loss(loss_fn: LossFn, models: Model, batch: PyTree) -> PyTree:
   """`loss_fn(models, batch)` on traced arrays.
 
   Raises:
@@ -30,7 +30,7 @@ def call_loss(loss_fn: Callable[[Any, Any], Any], models: Any, batch: Any) -> An
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: Callable[[Any, Any], Any], models: Any) -> Generator[None]:
+def _explained(loss_fn: LossFn, models: Model) -> Generator[None]:
   """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
   try:
     yield
@@ -54,7 +54,7 @@ def _explained(loss_fn: Callable[[Any, Any], Any], models: Any) -> Generator[Non
     raise
 
 
-def _check_signature(loss_fn: Callable[[Any, Any], Any]) -> None:
+def _check_signature(loss_fn: LossFn) -> None:
   try:
     signature = inspect.signature(loss_fn)
   except (TypeError, ValueError):  # no Python function
@@ -79,7 +79,7 @@ def _first_line(error: BaseException) -> str:
   return str(error).split("\n")[0].split(" (https://")[0]
 
 
-def _of_another_module(loss_fn: Callable[[Any, Any], Any], error: BaseException) -> TrainError:
+def _of_another_module(loss_fn: LossFn, error: BaseException) -> TrainError:
   try:
     found = inspect.getclosurevars(inspect.unwrap(loss_fn))
     outside = {**found.nonlocals, **found.globals}
@@ -104,7 +104,7 @@ def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   )
 
 
-def _layer(models: Any, trace: TracebackType | None) -> str:
+def _layer(models: Model, trace: TracebackType | None) -> str:
   """The innermost layer of `models` on the stack of an error, and its line of code."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
   shown = _NO_LAYER

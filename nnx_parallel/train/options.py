@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
@@ -38,7 +39,7 @@ class StepOptions:
   layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
   outputs: tuple[str, ...] = ()
   gradients: Gradients | None = None
-  reduction: Any = None
+  reduction: DTypeLike | None = None
   pairs: bool = False
   diagnostics: bool = False
 
