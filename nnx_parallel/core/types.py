@@ -99,10 +99,12 @@ Model: TypeAlias = Any
 """A module, or modules in a tuple or a dict."""
 LossFn: TypeAlias = Callable[[Model, PyTree], Any]
 """`loss(model, batch)`, of one model or several."""
-Metrics: TypeAlias = Mapping[str, Any]
+AnyMetrics: TypeAlias = Mapping[str, Any]
 """Name -> scalar, or a `(sum, count)` pair of scalars, or an array of examples."""
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 """An optimizer of any model."""
+Optimizers: TypeAlias = Any
+"""An optimizer, or one for each model that is trained, in a tuple or a dict."""
 AnyArray: TypeAlias = Any
 """An array: of jax, of NumPy, or abstract (`jax.ShapeDtypeStruct`)."""
 Variable: TypeAlias = nnx.Variable[Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from flax import nnx
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import CheckpointError
 
 
@@ -66,11 +66,11 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float = 1.0)
   return [path_str(path) for path in pairs]
 
 
-def _merged(weight: Any, a: Any, b: Any, scale: float) -> Any:
+def _merged(weight: AnyArray, a: AnyArray, b: AnyArray, scale: float) -> AnyArray:
   where = weight.sharding if isinstance(weight.sharding, jax.NamedSharding) else None
   whole = None if where is None else jax.NamedSharding(where.mesh, jax.P())
 
-  def add(weight: Any, a: Any, b: Any) -> Any:
+  def add(weight: AnyArray, a: AnyArray, b: AnyArray) -> AnyArray:
     a, b = (pinned(x, whole).astype(jnp.float32) for x in (a, b))
     delta = pinned((scale * (a @ b)).reshape(weight.shape), where)
     return pinned((weight.astype(jnp.float32) + delta).astype(weight.dtype), where)

@@ -24,7 +24,7 @@ from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import not_counted
-from nnx_parallel.core.types import Leaf, Metrics, Model, Optimizer, PyTree
+from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
@@ -107,14 +107,14 @@ def resume_from(
 
 
 def fit(
-  step: Callable[[Model, Optimizer, PyTree], Metrics],
+  step: Callable[[Model, Optimizers, PyTree], AnyMetrics],
   model: Model,
-  optimizer: Optimizer,
+  optimizer: Optimizers,
   batches: Source,
   *,
   steps: int | None = None,
   plan: Plan | None = None,
-  evaluate: Callable[[], Metrics] | None = None,
+  evaluate: Callable[[], AnyMetrics] | None = None,
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
@@ -354,7 +354,7 @@ def fit(
 _END = object()
 
 
-def _checked(metrics: object) -> Metrics:
+def _checked(metrics: object) -> AnyMetrics:
   if not isinstance(metrics, Mapping):
     raise TrainError(
       f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",
@@ -446,7 +446,7 @@ def _rows(batch: PyTree) -> int:
   return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
 
 
-def _busy(metrics: Metrics | None) -> bool:
+def _busy(metrics: AnyMetrics | None) -> bool:
   """Whether the step that returned these is still running."""
   arrays: list[Any] = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
   return bool(arrays) and not arrays[0].is_ready()

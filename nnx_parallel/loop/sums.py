@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.core.types import AnyArray, Metrics, Model, PyTree
+from nnx_parallel.core.types import AnyArray, AnyMetrics, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.train.losses import weight_of, wide
@@ -31,10 +31,10 @@ class MetricSums:
   """
 
   def __init__(self) -> None:
-    self._total: Metrics = {}
+    self._total: AnyMetrics = {}
     self._weight: float | None = None  # of the first step, until there is a second
 
-  def add(self, metrics: Metrics, *, weight: float = 1.0) -> None:
+  def add(self, metrics: AnyMetrics, *, weight: float = 1.0) -> None:
     """Adds the metrics of one step, on the devices, without waiting for them.
 
     Args:
@@ -64,7 +64,7 @@ class MetricSums:
 
   def read(self) -> Record:
     """The means, `loss` first; waits for the steps. 0 where nothing was counted; empty before the first."""
-    total: Metrics = jax.device_get(self._total)
+    total: AnyMetrics = jax.device_get(self._total)
     return {name: _mean(total[name]) for name in sorted(total, key=lambda name: (name != "loss", name))}
 
 
@@ -73,7 +73,7 @@ def is_scalar(value: AnyArray | tuple[AnyArray, AnyArray]) -> bool:
   return not any(map(np.ndim, value if isinstance(value, tuple) else (value,)))
 
 
-def evaluate(step: Callable[[Model, PyTree], Metrics], model: Model, batches: Iterable[PyTree]) -> Record:
+def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches: Iterable[PyTree]) -> Record:
   """Computes the mean of each metric over many batches, exactly weighted.
 
   Args:
@@ -114,12 +114,12 @@ def _mean(value: AnyArray | tuple[AnyArray, AnyArray]) -> float:
 
 
 @jax.jit
-def _as_pairs(metrics: Metrics, weight: AnyArray) -> Metrics:
+def _as_pairs(metrics: AnyMetrics, weight: AnyArray) -> AnyMetrics:
   return {name: _pair(value, weight) for name, value in metrics.items()}
 
 
 @jax.jit
-def _added(total: Metrics, metrics: Metrics, weight: AnyArray) -> Metrics:
+def _added(total: AnyMetrics, metrics: AnyMetrics, weight: AnyArray) -> AnyMetrics:
   return jax.tree.map(jnp.add, total, {name: _pair(value, weight) for name, value in metrics.items()})
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
-LossFn = Callable[[Any, Any], Any]
 Gradients = Literal["like_parameters", "scattered"]
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.text import few
-from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
+from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention
@@ -49,7 +49,7 @@ class _Step:
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
-  def _bind(self, model: Model, optimizer: Optimizer = _ABSENT) -> Bound:
+  def _bind(self, model: Model, optimizer: Optimizers = _ABSENT) -> Bound:
     """The step for these objects; made again where an attribute changed since the last call."""
     key = (_identity(model), _identity(optimizer))
     bound = self._bounds.get(key)
@@ -118,7 +118,7 @@ class TrainStep(_Step):
     self.reduction = ""
 
   def __call__(
-    self, model: Model, optimizer: Optimizer = _ABSENT, batch: PyTree = _ABSENT, *more: object
+    self, model: Model, optimizer: Optimizers = _ABSENT, batch: PyTree = _ABSENT, *more: object
   ) -> Metrics:
     """Updates `model` and `optimizer` in place with the gradients of one batch.
 
@@ -150,9 +150,7 @@ class TrainStep(_Step):
     self.reduction = bound.structure.reduction
     _warn_unplanned(bound.unplanned())
 
-  def lower(
-    self, model: Model, optimizer: Optimizer | None = None, batch: PyTree = None
-  ) -> jax.stages.Lowered:
+  def lower(self, model: Model, optimizer: Optimizers = None, batch: PyTree = None) -> jax.stages.Lowered:
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
@@ -180,7 +178,7 @@ class TrainStep(_Step):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
 
-  def compiled(self, model: Model, optimizer: Optimizer, batch: PyTree) -> jax.stages.Compiled:
+  def compiled(self, model: Model, optimizer: Optimizers, batch: PyTree) -> jax.stages.Compiled:
     """The program that runs for these arguments; after a call with them, it is not compiled again.
 
     Args:
@@ -199,7 +197,7 @@ class TrainStep(_Step):
   def check_gradients(
     self,
     model: Model,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     batch: PyTree,
     *,
     seed: int = 0,

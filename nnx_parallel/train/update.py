@@ -14,7 +14,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
 from nnx_parallel.core.padding import is_padded
-from nnx_parallel.core.types import Model, Optimizer, PyTree
+from nnx_parallel.core.types import Model, Optimizer, Optimizers, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def update(
-  options: StepOptions, models: Model, optimizers: PyTree, batch: PyTree, layout: Layout
+  options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: Layout
 ) -> tuple[Metrics, str, LayersUsed]:
   """Updates traced `models` and `optimizers` in place.
 
@@ -74,7 +74,7 @@ def of_loss(key: Hashable, optimizers: Mapping[Hashable, T]) -> T:
   return optimizers[key]
 
 
-def keyed(models: Model, optimizers: PyTree) -> dict[Hashable, Optimizer]:
+def keyed(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
   """Optimizers by the key of the model that they train; None for a single model.
 
   Raises:
