@@ -30,6 +30,7 @@ from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import Plan
 
@@ -387,7 +388,7 @@ class Checkpointer:
             as_numpy, rename=rename, cast=cast, weight_map=weight_map, optimizer=optimizer, choose=choose
           )
 
-      def attempt(record: Manifest) -> Any:
+      def attempt(record: Manifest) -> PyTree:
         with multihost.together():
           goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
         return self._fill(goal, record, **by_name)
@@ -526,7 +527,7 @@ class Checkpointer:
   def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
     return compare(record, goal, byte_budget=self._byte_budget, **choose)
 
-  def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> Any:
+  def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> PyTree:
     """Restores a step into a target."""
     with multihost.together():
       diff = self._compare(record, goal, **by_name)
@@ -589,7 +590,9 @@ class Checkpointer:
         raise vanished(self._storage.folder(step)) from error
       raise
 
-  def _try_steps(self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], Any]) -> Any:
+  def _try_steps(
+    self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], PyTree]
+  ) -> PyTree:
     number = self._resolve(step)
     older: list[int] | None = None
     while True:

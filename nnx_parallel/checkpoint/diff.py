@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
+from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
@@ -413,7 +414,7 @@ def _closest(name: str, names: list[str]) -> str | None:
   return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.4)), None)
 
 
-def _made_of(dtype: Any) -> Any:
+def _made_of(dtype: DTypeLike) -> Any:
   """The dtype of an array that jax makes from this one; 32 bits for 64 while `jax_enable_x64` is off."""
   return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.relayout import on_auto_axes, on_cpu
 from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.types import DType
 
 _TILE = 1 << 15  # words that are mixed and summed at a time on a CPU
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
@@ -219,7 +220,7 @@ def _place(index: jax.Array, dim: int) -> jax.Array:
   return _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
 
 
-def _words_per_item(dtype: Any) -> int:
+def _words_per_item(dtype: DType) -> int:
   return max(1, dtype.itemsize // 4)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 from etils import epath
@@ -22,6 +21,7 @@ from nnx_parallel.checkpoint.relayout import without_padding
 from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded
+from nnx_parallel.core.types import Leaf
 from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Request:
   overwrite: bool
 
 
-def encode(roots: Mapping[str, Mapping[str, Any]]) -> Content:
+def encode(roots: Mapping[str, Mapping[str, Leaf]]) -> Content:
   """Checks and encodes Variables, arrays and JSON values, given by item and path.
 
   Raises:
@@ -173,7 +173,7 @@ def write(
   return finish
 
 
-def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | None]:
+def _encode_leaf(item: str, path: str, leaf: Leaf) -> tuple[LeafRecord, Array | None]:
   name, value = f"{item}/{path}", value_of(leaf)
   if isinstance(value, jax.Array) and value.is_deleted():
     raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -17,12 +18,12 @@ def axes_of(entry: Any) -> tuple[str, ...]:
   return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def axes_by_dim(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+def axes_by_dim(spec: PartitionSpec | Sequence[Any], rank: int) -> tuple[tuple[str, ...], ...]:
   """The mesh axes of each dim of an array; a spec may leave out the last dims."""
   return (*map(axes_of, spec[:rank]), *((),) * (rank - len(spec)))
 
 
-def axes_in(spec: Any) -> tuple[str, ...]:
+def axes_in(spec: Iterable[Any]) -> tuple[str, ...]:
   """The mesh axes of a whole spec."""
   return tuple(axis for entry in spec for axis in axes_of(entry))
 

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import optax
 
+from nnx_parallel.core.types import PyTree
+
 
 def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """`optax.with_extra_args_support`, also for an update that takes only certain names (`optax.contrib.sam`).
@@ -23,7 +25,7 @@ def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformati
   if any(p.kind is p.VAR_KEYWORD for p in names.values()):
     return inner
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+  def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
     known = {name: value for name, value in extra.items() if name in names}
     return cast(Any, inner).update(grads, state, params, **known)
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
 from nnx_parallel.core.dims import PRODUCTS, DimMap, dim_map, same_majors
+from nnx_parallel.core.types import JaxprEqn
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
@@ -111,7 +112,7 @@ class Meeting:
     return tuple(placed[d] for d in sorted(placed))
 
 
-def meeting(eqn: Any) -> Meeting | None:
+def meeting(eqn: JaxprEqn) -> Meeting | None:
   """The pairs of dims of a product; None for other operations."""
   found = dim_map(eqn) if eqn.primitive.name in PRODUCTS else None
   if found is None:
@@ -135,7 +136,7 @@ def meeting(eqn: Any) -> Meeting | None:
   )
 
 
-def _flops(eqn: Any, found: DimMap) -> int:
+def _flops(eqn: JaxprEqn, found: DimMap) -> int:
   """Of a product; zeros from padding and dilation are not counted."""
   (_, right, *_), (out,) = found.operands, found.results
   result, size = math.prod(eqn.outvars[0].aval.shape), eqn.invars[1].aval.shape
@@ -160,7 +161,7 @@ class _Used:
     return ()
 
 
-def result_axes(eqn: Any, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
+def result_axes(eqn: JaxprEqn, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
   """Axes of an operation's result: each dim takes those of the same dim of an operand, data first.
 
   Where a reshape splits dims, or an operation has no map, dims of the same place or size are taken to be one.
@@ -200,7 +201,7 @@ def shard_map_axes(spec: Sequence[Any], before: Axes, manual: frozenset[str]) ->
   return tuple((*dim, *without(own, manual)) for dim, own in zip(dims, before, strict=True))
 
 
-def constraint(eqn: Any, before: Axes) -> Axes:
+def constraint(eqn: JaxprEqn, before: Axes) -> Axes:
   """The axes of a sharding constraint; an unconstrained dim keeps its axes."""
   spec: Sequence[Any] = getattr(eqn.params["sharding"], "spec", ())
   free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]

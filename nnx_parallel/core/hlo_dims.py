@@ -130,14 +130,13 @@ def dims_of(at: Instruction, shapes: Shapes, results: Shapes) -> DimMap | None:
   name, params = _LIKE[at.opcode]
   count = 1 if at.opcode == "reduce" else len(results)
   inputs = [shapes[0], shapes[-1]] if at.opcode == "reduce" else shapes
-  return dim_map(
-    SimpleNamespace(
-      primitive=SimpleNamespace(name=name),
-      params=params(at, shapes, results),
-      invars=[_variable(shape) for shape in inputs],
-      outvars=[_variable(shape) for shape in results[:count]],
-    )
+  eqn: Any = SimpleNamespace(
+    primitive=SimpleNamespace(name=name),
+    params=params(at, shapes, results),
+    invars=[_variable(shape) for shape in inputs],
+    outvars=[_variable(shape) for shape in results[:count]],
   )
+  return dim_map(eqn)
 
 
 def _variable(shape: tuple[int, ...]) -> SimpleNamespace:

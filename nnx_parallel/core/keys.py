@@ -13,6 +13,7 @@ from jax.extend import core
 
 from nnx_parallel.core.jaxprs import constants, gradient_of, has_rule, inner_equations, is_tracer, opened
 from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.types import JaxprEqn, Program, Var
 
 # How to differentiate a call: functions that differ by identity in each trace.
 _DERIVATIVES = (
@@ -21,12 +22,12 @@ _DERIVATIVES = (
 )
 
 
-def identity(jaxpr: Any) -> Hashable:
+def identity(jaxpr: Program) -> Hashable:
   """What tells a program from others, with constants by value, and gradients that have rules of their own."""
   return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
 
 
-def value_of_constant(x: Any) -> Hashable:
+def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
   """The type and the bytes of an array; of a tracer, which one it is."""
   if is_tracer(x):
     return id(x)
@@ -45,10 +46,12 @@ class Keys:
   """
 
   def __init__(
-    self, of_constant: Callable[[Any], Hashable] = id, *, rules: bool = False, shared: bool = True
+    self, of_constant: Callable[[jax.Array], Hashable] = id, *, rules: bool = False, shared: bool = True
   ):
     self._of_constant, self._rules, self._shared = of_constant, rules, shared
-    self._bodies: dict[tuple[int, bool], tuple[Any, Hashable]] = {}  # with the program, so that its id stays
+    self._bodies: dict[
+      tuple[int, bool], tuple[Program, Hashable]
+    ] = {}  # with the program, so that its id stays
     self._numbers: dict[Hashable, int] = {}
     self._in_rule = False
 
@@ -56,7 +59,7 @@ class Keys:
     """Those of the static parameters of an operation."""
     return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
 
-  def _params(self, eqn: Any) -> Hashable:
+  def _params(self, eqn: JaxprEqn) -> Hashable:
     before = self._in_rule
     # A rule inside of these can't be traced by itself: it may use an axis of the mesh.
     self._in_rule = before or eqn.primitive.name in ("shard_map", "pallas_call")
@@ -69,7 +72,7 @@ class Keys:
     """The one of the configuration that an operation was traced under."""
     return context.compute_type, context.threefry_partitionable, self.of(context.xla_metadata)
 
-  def literal(self, literal: Any) -> Hashable:
+  def literal(self, literal: core.Literal) -> Hashable:
     """The one of a number in a program."""
     return str(literal.aval), np.asarray(literal.val).tobytes()
 
@@ -101,7 +104,7 @@ class Keys:
       return type(value), id(value)
     return type(value), value
 
-  def _body(self, body: Any) -> Hashable:
+  def _body(self, body: Program) -> Hashable:
     jaxpr = opened(body)
     numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     shapes = [str(value.aval) for value in numbers]
@@ -112,7 +115,7 @@ class Keys:
     rules = tuple(self._rule(eqn) for eqn in jaxpr.eqns) if self._rules and not self._in_rule else ()
     return tuple(shapes), code, results, tuple(map(self._of_constant, constants(body))), rules
 
-  def _rule(self, eqn: Any) -> Hashable:
+  def _rule(self, eqn: JaxprEqn) -> Hashable:
     """The gradient of an operation that has one of its own."""
     # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
     mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
@@ -125,7 +128,11 @@ class Keys:
       self._in_rule = False
 
   def code(
-    self, eqns: Iterable[Any], numbers: dict[Any, int], inputs: list[Any], fixed: Callable[[Any], bool]
+    self,
+    eqns: Iterable[JaxprEqn],
+    numbers: dict[Var, int],
+    inputs: list[Var],
+    fixed: Callable[[JaxprEqn], bool],
   ) -> Hashable:
     """What operations do, with numbers in place of variables.
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, value_of
@@ -38,7 +39,7 @@ class Layers:
     return f"{len(self.paths)} x {self.kind} at {self.pattern}{unlike}"
 
 
-def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
+def find_layers(model: object, pattern: str | None = None) -> tuple[Layers, ...]:
   """The layers of a model, outermost first; inside a layer none are looked for.
 
   Layers are two or more modules of one class with a matrix among their Variables that are the elements of a
@@ -53,7 +54,8 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
     Groups of layers, in the order of the model.
 
   Example:
-    >>> from flax import nnx
+    >>> import numpy as np
+  from flax import nnx
     >>> rngs = nnx.Rngs(0)
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=rngs) for _ in range(3)], nnx.Linear(4, 2, rngs=rngs))
     >>> for layers in find_layers(model):
@@ -66,13 +68,13 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   found: list[Layers] = []
   taken: set[Path] = set()
   for depth, same_depth in itertools.groupby(sorted(modules, key=_depth), _depth):
-    beside: dict[Any, list[tuple[Path, Any]]] = {}
+    beside: dict[tuple[str, type[nnx.Module]], list[tuple[Path, nnx.Module]]] = {}
     for path, module in same_depth:
       name = _pattern(path) if pattern is None else _matched(path, pattern)
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         beside.setdefault((name, type(module)), []).append((path, module))
     for (name, kind), members in beside.items():
-      groups: dict[Any, list[Path]] = {}
+      groups: dict[_Structure, list[Path]] = {}
       for path, module in members:
         groups.setdefault(_structure(module), []).append(path)
       # Parts of different widths are stages, which have layers inside.
@@ -86,11 +88,11 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
 
 
-def _depth(row: tuple[Path, Any]) -> int:
+def _depth(row: tuple[Path, object]) -> int:
   return len(row[0])
 
 
-def modules_of(model: Any) -> Iterator[tuple[Path, Any]]:
+def modules_of(model: object) -> Iterator[tuple[Path, nnx.Module]]:
   """Every module but lists and dicts of modules, each once."""
   parts = dict(enumerate(model)) if isinstance(model, (tuple, list)) else model
   roots = parts.items() if isinstance(parts, dict) else [(None, model)]
@@ -115,13 +117,16 @@ def _matched(path: Path, pattern: str) -> str | None:
   return pattern if fnmatch.fnmatchcase(path_str(path), pattern) else None
 
 
-def _structure(module: Any) -> Any:
+_Structure = tuple[tuple[Path, type, tuple[int, ...], np.dtype[Any]], ...]
+
+
+def _structure(module: object) -> _Structure:
   """Path, type, shape and dtype of each Variable."""
   arrays = {path: (leaf, value_of(leaf)) for path, leaf in array_leaves(module).items()}
   return tuple((path, type(leaf), value.shape, value.dtype) for path, (leaf, value) in arrays.items())
 
 
-def _unlike(structure: Any, other: Any) -> str:
+def _unlike(structure: _Structure, other: _Structure) -> str:
   """The first Variable of a structure that another one does not have, or has in another form."""
   more = [row for row in structure if row not in other] or [row for row in other if row not in structure]
   if not more:
@@ -131,5 +136,5 @@ def _unlike(structure: Any, other: Any) -> str:
   return text if more[0] in structure else f"there {text}"
 
 
-def _has_matrix(structure: Any) -> bool:
+def _has_matrix(structure: _Structure) -> bool:
   return any(len(shape) > 1 for _, _, shape, _ in structure)

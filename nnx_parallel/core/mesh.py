@@ -174,7 +174,7 @@ def _axes_by_link(mesh: Mesh) -> dict[str, list[str]]:
 
 
 def _merged(
-  axes: Mapping[str, int] | None, names: tuple[Any, ...], sizes: Mapping[str, int], *, counted: bool
+  axes: Mapping[str, int] | None, names: tuple[object, ...], sizes: Mapping[str, int], *, counted: bool
 ) -> dict[str, int]:
   """Merges the sizes of both forms into plain ints and checks them; -1 is a size if devices are `counted`."""
   call = "make_mesh(data=-1)" if counted else "abstract_mesh(data=16, fsdp=256)"

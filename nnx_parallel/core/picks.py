@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from nnx_parallel.core.jaxprs import struct
+from nnx_parallel.core.types import JaxprEqn
 
 Results = list[jax.Array]
 
 
-def is_pick(eqn: Any) -> bool:
+def is_pick(eqn: JaxprEqn) -> bool:
   """Whether an operation reads, or adds to, one element of each row: `take_along_axis` and its gradient."""
   name, params = eqn.primitive.name, eqn.params
   if name not in ("gather", "scatter-add"):
@@ -46,7 +46,7 @@ def _sum_of_row(x: jax.Array) -> jax.Array:
 
 
 def picked(
-  eqn: Any,
+  eqn: JaxprEqn,
   x: jax.Array,
   indices: jax.Array,
   *updates: jax.Array,

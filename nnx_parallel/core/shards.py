@@ -13,13 +13,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh
 from nnx_parallel.core.text import format_array, with_article
+from nnx_parallel.core.types import AnyArray, PyTree
 
 
 def on_shards(
   f: Callable[..., Any],
   mesh: AnyMesh | None,
   in_specs: Sequence[PartitionSpec],
-  out_specs: Any,
+  out_specs: PyTree,
   axes: Collection[str] | None = None,
 ) -> Callable[..., Any]:
   """`jax.shard_map` over some axes; `f` itself without a mesh.
@@ -48,13 +49,15 @@ def on_shards(
     check_vma=False,
   )
 
-  def placed(tree: Any, spec: PartitionSpec) -> Any:
+  def placed(tree: PyTree, spec: PartitionSpec) -> PyTree:
     return jax.tree.map(lambda x: laid_out(x, mesh, spec, manual), tree)
 
   return lambda *args: mapped(*map(placed, args, in_specs))
 
 
-def laid_out(x: Any, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection[str] | None = None) -> Any:
+def laid_out(
+  x: jax.Array, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection[str] | None = None
+) -> jax.Array:
   """`x` with this spec in its type, on an Explicit mesh; elsewhere `x` itself.
 
   Args:
@@ -146,7 +149,7 @@ def join_batch(x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def describe(x: Any) -> str:
+def describe(x: AnyArray) -> str:
   """The type and layout of an array as text: `float32[8,16] P('data', None) on (data=4)`."""
   if not hasattr(x, "shape") or not hasattr(x, "dtype"):
     return with_article(type(x).__name__)

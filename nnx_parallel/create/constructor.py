@@ -15,6 +15,7 @@ from nnx_parallel.core.mesh import AnyMesh, auto_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, value_of
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slicing.assemble import assemble
 from nnx_parallel.create.slicing.cut import Cut, Phase, cut
@@ -213,7 +214,7 @@ def _trace(plan: Plan) -> dict[Root, Trace]:
   return traces
 
 
-def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, Any]]) -> None:
+def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, AnyArray]]) -> None:
   what = "init built another structure than when it was planned"
   fix = "make init depend on nothing that changes between calls, or plan again."
   check_structure(plan.leaves, arrays, what, fix)

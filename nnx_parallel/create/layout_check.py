@@ -12,6 +12,7 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
+from nnx_parallel.core.types import AnyArray, Leaf, Variable
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -83,7 +84,7 @@ def differences(
   return wrong, extra
 
 
-def _difference(leaf: LeafPlan, live: Any) -> str:
+def _difference(leaf: LeafPlan, live: Leaf) -> str:
   """How one leaf differs from the plan; empty if it does not."""
   planned = f"{leaf.name}: planned {format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}"
   planned += f" in {leaf.memory_kind}" if leaf.on_host else ""
@@ -104,7 +105,7 @@ def _difference(leaf: LeafPlan, live: Any) -> str:
   return ""
 
 
-def _as_planned(value: Any, leaf: LeafPlan) -> bool:
+def _as_planned(value: AnyArray, leaf: LeafPlan) -> bool:
   return (
     isinstance(value, jax.Array)
     and value.shape == leaf.storage_shape
@@ -113,7 +114,7 @@ def _as_planned(value: Any, leaf: LeafPlan) -> bool:
   )
 
 
-def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
+def _derived(variable: Variable) -> NamedSharding | None:
   metadata = variable.get_metadata()
   rules = dict(metadata.get("sharding_rules") or ())
   spec = tuple(rules.get(name, name) if isinstance(name, str) else name for name in metadata["out_sharding"])

@@ -17,6 +17,7 @@ from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_
 from nnx_parallel.core.padding import crop, is_padded, pad
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
+from nnx_parallel.core.types import AnyArray, Leaf, Model
 from nnx_parallel.create.constructor import real_mesh
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.create.slicing.assemble import put
@@ -67,11 +68,11 @@ def reshard(
   """
   check_plan(plan, "reshard(model, plan)")
   _check_optimizer(plan, optimizer)
-  roots: dict[Root, Any] = {"model": model}
+  roots: dict[Root, Model] = {"model": model}
   if optimizer is not None:
     roots["optimizer"] = optimizer
-  leaves: dict[Root, dict[Path, Any]] = {root: array_leaves(node) for root, node in roots.items()}
-  arrays: dict[Root, dict[Path, Any]] = {
+  leaves: dict[Root, dict[Path, Leaf]] = {root: array_leaves(node) for root, node in roots.items()}
+  arrays: dict[Root, dict[Path, AnyArray]] = {
     root: {path: value_of(leaf) for path, leaf in found.items()} for root, found in leaves.items()
   }
   # A padded Variable may be stored at another size than this plan's; what it shows is what must fit.
@@ -80,7 +81,9 @@ def reshard(
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget, shapes=shapes))
 
 
-def from_arrays(arrays: Mapping[Any, Any], plan: Plan[R], *, optimizer: Mapping[Any, Any] | None = None) -> R:
+def from_arrays(
+  arrays: Mapping[Any, AnyArray], plan: Plan[R], *, optimizer: Mapping[Any, AnyArray] | None = None
+) -> R:
   """Builds the planned module from arrays: numpy arrays, memory-mapped files or JAX arrays.
 
   Of a numpy array, only the shards of local devices are read and copied. `init` computes no values.
@@ -114,14 +117,16 @@ def from_arrays(arrays: Mapping[Any, Any], plan: Plan[R], *, optimizer: Mapping[
         f"from_arrays needs arrays by path, and got a value of type {type(found).__name__}.",
         fix="from_arrays({'up.kernel': array}, plan); for a live module, reshard(model, plan).",
       )
-  given: dict[Root, Mapping[Any, Any]] = {"model": arrays}
+  given: dict[Root, Mapping[Any, AnyArray]] = {"model": arrays}
   if optimizer is not None:
     given["optimizer"] = optimizer
-  by_path: dict[Root, Any] = {root: _by_path(plan, root, found) for root, found in given.items()}
+  by_path: dict[Root, dict[Path, AnyArray]] = {
+    root: _by_path(plan, root, found) for root, found in given.items()
+  }
   return instantiate(plan, _place(plan, by_path, donate=False, byte_budget=2**28))
 
 
-def _check_optimizer(plan: Plan, optimizer: Any) -> None:
+def _check_optimizer(plan: Plan, optimizer: object) -> None:
   if (plan.tx is None) != (optimizer is None):
     has = (
       "has an optimizer, and none was given" if optimizer is None else "has no optimizer, and one was given"
@@ -132,11 +137,11 @@ def _check_optimizer(plan: Plan, optimizer: Any) -> None:
     )
 
 
-def _by_path(plan: Plan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any]:
+def _by_path(plan: Plan, root: Root, given: Mapping[Any, AnyArray]) -> dict[Path, AnyArray]:
   names = {path_str(path): path for path in plan.of(root)}
-  found: dict[Path, Any] = {}
+  found: dict[Path, AnyArray] = {}
   for key, value in given.items():
-    path = names.get(key, (key,)) if isinstance(key, str) else key
+    path: Any = names.get(key, (key,)) if isinstance(key, str) else key
     if path in found:
       raise PlanError(f"from_arrays got {path_str(path)} twice.", fix="give it once: by its dotted path.")
     found[path] = value
@@ -145,7 +150,7 @@ def _by_path(plan: Plan, root: Root, given: Mapping[Any, Any]) -> dict[Path, Any
 
 def _place(
   plan: Plan,
-  arrays: Mapping[Root, dict[Path, Any]],
+  arrays: Mapping[Root, dict[Path, AnyArray]],
   *,
   donate: bool,
   byte_budget: int,
@@ -195,7 +200,7 @@ def _place(
   return placed
 
 
-def _move(source: Any, leaf: LeafPlan) -> jax.Array:
+def _move(source: AnyArray, leaf: LeafPlan) -> jax.Array:
   if is_key(leaf.dtype) and not is_key(source.dtype):
     source = jax.random.wrap_key_data(jnp.asarray(source), impl=_implementation(leaf))
   if source.shape == leaf.storage_shape:
@@ -212,7 +217,7 @@ def _resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...])
   return pad(crop(array, shape, tuple(array.shape)), storage)
 
 
-def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _padded(host: np.ndarray, index: Any, shape: tuple[int, ...]) -> np.ndarray:
   """One shard of `host` with zeros appended up to `shape`."""
   sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
   shard = np.zeros(sizes, host.dtype)
@@ -222,7 +227,7 @@ def _padded(host: np.ndarray[Any, Any], index: Any, shape: tuple[int, ...]) -> n
 
 
 def _check_arrays(
-  plan: Plan, root: Root, found: Mapping[Path, Any], shapes: Mapping[int, tuple[int, ...]]
+  plan: Plan, root: Root, found: Mapping[Path, AnyArray], shapes: Mapping[int, tuple[int, ...]]
 ) -> None:
   rows, what = plan.of(root), "module" if root == "model" else "optimizer"
   wrong = [
@@ -240,7 +245,7 @@ def _check_arrays(
     )
 
 
-def _fits(value: Any, leaf: LeafPlan, shape: tuple[int, ...] | None) -> bool:
+def _fits(value: AnyArray, leaf: LeafPlan, shape: tuple[int, ...] | None) -> bool:
   """Whether an array, whose shape without padding is `shape` if it has padding, is the planned one."""
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     return False

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_of, entry_of, without
+from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.shards import auto_sharding, join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.sampling import Beams, Sampling
@@ -50,7 +52,7 @@ class Options:
   stop: tuple[Any, ...]
   padding: str
   call: Call
-  cache: Callable[[int, int], Any] | None
+  cache: Callable[[int, int], PyTree] | None
   prefill: int
   slots: int | None
   layer_options: LayerOptions
@@ -96,10 +98,10 @@ class Options:
 class Args(NamedTuple):
   """What differs between calls: arrays, all global; None for what is not given."""
 
-  prompts: Any
-  lengths: Any
-  requests: Any
-  key: Any
+  prompts: AnyArray
+  lengths: AnyArray
+  requests: AnyArray
+  key: AnyArray
 
 
 class Bound:
@@ -109,7 +111,7 @@ class Bound:
   of its own. The model's caches are then those of one row, and only their shapes are used.
   """
 
-  def __init__(self, options: Options, used: LayersUsed, model: Any):
+  def __init__(self, options: Options, used: LayersUsed, model: Model):
     self.options, self._used = options, used
     self.binding = Binding({"model": model})
     self.outside = places_outside(self.binding)
@@ -174,7 +176,7 @@ class Bound:
   def abstract_args(self, prompts: tuple[int, ...]) -> Args:
     """Those for prompts of a shape, without values."""
 
-    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
+    def struct(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
 
     rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
@@ -186,11 +188,11 @@ class Bound:
     places = {f"{group}[{n}]": i for group, found in groups.items() for n, i in enumerate(found)}
     return {name: self.labels[i].removeprefix("model.") for name, i in places.items()}
 
-  def arrays(self) -> tuple[list[Any], list[Any]]:
+  def arrays(self) -> tuple[list[AnyArray], list[AnyArray]]:
     """The caches, and all else that the model holds."""
     return self._divided([*self.binding.read(), *self.binding.raw])
 
-  def _divided(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+  def _divided(self, arrays: list[AnyArray]) -> tuple[list[AnyArray], list[AnyArray]]:
     """The caches among all arrays of the program, and the others."""
     return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
 
@@ -248,7 +250,7 @@ class Bound:
           "or a mesh with Auto axes, and no pipeline=.",
         )
 
-  def _batch_entry(self) -> Any:
+  def _batch_entry(self) -> Entry:
     """The entry of the batch in a spec."""
     scope = self.outside.scope
     if scope is None:
@@ -262,16 +264,16 @@ class Bound:
     spec = PartitionSpec(entry_of(self.axes)) if by_batch else PartitionSpec()
     return None if mesh is None else NamedSharding(mesh, spec)
 
-  def _pin(self, x: Any, *entries: Any) -> Any:
+  def _pin(self, x: jax.Array, *entries: object) -> jax.Array:
     """An array in a layout; without entries it is replicated."""
     mesh = self.places.mesh
     return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
-  def _rows(self, x: Any) -> Any:
+  def _rows(self, x: jax.Array) -> jax.Array:
     """An array whose dim 0 is the batch."""
     return self._pin(x, entry_of(self.axes))
 
-  def _logits(self, x: Any) -> Any:
+  def _logits(self, x: jax.Array) -> jax.Array:
     """Logits `(rows, ..., vocabulary)` that are split as the head splits them.
 
     If they were replicated at once, XLA would gather the head's kernel, which is larger.
@@ -284,7 +286,7 @@ class Bound:
     # Sums over the vocabulary would depend on how it is split, and so would what is drawn.
     return split if greedy else self._rows(split)
 
-  def _grouped(self, x: Any) -> Any:
+  def _grouped(self, x: jax.Array) -> jax.Array:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
@@ -295,7 +297,7 @@ class Bound:
       return [pinned(x, where) for x, where in pairs]
     return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
 
-  def _of_rows(self, x: Any, own: Iterable[Any], rest: Any) -> Any:
+  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
     """Caches of all rows in the layout of the batch, and in each row in that of its own dims.
 
     Args:
@@ -307,7 +309,14 @@ class Bound:
     entries += [rest] * (x.ndim - self.own_rows - len(entries))
     return self._pin(x, entry_of(self.axes), *[None] * (self.own_rows - 1), *entries)
 
-  def _called(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+  def _called(
+    self,
+    others: list[jax.Array],
+    tokens: jax.Array,
+    position: jax.Array,
+    caches: list[jax.Array],
+    own: PyTree,
+  ) -> PyTree:
     """Calls the model with tokens `(batch, n)`.
 
     Returns:
@@ -329,7 +338,14 @@ class Bound:
     return logits[:, -1], others, after, own
 
   # The caches come last: `held` would gather a parameter that is split like the batch.
-  def _one_call(self, others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+  def _one_call(
+    self,
+    others: list[jax.Array],
+    tokens: jax.Array,
+    position: jax.Array,
+    caches: list[jax.Array],
+    own: PyTree,
+  ) -> PyTree:
     """The logits and all caches after a call that changes nothing else."""
     given = others, tokens, position, caches, own
     logits, after, caches, own = self._called(*given)
@@ -342,15 +358,17 @@ class Bound:
       raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
-  def _turns(self, axis: str, others: list[Any], caches: list[Any], rows: int, length: int) -> Turns:
+  def _turns(
+    self, axis: str, others: list[jax.Array], caches: list[jax.Array], rows: int, length: int
+  ) -> Turns:
     """Calls of the model for one group of rows, its layers on stages."""
 
-    def call(others: list[Any], inputs: Any, state: State) -> Any:
+    def call(others: list[jax.Array], inputs: PyTree, state: State) -> PyTree:
       (tokens, position), (caches, own) = inputs, state
       logits, others, caches, own = self._called(others, tokens, position, caches, own)
       return logits, others, (caches, own)
 
-    def inputs(count: int) -> Any:
+    def inputs(count: int) -> PyTree:
       tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
       return self._rows(tokens), self._pin(position)
 
@@ -362,12 +380,14 @@ class Bound:
     layers, mesh = self.options.layer_options, self.places.mesh
     return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
-  def _over_rows(self, call: Callable[..., Any]) -> Callable[..., Any]:
+  def _over_rows(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`call` for each row by itself, where rows have caches of their own."""
     if not self.own_rows:
       return call
 
-    def one(others: list[Any], tokens: Any, position: Any, caches: list[Any], own: Any) -> Any:
+    def one(
+      others: list[jax.Array], tokens: jax.Array, position: jax.Array, caches: list[jax.Array], own: PyTree
+    ) -> PyTree:
       logits, caches, own = call(others, tokens[None], position, caches, own)
       return logits[0], caches, own
 
@@ -375,13 +395,13 @@ class Bound:
     inner = one if self.own_rows == 1 else jax.vmap(one, dims)
     mapped = jax.vmap(inner, dims, spmd_axis_name=None if self.explicit or not self.axes else self.axes)
 
-    def all_rows(*args: Any) -> Any:
+    def all_rows(*args: PyTree) -> PyTree:
       with mapped_axes(self.axes):
         return mapped(*args)
 
     return all_rows
 
-  def _empty(self, caches: list[Any], batch: int, length: int) -> State:
+  def _empty(self, caches: list[jax.Array], batch: int, length: int) -> State:
     """The state before the first token."""
     make = self.options.cache
     if not self.own_rows:
@@ -395,7 +415,7 @@ class Bound:
     with mapped_axes(self.axes):
       one = make(1, length)
 
-    def repeated(x: Any) -> Any:
+    def repeated(x: jax.Array) -> jax.Array:
       own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
       return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest)
 
@@ -426,7 +446,7 @@ class Bound:
     options, sampling, rows = self.options, self.options.sampling, self._rows
     held_forward = held(self._over_rows(self._one_call), self.places.mesh, self.places.scope, self._weights)
 
-    def forward(tokens: Any, position: Any, state: State) -> Any:
+    def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
       if self.own_rows:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
       logits, caches, own = held_forward(others, tokens, position, *state)
@@ -458,7 +478,7 @@ class Bound:
       return after, found
 
 
-def _check_logits(logits: Any, tokens: Any) -> None:
+def _check_logits(logits: jax.Array, tokens: jax.Array) -> None:
   if getattr(logits, "ndim", 0) != 3 or logits.shape[:2] != tokens.shape:
     raise DecodeError(
       f"the call returned {getattr(logits, 'shape', type(logits).__name__)} for tokens {tokens.shape}.",
@@ -466,7 +486,7 @@ def _check_logits(logits: Any, tokens: Any) -> None:
     )
 
 
-def _capacity(model: Any) -> tuple[int, int] | None:
+def _capacity(model: Model) -> tuple[int, int] | None:
   """Batch and length of the caches of flax's attentions: a full one overwrites its last entry unnoticed."""
   attentions = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
   # Stacked attentions have the dims of their stack in front: a kernel by itself has 3.

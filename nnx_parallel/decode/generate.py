@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Args, Bound, Call, Options
 from nnx_parallel.decode.loops import Generated
 from nnx_parallel.decode.sampling import Beams, Sampling
@@ -29,10 +31,16 @@ class Generator:
 
   def __init__(self, options: Options):
     self.options, self.layers = options, LayersUsed()
-    self._bounds: weakref.WeakKeyDictionary[Any, Bound] = weakref.WeakKeyDictionary()
+    self._bounds: weakref.WeakKeyDictionary[nnx.Pytree, Bound] = weakref.WeakKeyDictionary()
 
   def __call__(
-    self, model: Any, prompts: Any, *, lengths: Any = None, key: Any = None, requests: Any = None
+    self,
+    model: nnx.Module,
+    prompts: AnyArray,
+    *,
+    lengths: AnyArray | None = None,
+    key: AnyArray | None = None,
+    requests: AnyArray | None = None,
   ) -> Generated:
     """Continues each prompt.
 
@@ -62,7 +70,7 @@ class Generator:
     defaults = bound.defaults(prompts.shape)
     return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
 
-  def lower(self, model: Any, prompts: Any) -> Any:
+  def lower(self, model: nnx.Module, prompts: AnyArray) -> jax.stages.Lowered:
     """Lowers the program for prompts of this shape, without running it.
 
     Args:
@@ -79,7 +87,7 @@ class Generator:
     bound = self._bound(model, prompts)
     return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
 
-  def argument_names(self, model: Any) -> dict[str, str]:
+  def argument_names(self, model: nnx.Module) -> dict[str, str]:
     """Names the arrays that the program takes.
 
     Args:
@@ -90,7 +98,9 @@ class Generator:
     """
     return self._bound(model).argument_names()
 
-  def as_function(self, model: Any, prompts: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  def as_function(
+    self, model: nnx.Module, prompts: AnyArray
+  ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """The program as a function of arrays, for `nnx_parallel.interop.program.export_program`.
 
     Args:
@@ -105,7 +115,7 @@ class Generator:
     bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
 
-  def _bound(self, model: Any, prompts: Any = None) -> Bound:
+  def _bound(self, model: object, prompts: AnyArray | None = None) -> Bound:
     """The program of a model, for prompts that fit it."""
     if not isinstance(model, nnx.Pytree):
       raise DecodeError(
@@ -127,7 +137,7 @@ def generator(
   stop: int | Sequence[int] = (),
   padding: Literal["right", "left"] = "right",
   call: Call | None = None,
-  cache: Callable[[int, int], Any] | None = None,
+  cache: Callable[[int, int], PyTree] | None = None,
   prefill: int = 1,
   slots: int | None = None,
   pipeline: str | Pipeline | None = None,
@@ -187,7 +197,7 @@ def generator(
       "cache= makes a cache, and no call= takes it.",
       fix="call=lambda model, tokens, position, cache: model(tokens, cache)",
     )
-  stops: tuple[Any, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
+  stops: tuple[int, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   layer_options, call = LayerOptions(pattern=layers, pipeline=stages), call or _plain_call
   return Generator(
@@ -195,12 +205,12 @@ def generator(
   )
 
 
-def _plain_call(model: Any, tokens: Any, position: Any) -> Any:
+def _plain_call(model: nnx.Module, tokens: Any, position: Any) -> jax.Array:
   del position
   return model(tokens)
 
 
-def _check_prompts(prompts: Any) -> None:
+def _check_prompts(prompts: AnyArray) -> None:
   shape, dtype = np.shape(prompts), prompts.dtype if hasattr(prompts, "dtype") else np.asarray(prompts).dtype
   if len(shape) != 2 or not all(shape) or not jnp.issubdtype(dtype, jnp.integer):
     raise DecodeError(
@@ -209,7 +219,7 @@ def _check_prompts(prompts: Any) -> None:
     )
 
 
-def _checked(prompts: Any, lengths: Any, requests: Any) -> list[Any]:
+def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:
   """The arguments of a call as integers; None for what is not given."""
   _check_prompts(prompts)
   batch, width = np.shape(prompts)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.decode.turns import Turns
 
@@ -72,11 +73,11 @@ class Loop:
   limit: int
   stops: tuple[int, ...]
   prefill: int
-  forward: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-  rows: Callable[[Any], Any]
-  whole: Callable[[Any], Any]
-  kept: Callable[[Any], Any]
-  logits: Callable[[Any], Any]
+  forward: Callable[[jax.Array, jax.Array, PyTree], tuple[jax.Array, PyTree]]
+  rows: Callable[[PyTree], PyTree]
+  whole: Callable[[PyTree], PyTree]
+  kept: Callable[[PyTree], PyTree]
+  logits: Callable[[PyTree], PyTree]
 
   def stopped(self, tokens: jax.Array) -> jax.Array:
     """Which of the tokens end a row."""
@@ -89,7 +90,7 @@ class Loop:
     """Whether a row may still write. Whether all have ended takes an all-reduce for each token."""
     return ~jnp.all(rows.ended) if self.stops else step < last
 
-  def read_together(self, prompts: jax.Array, lengths: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+  def read_together(self, prompts: jax.Array, lengths: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
     """Reads what all prompts have, `prefill` tokens at once, but for the last token of the shortest."""
     position = jnp.zeros((), jnp.int32)
     part = min(self.prefill, prompts.shape[-1] - 1)
@@ -97,7 +98,7 @@ class Loop:
       return position, state
     end = (lengths.min() - 1) // part * part
 
-    def read(carry: Any) -> Any:
+    def read(carry: PyTree) -> PyTree:
       position, state = carry
       tokens = self.rows(jax.lax.dynamic_slice_in_dim(prompts, position, part, -1))
       return position + part, self.forward(tokens, position, state)[1]
@@ -105,11 +106,11 @@ class Loop:
     return jax.lax.while_loop(lambda carry: carry[0] < end, read, (position, state))
 
 
-def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: Any) -> tuple[Any, Generated]:
+def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> tuple[PyTree, Generated]:
   """Continues all prompts at once; `position` is the same for all rows."""
   last = asked.lengths.max() + loop.limit - 1
 
-  def one(carry: Any) -> Any:
+  def one(carry: PyTree) -> PyTree:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
     return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
@@ -134,11 +135,11 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
     passes = (asked.lengths.min() - 1) // part
     first = passes * part
 
-    def tokens_of(group: Any, number: Any) -> tuple[jax.Array, jax.Array]:
+    def tokens_of(group: jax.Array | int, number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
       position = loop.whole(number * part)
       return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, part, -1), position
 
-    def read(carry: Any) -> Any:
+    def read(carry: PyTree) -> PyTree:
       tick, going = carry
       entering, leaving = _in_and_out(tick, groups)
       return tick + 1, turns(going, tick, tokens_of(*entering), tokens_of(*leaving), passes)[1]
@@ -149,7 +150,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
   begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
 
-  def one(carry: Any) -> Any:
+  def one(carry: PyTree) -> PyTree:
     tick, rows, going = carry
     (enters, number), (leaves, done) = _in_and_out(tick, groups)
     entering, before = rows.token[enters], jax.tree.map(lambda x: x[leaves], rows)
@@ -166,7 +167,9 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   return Generated(rows.found, rows.counts)
 
 
-def _in_and_out(tick: Any, groups: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _in_and_out(
+  tick: jax.Array, groups: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
   """The groups that enter and leave in a tick, each with the number of its pass."""
   return (tick % groups, tick // groups), ((tick + 1) % groups, jnp.maximum(tick + 1 - groups, 0) // groups)
 
@@ -213,14 +216,14 @@ class _Slots(NamedTuple):
   position: jax.Array
   """Tokens that its cache has read."""
   rows: _Rows
-  state: Any
+  state: PyTree
   done: Generated
   """What the requests that have ended got."""
   following: jax.Array
   """The next request that no slot has begun."""
 
 
-def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Generated:
+def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Generated:
   """Continues any number of prompts in as many slots as `fresh` has rows: one that ends takes the next."""
   asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
   requests, width = asked.prompts.shape
@@ -274,7 +277,7 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Genera
   return jax.lax.while_loop(lambda s: (s.request < requests).any(), one, begin).done
 
 
-def _chosen(rows: jax.Array, new: Any, old: Any) -> Any:
+def _chosen(rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
   """Row by row, the new state or the old one."""
   return jax.vmap(lambda row, *states: jax.tree.map(functools.partial(jnp.where, row), *states))(
     rows, new, old
@@ -294,7 +297,7 @@ class _Hypotheses(NamedTuple):
     return _Hypotheses(*(_taken(x, which) for x in self)), which
 
 
-def by_beams(loop: Loop, beams: Beams, asked: Asked, state: Any) -> Generated:
+def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated:
   """Keeps the likeliest beginnings of each row: those that have ended beside those that go on.
 
   The state has dims `(batch, beams)`. A row ends when no beginning that goes on can get a better score than
@@ -304,7 +307,7 @@ def by_beams(loop: Loop, beams: Beams, asked: Asked, state: Any) -> Generated:
   batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
   position, state = loop.read_together(_repeated(prompts, kept), lengths, state)
 
-  def one(carry: Any) -> Any:
+  def one(carry: PyTree) -> PyTree:
     position, tokens, alive, done, counts, ended, state = carry
     logits, state = loop.forward(tokens[..., None], position, state)
     chances = rows(jax.nn.log_softmax(loop.logits(logits).astype(jnp.float32), axis=-1))

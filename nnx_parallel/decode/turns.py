@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, program_of, treatment_of
 from nnx_parallel.layers.stream import DecodePipeline, PipelineState, Prepared
@@ -33,12 +33,12 @@ class Turns:
     used: gets what was done with the layers.
   """
 
-  call: Callable[..., Any]
+  call: Callable[..., PyTree]
   options: LayerOptions
   axis: str
-  arrays: Sequence[Any]
-  state: Any
-  inputs: Callable[[int], Any]
+  arrays: Sequence[jax.Array]
+  state: PyTree
+  inputs: Callable[[int], PyTree]
   labels: Sequence[str]
   specs: Sequence[PartitionSpec | None]
   mesh: AnyMesh | None
@@ -53,13 +53,15 @@ class Turns:
     begun = stream.begin(prepared, self._states(), self.inputs(tokens))
     return begun if going is None else PipelineState(begun.ring, going.layers, going.alone)
 
-  def __call__(self, going: Any, tick: Any, entering: Any, leaving: Any, passes: Any = None) -> Any:
+  def __call__(
+    self, going: PyTree, tick: PyTree, entering: PyTree, leaving: PyTree, passes: PyTree = None
+  ) -> PyTree:
     """One tick, for the tokens and position of two groups: the logits of the second, and what goes round."""
     stream, prepared = self._of(entering[0].shape[1])
     (logits,), going = stream.tick(prepared, going, tick, entering, leaving, passes)
     return logits, going
 
-  def _states(self) -> dict[int, Any]:
+  def _states(self) -> dict[int, PyTree]:
     """By the position of the input of the call."""
     return dict(enumerate(jax.tree.leaves(self.state), len(self.labels) + 2))
 
@@ -77,7 +79,7 @@ class Turns:
       self._traced[tokens] = stream, stream.prepare(jax.tree.leaves(self.arrays), self._states())
     return self._traced[tokens]
 
-  def _ends(self, places: Any) -> tuple[Mapping[int, int], Collection[int]]:
+  def _ends(self, places: PyTree) -> tuple[Mapping[int, int], Collection[int]]:
     logits, arrays, state = places
     inputs = [*range(len(self.labels)), *self._states()]
     return dict(zip((*jax.tree.leaves(arrays), *jax.tree.leaves(state)), inputs, strict=True)), {logits}

@@ -7,13 +7,13 @@ import hashlib
 import pickle
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from nnx_parallel.core.processes import wait_for_all
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import HostError
 
 
@@ -56,7 +56,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
   wait_for_all(name, timeout)
 
 
-def broadcast(value: Any, *, source: int = 0, timeout: float = 300) -> Any:
+def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree:
   """Sends the value of one process to all processes. All processes must call it.
 
   Args:
@@ -99,7 +99,7 @@ def broadcast(value: Any, *, source: int = 0, timeout: float = 300) -> Any:
   return result
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value: PyTree) -> bytes:
   """The value or what is wrong with it: the others wait for either."""
   try:
     return pickle.dumps(("", jax.tree.map(_on_host, value)))
@@ -107,7 +107,7 @@ def _packed(value: Any) -> bytes:
     return pickle.dumps((f"{type(error).__name__}: {error}", None))
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: Leaf) -> AnyArray:
   return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 

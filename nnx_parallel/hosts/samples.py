@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 
 Last = Literal["drop", "pad", "keep"]
@@ -23,7 +24,7 @@ class Samples(Protocol):
   """Samples by their global index: a Grain `MapDataset` or `RandomAccessDataSource`, or a list."""
 
   def __len__(self) -> int: ...
-  def __getitem__(self, index: int, /) -> Any: ...
+  def __getitem__(self, index: int, /) -> PyTree: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Sampler:
     if self.remainder:
       yield end, self.size if self.last == "pad" else self.remainder
 
-  def sample(self, index: int) -> Any:
+  def sample(self, index: int) -> PyTree:
     """One sample; after the end, the last one again. With `last="pad"` it says which of both it is."""
     real = min(index, len(self.source) - 1)
     try:
@@ -94,7 +95,7 @@ class Sampler:
       )
     return {**found, MASK: index == real}
 
-  def read(self, rows: dict[int, np.ndarray[Any, Any]], *, threads: int, ahead: int) -> Iterator[Any]:
+  def read(self, rows: dict[int, np.ndarray], *, threads: int, ahead: int) -> Iterator[PyTree]:
     """Reads in the background.
 
     Args:
@@ -110,10 +111,10 @@ class Sampler:
     # Once: here, or at the interpreter's exit, where the frame of a generator ends too late for it.
     end = weakref.finalize(self, _shut_down, readers, stacker)
 
-    def part(indices: list[int]) -> list[Any]:
+    def part(indices: list[int]) -> list[PyTree]:
       return [self.sample(index) for index in indices]
 
-    def share(first: int, length: int) -> Any:
+    def share(first: int, length: int) -> PyTree:
       indices = [first + int(row) for row in rows[length]]
       size = -(-len(indices) // threads)  # one task per thread: one per sample costs more than a quick read
       parts = readers.map(part, [indices[at : at + size] for at in range(0, len(indices), size)])
@@ -136,7 +137,7 @@ def _shut_down(readers: ThreadPoolExecutor, stacker: ThreadPoolExecutor) -> None
   readers.shutdown()
 
 
-def stacked(samples: list[Any], indices: list[int]) -> Any:
+def stacked(samples: list[PyTree], indices: list[int]) -> PyTree:
   """One tree with the samples along a new dim 0.
 
   Raises:
@@ -153,6 +154,6 @@ def stacked(samples: list[Any], indices: list[int]) -> Any:
   return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
 
 
-def _shapes(sample: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(sample: PyTree) -> dict[str, tuple[int, ...]]:
   leaves = jax.tree_util.tree_leaves_with_path(sample)
   return {f"sample{jax.tree_util.keystr(path)}": np.shape(leaf) for path, leaf in leaves}

@@ -15,6 +15,7 @@ from nnx_parallel.checkpoint.diff import Patterns
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import CheckpointError
 
 LINEAR = (nnx.Linear, nnx.LinearGeneral)
@@ -34,9 +35,9 @@ def add_lora(
 ) -> list[str]:
   """Adds low-rank adapters to linear layers of a model, in place; call it in the function that is planned.
 
-  A layer computes its own output plus `alpha / rank` times that of its adapter, `lora.lora_a` `(inputs, rank)`
-  and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of its own weights stay. The parameters
-  of adapters are `nnx.LoRAParam`: train them with `wrt=nnx.LoRAParam`.
+  A layer adds `alpha / rank` times the output of its adapter to its own output. The adapter is `lora.lora_a`
+  `(inputs, rank)` and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of the layer's own
+  weights stay. The parameters of adapters are `nnx.LoRAParam`: train them with `wrt=nnx.LoRAParam`.
 
   Args:
     model: a module with `nnx.Linear` or `nnx.LinearGeneral` layers, at any depth.
@@ -185,7 +186,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
       f"the base has no {few(wrong)}, or not of the size of its adapter.",
       fix="give the model that the adapters were trained beside, made without them.",
     )
-  layers = dict(nnx.iter_modules(adapted))
+  layers: dict[Any, nnx.Module] = dict(nnx.iter_modules(adapted))
   for path, (a, b) in pairs.items():
     leaf, own = weights[path], getattr(layers.get(path[:-1]), "lora_scale", 1.0)
     times = own if scale is None else scale
@@ -193,11 +194,11 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   return [path_str(path) for path in pairs]
 
 
-def _merged(weight: Any, a: Any, b: Any, scale: float) -> Any:
+def _merged(weight: AnyArray, a: AnyArray, b: AnyArray, scale: float) -> AnyArray:
   where = weight.sharding if isinstance(weight.sharding, jax.NamedSharding) else None
   whole = None if where is None else jax.NamedSharding(where.mesh, jax.P())
 
-  def add(weight: Any, a: Any, b: Any) -> Any:
+  def add(weight: AnyArray, a: AnyArray, b: AnyArray) -> AnyArray:
     a, b = (pinned(x, whole).astype(jnp.float32) for x in (a, b))
     delta = pinned((scale * (a @ b)).reshape(weight.shape), where)
     return pinned((weight.astype(jnp.float32) + delta).astype(weight.dtype), where)

@@ -12,13 +12,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, read_tensors
 from nnx_parallel.interop.weights import Rule, WeightMap, is_real
+
+ConfigJson: TypeAlias = Mapping[str, Any]
+"""The settings of a `config.json`, or a part of them."""
 
 CONFIG = "config.json"
 TABLES = Path(__file__).with_name("huggingface.toml")
@@ -101,9 +104,7 @@ def _matching(file: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
   return [array for name, array in arrays.items() if pattern.fullmatch(name)]
 
 
-def _tied(
-  table: Mapping[str, Any], config: Mapping[str, Any], arrays: Mapping[str, Tensor]
-) -> dict[str, bool]:
+def _tied(table: Mapping[str, Any], config: ConfigJson, arrays: Mapping[str, Tensor]) -> dict[str, bool]:
   """Whether stored arrays that the model ties to others equal them, by name."""
   found: dict[str, bool] = {}
   for name, other in table.get("tied", ()):
@@ -143,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
   return found
 
 
-def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _table(config: ConfigJson, folder: Path) -> dict[str, Any]:
   tables = tomllib.loads(TABLES.read_text())
   family = config.get("model_type")
   for table in tables.values():
@@ -157,7 +158,7 @@ def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
   )
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
+def _head_size(config: ConfigJson) -> int:
   """The size of a head, with the defaults of transformers."""
   family = config["model_type"]
   width, heads = (768, 12) if family in ("bert", "vit") else (4096, 32)

@@ -19,6 +19,7 @@ from flax.core import meta
 
 from nnx_parallel.checkpoint import paths
 from nnx_parallel.core.nodes import value_of, variables
+from nnx_parallel.core.types import DType, PyTree
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, leaves_to_write
 from nnx_parallel.layout.plan import Plan
@@ -29,17 +30,17 @@ OTHERS = ("opt_state.*", "step", "tx.*")
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-  values: np.ndarray[Any, Any]
+  values: np.ndarray
 
   @property
   def shape(self) -> Shape:
     return self.values.shape
 
   @property
-  def dtype(self) -> np.dtype[Any]:
+  def dtype(self) -> DType:
     return self.values.dtype
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
     return self.values[index]
 
 
@@ -145,7 +146,7 @@ def export_linen(
 
 def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[str, _Array]:
   """The arrays of a tree by their names."""
-  tree: Any = source
+  tree: PyTree = source
   if not isinstance(source, Mapping):
     try:
       tree = serialization.msgpack_restore(source if isinstance(source, bytes) else Path(source).read_bytes())

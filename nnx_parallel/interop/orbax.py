@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.core.nodes import is_key, plain_path
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import WeightMap
 
@@ -98,7 +99,7 @@ def restore_orbax(
       fix='if the model is inside another tree: prefix="params", and for the optimizer optimizer_item= or '
       "optimizer_prefix=; what may stay out: skip=[...].",
     )
-  found: dict[str, dict[str, Any]] = {}
+  found: dict[str, dict[str, AnyArray]] = {}
   for root in goal.leaves:
     name, rows, structure = trees[places[root][0]]
     matches = {tables[root][match.saved_path]: match for match in diff.matches if match.item == root}
@@ -110,7 +111,7 @@ def restore_orbax(
   return goal.build(found)
 
 
-def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, Any]:
+def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, TreeDef]:
   """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree.
 
   Raises:
@@ -159,7 +160,7 @@ def _text(keys: Keys) -> str:
   return paths.format(tuple(int(part) if part.isdecimal() else part for part in parts))
 
 
-def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
+def _record(leaf: Leaf, wanted: TargetLeaf | None) -> LeafRecord:
   """A leaf as a manifest would describe it. Keys were saved as keys, or as their data."""
   shape, dtype, kind = tuple(leaf.shape), leaf.dtype, encoding.PLAIN
   if is_key(dtype):
@@ -172,14 +173,14 @@ def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
   return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0)
 
 
-def _placed(array: Any, match: LeafPair) -> Any:
+def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
   """Makes a leaf of what was read. Orbax returns typed keys, although its metadata describes their data."""
   if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
 
 
-def _load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
+def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
   """Reads some arrays of one item by Orbax, each process its own shards.
 
   Args:
@@ -212,7 +213,7 @@ def _load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int
     raise cause  # not above, where the two would be each other's cause
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: Leaf) -> AnyArray:
   # np.empty reserves addresses, not memory.
   is_host = isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding
   return np.empty(leaf.shape, leaf.dtype) if is_host else leaf

@@ -17,12 +17,13 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import export
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import is_explicit, make_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.constrain import default_scope
@@ -32,9 +33,9 @@ from nnx_parallel.train.binding import Binding
 
 def export_program(
   file: str | os.PathLike[str],
-  function: Callable[..., Any],
+  function: Callable[..., PyTree],
   model: nnx.Module,
-  *args: Any,
+  *args: PyTree,
   platforms: Sequence[str] | None = None,
 ) -> None:
   """Writes a compiled function of a model, with the layout that the model has, and without its weights.
@@ -79,7 +80,7 @@ def export_program(
   leaves, args = places.placed(leaves), places.placed(args)
   changes: list[int] = []
 
-  def outputs(changing: list[Any], fixed: list[Any], *args: Any) -> Any:
+  def outputs(changing: list[AnyArray], fixed: list[AnyArray], *args: PyTree) -> PyTree:
     found, after = run(_joined(changing, fixed, changes), *args)
     return found, [after[i] for i in changes]
 
@@ -146,14 +147,14 @@ class Served:
     args: the arguments of a call, as `ShapeDtypeStruct`s.
   """
 
-  def __init__(self, exported: Any, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
+  def __init__(self, exported: export.Exported, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
     self.mesh, self._changes = mesh, layout["changes"]
     self._paths = [tuple(path) for path in layout["paths"]]
 
-    def struct(x: Any, where: Any) -> Any:
+    def struct(x: AnyArray, where: Sharding | None) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    def named(entries: Sequence[Sequence[str]]) -> Any:
+    def named(entries: Sequence[Sequence[str]]) -> Sharding:
       spec = PartitionSpec(*(entry_of(tuple(axes)) for axes in entries))
       return SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, spec)
 
@@ -162,14 +163,16 @@ class Served:
     # What the program does not read, such as a cache that it empties, has no sharding there.
     structs = [struct(x, where or named([])) for x, where in zip(exported.in_avals, read, strict=True)]
     (changing, fixed, *args), _ = jax.tree.unflatten(exported.in_tree, structs)
-    self.args: tuple[Any, ...] = tuple(args)
+    self.args: tuple[PyTree, ...] = tuple(args)
     leaves = _joined(changing, fixed, self._changes)
     specs = layout["specs"]
-    self._leaves: list[Any] = [struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)]
+    self._leaves: list[AnyArray] = [
+      struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)
+    ]
     self._jitted: Any = jax.jit(exported.call, donate_argnums=0)
 
   @property
-  def weights(self) -> dict[str, Any]:
+  def weights(self) -> dict[str, PyTree]:
     """The Variables as a nested dict, like `nnx.to_pure_dict(nnx.state(model))`.
 
     Returns:
@@ -177,7 +180,7 @@ class Served:
     """
     return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
 
-  def load(self, weights: Any) -> Served:
+  def load(self, weights: PyTree) -> Served:
     """Gives the program its weights.
 
     Args:
@@ -206,7 +209,7 @@ class Served:
     self._leaves = [_placed(flat[path], x.sharding) for path, x in wanted.items()]
     return self
 
-  def __call__(self, *args: Any) -> Any:
+  def __call__(self, *args: PyTree) -> PyTree:
     """Runs the program; Variables that it changes are those of the next call.
 
     Args:
@@ -241,24 +244,26 @@ def _of_module(binding: Binding, function: Callable[..., Any]) -> Callable[..., 
   return run
 
 
-def _split(leaves: Sequence[Any], changes: Sequence[int]) -> tuple[list[Any], list[Any]]:
+def _split(leaves: Sequence[AnyArray], changes: Sequence[int]) -> tuple[list[AnyArray], list[AnyArray]]:
   """The leaves that a program changes, whose memory it may take, and the others."""
   return [leaves[i] for i in changes], [x for i, x in enumerate(leaves) if i not in {*changes}]
 
 
-def _joined(changing: Sequence[Any], fixed: Sequence[Any], changes: Sequence[int]) -> list[Any]:
+def _joined(
+  changing: Sequence[AnyArray], fixed: Sequence[AnyArray], changes: Sequence[int]
+) -> list[AnyArray]:
   found, others = dict(zip(changes, changing, strict=True)), iter(fixed)
   count = len(changing) + len(fixed)
   return [found[i] if i in found else next(others) for i in range(count)]
 
 
-def _entries(sharding: Any) -> list[list[str]]:
+def _entries(sharding: Sharding | None) -> list[list[str]]:
   """A spec as JSON."""
   return [list(axes_of(entry)) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
 
 
-def _abstract(x: Any) -> Any:
-  def struct(x: Any) -> Any:
+def _abstract(x: PyTree) -> PyTree:
+  def struct(x: AnyArray) -> jax.ShapeDtypeStruct:
     own = getattr(x, "sharding", None)
     kept = own if isinstance(own, NamedSharding) else None
     return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=kept)
@@ -266,7 +271,7 @@ def _abstract(x: Any) -> Any:
   return jax.tree.map(struct, x)
 
 
-def _placed(x: Any, where: Any) -> Any:
+def _placed(x: AnyArray, where: Sharding | None) -> AnyArray:
   return x if getattr(x, "sharding", None) == where else jax.device_put(x, where)
 
 

@@ -25,6 +25,7 @@ from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import encoding, multihost, storage
 from nnx_parallel.core.nodes import is_key, value_of
+from nnx_parallel.core.types import DType
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import (
   Group,
@@ -68,15 +69,15 @@ class Tensor:
   file: Path
   begin: int
   shape: Shape
-  dtype: np.dtype[Any]
+  dtype: DType
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
     """Copies a part of the array out of the file."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
-  def write(self, index: tuple[slice, ...], values: np.ndarray[Any, Any]) -> None:
+  def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
     """Writes a part of the array, one run of consecutive bytes after the other.
 
     A memory map would write whole pages, and overwrite what other processes write to the same file.

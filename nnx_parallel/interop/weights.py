@@ -34,12 +34,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint import diff, encoding, multihost, paths, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.core.nodes import is_key, variables
 from nnx_parallel.core.padding import pad
+from nnx_parallel.core.types import AnyArray, DType
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import Plan
 
@@ -123,11 +125,17 @@ class Rule:
 
   file: str
   model: tuple[str, ...]
-  dtype: np.dtype[Any] | None
+  dtype: DType | None
   transform: Transform
 
   def __init__(
-    self, file: str, model: str | tuple[str, ...], pattern: str = "", *, dtype: Any = None, **sizes: int
+    self,
+    file: str,
+    model: str | tuple[str, ...],
+    pattern: str = "",
+    *,
+    dtype: DTypeLike | None = None,
+    **sizes: int,
   ):
     paths = (model,) if isinstance(model, str) else tuple(model)
     object.__setattr__(self, "file", file)
@@ -210,8 +218,8 @@ class Group:
     return dataclasses.replace(self, names=names), shapes
 
   def make_leaves(
-    self, sources: Sequence[Any], wanted: Mapping[str, TargetLeaf], layers: Mapping[int, str] | None = None
-  ) -> dict[str, Any]:
+    self, sources: Sequence[Source], wanted: Mapping[str, TargetLeaf], layers: Mapping[int, str] | None = None
+  ) -> dict[str, AnyArray]:
     """Makes leaves of the model, of these layers or all, from the arrays of the file, ordered as `names`."""
     kept = self.layers if layers is None else layers
     structs = [wanted[path].struct for path in kept.values()]
@@ -500,11 +508,11 @@ class Source(Protocol):
     ...
 
   @property
-  def dtype(self) -> np.dtype[Any]:
+  def dtype(self) -> DType:
     """Of the array."""
     ...
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
     """Copies a part of the array, or all, to the host."""
     ...
 
@@ -541,7 +549,7 @@ def import_arrays(
     groups = weight_map.match(wanted, shapes, left_out)
     for group in groups:
       require_fit(group, arrays, wanted)
-  leaves: dict[str, Any] = {}
+  leaves: dict[str, AnyArray] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
     structs = [wanted[path].struct for path in layers.values()]
@@ -554,11 +562,13 @@ def import_arrays(
   return target.build({"model": leaves})
 
 
-def _read(group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+def _read(
+  group: Group, tensors: Mapping[str, Source], leaves: Sequence[jax.ShapeDtypeStruct]
+) -> list[AnyArray]:
   """Reads this process's share of the arrays behind some leaves."""
   dtypes = {leaf.dtype for leaf in leaves}
 
-  def block(tensor: Source, index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+  def block(tensor: Source, index: tuple[slice, ...] | None) -> np.ndarray:
     values = tensor.read(index or ())
     return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
 
@@ -585,7 +595,7 @@ def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[st
   return _left_out(paths, skip) | _random_state(plan.abstract_model)
 
 
-def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, Any]:
+def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, AnyArray]:
   """The leaves of a model that an export writes: all but those skipped, and random state.
 
   Raises:
@@ -628,7 +638,7 @@ def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str
       )
 
 
-def is_real(dtype: Any) -> bool:
+def is_real(dtype: DTypeLike) -> bool:
   """Whether it is of floating point and not of 8 bits, which need scales."""
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
@@ -644,11 +654,13 @@ _PART = re.compile(r"\([^)]*\)|[^\s()]+")  # of a side of a pattern: one dim
 _COPY = Transform("", (), stacked=False, cut=False)
 
 
-def _made(have: dict[str, Any], groups: Iterable[Group], wanted: Mapping[str, TargetLeaf]) -> dict[str, Any]:
+def _made(
+  have: dict[str, AnyArray], groups: Iterable[Group], wanted: Mapping[str, TargetLeaf]
+) -> dict[str, AnyArray]:
   """Makes the leaves that have rules. Each array is dropped from `have` at its last use, to save memory."""
   groups = list(groups)
   uses = collections.Counter(name for group in groups for name in group.names)
-  made: dict[str, Any] = {}
+  made: dict[str, AnyArray] = {}
   for group in groups:
     uses.subtract(group.names)
     is_whole = all(name in have for name in group.names)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.flow import Meeting, meeting
 from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, struct
 from nnx_parallel.core.tiles import Grid, Tiles, described
+from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
@@ -43,8 +44,14 @@ class NotFused(Exception):
 
 
 def splash_attention(
-  query: Any, key: Any, value: Any, mask: Any, cap: float | None, *, interpret: bool = False
-) -> Any:
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array | None,
+  cap: float | None,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
   """The kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
   Raises:
@@ -66,15 +73,15 @@ def splash_attention(
 
 
 def splash_sequence(
-  query: Any,
-  key: Any,
-  value: Any,
-  segments: Any,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segments: jax.Array | None,
   *,
   causal: bool,
   window: int | None,
   interpret: bool = False,
-) -> Any:
+) -> jax.Array:
   """The same kernel for the attention of a sequence to itself, whose masks it makes by itself.
 
   Args:
@@ -115,7 +122,7 @@ def _block_sizes(rows: int, columns: int) -> Any:
   return splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
-def _padded(x: Any) -> Any:
+def _padded(x: jax.Array) -> jax.Array:
   """With features that fill the lanes of the chip."""
   return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),))
 
@@ -143,11 +150,11 @@ class _Scores:
     fill: what products that are not kept become.
   """
 
-  product: Any
+  product: JaxprEqn
   dims: tuple[int, ...]
   scale: float
   cap: float | None
-  masks: tuple[tuple[Any, tuple[int, ...], bool], ...]
+  masks: tuple[tuple[Var, tuple[int, ...], bool], ...]
   fill: float
 
 
@@ -165,7 +172,7 @@ class _Form:
   """
 
   scores: _Scores
-  inputs: tuple[Any, Any, Any]
+  inputs: tuple[Var, Var, Var]
   orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
   shared: int
   order: tuple[int, ...]
@@ -182,7 +189,7 @@ def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
   return kernels.get(jax.default_backend() if device is None else device.platform)
 
 
-def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
+def by_kernel(body: Jaxpr, match: Any, kernel: Kernel) -> JaxprEqn:
   """The operation that computes an attention by a kernel, given its softmax.
 
   The scale is applied to the queries, in their dtype.
@@ -195,7 +202,7 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   masks, leaves = _mask(body, match, form)
   out = match.product.outvars[0]
 
-  def attention_by_kernel(*arrays: Any) -> list[Any]:
+  def attention_by_kernel(*arrays: jax.Array) -> list[jax.Array]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
     wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
     query = (wide * form.scores.scale).astype(query.dtype)
@@ -213,7 +220,7 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   return call_equation(attention_by_kernel, [*form.inputs, *leaves], match.product.outvars, match.product)
 
 
-def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
+def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
   """What is done with the product of queries and keys, from the softmax back to it."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
@@ -221,7 +228,7 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
     raise NotFused("a maximum of other values than its scores is subtracted")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
-  masks: list[tuple[Any, tuple[int, ...], bool]] = []
+  masks: list[tuple[Var, tuple[int, ...], bool]] = []
   fills: set[float] = set()
   while (eqn := made.get(var)) is not None and eqn.primitive.name != "dot_general":
     name, inputs = eqn.primitive.name, eqn.invars
@@ -254,7 +261,7 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
   return _Scores(eqn, dims, factor * (cap or 1.0), cap, tuple(masks), min(fills, default=0.0))
 
 
-def _weights(match: Any, made: Mapping[Any, Any]) -> tuple[int, ...]:
+def _weights(match: Any, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
   """The dims of the weights, in terms of those of the scores."""
   var, dims = _uncast(match.product.invars[match.side], made)
   eqn, exponentials = made[var], _uncast(match.exp.outvars[0], made)
@@ -326,7 +333,7 @@ def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
   )
 
 
-def _names(met: Any, side: int, names: Mapping[int, int]) -> dict[int, int]:
+def _names(met: Meeting, side: int, names: Mapping[int, int]) -> dict[int, int]:
   """The dims of an operand of the product of queries and keys -> those of the scores."""
   first = len(met.shared[0]) + (len(met.free[0]) if side else 0)
   found = {dim: names[place] for place, dim in enumerate(met.shared[side])}
@@ -339,13 +346,15 @@ def _order(dims: Mapping[int, int], wanted: Sequence[int]) -> tuple[int, ...]:
   return tuple(found[name] for name in wanted)
 
 
-def _is_cast(eqn: Any) -> bool:
+def _is_cast(eqn: JaxprEqn) -> bool:
   """Whether an operation changes nothing but a floating dtype."""
   casts = eqn.primitive.name in ("convert_element_type", "copy")
   return casts and is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
 
 
-def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> tuple[Any, tuple[int, ...]]:
+def _uncast(
+  var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()
+) -> tuple[Var, tuple[int, ...]]:
   """The variable that one is before its casts, transposes and some other operations, and the dims of that."""
   dims = tuple(range(len(var.aval.shape)))
   while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
@@ -355,11 +364,11 @@ def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> tu
   return var, dims
 
 
-def _is_mask(var: Any, scores: Any) -> bool:
+def _is_mask(var: Var, scores: Var) -> bool:
   return var.aval.dtype == jnp.bool_ and var.aval.shape == scores.aval.shape
 
 
-def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
+def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
   """The one number that a value consists of, if the trace says it."""
   if isinstance(var, core.Literal):
     return float(var.val) if jnp.ndim(var.val) == 0 else None
@@ -377,7 +386,9 @@ def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
     )
 
 
-def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, Any]], list[Any]]:
+def _mask(
+  body: Jaxpr, match: Any, form: _Form
+) -> tuple[Callable[..., tuple[jax.Array | None, jax.Array | None]], list[Var]]:
   """A function of its leaves that gives the mask of queries by keys, and which of its rows keep a key."""
   sizes = match.exp.outvars[0].aval.shape
   lengths = {name: size for name, size in enumerate(sizes) if size > 1}
@@ -398,7 +409,7 @@ def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, 
       raise NotFused("its mask differs between examples or heads")
   leaves = [*tiles.leaves]
 
-  def masks(arrays: Sequence[Any]) -> tuple[Any, Any]:
+  def masks(arrays: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
     if not ends:
       return None, None
     known, places = dict(zip(leaves, arrays, strict=True)), dict.fromkeys(grid.blocks, 0)
@@ -416,10 +427,12 @@ def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, 
   return masks, [var for var, _ in leaves]
 
 
-def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask: Any) -> Any:
+def _placed(
+  form: _Form, kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> jax.Array:
   """The kernel on each device's examples and heads."""
 
-  def local(query: Any, key: Any, value: Any, *mask: Any) -> Any:
+  def local(query: jax.Array, key: jax.Array, value: jax.Array, *mask: jax.Array) -> jax.Array:
     run: Any = functools.partial(kernel, mask=mask[0] if mask else None, cap=form.scores.cap)
     for _ in range(query.ndim - 2 - form.shared):
       run = jax.vmap(run, in_axes=(0, None, None))

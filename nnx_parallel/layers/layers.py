@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from nnx_parallel.core.layers import Layers, find_layers
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Program, PyTree, TreeDef, Value
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
@@ -58,6 +59,7 @@ from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
+T = TypeVar("T")
 RematName = Literal["as written", "none", "dots", "full", "offload"]
 REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
 MARK_LAYERS = (
@@ -187,7 +189,7 @@ class LayerOptions:
     """Whether something is done with layers."""
     return self.how.needs_layers or self.scan_layers is True or self.pipeline is not None
 
-  def marking(self, model: Any, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
+  def marking(self, model: Model, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
     if not self.marks and self.pattern is None:
       return contextlib.nullcontext()
@@ -232,7 +234,7 @@ class LayersUsed:
 
 
 def with_layers(
-  loss: Callable[..., Any],
+  loss: LossFn,
   *,
   remat: Policy = None,
   scan_layers: ScanLayers = "auto",
@@ -288,12 +290,12 @@ def with_layers(
   return _on_copies(loss, options, options)
 
 
-def with_marks(loss: Callable[..., Any], layers: str | None = None) -> Callable[..., Any]:
+def with_marks(loss: LossFn, layers: str | None = None) -> Callable[..., Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
   return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _on_copies(loss: Callable[..., Any], marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
+def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
   """The same loss, called on a copy of the model whose state is written back."""
 
   @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
@@ -314,8 +316,8 @@ def _on_copies(loss: Callable[..., Any], marks: LayerOptions, does: LayerOptions
 
 
 def with_options(
-  function: Callable[..., Any], options: LayerOptions, used: LayersUsed | None = None
-) -> Callable[..., Any]:
+  function: Callable[..., PyTree], options: LayerOptions, used: LayersUsed | None = None
+) -> Callable[..., PyTree]:
   """A function of pytrees of arrays whose marked layers are treated by `options`.
 
   It raises a `TrainError` where a policy finds no layer.
@@ -329,7 +331,7 @@ def with_options(
   if not (remat.changes or options.scan_layers is True or options.rewrites):
     return function
 
-  def changed(*args: Any) -> Any:
+  def changed(*args: PyTree) -> PyTree:
     traced, shape = _traced(function, args, options, note)
     found = _treated(traced, jax.tree.leaves(args), options, note)
     return jax.tree.unflatten(jax.tree.structure(shape), found)
@@ -338,12 +340,12 @@ def with_options(
 
 
 def with_stages(
-  objective: Callable[..., Any],
+  objective: Callable[..., PyTree],
   options: LayerOptions,
   microbatches: int,
-  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
+  ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
   """A loss whose layers are a pipeline: a function of a whole batch instead of a microbatch.
 
   It raises a `TrainError` where it has no equal layers.
@@ -358,7 +360,7 @@ def with_stages(
   assert options.pipeline is not None
   pipeline = options.pipeline
 
-  def changed(model: Any, batch: Any) -> Any:
+  def changed(model: Model, batch: PyTree) -> PyTree:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     program, signature, tree = program_of(objective, (model, first), options, ends, used)
@@ -373,12 +375,12 @@ def with_stages(
 
 
 def program_of(
-  function: Callable[..., Any],
-  args: tuple[Any, ...],
+  function: Callable[..., PyTree],
+  args: tuple[PyTree, ...],
   options: LayerOptions,
-  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
+  ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
-) -> tuple[Stacks, Signature, Any]:
+) -> tuple[Stacks, Signature, TreeDef]:
   """The trace of a call for a pipeline, what its inputs and results are, and the structure of the results.
 
   Args:
@@ -400,8 +402,8 @@ def program_of(
 
 
 def _traced(
-  function: Callable[..., Any], args: Any, options: LayerOptions, note: LayersUsed
-) -> tuple[Any, Any]:
+  function: Callable[..., PyTree], args: tuple[PyTree, ...], options: LayerOptions, note: LayersUsed
+) -> tuple[ClosedJaxpr, PyTree]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
   traced, shape = _traced_once(function, args)
   remat = options.how
@@ -428,7 +430,7 @@ def _traced(
   return traced, shape
 
 
-def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
+def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
   """The trace of a loss, in which layers get arrays where others of their class get them, and its results."""
   found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
   with scalars_as(scalars):
@@ -447,9 +449,9 @@ def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
   return (again if is_same else traced), shape
 
 
-def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
+def _operations(jaxpr: Program) -> tuple[list[object], collections.Counter[float]]:
   """The operations of a program but those that make arrays of scalars, with their types; and its numbers."""
-  types: list[Any] = []
+  types: list[object] = []
   numbers: collections.Counter[float] = collections.Counter()
   for eqn in equations(jaxpr):
     if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS):
@@ -459,7 +461,9 @@ def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
   return types, numbers
 
 
-def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
+def _treated(
+  traced: ClosedJaxpr, leaves: list[jax.Array], options: LayerOptions, used: LayersUsed
+) -> list[jax.Array]:
   """The results of a trace whose layers are treated by the options."""
   remat, how = options.how, treatment_of(options)
   size = max(remat.every, remat.group)
@@ -471,7 +475,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
   reasons: dict[str, None] = {}
   scans: list[Chain] = []
 
-  def program(jaxpr: Any, inputs: Sequence[Any], where: str = "") -> list[Any]:
+  def program(jaxpr: Program, inputs: Sequence[jax.Array], where: str = "") -> list[jax.Array]:
     stacks = Stacks(jaxpr, scan_from, size, loops=loops)
     lines.update((_line(stacks, chain, remat) + where, None) for chain in stacks.chains.values())
     if remat.needs_layers:
@@ -480,7 +484,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
     scans.extend(chain for chain in stacks.chains.values() if chain.scan)
     return stacks(inputs, dataclasses.replace(how, run=run))
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     params = params_of(eqn)
     if is_checkpoint(eqn) and calls_layers(params["jaxpr"]):
       inside: Any = lambda *xs: program(params["jaxpr"], xs, "; inside jax.checkpoint")  # noqa: E731
@@ -508,12 +512,12 @@ def treatment_of(options: LayerOptions) -> Treatment:
   joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as a whole
   in_units = joint or remat.every > 1
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if in_units and has_layer_rows(eqn):
       return _in_units(eqn, inputs, remat)
     return _run(eqn, inputs, policy="full" if policy == "offload" else policy)
 
-  def in_unit(n: int, scan: bool, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def in_unit(n: int, scan: bool, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if joint:
       return _evaluate(called(eqn), inputs, policy)
     return _run(eqn, inputs, policy=policy if n % remat.every == 0 else "none", in_scan=scan)
@@ -521,7 +525,7 @@ def treatment_of(options: LayerOptions) -> Treatment:
   def around(body: Body, scan: bool) -> Body:
     return _recomputed(body, policy, in_scan=scan) if joint else body
 
-  def in_scan(eqn: Any) -> Callable[..., Sequence[Any]]:
+  def in_scan(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
     if policy is None:
       return as_function(eqn.params["jaxpr"])
     if in_units:
@@ -558,7 +562,7 @@ def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
       yield f"the model's scan of {eqn.params['length']}: remat {remat if has_layer_rows(eqn) else text}"
 
 
-def _check_rules(traced: Any) -> None:
+def _check_rules(traced: ClosedJaxpr) -> None:
   """Refuses a rule of `jax.custom_vjp` that reads an array of the trace other than by its arguments.
 
   Raises:
@@ -575,19 +579,19 @@ def _check_rules(traced: Any) -> None:
       )
 
 
-def has_layers(jaxpr: Any) -> bool:
+def has_layers(jaxpr: Program) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
   return any(
     is_checkpoint(eqn) or eqn.primitive.name == "scan" or is_marked(eqn) for eqn in equations(jaxpr, is_call)
   )
 
 
-def _is_opened(eqn: Any) -> bool:
+def _is_opened(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
   return is_call(eqn) and not is_marked(eqn) and calls_layers(called(eqn))
 
 
-def _is_layer(eqn: Any) -> bool:
+def _is_layer(eqn: JaxprEqn) -> bool:
   """Whether a marked call is a layer; one whose products are all in layers of its own is none."""
   if not is_marked(eqn):
     return False
@@ -595,17 +599,19 @@ def _is_layer(eqn: Any) -> bool:
   return not has_layers(body) or any(e.primitive.name in _PRODUCTS for e in equations(body, is_call))
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool = True) -> list[Any]:
+def _evaluate(
+  jaxpr: Program, args: Sequence[jax.Array], policy: Policy, in_layer: bool = True
+) -> list[jax.Array]:
   return interpret(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
 
 
-def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
+def _layer(jaxpr: Program, policy: Policy) -> Callable[..., list[jax.Array]]:
   return lambda *args: _evaluate(jaxpr, args, policy)
 
 
 def _run(
-  eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool = False, in_scan: bool = False
-) -> Sequence[Any]:
+  eqn: JaxprEqn, inputs: list[Value], *, policy: Policy, in_layer: bool = False, in_scan: bool = False
+) -> Sequence[Value]:
   """The results of an operation, under a policy if it is a layer."""
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
@@ -624,7 +630,9 @@ def _run(
   return bind(eqn, inputs)
 
 
-def _scanned(eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
+def _scanned(
+  eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
+) -> list[jax.Array]:
   """The results of a scan with another body, a function of flat arrays."""
   params, (step, carry, rows) = eqn.params, _step_of(eqn, inputs, body)
   carry, made = jax.lax.scan(
@@ -634,30 +642,30 @@ def _scanned(eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]) ->
 
 
 def _step_of(
-  eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]
-) -> tuple[Body, list[Any], list[Any]]:
+  eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
+) -> tuple[Body, list[jax.Array], list[jax.Array]]:
   """A step of a scan, what it carries first, and its rows."""
   counts = scan_counts(eqn)
   fixed, first, rows = counts.split(inputs)
 
-  def step(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  def step(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     out = body(*fixed, *carry, *row)
     return list(out[: counts.carried]), list(out[counts.carried :])
 
   return step, first, rows
 
 
-def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
+def _in_units(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> list[jax.Array]:
   """The results of a scan over layers, of which units of several are treated together."""
   policy, body = remat.policy, eqn.params["jaxpr"]
   kept, carry, rows = _step_of(eqn, inputs, _layer(body, "none"))
   within = kept if policy == "none" else _step_of(eqn, inputs, _layer(body, policy))[0]
   length, reverse, size = eqn.params["length"], eqn.params["reverse"], max(remat.every, remat.group)
 
-  def unit(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  def unit(carry: Sequence[jax.Array], rows: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     if remat.every == 1:
       return jax.lax.scan(within, list(carry), list(rows))
-    made: list[Any] = []
+    made: list[list[jax.Array]] = []
     for n in range(len(rows[0])):
       carry, made_here = (kept if n else alone)(carry, [x[n] for x in rows])
       made.append(made_here)
@@ -680,7 +688,7 @@ def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
   return [*carry, *([jnp.flip(x, 0) for x in made] if reverse else made)]
 
 
-def _checkpointed(body: Callable[..., Any], policy: Policy, *, in_scan: bool = False) -> Callable[..., Any]:
+def _checkpointed(body: Callable[..., T], policy: Policy, *, in_scan: bool = False) -> Callable[..., T]:
   if policy == "none":
     return body
   named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -693,7 +701,7 @@ def _recomputed(body: Body, policy: Policy, *, in_scan: bool) -> Body:
   if policy != "offload":
     return _checkpointed(body, policy, in_scan=in_scan)
 
-  def named(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  def named(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     return body([checkpoint_name(x, _INPUT) if is_inexact(x) else x for x in carry], row)
 
   offloads = jax.checkpoint_policies.save_and_offload_only_these_names(

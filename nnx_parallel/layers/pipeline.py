@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +32,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import on_shards
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
-Layer = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
+Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 """`(carried, its rows, its state, what is shared, what is gathered) -> (carried, its state, its results)`."""
 
 
@@ -121,7 +121,7 @@ class Schedule:
     """The fraction of the time in which a stage does nothing useful."""
     return (self.stages - 1) / self.ticks
 
-  def item(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
+  def item(self, tick: AnyArray, stage: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
     """What a stage does in a tick.
 
     Args:
@@ -145,12 +145,12 @@ class Schedule:
     )
 
 
-def staged(x: Any, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> Any:
+def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax.Array:
   """`x` with one dim split over mesh axes, or over none; its other dims stay as they are."""
   if mesh is None:
     return x
   if AxisType.Explicit in mesh.axis_types:
-    entries: list[Any] = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][: x.ndim]
+    entries: list[PyTree] = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][: x.ndim]
     entries[dim] = axis
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))  # pyright: ignore[reportArgumentType]
   free = PartitionSpec.UNCONSTRAINED
@@ -174,7 +174,9 @@ class PipelineLoop:
   mesh: AnyMesh | None
   layer: Layer
 
-  def __call__(self, inputs: Any, rows: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
+  def __call__(
+    self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree]:
     """The results of all layers, for all microbatches.
 
     Args:
@@ -198,7 +200,7 @@ class PipelineLoop:
     shared, gathered = self.for_each_stage((shared, gathered))
     rows, active = _swapped((rows, active))
 
-    def tick(carry: Any, t: Any) -> tuple[Any, Any]:
+    def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
       ring, line, state, outputs = carry
       works, microbatch, repeat = plan.item(t, stages)
       group, place = t // (plan.stages * plan.virtual_stages), t % (plan.stages * plan.virtual_stages)
@@ -227,8 +229,8 @@ class PipelineLoop:
     return found, state, self._of(made)
 
   def turn(
-    self, entering: Any, ring: Any, rows: Any, state: Any, tick: Any, passes: Any = None
-  ) -> tuple[Any, Any, Any]:
+    self, entering: PyTree, ring: PyTree, rows: PyTree, state: PyTree, tick: AnyArray, passes: PyTree = None
+  ) -> tuple[PyTree, PyTree, PyTree]:
     """One tick of a pipeline that goes round: as many microbatches as stages, so that no stage waits.
 
     Microbatch `tick % stages` enters. The one that leaves is the next to enter, and in the first
@@ -260,20 +262,20 @@ class PipelineLoop:
     return self._moved(result, 1), state, leaving
 
   @property
-  def _active(self) -> Any:
+  def _active(self) -> AnyArray:
     """Which layers of each chunk are real, `[virtual_stages, stages, chunk]`."""
     plan = self.schedule
     active = np.arange(plan.layers + plan.missing) < plan.layers
     return active.reshape(plan.virtual_stages, plan.stages, plan.chunk)
 
-  def split_layers(self, stacked: Any, *, whole: bool = False) -> Any:
+  def split_layers(self, stacked: PyTree, *, whole: bool = False) -> PyTree:
     """Arrays `[layers, ...]` as `[virtual_stages, stages, chunk, ...]`, the layers of a stage on its devices.
 
     `whole`: all layers are on all stages; so are then their gradients, by one all-gather.
     """
     plan = self.schedule
 
-    def split(x: Any) -> Any:
+    def split(x: jax.Array) -> jax.Array:
       # Real values in the layers that do nothing: zeros may have no gradient, and 0 * inf would be its sum.
       x = jnp.concatenate([x, jnp.repeat(x[:1], plan.missing, 0)]) if plan.missing else x
       shape = (plan.virtual_stages, plan.stages, plan.chunk, *x.shape[1:])
@@ -285,24 +287,24 @@ class PipelineLoop:
 
     return jax.tree.map(split, stacked)
 
-  def joined_layers(self, split: Any) -> Any:
+  def joined_layers(self, split: PyTree) -> PyTree:
     """The arrays that `split_layers` split."""
 
-    def joined(x: Any) -> Any:
+    def joined(x: jax.Array) -> jax.Array:
       return staged(x, self.mesh, None, 1).reshape(-1, *x.shape[3:])[: self.schedule.layers]
 
     return jax.tree.map(joined, split)
 
-  def split_microbatches(self, microbatches: Any) -> Any:
+  def split_microbatches(self, microbatches: PyTree) -> PyTree:
     """Arrays `[microbatches, ...]` as `[groups, stages, ...]`, each microbatch on its stage."""
     plan = self.schedule
 
-    def split(x: Any) -> Any:
+    def split(x: jax.Array) -> jax.Array:
       return staged(x.reshape(plan.groups, plan.stages, *x.shape[1:]), self.mesh, self.axis, 1)
 
     return jax.tree.map(split, microbatches)
 
-  def joined_microbatches(self, split: Any) -> Any:
+  def joined_microbatches(self, split: PyTree) -> PyTree:
     """The arrays that `split_microbatches` split, equal on all stages."""
     return jax.tree.map(lambda x: staged(x, self.mesh, None, 1).reshape(-1, *x.shape[2:]), split)
 
@@ -310,41 +312,41 @@ class PipelineLoop:
   def _explicit(self) -> bool:
     return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
-  def by_stage(self, f: Callable[..., Any]) -> Callable[..., Any]:
+  def by_stage(self, f: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`f` of each stage's arrays; all have a dim of stages first."""
     auto = self.mesh is not None and not self._explicit
-    mapped: Any = jax.vmap(f, spmd_axis_name=self.axis if auto else None)
+    mapped: PyTree = jax.vmap(f, spmd_axis_name=self.axis if auto else None)
     return lambda *args: mapped(*jax.tree.map(self._staged, args))
 
-  def for_each_stage(self, tree: Any) -> Any:
+  def for_each_stage(self, tree: PyTree) -> PyTree:
     """A copy of arrays for each stage. Its gradient is summed once, where the copies are made."""
     return jax.tree.map(
       lambda x: self._staged(jnp.broadcast_to(x, (self.schedule.stages, *jnp.shape(x)))), tree
     )
 
-  def _staged(self, x: Any) -> Any:
+  def _staged(self, x: jax.Array) -> jax.Array:
     return staged(jnp.asarray(x), self.mesh, self.axis)
 
-  def _where(self, mask: Any, a: Any, b: Any) -> Any:
+  def _where(self, mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
     """By the dim of stages."""
     return self.by_stage(_where)(mask, a, b)
 
   def _chunk(
     self,
-    carry: Any,
-    state: Any,
-    rows: Any,
-    active: Any,
-    repeat: Any,
-    shared: Any,
-    gathered: Any,
-    microbatch: Any,
-  ) -> tuple[Any, Any, Any]:
+    carry: PyTree,
+    state: PyTree,
+    rows: PyTree,
+    active: AnyArray,
+    repeat: AnyArray,
+    shared: PyTree,
+    gathered: PyTree,
+    microbatch: AnyArray,
+  ) -> tuple[PyTree, PyTree, PyTree]:
     """One chunk of layers of a stage, for one microbatch."""
     rows, active = _at((rows, active), repeat)
     gathered = _at(gathered, microbatch)
 
-    def one(carry: Any, given: Any) -> tuple[Any, Any]:
+    def one(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
       row, old, active = given
       new, changed, made = self.layer(carry, row, old, shared, gathered)
       if self.schedule.missing:
@@ -354,20 +356,20 @@ class PipelineLoop:
     carry, (state, made) = jax.lax.scan(one, carry, (rows, state, active))
     return carry, state, made
 
-  def _moved(self, tree: Any, by: int, dim: int = 0) -> Any:
+  def _moved(self, tree: PyTree, by: int, dim: int = 0) -> PyTree:
     """Each stage's arrays on the next one, or on the one before; around the ends."""
     size, mesh = self.schedule.stages, self.mesh
     pairs = [(n, (n + by) % size) for n in range(size)]
 
     # Not `jnp.roll`: XLA sends twice for its transpose.
-    def shift(x: Any) -> Any:
+    def shift(x: jax.Array) -> jax.Array:
       spec = jax.typeof(x).sharding.spec if self._explicit else PartitionSpec(*[None] * dim, self.axis)
       axes = None if self._explicit else {self.axis, *manual_too(mesh)}
       return on_shards(lambda x: jax.lax.ppermute(x, self.axis, pairs), mesh, (spec,), spec, axes)(x)
 
     return jax.tree.map(shift, tree) if size > 1 else tree
 
-  def _of(self, made: Any) -> Any:
+  def _of(self, made: PyTree) -> PyTree:
     """The results of layers, `[ticks, stages, chunk, ...]`, by microbatch and layer."""
     plan = self.schedule
     stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.virtual_stages)))
@@ -375,7 +377,7 @@ class PipelineLoop:
     tick = group * plan.stages * plan.virtual_stages + repeat * plan.stages + place + stage
     picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(_swapped(made), tick)
 
-    def ordered(x: Any) -> Any:
+    def ordered(x: jax.Array) -> jax.Array:
       x = staged(jnp.moveaxis(x, 0, 2), self.mesh, None, 2)
       return x.reshape(plan.microbatches, -1, *x.shape[4:])[:, : plan.layers]
 
@@ -398,23 +400,23 @@ def size_along(mesh: AnyMesh | None, axis: str) -> int:
   return sizes[axis]
 
 
-def _marked(result: Any, works: Any) -> Any:
+def _marked(result: PyTree, works: PyTree) -> PyTree:
   """Tests put NaN into what bubbles compute here."""
   del works
   return result
 
 
-def _where(mask: Any, a: Any, b: Any) -> Any:
+def _where(mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
   return jax.tree.map(lambda a, b: jnp.where(mask, a, b), a, b)
 
 
-def _at(tree: Any, n: Any) -> Any:
+def _at(tree: PyTree, n: AnyArray) -> PyTree:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), tree)
 
 
-def _put(tree: Any, n: Any, new: Any) -> Any:
+def _put(tree: PyTree, n: AnyArray, new: PyTree) -> PyTree:
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, n, 0), tree, new)
 
 
-def _swapped(tree: Any) -> Any:
+def _swapped(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)

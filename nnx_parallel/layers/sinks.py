@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.extend import core
@@ -16,11 +15,12 @@ from jax.extend import core
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.interpret import DEFAULT, flattened, interpret
 from nnx_parallel.core.jaxprs import among, bind, dependents, opened, traced, without_unused
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Value, Var
 
 _JOINED = {"reduce_max": jax.lax.max, "reduce_sum": jax.lax.add}
 
 
-def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
+def with_sinks_apart(flat: ClosedJaxpr, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
   """A closed flat program in which attention sinks are not joined to the scores.
 
   Args:
@@ -31,7 +31,7 @@ def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
   if not joins:
     return flat
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if eqn.outvars and eqn.outvars[0] in joins:
       scores, sink = inputs
       return [_Pair(scores, sink, eqn.params["dimension"])]
@@ -49,11 +49,11 @@ def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
 class _Pair:
   """An array without its last column along a dim, and that column."""
 
-  scores: Any
-  sink: Any
+  scores: jax.Array
+  sink: jax.Array
   dim: int
 
-  def after(self, eqn: Any, inputs: Sequence[Any]) -> Any:
+  def after(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> _Pair | jax.Array | None:
     """The result of an operation: a pair too, or an array; None if it needs the whole array."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE and len(eqn.outvars) == 1:
@@ -68,7 +68,7 @@ class _Pair:
         return self.scores
     return None
 
-  def _part(self, x: Any, n: int) -> Any:
+  def _part(self, x: Value, n: int) -> jax.Array:
     """What one part needs of an operand."""
     if isinstance(x, _Pair):
       return x.sink if n else x.scores
@@ -78,16 +78,16 @@ class _Pair:
     return jax.lax.slice_in_dim(x, last * n, last + n, axis=self.dim)
 
 
-def _whole(x: Any) -> Any:
+def _whole(x: Value) -> jax.Array:
   return jax.lax.concatenate([x.scores, x.sink], x.dim) if isinstance(x, _Pair) else x
 
 
-def _joins(body: Any) -> set[Any]:
+def _joins(body: Jaxpr) -> set[Var]:
   """Scores of products, joined with one column, of which the maximum along it is taken."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   of_products = dependents(body, [eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "dot_general"])
 
-  def before(var: Any) -> Any:
+  def before(var: Var) -> Var:
     """What a value is in another dtype, or before something is subtracted from it."""
     while among(var, made) and made[var].primitive.name in (
       "convert_element_type", "copy", "stop_gradient", "sub"
@@ -95,7 +95,7 @@ def _joins(body: Any) -> set[Any]:
       var = made[var].invars[0]
     return var
 
-  found: set[Any] = set()
+  found: set[Var] = set()
   for eqn in body.eqns:
     if eqn.primitive.name == "reduce_max" and not isinstance(var := before(eqn.invars[0]), core.Literal):
       join = made.get(var)

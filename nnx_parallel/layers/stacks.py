@@ -19,12 +19,21 @@ import dataclasses
 import itertools
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from nnx_parallel.core.interpret import Values, is_literal, read, run_operations, values_of, without_copies
+from nnx_parallel.core.interpret import (
+  Rule,
+  Values,
+  is_literal,
+  read,
+  run_operations,
+  values_of,
+  without_copies,
+)
 from nnx_parallel.core.jaxprs import (
   among,
   called,
@@ -37,6 +46,7 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
 )
 from nnx_parallel.core.keys import identity
+from nnx_parallel.core.types import JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, kind_of_layer, layer_of, repeats_layers
 
@@ -45,7 +55,11 @@ Place = tuple[int, int]
 """The number of a call in its unit, and the position of one of its inputs or results."""
 Key = Any
 """What names an input or a result of one layer: its position, or in a chain its place."""
-Body = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+EachLayer: TypeAlias = Any
+"""What each layer reads or makes: a list with a variable for each, or one variable that has them stacked."""
+Body: TypeAlias = Callable[
+  [Sequence[jax.Array], Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]
+]
 """`(carried, rows) -> (carried, results)`, of one layer."""
 
 
@@ -60,10 +74,10 @@ class Treatment:
     in_scan: the program of one layer of a scan, a function of flat arrays.
   """
 
-  run: Callable[[Any, list[Any]], Sequence[Any]]
-  in_unit: Callable[[int, bool, Any, list[Any]], Sequence[Any]]
+  run: Rule
+  in_unit: Callable[[int, bool, JaxprEqn, list[Value]], Sequence[Value]]
   around: Callable[[Body, bool], Body]
-  in_scan: Callable[[Any], Callable[..., Sequence[Any]]]
+  in_scan: Callable[[JaxprEqn], Callable[..., Sequence[Value]]]
 
 
 @dataclasses.dataclass
@@ -83,7 +97,7 @@ class Chain:
   inner: dict[Place, Place]
   carried: dict[Place, Place]
   same: set[Place]
-  dependents: set[Any]
+  dependents: set[Var]
   scan: bool = False
 
   @property
@@ -114,18 +128,18 @@ class Stack:
   numbers: frozenset[int]
   length: int
   name: str
-  same: dict[Key, Any]
-  carried: list[Any]
-  final: dict[Any, int]
-  rows: dict[Key, Any]
-  made: dict[Key, Any]
-  step: Callable[[Mapping[Key, Any]], Body]
-  used: set[Any]
+  same: dict[Key, Var]
+  carried: list[Var]
+  final: dict[Var, int]
+  rows: dict[Key, EachLayer]
+  made: dict[Key, EachLayer]
+  step: Callable[[Mapping[Key, jax.Array]], Body]
+  used: set[Var]
   size: int = 1
-  narrow: Mapping[Key, Any] = dataclasses.field(default_factory=dict[Key, Any])
+  narrow: Mapping[Key, DTypeLike | None] = dataclasses.field(default_factory=dict[Key, DTypeLike | None])
 
   @property
-  def row_variables(self) -> list[Any]:
+  def row_variables(self) -> list[Var]:
     """The variables of all rows."""
     return [var for some in self.rows.values() for var in variables(each_of(some))]
 
@@ -135,16 +149,18 @@ class Stack:
     return sum(nbytes(var.aval) for var in self.row_variables)
 
   @property
-  def inputs(self) -> set[Any]:
+  def inputs(self) -> set[Var]:
     """All variables that its layers read."""
     return {*variables((*self.same.values(), *self.carried)), *self.row_variables}
 
-  def layer(self, carry: Sequence[Any], given: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
+  def layer(
+    self, carry: Sequence[jax.Array], given: Mapping[Key, jax.Array]
+  ) -> tuple[list[jax.Array], dict[Key, jax.Array]]:
     """One layer: `(carried, inputs by key) -> (carried, results by key)`."""
     carry, made = self.step(given)(carry, [given[key] for key in self.rows])
     return carry, dict(zip(self.made, made, strict=True))
 
-  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> Any:
+  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> jax.Array:
     """A row of all layers, `[layers, ...]`, narrower where they only read it cast."""
     some, dtype = self.rows[key], self.narrow.get(key) if narrow else None
     if not isinstance(some, list):
@@ -154,12 +170,12 @@ class Stack:
   def run(self, values: Values, *, scan: bool) -> Values:
     """The results of calls that are used elsewhere: of one scan, or of one layer after the other."""
     step = self.step({key: read(var, values) for key, var in self.same.items()})
-    carry: Any = [read(var, values) for var in self.carried]
+    carry: list[jax.Array] = [read(var, values) for var in self.carried]
     if scan:
       stacks = [self.stacked(key, values) for key in self.rows]
       carry, made = jax.lax.scan(step, carry, stacks, length=self.length)
     else:
-      of_layers: list[Any] = []
+      of_layers: list[list[jax.Array]] = []
       for n in range(self.length):
         carry, results = step(carry, [read(some[n], values) for some in self.rows.values()])
         of_layers.append(results)
@@ -184,10 +200,10 @@ class Stacks:
     reasons: why neighbours are not of one chain.
   """
 
-  def __init__(self, jaxpr: Any, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
+  def __init__(self, jaxpr: Program, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
     self.jaxpr = without_copies(jaxpr)
     self.body = opened(self.jaxpr)
-    self.eqns: list[Any] = list(self.body.eqns)
+    self.eqns: list[JaxprEqn] = list(self.body.eqns)
     marks = [n for n, eqn in enumerate(self.eqns) if is_marked(eqn)]
     bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
     identities = {key: identity(body) for key, body in bodies.items()}
@@ -219,7 +235,7 @@ class Stacks:
         self.reasons += filter(None, [self._why(marks[used - 1], marks[used])])
       marks = marks[used:]
 
-  def __call__(self, inputs: Sequence[Any], how: Treatment) -> list[Any]:
+  def __call__(self, inputs: Sequence[jax.Array], how: Treatment) -> list[jax.Array]:
     """The results of the program for its arrays."""
     values = values_of(self.jaxpr, inputs)
     done: set[int] = set()
@@ -273,10 +289,12 @@ class Stacks:
     final = {results[-1][chain.carried[slot]]: n for n, slot in enumerate(slots)}
     made = sorted({p for unit in results for p, var in unit.items() if var in used and var not in final})
 
-    def step(same: Mapping[Place, Any]) -> Body:
-      def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def step(same: Mapping[Place, jax.Array]) -> Body:
+      def body(
+        carry: Sequence[jax.Array], row: Sequence[jax.Array]
+      ) -> tuple[list[jax.Array], list[jax.Array]]:
         given = {**same, **dict(zip(slots, carry, strict=True)), **dict(zip(rows, row, strict=True))}
-        found: dict[Place, Any] = {}
+        found: dict[Place, jax.Array] = {}
         for c, n in enumerate(chain.units[0]):
           places = [(c, j) for j in range(len(self.eqns[n].invars))]
           values = [found[chain.inner[place]] if place in chain.inner else given[place] for place in places]
@@ -308,8 +326,10 @@ class Stacks:
     keys = counts.split(range(len(eqn.invars)))
     run = how.in_scan(eqn)
 
-    def step(same: Mapping[Key, Any]) -> Body:
-      def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def step(same: Mapping[Key, jax.Array]) -> Body:
+      def body(
+        carry: Sequence[jax.Array], row: Sequence[jax.Array]
+      ) -> tuple[list[jax.Array], list[jax.Array]]:
         out = run(*(same[key] for key in keys[0]), *carry, *row)
         return [*out[: counts.carried]], [*out[counts.carried :]]
 
@@ -353,10 +373,10 @@ class Stacks:
         return f"{eqn.primitive.name} between {names} changes what the second one gets"
     return f"{names} read other results of the calls before them than their neighbours, or one is left over"
 
-  def _inputs(self, unit: Sequence[int]) -> dict[Place, Any]:
+  def _inputs(self, unit: Sequence[int]) -> dict[Place, Var]:
     return {(c, j): var for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
 
-  def _results(self, unit: Sequence[int]) -> dict[Place, Any]:
+  def _results(self, unit: Sequence[int]) -> dict[Place, Var]:
     return {(c, p): var for c, n in enumerate(unit) for p, var in enumerate(self.eqns[n].outvars)}
 
   def _chain(self, marks: Sequence[int], period: int) -> Chain:
@@ -400,12 +420,12 @@ class Stacks:
     tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
     return {**found, **dict(zip(tied, _with_joint_gradients(*tied.values()), strict=True))}
 
-  def used(self, calls: Collection[int]) -> set[Any]:
+  def used(self, calls: Collection[int]) -> set[Var]:
     """The variables that are read outside of these calls."""
     readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
     return {var for some in (*readers, self.body.outvars) for var in variables(some)}
 
-  def _read_as(self, call: int, position: int) -> Any:
+  def _read_as(self, call: int, position: int) -> DTypeLike | None:
     """The narrower dtype to which a call casts an input before all else; None where it does not."""
     program = opened(called(self.eqns[call]))
     var = program.invars[position]
@@ -416,7 +436,7 @@ class Stacks:
     return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
 
 
-def has_layer_rows(eqn: Any) -> bool:
+def has_layer_rows(eqn: JaxprEqn) -> bool:
   """Whether an operation may be a scan over layers: it has floating rows, two or more."""
   if eqn.primitive.name != "scan":
     return False
@@ -424,28 +444,30 @@ def has_layer_rows(eqn: Any) -> bool:
   return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
 
 
-def _is_stack(eqn: Any) -> bool:
+def _is_stack(eqn: JaxprEqn) -> bool:
   """Whether an operation is a scan over layers, in order."""
   return has_layer_rows(eqn) and not eqn.params["reverse"] and not repeats_layers(eqn)
 
 
-def each_of(some: Any) -> list[Any]:
+def each_of(some: EachLayer) -> list[Var]:
   """The variables of a row: one for each layer, or the one that has them stacked."""
   return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
 
 
-def variables(some: Iterable[Any]) -> Iterator[Any]:
+def variables(some: Iterable[Var]) -> Iterator[Var]:
   """Those that are no constants."""
   return (var for var in some if not is_literal(var))
 
 
 @jax.custom_jvp
-def _with_joint_gradients(*xs: Any) -> tuple[Any, ...]:
+def _with_joint_gradients(*xs: jax.Array) -> tuple[jax.Array, ...]:
   """The arrays; none of their gradients is used before all of them are computed."""
   return xs
 
 
-def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _tangents(
+  xs: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
   is_zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in tangents]
   tied = iter(
     jax.lax.optimization_barrier([x for x, zero in zip(tangents, is_zero, strict=True) if not zero])
@@ -456,7 +478,7 @@ def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]
 _with_joint_gradients.defjvp(_tangents, symbolic_zeros=True)
 
 
-def _difference(first: Any, second: Any) -> str:
+def _difference(first: Program, second: Program) -> str:
   """How two programs of layers differ."""
   one, two = opened(first), opened(second)
   given = [collections.Counter(var.aval.str_short() for var in program.invars) for program in (one, two)]
@@ -473,7 +495,7 @@ def _difference(first: Any, second: Any) -> str:
   return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
 
 
-def _told(eqn: Any) -> str:
+def _told(eqn: JaxprEqn | None) -> str:
   """An operation with its numbers and plain parameters."""
   if eqn is None:
     return "no more"
@@ -482,11 +504,11 @@ def _told(eqn: Any) -> str:
   return textwrap.shorten(" ".join([eqn.primitive.name, *numbers, *plain]), 80, placeholder=" ...")
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
   return isinstance(x, (bool, int, float, str)) or (isinstance(x, tuple) and all(map(_is_plain, x)))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: Var, b: Var) -> bool:
   if is_literal(a) and is_literal(b):
     return bool(a.val == b.val)
   return a is b

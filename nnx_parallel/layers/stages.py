@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from nnx_parallel.core.interpret import Values, flattened, is_literal, read, run
 from nnx_parallel.core.jaxprs import among, dependents, is_call, is_inexact, nbytes, opened, operations_behind
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
 from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
@@ -78,7 +78,7 @@ class AroundLayers:
     self.of_layers, news = self._of_layers()
     self.alone = {o: i for o, i in self.changed.items() if self.outputs[o] not in news}
 
-  def sort(self, varying: Collection[Any]) -> None:
+  def sort(self, varying: Collection[Var]) -> None:
     """Sorts the operations outside of the layers into `fixed`, `before` and `after`; see above.
 
     `varies` are then the variables that depend on those given, which differ between microbatches.
@@ -103,11 +103,11 @@ class AroundLayers:
       )
 
   @property
-  def same(self) -> dict[Key, Any]:
+  def same(self) -> dict[Key, Var]:
     """The variables that are one value for all layers."""
     return {key: var for key, var in self.stack.same.items() if not is_literal(var)}
 
-  def reads(self, numbers: Iterable[int]) -> list[Any]:
+  def reads(self, numbers: Iterable[int]) -> list[Var]:
     """The variables that some operations read, in order: programs of all processes must be equal."""
     return [*dict.fromkeys(var for n in numbers for var in variables(self.eqns[n].invars))]
 
@@ -115,7 +115,7 @@ class AroundLayers:
     """Evaluates some operations, and adds their results to the values."""
     run_operations([self.eqns[n] for n in numbers], values, self.how.run)
 
-  def layer(self, known: Mapping[Key, Any], kept: Collection[Key] = ()) -> Layer:
+  def layer(self, known: Mapping[Key, jax.Array], kept: Collection[Key] = ()) -> Layer:
     """One layer, for `PipelineLoop`, which carries with its results the arrays that travel with them.
 
     Args:
@@ -123,7 +123,9 @@ class AroundLayers:
       kept: results of each layer that are read elsewhere.
     """
 
-    def layer(carry: Any, row: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
+    def layer(
+      carry: PyTree, row: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
       carried, sent = carry
       given = {**known, **shared, **gathered, **sent, **row, **state}
       carried, made = self.stack.layer(carried, given)
@@ -132,17 +134,17 @@ class AroundLayers:
 
     return layer
 
-  def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> Any:
+  def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> jax.Array:
     """A row of all layers, on their stages."""
     stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
     return piped.split_layers(stacked, whole=isinstance(self.stack.rows[key], list))
 
-  def _of_layers(self) -> tuple[dict[Key, Key], set[Any]]:
+  def _of_layers(self) -> tuple[dict[Key, Key], set[Var]]:
     """Inputs that each layer changes -> its results that are their new values; and the variables of those."""
     news = {self.inputs[i]: self.outputs[o] for o, i in self.changed.items()}
     makers = {var: (key, u) for key, some in self.stack.made.items() for u, var in enumerate(each_of(some))}
     found: dict[Key, Key] = {}
-    new: set[Any] = set()
+    new: set[Var] = set()
     for key, some in self.stack.rows.items():
       rows = each_of(some)
       if any(not among(row, news) or row in self.read for row in rows):
@@ -203,7 +205,7 @@ class TrainPipeline(AroundLayers):
     names = few(list(dict.fromkeys(layer_of(eqn) for eqn in layers if is_marked(eqn))) or ["others"])
     return f"; outside of the pipeline, computed by each stage: {names}, weights of {size}"
 
-  def __call__(self, model: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+  def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of the loss: sums over the microbatches, new arrays, and outputs `[microbatches, ...]`.
 
     Args:
@@ -232,7 +234,7 @@ class TrainPipeline(AroundLayers):
     """The results of the layers for each microbatch, and what the layers have changed for good."""
     stack = self.stack
 
-    def spread(var: Any) -> Any:
+    def spread(var: Var) -> jax.Array:
       if among(var, varying):
         return varying[var]
       x = jnp.asarray(read(var, fixed))
@@ -257,8 +259,14 @@ class TrainPipeline(AroundLayers):
     return found, changed
 
   def _result(
-    self, o: int, piped: PipelineLoop, model: Sequence[Any], fixed: Values, varying: Values, ends: Values
-  ) -> Any:
+    self,
+    o: int,
+    piped: PipelineLoop,
+    model: Sequence[jax.Array],
+    fixed: Values,
+    varying: Values,
+    ends: Values,
+  ) -> jax.Array:
     """One result of all microbatches."""
     var, count = self.outputs[o], self.schedule.microbatches
     if o in self.kept:
@@ -272,11 +280,11 @@ class TrainPipeline(AroundLayers):
     return jnp.broadcast_to(x, (count, *x.shape)) if o in self.signature.outputs else x * count
 
   @functools.cached_property
-  def _flat(self) -> Any:
+  def _flat(self) -> ClosedJaxpr:
     """The program without calls: what a call gives may depend on some of its inputs only."""
     return flattened(self.program.jaxpr, is_call)
 
-  def _count_steps(self) -> list[Any]:
+  def _count_steps(self) -> list[JaxprEqn]:
     """The operations that compute the new value of what changes apart from the batch and the layers.
 
     Raises:
@@ -299,14 +307,14 @@ class TrainPipeline(AroundLayers):
       )
     return operations_behind(body.eqns, [body.outvars[o] for o in self.alone])
 
-  def _count(self, model: Sequence[Any]) -> tuple[Values, Values]:
+  def _count(self, model: Sequence[jax.Array]) -> tuple[Values, Values]:
     """What each microbatch starts with, `[microbatches, ...]`, and what is left after the last one."""
     if not self.alone:
       return {}, {}
     body = opened(self._flat)
     known = values_of(self._flat, model)
 
-    def advance(counts: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+    def advance(counts: list[jax.Array], _: None) -> tuple[list[jax.Array], list[jax.Array]]:
       values = known | {body.invars[i]: x for i, x in zip(self.alone.values(), counts, strict=True)}
       run_operations(self._steps, values)
       return [read(body.outvars[o], values) for o in self.alone], counts
@@ -320,7 +328,7 @@ class TrainPipeline(AroundLayers):
     self,
     piped: PipelineLoop,
     numbers: list[int],
-    wanted: set[Any],
+    wanted: set[Var],
     fixed: Values,
     varying: Values,
     *,
@@ -333,7 +341,7 @@ class TrainPipeline(AroundLayers):
     known = {var: fixed[var] for var in reads if var in fixed}
     weights = {n: (var, x) for n, (var, x) in enumerate(known.items()) if is_inexact(jnp.asarray(x))}
 
-    def one(weights_: dict[int, Any], given_: dict[int, Any]) -> list[Any]:
+    def one(weights_: dict[int, jax.Array], given_: dict[int, jax.Array]) -> list[jax.Array]:
       values = {**known, **{weights[n][0]: x for n, x in weights_.items()}}
       values.update({given[n][0]: x for n, x in given_.items()})
       self.evaluate(numbers, values)

@@ -9,8 +9,9 @@ brought to their stages once; each stage holds the caches of its layers, for all
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -20,6 +21,7 @@ from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import format_bytes
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of
@@ -36,16 +38,16 @@ class PipelineState(NamedTuple):
     alone: what changes outside of the layers, `[groups, ...]`, by the position of the input.
   """
 
-  ring: Any
-  layers: dict[int, Any]
-  alone: dict[int, Any]
+  ring: PyTree
+  layers: dict[int, jax.Array]
+  alone: dict[int, jax.Array]
 
 
 class Prepared(NamedTuple):
   """What is the same in all ticks: arrays by variable, and the weights of the layers on their stages."""
 
   values: Values
-  rows: dict[Key, Any]
+  rows: dict[Key, jax.Array]
 
 
 class DecodePipeline(AroundLayers):
@@ -109,7 +111,7 @@ class DecodePipeline(AroundLayers):
       f" and {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
     )
 
-  def prepare(self, model: Sequence[Any], states: Mapping[int, Any]) -> Prepared:
+  def prepare(self, model: Sequence[jax.Array], states: Mapping[int, jax.Array]) -> Prepared:
     """What all ticks share, given the arrays of the model and the state that each group starts with."""
     values = values_of(self.program.jaxpr, model)
     values.update({self.inputs[i]: states[i] for i in self.constant})
@@ -117,12 +119,14 @@ class DecodePipeline(AroundLayers):
     piped, rows = self._piped(values), [key for key in self.stack.rows if key not in self.of_layers]
     return Prepared(values, {key: self.split_row(piped, key, values) for key in rows})
 
-  def begin(self, prepared: Prepared, states: Mapping[int, Any], inputs: Sequence[Any]) -> PipelineState:
+  def begin(
+    self, prepared: Prepared, states: Mapping[int, jax.Array], inputs: Sequence[jax.Array]
+  ) -> PipelineState:
     """What goes round before the first tick, given the state that each group starts with, and any inputs."""
     piped, groups = self._piped(prepared.values), self.schedule.stages
     first = {self.inputs[i]: x for i, x in states.items()}
 
-    def of_groups(key: Key) -> Any:
+    def of_groups(key: Key) -> PyTree:
       x = jnp.squeeze(self.split_row(piped, key, first), 0)
       return jnp.broadcast_to(x[:, None], (x.shape[0], groups, *x.shape[1:]))
 
@@ -136,11 +140,11 @@ class DecodePipeline(AroundLayers):
     self,
     prepared: Prepared,
     going: PipelineState,
-    tick: Any,
-    entering: Sequence[Any],
-    leaving: Sequence[Any],
-    passes: Any = None,
-  ) -> tuple[list[Any], PipelineState]:
+    tick: AnyArray,
+    entering: Sequence[jax.Array],
+    leaving: Sequence[jax.Array],
+    passes: AnyArray = None,
+  ) -> tuple[list[jax.Array], PipelineState]:
     """Group `tick % stages` enters; group `(tick + 1) % stages` leaves, in the first ticks with no meaning.
 
     Args:
@@ -173,14 +177,16 @@ class DecodePipeline(AroundLayers):
     results = [read(self.outputs[o], values) for o in sorted(self.signature.outputs)]
     return results, PipelineState(ring, layers, alone)
 
-  def _before(self, prepared: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Values:
+  def _before(
+    self, prepared: Prepared, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]
+  ) -> Values:
     """What is known of a group before the layers."""
     values = dict(prepared.values)
     values.update({self.inputs[i]: x for i, x in (*zip(self.calls, inputs, strict=True), *alone.items())})
     self.evaluate(self.before, values)
     return values
 
-  def _enter(self, prepared: Prepared, alone: Mapping[int, Any], inputs: Sequence[Any]) -> Any:
+  def _enter(self, prepared: Prepared, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]) -> PyTree:
     """What the first layer gets, and what all layers get of this group."""
     values = self._before(prepared, alone, inputs)
     carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.stack.carried]
@@ -190,7 +196,7 @@ class DecodePipeline(AroundLayers):
     known = {key: read(var, values) for key, var in self.stack.same.items() if key not in self.travels}
     return PipelineLoop(self.schedule, self.axis, self.mesh, self.layer(known))
 
-  def _laid(self, key: Key, x: Any) -> Any:
+  def _laid(self, key: Key, x: jax.Array) -> jax.Array:
     """States of layers, `[stages, groups, layers of a stage, ...]`, on their stages."""
     spec = self.specs.get(self.first[key])
     if spec is None or self.mesh is None:

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
-from nnx_parallel.core.tiles import Grid, Labels, filled, finite
+from nnx_parallel.core.tiles import DimName, Grid, Labels, Places, filled, finite
+from nnx_parallel.core.types import AnyArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +41,15 @@ class Share:
 
   axis: str | None
   size: int
-  row: Any
-  column: Any
-  dim: Any
-  moving: Any
+  row: DimName
+  column: DimName
+  dim: DimName
+  moving: DimName
   grid: Grid
   mapped: frozenset[str] = frozenset()
 
   @property
-  def names(self) -> tuple[Any, ...]:
+  def names(self) -> tuple[DimName, ...]:
     """The dims of the scores of which there are parts, of a device or of a tile."""
     return tuple(sorted({self.row, self.column, self.dim}))
 
@@ -59,7 +61,7 @@ class Share:
     parts = {name: n // self.size if name in split else n for name, n in self.grid.parts.items()}
     return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)}, parts)
 
-  def split(self, labels: Labels) -> tuple[Any, int, int] | None:
+  def split(self, labels: Labels) -> tuple[DimName, int, int] | None:
     """The label along which an array is sharded; None for a replicated array."""
     names = () if self.axis is None else (self.dim, self.moving)
     return next((label for name in names for label in labels if label[0] == name), None)
@@ -84,7 +86,7 @@ class Share:
     found = self.split(labels)
     return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
 
-  def places(self, device: Any, source: Any, places: Mapping[Any, Any]) -> dict[Any, Any]:
+  def places(self, device: AnyArray, source: AnyArray, places: Places) -> Places:
     """The numbers of blocks in the global grid, for the keys of the device `source`."""
     counts = {
       name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
@@ -95,7 +97,9 @@ class Share:
       found |= {name: places.get(name, 0) + starts[name] * count for name, count in counts.items()}
     return found
 
-  def keys_of(self, source: Any, x: Any, labels: Labels, new: Any = None) -> Any:
+  def keys_of(
+    self, source: AnyArray, x: jax.Array, labels: Labels, new: jax.Array | None = None
+  ) -> jax.Array:
     """What a device uses of an array that has its queries and all keys, for the keys of a device.
 
     With `new`, the array with that in its place.
@@ -106,12 +110,12 @@ class Share:
     keys, where = Grid(self.grid.lengths, {self.moving: length // self.size}), {self.moving: source}
     return keys.take(x, labels, where) if new is None else keys.put(x, new, labels, where)
 
-  def sent(self, tree: Any, by: int = 1) -> Any:
+  def sent(self, tree: PyTree, by: int = 1) -> PyTree:
     """What the device `by` places before has, around the ring of the axis."""
     pairs = [(i, (i + by) % self.size) for i in range(self.size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree) if by % self.size else tree
 
-  def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+  def over(self, function: Callable[..., PyTree], given: PyTree, results: PyTree) -> Callable[..., PyTree]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
     if self.axis is None:
       return lambda *arrays: function(0, *arrays)
@@ -134,19 +138,19 @@ class Share:
     mesh = jax.sharding.get_abstract_mesh()
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(self.axis) == AxisType.Explicit
 
-  def by_heads(self, x: Any, labels: Labels) -> Any:
+  def by_heads(self, x: jax.Array, labels: Labels) -> jax.Array:
     """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
 
     XLA would else compute the array by heads, from all positions.
     """
     return self._on(self.by_positions(x, labels), self.split(labels))
 
-  def by_positions(self, x: Any, labels: Labels) -> Any:
+  def by_positions(self, x: jax.Array, labels: Labels) -> jax.Array:
     """An array that is split by heads, split by positions."""
     label = next((own for own in labels if own[0] in (self.row, self.column)), None)
     return x if self.split(labels) is None else self._on(x, label)
 
-  def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
+  def _on(self, x: jax.Array, label: tuple[DimName, int, int] | None) -> jax.Array:
     if self.dim == self.row or self.is_explicit or label is None or label[2] > 1:
       return x
     if x.shape[label[1]] % self.size:
@@ -197,14 +201,14 @@ class TileAttention:
   slopes: int
   row: Labels
   result: Labels
-  dtype: Any
-  largest: Callable[[Sequence[Any], Mapping[Any, Any]], Any]
-  weighed: Callable[[Sequence[Any], Any, Any, Mapping[Any, Any]], tuple[Any, Any]]
-  spread: Callable[[Any, Sequence[int]], Any]
+  dtype: DTypeLike
+  largest: Callable[[Sequence[jax.Array], Places], jax.Array]
+  weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, Places], tuple[jax.Array, jax.Array]]
+  spread: Callable[[jax.Array, Sequence[int]], jax.Array]
   seen: np.ndarray | None = None
   zeros_too: bool = False
 
-  def __call__(self, *arrays: Any, sink: Any = None) -> tuple[Any, Any]:
+  def __call__(self, *arrays: jax.Array, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The result, and the maxima of the rows, which have no gradient.
 
     Args:
@@ -216,7 +220,7 @@ class TileAttention:
     return attention(sink, *arrays)
 
   @property
-  def _wide(self) -> Any:
+  def _wide(self) -> DTypeLike:
     return jnp.promote_types(self.dtype, jnp.float32)
 
   @functools.cached_property
@@ -225,14 +229,14 @@ class TileAttention:
     counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
     return self.share.visits(np.ones(counts, bool) if self.seen is None else self.seen)
 
-  def _with_kept(self, sink: Any, *given: Any) -> tuple[Any, Any]:
+  def _with_kept(self, sink: jax.Array | None, *given: jax.Array) -> tuple[PyTree, PyTree]:
     own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
     specs = [self.share.spec(labels) for labels in self.inputs]
     stats = tuple(self.share.spec(labels) for labels in (self.result, self.row, self.row))
     result, largest, total = self.share.over(self._forward, [stats[1], *specs], stats)(sink, *own)
     return (self.share.by_positions(result, self.result), largest), (own, sink, result, largest, total)
 
-  def _pulled(self, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+  def _pulled(self, saved: PyTree, cotangents: PyTree) -> tuple[jax.Array | None, ...]:
     given, sink, *results = saved
     share, floats = self.share, self.inputs[: self.slopes]
     specs = [share.spec(labels) for labels in self.inputs]
@@ -246,11 +250,13 @@ class TileAttention:
     ]
     return (of_sink, *found, *[None] * (len(given) - len(found)))
 
-  def _forward(self, device: Any, sink: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+  def _forward(
+    self, device: AnyArray, sink: jax.Array | None, *arrays: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result of a device, and the maxima and sums of its rows."""
     grid, carried = self.share.own, (self.row, self.row, self.result)
 
-    def tile(tiles: Sequence[Any], state: Any, at: Mapping[Any, Any]) -> Any:
+    def tile(tiles: Sequence[jax.Array], state: PyTree, at: Places) -> PyTree:
       before, total, result = state
       # The result does not depend on the maximum, so that its derivative is left out.
       after = jnp.maximum(before, jax.lax.stop_gradient(self.largest(tiles, at)))
@@ -258,10 +264,10 @@ class TileAttention:
       scale = jnp.exp(before - finite(after))
       return after, total * scale + more, result * self.spread(scale, result.shape) + part
 
-    def visit(hop: Any, moving: Mapping[int, Any], state: Any) -> Any:
+    def visit(hop: AnyArray, moving: Mapping[int, jax.Array], state: PyTree) -> PyTree:
       source = (device - hop) % self.share.size
 
-      def body(state: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
+      def body(state: PyTree, given: Sequence[jax.Array], places: Places, at: Places) -> PyTree:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         parts = tuple(grid.take(x, own, places) for x, own in zip(state, carried, strict=True))
         new = tile(tiles, parts, at)
@@ -278,12 +284,12 @@ class TileAttention:
     result = (result / self.spread(total, result.shape)).astype(self.dtype)
     return result, largest, total
 
-  def _start(self, device: Any, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+  def _start(self, device: AnyArray, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The maxima, sums and result of a device before its first tile."""
     grid, names = self.share.own, (self.share.row, self.share.column)
     places = dict.fromkeys(names, 0)
 
-    def first(*arrays: Any) -> tuple[Any, Any]:
+    def first(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
       given = self._at_hand(arrays, {}, device)
       tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
       at = self.share.places(device, device, places)
@@ -300,8 +306,15 @@ class TileAttention:
     return largest, total, result
 
   def _backward(
-    self, device: Any, sink: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any
-  ) -> Any:
+    self,
+    device: AnyArray,
+    sink: jax.Array | None,
+    result: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
+    arriving: jax.Array,
+    *given: jax.Array,
+  ) -> PyTree:
     """The gradients of a device's sink and arrays."""
     share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
     arriving = arriving.astype(self._wide)
@@ -314,7 +327,9 @@ class TileAttention:
       (-sloped / total, self.row),
     ]
 
-    def gradients(tiles: Sequence[Any], of_rows: Sequence[Any], places: Any, at: Any) -> list[Any]:
+    def gradients(
+      tiles: Sequence[jax.Array], of_rows: Sequence[jax.Array], places: Places, at: Places
+    ) -> list[jax.Array]:
       top, total, *cotangents = of_rows
       pairs = zip(cotangents, (self.result, self.row), strict=True)
       cotangents = tuple(grid.fresh(x, own, places) for x, own in pairs)
@@ -322,13 +337,13 @@ class TileAttention:
       _, pull = jax.vjp(lambda *xs: self.weighed([*xs, *fixed], top, total, at), *tiles[: self.slopes])
       return [*pull(cotangents)]
 
-    def visit(hop: Any, moving: Mapping[int, Any], sums: Any) -> Any:
+    def visit(hop: AnyArray, moving: Mapping[int, jax.Array], sums: PyTree) -> PyTree:
       source = (device - hop) % share.size
       at_home = isinstance(hop, int) and hop == 0
       if not at_home:  # the gradients of a shard arrive while its share of this device is computed
         sums = [self.share.sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
-      def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
+      def body(sums: PyTree, given: Sequence[jax.Array], places: Places, at: Places) -> PyTree:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         of_rows = [grid.take(x, own, places) for x, own in rows]
         before = [grid.take(x, own, places) for x, own in zip(sums, floats, strict=True)]
@@ -356,8 +371,14 @@ class TileAttention:
     return sink, *found
 
   def _each_tile(
-    self, hop: Any, device: Any, source: Any, body: Callable[..., Any], state: Any, given: Sequence[Any]
-  ) -> Any:
+    self,
+    hop: AnyArray,
+    device: AnyArray,
+    source: AnyArray,
+    body: Callable[..., PyTree],
+    state: PyTree,
+    given: Sequence[jax.Array],
+  ) -> PyTree:
     """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit.
 
     Each device computes the tiles that it sees.
@@ -373,11 +394,11 @@ class TileAttention:
     # ahead of the scan.
     *given, tiles = jax.lax.optimization_barrier((*given, jnp.asarray(lists)[mine]))
 
-    def step(state: Any, numbered: Any) -> tuple[Any, None]:
+    def step(state: PyTree, numbered: PyTree) -> tuple[PyTree, None]:
       number, tile = numbered
       places = {self.share.row: tile[0], self.share.column: tile[1]}
 
-      def computed(state: Any) -> Any:
+      def computed(state: PyTree) -> PyTree:
         return body(state, given, places, self.share.places(device, source, places))
 
       if len({*counts}) == 1:
@@ -386,7 +407,7 @@ class TileAttention:
 
     return jax.lax.scan(step, state, (jnp.arange(len(lists[0])), tiles))[0]
 
-  def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
+  def _around(self, visit: Callable[..., PyTree], given: Sequence[jax.Array], state: PyTree) -> PyTree:
     """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring.
 
     Keys are sent on before they are used, so that the next ones arrive meanwhile. `hop` is an int at the
@@ -399,7 +420,7 @@ class TileAttention:
     if not last:
       return state
 
-    def body(carry: Any, hop: Any) -> tuple[Any, None]:
+    def body(carry: PyTree, hop: AnyArray) -> tuple[PyTree, None]:
       moving, state = carry
       following = self.share.sent(moving)
       return (following, visit(hop, moving, state)), None
@@ -409,7 +430,9 @@ class TileAttention:
       (following, state), _ = jax.lax.scan(body, (following, state), numbers)
     return visit(last, following, state)
 
-  def _at_hand(self, given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
+  def _at_hand(
+    self, given: Sequence[jax.Array], moving: Mapping[int, jax.Array], source: AnyArray
+  ) -> list[jax.Array]:
     """What a device has of the arrays while it has keys of another one."""
     whole = [self.share.keys_of(source, x, own) for x, own in zip(given, self.inputs, strict=True)]
     return [moving.get(n, x) for n, x in enumerate(whole)]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.axes import axes_in, axes_of, entry_of
 from nnx_parallel.core.nodes import OTHER_KEYS, Names, annotation, iter_nodes, path_str
 from nnx_parallel.core.text import few, listed
+from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout.decide import ROWS, Given, matching_rule, nearest, tables, unknown_names
 from nnx_parallel.layout.known_faults import convolutions
@@ -60,7 +61,7 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
   return names
 
 
-def _names(variable: Any) -> Names | None:
+def _names(variable: Variable) -> Names | None:
   # As written: the query's names have another rank than the output's bias.
   written = annotation(variable)
   names = written[1] if written is not None else None
@@ -189,7 +190,7 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list
   return notes + [f"path rule {rule.pattern!r} matches nothing" for rule in required if id(rule) not in fired]
 
 
-def _is_short(row: LeafPlan, leaf: Any) -> bool:
+def _is_short(row: LeafPlan, leaf: Leaf) -> bool:
   """Whether the user wrote fewer names than dims, in a tuple; missing entries of a spec mean None."""
   if row.decision.source != "metadata" or not isinstance(leaf, nnx.Variable):
     return False
@@ -197,6 +198,6 @@ def _is_short(row: LeafPlan, leaf: Any) -> bool:
   return isinstance(names, (tuple, list)) and 0 < len(names) < len(row.shape)
 
 
-def _other_keys(leaf: Any) -> list[str]:
+def _other_keys(leaf: Leaf) -> list[str]:
   metadata: Mapping[str, Any] = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
   return [f"{key}={metadata[key]!r}" for key in sorted(OTHER_KEYS & metadata.keys())]

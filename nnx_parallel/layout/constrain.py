@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import SCOPE, value_of
+from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
@@ -53,7 +54,7 @@ class Scope:
   def __deepcopy__(self, _: Any) -> Scope:
     return self
 
-  def __reduce__(self) -> tuple[Any, ...]:
+  def __reduce__(self) -> tuple[object, ...]:
     return Scope, (self.rules, None, self.inputs)  # a pickled model leaves its devices behind
 
 
@@ -106,7 +107,7 @@ def scoped(scope: Scope) -> Generator[None, None, None]:
     yield
 
 
-def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[Any]:
+def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[object]:
   """The same rules for flax's own constraints, unless the user has made others active."""
   mesh = scope.mesh
   if mesh is None or AxisType.Explicit in mesh.axis_types:
@@ -122,7 +123,7 @@ def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[Any]:
   return nnx.logical_axis_rules(pairs)
 
 
-def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
+def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
   """Makes a mesh the active one, unless the user has made another one active."""
   active, outer = jax.sharding.get_abstract_mesh(), _SCOPE.value
   by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
@@ -135,7 +136,7 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def scope_of(variables: Iterable[Any]) -> Scope | None:
+def scope_of(variables: Iterable[Leaf]) -> Scope | None:
   """The scope of the plan that Variables were made from; None without one, or if they disagree."""
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
@@ -197,7 +198,7 @@ class Surroundings:
     return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)
 
 
-def surroundings(*arrays: Any) -> Surroundings:
+def surroundings(*arrays: Leaf) -> Surroundings:
   """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
   outer, own = _SCOPE.value, scope_of(arrays)
   scope: Scope | None = outer or own
@@ -214,7 +215,7 @@ def surroundings(*arrays: Any) -> Surroundings:
   return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
 
 
-def constrain(x: Any, *names: Entry) -> Any:
+def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   """Constrains the sharding of an activation by logical names, inside and outside of jit.
 
   Without a mesh (one CPU, a unit test) `x` is returned unchanged. The rules and the mesh come from
@@ -270,7 +271,7 @@ def constrain(x: Any, *names: Entry) -> Any:
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
 
 
-def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
+def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   wanted = scope.mesh if scope is not None else None
   if not active.empty:
     _check_one_mesh(wanted, active)
@@ -298,7 +299,7 @@ def _spec(
   shape: tuple[int, ...],
   mesh: AnyMesh,
   scope: Scope | None,
-  manual: set[Any],
+  manual: set[str],
   explicit: bool,
 ) -> PartitionSpec:
   sizes = {name: 1 if name in manual else size for name, size in axis_sizes(mesh).items()}

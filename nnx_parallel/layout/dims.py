@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from nnx_parallel.core.classes import Forest
 from nnx_parallel.core.dims import PRODUCTS, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
 from nnx_parallel.core.jaxprs import opened
+from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Value
 
 Dims = tuple[int, ...]
 """A node for each dim of an array; linked nodes are in one class."""
@@ -41,7 +41,7 @@ class Classes:
     inputs: for each input of the program, the class of each dim, as the number of its root.
   """
 
-  def __init__(self, jaxpr: Any):
+  def __init__(self, jaxpr: Program):
     self._forest = Forest()
     self._classes: list[Class] = []
     self._sizes: list[int] = []
@@ -80,7 +80,7 @@ class Classes:
       self._link(a, b)
     return one
 
-  def _follow(self, eqn: Any, inputs: list[Dims]) -> Any:
+  def _follow(self, eqn: JaxprEqn, inputs: list[Dims]) -> Sequence[Value]:
     """Links the dims of each factor; a sum over one, or a look-up in it, costs a collective."""
     found = dim_map(eqn)
     if found is None and wiring(eqn).inner:
@@ -113,5 +113,5 @@ class Classes:
             self._link(one, other)
 
 
-def _shape(x: Any) -> tuple[int, ...]:
+def _shape(x: AnyArray) -> tuple[int, ...]:
   return tuple(getattr(x, "shape", ()))

@@ -17,13 +17,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
 
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, path_str, value_of, variables
+from nnx_parallel.core.types import Leaf, PyTree
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.batch import AXES
 from nnx_parallel.layout.constrain import Scope, scoped
@@ -41,8 +41,8 @@ _FSDP_AXES = ("fsdp", "data", "dp")
 def infer_rules(
   init: Callable[[], nnx.Module] | nnx.Module,
   mesh: AnyMesh,
-  *inputs: Any,
-  call: Callable[..., Any] | None = None,
+  *inputs: PyTree,
+  call: Callable[..., PyTree] | None = None,
   tensor_axis: str | None = None,
   fsdp_axis: str | None = None,
   min_size: int = MIN_SIZE,
@@ -120,8 +120,8 @@ def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str
 
 def _tensor_parallel(
   module: nnx.Module,
-  inputs: Sequence[Any],
-  call: Callable[..., Any] | None,
+  inputs: Sequence[PyTree],
+  call: Callable[..., PyTree] | None,
   axis: str,
   sizes: Mapping[str, int],
   min_size: int,
@@ -131,7 +131,7 @@ def _tensor_parallel(
   # The module may lay out activations. No rules are known yet, and example inputs need not divide.
   scope = Scope(LogicalRules(unknown="replicate"), abstract_mesh(dict.fromkeys(sizes, 1)))
 
-  def run(state: Any, *args: Any) -> Any:
+  def run(state: PyTree, *args: PyTree) -> PyTree:
     merged = nnx.merge(graphdef, state)
     with scoped(scope):
       return call(merged, *args) if call is not None else merged(*args)  # pyright: ignore[reportCallIssue]
@@ -157,7 +157,7 @@ class _Candidate:
 def _choose(
   parameters: dict[Path, list[int]],
   classes: Classes,
-  leaves: dict[Path, Any],
+  leaves: dict[Path, Leaf],
   shards: int,
   min_size: int,
 ) -> set[int]:

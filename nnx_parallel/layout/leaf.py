@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Names, Path, path_str
+from nnx_parallel.core.types import DType
 from nnx_parallel.layout.resolve import shard_counts
 
 HOST_KINDS = ("pinned_host", "unpinned_host")
@@ -65,7 +66,7 @@ class LeafPlan:
   path: Path
   kind: str
   shape: tuple[int, ...]
-  dtype: Any
+  dtype: DType
   names: Names | None
   spec: PartitionSpec
   padding: tuple[int, ...]

@@ -11,7 +11,7 @@ several parameters' state comes when the last of them is there.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -20,6 +20,7 @@ import optax
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.interpret import Facts, facts_of, read, run_operations, values_of
 from nnx_parallel.core.nodes import Path, path_str, plain_path
+from nnx_parallel.core.types import JaxprEqn, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import PlanError
 
 Space = jax.memory.Space
@@ -60,12 +61,12 @@ def streamed(
   """
   inner = accept_extra(tx)
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+  def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
     leaves, structure = jax.tree.flatten(state)
     if not any(map(_on_host, leaves)):
       return cast(Any, inner).update(grads, state, params, **extra)
 
-    def run(grads: Any, leaves: list[Any], params: Any) -> tuple[Any, list[Any]]:
+    def run(grads: PyTree, leaves: list[jax.Array], params: PyTree) -> tuple[PyTree, list[jax.Array]]:
       state = jax.tree.unflatten(structure, leaves)
       updates, new = cast(Any, inner).update(grads, state, params, **extra)
       return updates, jax.tree.leaves(new)
@@ -76,11 +77,11 @@ def streamed(
   return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
 
 
-def _on_host(leaf: Any) -> bool:
+def _on_host(leaf: Leaf) -> bool:
   return getattr(jax.typeof(leaf), "memory_space", None) == Space.Host
 
 
-def _groups(state: Any, grads: Any, rows: Mapping[str, tuple[Path | None, int]]) -> list[int]:
+def _groups(state: PyTree, grads: PyTree, rows: Mapping[str, tuple[Path | None, int]]) -> list[int]:
   """The group of each leaf of `state` that is fetched together; 0 for leaves on the device."""
   parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
   state_leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -100,8 +101,13 @@ def _groups(state: Any, grads: Any, rows: Mapping[str, tuple[Path | None, int]])
 
 
 def _run_in_groups(
-  run: Any, grads: Any, leaves: list[Any], params: Any, groups: list[int], structure: Any
-) -> tuple[Any, Any]:
+  run: Callable[[PyTree, list[jax.Array], PyTree], tuple[PyTree, list[jax.Array]]],
+  grads: PyTree,
+  leaves: list[jax.Array],
+  params: PyTree,
+  groups: list[int],
+  structure: TreeDef,
+) -> tuple[PyTree, PyTree]:
   # Traced for its equations; these transfers are never used, and so never made.
   near = [jax.device_put(leaf, Space.Device) if _on_host(leaf) else leaf for leaf in leaves]
   closed, shape = jax.make_jaxpr(run, return_shape=True)(grads, near, params)
@@ -109,13 +115,13 @@ def _run_in_groups(
   of_inputs = [*[0] * before, *groups, *[0] * after]
   values = values_of(closed, [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)])
   levels = facts_of(closed, of_inputs, _LEVELS)
-  operations: list[list[Any]] = [[] for _ in range(max(groups) + 1)]
+  operations: list[list[JaxprEqn]] = [[] for _ in range(max(groups) + 1)]
   for eqn in closed.jaxpr.eqns:
     operations[max((read(var, levels, _LEVELS.constant) for var in eqn.invars), default=0)].append(eqn)
   updates, state = jax.tree.unflatten(jax.tree.structure(shape), closed.jaxpr.outvars)
   held = closed.jaxpr.invars[before : before + len(leaves)]
   returned: list[list[jax.Array]] = []
-  result: dict[int, Any] = {}
+  result: dict[int, jax.Array] = {}
   for level, members in enumerate(operations):
     mine = [var for var, group in zip(held, groups, strict=True) if level and group == level]
     earlier = returned[-_AHEAD] if len(returned) >= _AHEAD else []
@@ -133,7 +139,7 @@ def _run_in_groups(
   return jax.tree.map(lambda var: read(var, values), updates), new
 
 
-def _fetch(leaves: list[Any], after: list[jax.Array]) -> list[jax.Array]:
+def _fetch(leaves: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
   """Host arrays on the device, not before `after` exists."""
   if after and leaves:
     leaves, _ = jax.lax.optimization_barrier((leaves, after))

@@ -18,12 +18,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
 from nnx_parallel.core.text import as_html, format_array
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
@@ -66,7 +68,7 @@ class Plan(PlanTable, Generic[R]):
 
   init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
   tx: optax.GradientTransformation | None = None
-  wrt: Any = nnx.Param
+  wrt: nnx.filterlib.Filter = nnx.Param
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
 
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
@@ -277,7 +279,7 @@ class Plan(PlanTable, Generic[R]):
     """
     return json.to_json(self)
 
-  def trainable(self, wrt: Any = None) -> Trainable:
+  def trainable(self, wrt: nnx.filterlib.Filter | None = None) -> Trainable:
     """Counts the parameters that a filter trains and the parameters that it freezes.
 
     Args:
@@ -310,7 +312,7 @@ class Plan(PlanTable, Generic[R]):
     mesh: AnyMesh | None = None,
     init: Callable[[], nnx.Module] | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    wrt: Any = nnx.Param,
+    wrt: nnx.filterlib.Filter = nnx.Param,
   ) -> Plan[R]:
     """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
 
@@ -342,7 +344,7 @@ class Plan(PlanTable, Generic[R]):
     if optimizer is not None:
       abstract["optimizer"] = trace_optimizer(abstract["model"], optimizer, wrt).made
     fix = "pass the init (and optimizer) that the plan was made for, or plan again."
-    arrays: dict[Root, Mapping[Path, Any]] = {root: made.leaves for root, made in abstract.items()}
+    arrays: dict[Root, Mapping[Path, AnyArray]] = {root: made.leaves for root, made in abstract.items()}
     check_structure(stored.leaves, arrays, "the stored plan is for another module", fix)
     return dataclasses.replace(stored, init=init, abstract=abstract)
 
@@ -411,7 +413,7 @@ def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
 
 
 def check_structure(
-  leaves: Iterable[LeafPlan], arrays: Mapping[Root, Mapping[Path, Any]], what: str, fix: str
+  leaves: Iterable[LeafPlan], arrays: Mapping[Root, Mapping[Path, AnyArray]], what: str, fix: str
 ) -> None:
   """Raises a `PlanError` for the first array of a built module or optimizer that is not as planned."""
   planned = {leaf.name: _described(leaf.kind, leaf.shape, leaf.dtype, leaf.is_parameter) for leaf in leaves}
@@ -429,5 +431,5 @@ def check_structure(
       raise PlanError(f"{what}: {name}.", details=details, fix=fix)
 
 
-def _described(kind: str, shape: tuple[int, ...], dtype: Any, is_parameter: bool) -> str:
+def _described(kind: str, shape: tuple[int, ...], dtype: DTypeLike, is_parameter: bool) -> str:
   return f"{kind} {format_array(dtype, shape)}" + (", a parameter" if is_parameter else "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import optax
 from flax import nnx
@@ -50,7 +50,7 @@ M = TypeVar("M", bound=nnx.Module)
 class StateOptions(TypedDict, total=False):
   """The options of `plan` besides the optimizer."""
 
-  wrt: Any
+  wrt: nnx.filterlib.Filter
   uneven: Uneven
   zero: int
   zero_axes: Sequence[str] | str | None
@@ -92,7 +92,7 @@ def plan(
   rules: Rules = None,
   *,
   optimizer: optax.GradientTransformation | None = None,
-  wrt: Any = nnx.Param,
+  wrt: nnx.filterlib.Filter = nnx.Param,
   uneven: Uneven = "error",
   zero: int = 0,
   zero_axes: Sequence[str] | str | None = None,

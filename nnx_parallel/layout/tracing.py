@@ -29,6 +29,7 @@ from nnx_parallel.core.nodes import (
   value_of,
   variables,
 )
+from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -60,11 +61,11 @@ def without_mesh() -> Generator[None]:
 class Abstract:
   """A module or an optimizer without arrays: its graph definition, and its state of `ShapeDtypeStruct`s."""
 
-  graphdef: Any
-  state: Any
+  graphdef: nnx.GraphDef[Any]
+  state: PyTree
 
   @functools.cached_property
-  def leaves(self) -> dict[Path, Any]:
+  def leaves(self) -> dict[Path, Leaf]:
     """Its Variables and raw arrays by path, in flax's order; not those without an array (`MaskedNode`)."""
     flat = nnx.to_flat_state(self.state) if jax.tree.leaves(self.state) else ()
     return {path: leaf for path, leaf in flat if jax.tree.leaves(value_of(leaf))}
@@ -74,7 +75,7 @@ class Abstract:
     """The object with a `ShapeDtypeStruct` in each Variable: to walk through its modules, and to look at."""
     return merge(self.graphdef, self.state)
 
-  def chosen(self, wrt: Any) -> Any:
+  def chosen(self, wrt: nnx.filterlib.Filter) -> State:
     """The part of the state that a filter chooses."""
     return nnx.filter_state(self.state, wrt)
 
@@ -92,7 +93,7 @@ class Trace:
   """
 
   made: Abstract
-  program: Any
+  program: ClosedJaxpr
   input_paths: tuple[Path, ...]
   output_paths: tuple[Path, ...]
   origins: Mapping[Path, Path] = dataclasses.field(default_factory=dict[Path, Path])
@@ -113,7 +114,7 @@ def why_one_program(traces: Iterable[Trace]) -> str:
 def placements(one: Trace) -> dict[Path, PartitionSpec]:
   """The specs of the arrays that the traced function itself places as its last operation on them."""
   jaxpr = one.program.jaxpr
-  placed: dict[Any, PartitionSpec] = {}
+  placed: dict[Var, PartitionSpec] = {}
   for eqn in jaxpr.eqns:
     found: Any = eqn.params[_PLACES[eqn.primitive.name]] if eqn.primitive.name in _PLACES else ()
     for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
@@ -123,10 +124,10 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
-def trace(build: Callable[[Any], Any], given: Abstract) -> Trace:
+def trace(build: Callable[[Model], Model], given: Abstract) -> Trace:
   """Traces a function that builds a module or an optimizer from an abstract module, without a mesh."""
 
-  def run(state: Any) -> Any:
+  def run(state: PyTree) -> PyTree:
     node = build(nnx.merge(given.graphdef, state))
     if not isinstance(node, nnx.Pytree):
       raise PlanError(
@@ -145,7 +146,7 @@ def trace(build: Callable[[Any], Any], given: Abstract) -> Trace:
   return Trace(Abstract(graphdef, state), program, state_paths(given.state), state_paths(state))
 
 
-def state_paths(state: Any) -> tuple[Path, ...]:
+def state_paths(state: PyTree) -> tuple[Path, ...]:
   """The path of each array of a state, in the order in which jax flattens it."""
   arrays, tree = jax.tree.flatten(state)
   numbered = nnx.to_flat_state(jax.tree.unflatten(tree, range(len(arrays)))) if arrays else ()
@@ -165,7 +166,7 @@ def _quick_errors() -> Generator[None]:
     return
   from jax.interpreters.partial_eval import DynamicJaxprTracer  # newer versions may move it
 
-  def refuse(_: Any) -> None:
+  def refuse(_: object) -> None:
     raise AttributeError("a traced array has no sharding")
 
   tracers: Any = DynamicJaxprTracer
@@ -216,11 +217,11 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
   return module
 
 
-def _arrays_in(value: Any) -> list[Any]:
+def _arrays_in(value: object) -> list[object]:
   return jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
 
 
-def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None:
+def _adopt_array(path: Path, node: nnx.Pytree, name: str, data: set[int]) -> None:
   value = getattr(node, name)
   if all(id(leaf) in data for leaf in _arrays_in(value) if isinstance(leaf, Tracer)):
     return
@@ -234,7 +235,9 @@ def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None
   )
 
 
-def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> ShardedOptimizer[Any]:
+def make_optimizer(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter
+) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
   flax puts the whole state of one parameter into one Variable, which may then hold a list of arrays (SM3) or
@@ -242,14 +245,14 @@ def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any
   """
   optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 
-  def is_variable(node: Any) -> bool:
+  def is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
   optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
   return optimizer
 
 
-def _one_each(leaf: Any) -> Any:
+def _one_each(leaf: Leaf) -> PyTree:
   if not isinstance(leaf, nnx.Variable):
     return leaf
   value = leaf.get_raw_value()
@@ -311,7 +314,7 @@ _ORIGIN = "path_of_the_parameter"
 """Metadata key of a traced parameter, which what optax makes of the Variable has too."""
 
 
-def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any) -> Trace:
+def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter) -> Trace:
   """Traces the optimizer of an abstract module.
 
   optax builds the state of parameters by `jax.tree.map` over a State of Variables, and so keeps the metadata
@@ -337,12 +340,12 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any)
 
   found = trace(build, model)
   chosen = nnx.to_flat_state(model.chosen(wrt))
-  trained: dict[Path, Any] = {path: value_of(x).shape for path, x in chosen}
+  trained: dict[Path, Leaf] = {path: value_of(x).shape for path, x in chosen}
   plain = {p: None if p in origins else value_of(x).shape or None for p, x in found.made.leaves.items()}
   return dataclasses.replace(found, origins=optimizer_layout.copies(plain, trained) | origins)
 
 
-def nothing_selected(wrt: Any, model: Abstract) -> PlanError:
+def nothing_selected(wrt: nnx.filterlib.Filter, model: Abstract) -> PlanError:
   """The error for a filter that matches no Variable."""
   kinds = sorted({kind_of(leaf) for leaf in model.leaves.values() if not is_rng(leaf)})
   return PlanError(

@@ -25,6 +25,7 @@ from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import not_counted
+from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
 from nnx_parallel.hosts.stop import StopSignals
@@ -72,8 +73,8 @@ class FitResult:
 
 
 def resume_from(
-  checkpointer: Checkpointer, target: Any, step: int | str | None = "latest", *, only: Only | None = None
-) -> tuple[Any, Position]:
+  checkpointer: Checkpointer, target: PyTree, step: int | str | None = "latest", *, only: Only | None = None
+) -> tuple[PyTree, Position]:
   """Restores a run in order to continue it; `"latest"` passes over a damaged step, with a warning.
 
   A step that was not saved by `fit`, such as imported weights, has no data cursor: the data then starts at
@@ -110,14 +111,14 @@ def resume_from(
 
 
 def fit(
-  step: Callable[[Any, Any, Any], Mapping[str, Any]],
-  model: Any,
-  optimizer: Any,
+  step: Callable[[Model, Optimizers, PyTree], AnyMetrics],
+  model: Model,
+  optimizer: Optimizers,
   batches: Source,
   *,
   steps: int | None = None,
   plan: Plan | None = None,
-  evaluate: Callable[[], Mapping[str, Any]] | None = None,
+  evaluate: Callable[[], AnyMetrics] | None = None,
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
@@ -130,7 +131,7 @@ def fit(
   trackers: Sequence[Tracker] = (),
   log_every: int | None = None,
   progress: bool | StepProgress = True,
-  tokens: Callable[[Any], int] | None = None,
+  tokens: Callable[[PyTree], int] | None = None,
   flops: float | None = None,
   peak_flops: float | None = None,
   profile: tuple[int, int] | None = None,
@@ -358,7 +359,7 @@ def fit(
 _END = object()
 
 
-def _checked(metrics: Any) -> Mapping[str, Any]:
+def _checked(metrics: object) -> AnyMetrics:
   if not isinstance(metrics, Mapping):
     raise TrainError(
       f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",
@@ -416,7 +417,7 @@ def _check_intervals(
     )
 
 
-def _require_finite(roots: Mapping[str, Mapping[str, Any]], number: int) -> None:
+def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:
   """Raises where a parameter is not finite, or the optimizer's state holds a NaN.
 
   The loss of a step is that before its update: it may be finite when the gradient is not.
@@ -467,7 +468,7 @@ def _rows(batch: Any) -> int:
   return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
 
 
-def _busy(metrics: Any) -> bool:
+def _busy(metrics: AnyMetrics | None) -> bool:
   """Whether the step that returned these is still running."""
   arrays: list[Any] = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
   return bool(arrays) and not arrays[0].is_ready()
@@ -488,7 +489,7 @@ def _peak() -> float | None:
   return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
-def _flops(step: Any, model: Any, batch: Any) -> float:
+def _flops(step: Any, model: Model, batch: PyTree) -> float:
   """FLOPs of a step on one device: three times the forward pass; nan for a step that is no `TrainStep`.
 
   Counted from the trace: compilers rewrite matrix products beyond recognition.

@@ -15,6 +15,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import variables
+from nnx_parallel.core.types import AnyMetrics, Model, PyTree
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.layers.attention import Attention
 from nnx_parallel.layers.layers import Policy, ScanLayers
@@ -261,11 +262,11 @@ class Job:
     with default_scope(self.plan.activation_rules):
       return nxp.evaluate(self._evaluated, self._quiet, held_out)
 
-  def _evaluated(self, model: Any, batch: Any) -> Mapping[str, Any]:
+  def _evaluated(self, model: Model, batch: PyTree) -> AnyMetrics:
     fits = not any(x.shape[0] % self.microbatches for x in jax.tree.leaves(batch) if x.ndim)
     return (self._piped_eval_step if fits else self._eval_step)(model, batch)
 
-  def _placed(self, samples: int) -> Iterator[Any]:
+  def _placed(self, samples: int) -> Iterator[PyTree]:
     # Each process makes the same global batches, and places its share of them. fit prefetches.
     return nxp.batches(self._batches(samples), self.plan, prefetch=0, global_batch=True)
 

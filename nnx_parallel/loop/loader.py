@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import RecipeError
 
 SIGNATURES = {
@@ -55,13 +56,13 @@ class Recipe:
 
   name: str
   source: str
-  init: Callable[[], Any]
+  init: Callable[[], Model]
   optimizer: Callable[[], Any] | None = None
-  loss: Callable[[Any, Any], Any] | None = None
-  batches: Callable[..., Iterator[Any]] | None = None
+  loss: LossFn | None = None
+  batches: Callable[..., Iterator[PyTree]] | None = None
   rules: Callable[[], Any] | None = None
   mesh: Callable[[], dict[str, int]] | None = None
-  tokens: Callable[[Any], int] | None = None
+  tokens: Callable[[PyTree], int] | None = None
   microbatches: Callable[[], int] | None = None
 
   def parts(self, asked: int | None) -> int:

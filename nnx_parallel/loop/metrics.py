@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from nnx_parallel.core.figures import BLUE, SKY, new_figure, open_axes
+from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
 Record = dict[str, float]
@@ -63,7 +64,7 @@ class MetricsLog:
     elif self.path.is_file() and self.path.stat().st_size:
       self.earlier = self.path.rename(_unused(self.path))
 
-  def write(self, step: int, values: Mapping[str, Any]) -> None:
+  def write(self, step: int, values: AnyMetrics) -> None:
     """Appends one line: the step, then the values.
 
     Args:
@@ -108,7 +109,7 @@ class TensorBoardLog:
     purge, first = after + 1 if after else None, jax.process_index() == 0
     self._writer = SummaryWriter(os.fspath(directory), purge_step=purge, write_to_disk=first)
 
-  def write(self, step: int, values: Mapping[str, Any]) -> None:
+  def write(self, step: int, values: AnyMetrics) -> None:
     """Adds one point to each curve.
 
     Args:
@@ -149,7 +150,7 @@ def _unused(path: Path) -> Path:
   return next(name for name in names if not name.exists())
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def _line(record: AnyMetrics) -> str:
   return json.dumps({name: _plain(value) for name, value in record.items()}) + "\n"
 
 

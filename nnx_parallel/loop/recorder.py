@@ -1,4 +1,4 @@
-"""Metrics in `fit`: read a step late, shown, recorded and tracked; early stopping."""
+"""AnyMetrics in `fit`: read a step late, shown, recorded and tracked; early stopping."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from nnx_parallel.core.types import AnyMetrics, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.loop.metrics import Record
@@ -52,7 +53,7 @@ class EarlyStop:
         fix='mode "min" or "max", patience from 1 up, min_delta from 0 up.',
       )
 
-  def update(self, record: Mapping[str, Any]) -> bool:
+  def update(self, record: AnyMetrics) -> bool:
     """Updates the best value.
 
     Args:
@@ -122,7 +123,7 @@ class Recorder:
       early_stop.best, early_stop.waited = at.stop["best"], at.stop["waited"]
 
   def add(
-    self, number: int, metrics: Mapping[str, Any], batch: Any, tokens: Callable[[Any], int], *, report: bool
+    self, number: int, metrics: AnyMetrics, batch: PyTree, tokens: Callable[[PyTree], int], *, report: bool
   ) -> None:
     """Adds what a step returned, and reports the step before; `report` ends the window of a record."""
     scalars = {name: value for name, value in metrics.items() if is_scalar(value)}
@@ -155,7 +156,7 @@ class Recorder:
     self.close_window(number)
     self.flush()
 
-  def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
+  def evaluation(self, number: int, values: AnyMetrics) -> None:
     """Records the metrics of an evaluation, as `eval_...`."""
     means = MetricSums()
     means.add(values)

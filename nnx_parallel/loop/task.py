@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, make_mesh
 from nnx_parallel.core.text import format_spec, text_table
+from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
@@ -40,7 +41,7 @@ class Task:
   train_step: TrainStep
   eval_step: EvalStep
   generate: Generator | None
-  batch: Any
+  batch: PyTree
 
   @property
   def model(self) -> nnx.Module:
@@ -62,7 +63,7 @@ class Task:
     return {leaf.name: leaf.spec for leaf in self.plan.leaves}
 
   @property
-  def input_specs(self) -> Any:
+  def input_specs(self) -> PyTree:
     """The specs of the batch, as a tree like it."""
     return jax.tree.map(lambda x: self.plan.batch_spec(len(x.shape)), self.batch)
 
@@ -94,7 +95,7 @@ def task(
   mesh: AnyMesh | None = None,
   rules: Any = None,
   *,
-  loss: Callable[..., Any] | None = None,
+  loss: LossFn | None = None,
   optimizer: Any = None,
   batch: Any = None,
   generate: Generator | None = None,
@@ -165,5 +166,5 @@ def task(
   )
 
 
-def _first(recipe: Recipe) -> Any:
+def _first(recipe: Recipe) -> PyTree:
   return next(iter(recipe.batches(0)), None) if recipe.batches else None

@@ -20,6 +20,7 @@ from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.text import Paged, text_of
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import ReportError
@@ -271,8 +272,8 @@ class CompileReport(Paged):
 def compile_report(
   step: Any,
   plan: Plan | None = None,
-  *args: Any,
-  batch: Any = None,
+  *args: PyTree,
+  batch: PyTree = None,
   topology: str | None = None,
   chip: Chip | str | None = None,
   verify: bool = False,
@@ -360,7 +361,7 @@ def compile_report(
   )
 
 
-def _examples(step: Any, batch: Any, shards: int) -> int | None:
+def _examples(step: Any, batch: PyTree, shards: int) -> int | None:
   """Examples of one microbatch on one device, for a `TrainStep` and a batch of arrays of one length."""
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
   if not isinstance(step, TrainStep) or len(sizes) != 1:
@@ -368,7 +369,7 @@ def _examples(step: Any, batch: Any, shards: int) -> int | None:
   return max(1, sizes.pop() // (shards * step.options.microbatches))
 
 
-def abstract_batch(plan: Plan, batch: Any) -> Any:
+def abstract_batch(plan: Plan, batch: PyTree) -> PyTree:
   """A batch of arrays or `ShapeDtypeStruct`s as abstract arrays, with the plan's layout."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(

@@ -19,6 +19,7 @@ from nnx_parallel.core.axes import Entry, axes_by_dim
 from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -27,13 +28,13 @@ _EQUAL = PartitionSpec()
 
 
 def map_shards(
-  f: Callable[..., Any],
+  f: Callable[..., PyTree],
   plan: Plan,
   *,
-  out_specs: Any = _EQUAL,
-  in_specs: Sequence[Any] | None = None,
+  out_specs: PyTree = _EQUAL,
+  in_specs: Sequence[PyTree] | None = None,
   check_vma: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
   """`nnx.shard_map` with the specs of a plan: `f` runs on each device, on its shards, and calls collectives.
 
   Variables that `f` changes are written back to the modules and optimizers, in the layout of the plan. Put
@@ -71,7 +72,7 @@ def map_shards(
   check_plan(plan, "map_shards(f, plan)")
 
   @functools.wraps(f)
-  def mapped(*args: Any) -> Any:
+  def mapped(*args: PyTree) -> PyTree:
     given = tuple(in_specs) if in_specs is not None else (None,) * len(args)
     if len(given) != len(args):
       raise SchemeError(
@@ -79,13 +80,13 @@ def map_shards(
         fix="one for each argument, None for what the plan decides; or leave in_specs out.",
       )
     specs = tuple(_specs(plan, x) if spec is None else spec for x, spec in zip(args, given, strict=True))
-    run: Any = nnx.shard_map(f, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+    run: PyTree = nnx.shard_map(f, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
     return run(*args)
 
   return mapped
 
 
-def _specs(plan: Plan, x: Any) -> Any:
+def _specs(plan: Plan, x: PyTree) -> PyTree:
   """The specs of one argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):
     return jax.tree.map(lambda leaf: plan.batch_spec(jnp.ndim(leaf)), x)
@@ -96,8 +97,8 @@ def _specs(plan: Plan, x: Any) -> Any:
       details=f"not in both: {few([path_str(path) for path in other])}",
       fix="pass what create_sharded_model(plan) returned; or in_specs for this argument.",
     )
-  specs: Any = {path: leaf.spec for path, leaf in planned.items()}
-  state: Any = nnx.from_flat_state(specs)
+  specs: PyTree = {path: leaf.spec for path, leaf in planned.items()}
+  state: PyTree = nnx.from_flat_state(specs)
   return nnx.StateSharding(state)
 
 
@@ -147,7 +148,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
       raise SchemeError(
         f"the plan has no parameter {path_str(path)}.", fix="pass the complete module that the plan is for."
       )
-    value: Any = parameter.get_raw_value()
+    value: jax.Array = parameter.get_raw_value()
     dims = [*axes_by_dim(planned[path].spec, value.ndim)]
     for name in reversed(axes):
       dim = next((dim for dim, entry in enumerate(dims) if name in entry), None)
@@ -166,11 +167,11 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x: Any, axis: str, dim: int) -> Any:
+def _gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
   return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def _scattered(axis: str, dim: int, _: None, g: Any) -> tuple[Any]:
+def _scattered(axis: str, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
   return (jax.lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True) / jax.lax.axis_size(axis),)
 
 
@@ -178,14 +179,14 @@ _gathered.defvjp(lambda x, axis, dim: (_gathered(x, axis, dim), None), _scattere
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _averaged(x: Any, axis: str) -> Any:
+def _averaged(x: jax.Array, axis: str) -> jax.Array:
   return jax.lax.pcast(x, axis, to="varying")
 
 
 _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: (jax.lax.pmean(g, axis),))
 
 
-def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
+def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next one travels.
 
   For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in
@@ -224,7 +225,7 @@ def all_gather_matmul(x: Any, w: Any, axis: str) -> jax.Array:
   return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
 
 
-def matmul_reduce_scatter(x: Any, w: Any, axis: str) -> jax.Array:
+def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   """Computes `psum_scatter(x @ w)` around a ring: a sum travels while the next product is computed.
 
   For the body of a `shard_map`, where the features that the product sums over are split over an axis, as
@@ -262,7 +263,7 @@ def matmul_reduce_scatter(x: Any, w: Any, axis: str) -> jax.Array:
     )
   rows = x.shape[-2] // size
 
-  def part(step: int) -> Any:
+  def part(step: int) -> jax.Array:
     start = (index - 1 - step) % size * rows
     return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=x.ndim - 2) @ w
 
@@ -272,7 +273,7 @@ def matmul_reduce_scatter(x: Any, w: Any, axis: str) -> jax.Array:
   return total
 
 
-def _passed_on(x: Any, axis: str, size: int) -> Any:
+def _passed_on(x: jax.Array, axis: str, size: int) -> jax.Array:
   return jax.lax.ppermute(x, axis, [(n, (n + 1) % size) for n in range(size)])
 
 
@@ -287,8 +288,10 @@ def _size(axis: str) -> int:
 
 
 def map_kernel(
-  kernel: Callable[..., Any], in_names: Sequence[tuple[Entry, ...]], out_names: Any
-) -> Callable[..., Any]:
+  kernel: Callable[..., PyTree],
+  in_names: Sequence[tuple[Entry, ...]],
+  out_names: Any,
+) -> Callable[..., PyTree]:
   """Runs a custom kernel on each device's shards; the specs follow from logical names.
 
   The compiler cannot split a kernel, such as one of Pallas, and would gather its operands. Each dim is split
@@ -319,12 +322,12 @@ def map_kernel(
   """
 
   @functools.wraps(kernel)
-  def mapped(*arrays: Any) -> Any:
+  def mapped(*arrays: PyTree) -> PyTree:
     around = surroundings(*arrays)
     if around.mesh is None:
       return kernel(*arrays)
     ins = [around.spec(names, x.shape) for names, x in zip(in_names, arrays, strict=True)]
-    entries: dict[Entry, Any] = {None: None}
+    entries: dict[Entry, object] = {None: None}
     for names, spec in zip(in_names, ins, strict=True):
       for name, entry in zip(names, spec, strict=True):
         if entries.setdefault(name, entry) != entry:

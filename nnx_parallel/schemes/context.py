@@ -17,13 +17,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
+from jax.lax import PrecisionLike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of
-from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.tiles import Grid, Labels
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
@@ -90,7 +94,7 @@ def context_attention(
   return ContextAttention(axis, how, causal, window, zigzag, block, fused)
 
 
-def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> Any:
+def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) -> PyTree:
   """Reorders positions so that each shard has an early and a late part of the sequence.
 
   The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
@@ -119,7 +123,7 @@ def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> An
   parts = [part for i in range(shards) for part in (i, 2 * shards - 1 - i)]
   order = np.argsort(parts) if inverse else np.asarray(parts)
 
-  def moved(x: Any) -> Any:
+  def moved(x: jax.Array) -> jax.Array:
     length = x.shape[dim]
     if length % (2 * shards):
       raise SchemeError(
@@ -166,20 +170,20 @@ class ContextAttention:
 
   def __call__(
     self,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
     *,
-    segment_ids: Any = None,
+    segment_ids: jax.Array | None = None,
     is_causal: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    bias: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
+    bias: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    module: Any = None,
-    dropout_rng: Any = None,
+    module: nnx.Module | None = None,
+    dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = True,
   ) -> jax.Array:
     """See `context_attention`."""
@@ -191,7 +195,7 @@ class ContextAttention:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
       segment_ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
-    mesh: Any = _mesh(query)
+    mesh: AnyMesh | None = _mesh(query)
     sizes = {} if mesh is None else axis_sizes(mesh)
     if sizes and self.axis not in sizes:
       raise SchemeError(
@@ -241,7 +245,7 @@ class _Sequence:
   options: ContextAttention
   shards: int
   lengths: tuple[int, int]
-  precision: Any = None
+  precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
 
   @property
@@ -267,7 +271,7 @@ class _Sequence:
     grid = dataclasses.replace(grid, blocks={**grid.blocks, "heads": 1})
     return Share(axis, n, "row", "column", "heads", None, grid, self.mapped)
 
-  def position(self, index: Any) -> Any:
+  def position(self, index: AnyArray) -> AnyArray:
     """The position in the sequence of the element at an index, in zigzag order if that is asked."""
     if not self.options.zigzag:
       return index
@@ -290,7 +294,7 @@ class _Sequence:
       seen &= (least < self.options.window) & (most > -self.options.window)
     return seen
 
-  def copies(self, query: Any, key: Any) -> int:
+  def copies(self, query: jax.Array, key: jax.Array) -> int:
     """How often keys and values are repeated, so that their heads can be split.
 
     Raises:
@@ -306,11 +310,11 @@ class _Sequence:
       )
     return copies
 
-  def scores(self, given: Mapping[str, Any], places: Mapping[Any, Any]) -> Any:
+  def scores(self, given: Mapping[str, jax.Array], places: Places) -> jax.Array:
     """A tile of scores `[batch, key heads, devices, group, queries, keys]`; `-inf` for unseen keys."""
     q, k, grid = given["q"], given["k"], self.share.grid
     scores = self.product("bqhngd,bshnd->bhngqs", q, k) / math.sqrt(q.shape[-1])
-    seen: list[Any] = []
+    seen: list[jax.Array] = []
     if self.options.causal or self.options.window is not None:
       row, column = (self.position(grid.indices(name, places)) for name in ("row", "column"))
       behind = row[:, None] - column[None]
@@ -324,7 +328,7 @@ class _Sequence:
       scores = jnp.where(own[:, None, None, None], scores, -jnp.inf)
     return grid.fresh(scores, (("row", 4, 1), ("column", 5, 1)), places, -math.inf)
 
-  def product(self, dims: str, x: Any, y: Any) -> Any:
+  def product(self, dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """A product of tiles, in float32 at least."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum(dims, x, y, precision=self.precision, preferred_element_type=wide)
@@ -334,7 +338,7 @@ class _Sequence:
     dims = {"row": row, "column": column, "heads": heads if self.by_heads > 1 else None}
     return tuple((name, dim, 1) for name, dim in dims.items() if dim is not None)
 
-  def attend(self, given: Mapping[str, Any]) -> Any:
+  def attend(self, given: Mapping[str, jax.Array]) -> jax.Array:
     """The result `[batch, key heads, devices, group, queries, head_dim]` by tiles."""
     labels = {
       "q": self.labels(1, None, 3),
@@ -343,13 +347,15 @@ class _Sequence:
       **dict.fromkeys(("column segments", "keep"), self.labels(None, 1, None)),
     }
 
-    def named(tiles: Sequence[Any]) -> dict[str, Any]:
+    def named(tiles: Sequence[jax.Array]) -> dict[str, jax.Array]:
       return dict(zip(given, tiles, strict=True))
 
-    def largest(tiles: Sequence[Any], places: Mapping[Any, Any]) -> Any:
+    def largest(tiles: Sequence[jax.Array], places: Places) -> jax.Array:
       return self.scores(named(tiles), places).max(-1)
 
-    def weighed(tiles: Sequence[Any], largest: Any, total: Any, places: Mapping[Any, Any]) -> tuple[Any, Any]:
+    def weighed(
+      tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array]:
       weights = jnp.exp(self.scores(named(tiles), places) - largest[..., None])
       v = named(tiles)["v"]
       part = self.product("bhngqs,bshnd->bhngqd", (weights / total[..., None]).astype(v.dtype), v)
@@ -373,7 +379,14 @@ class _Sequence:
     return _laid(result, self.share, ("row", 4, 1))
 
 
-def _attention(sequence: _Sequence, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
+def _attention(
+  sequence: _Sequence,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: jax.Array | None,
+  keep: jax.Array | None,
+) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`."""
   (batch, rows, heads, _), kv_heads, n = q.shape, k.shape[2], sequence.by_heads
   # XLA makes an all-to-all of the change of layout. For `jax.lax.all_to_all` in a region that is manual over
@@ -393,19 +406,19 @@ def _attention(sequence: _Sequence, q: Any, k: Any, v: Any, segments: Any, keep:
   return result.transpose(0, 4, 1, 2, 3, 5).reshape(batch, rows, heads, v.shape[-1])
 
 
-def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, Any]) -> Any:
+def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
   """The same as `_Sequence.attend`, where each device computes its heads by the kernel; None: it cannot."""
   kernel, batch = kernel_in_use(SEQUENCES), _batch_axes(sequence, given["q"].shape[0])
   if kernel is None or batch is None or "keep" in given:
     return None
   options, share = sequence.options, sequence.share
 
-  def ordered(x: Any, dim: int, *, inverse: bool = False) -> Any:
+  def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
     return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if options.zigzag else x
 
   attend = functools.partial(kernel, causal=options.causal, window=options.window)
 
-  def local(q: Any, k: Any, v: Any, segments: Any) -> Any:
+  def local(q: Any, k: Any, v: Any, segments: jax.Array | None) -> jax.Array:
     q, k, v, segments = (None if x is None else ordered(x, 1, inverse=True) for x in (q, k, v, segments))
     q = jnp.moveaxis(q[:, :, :, 0] * q.shape[-1] ** -0.5, 1, 3)  # [batch, heads, group, length, features]
     k, v = (jnp.moveaxis(x[:, :, :, 0], 1, 2) for x in (k, v))
@@ -439,7 +452,7 @@ def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
   return axes if own in sizes and rest == 1 and fits and not explicit and not sequence.mapped else None
 
 
-def _mesh(x: Any) -> Any:
+def _mesh(x: jax.Array) -> AnyMesh | None:
   """The active mesh, or that of an array; None without one."""
   active = jax.sharding.get_abstract_mesh()
   if not active.empty:
@@ -448,14 +461,14 @@ def _mesh(x: Any) -> Any:
   return own.mesh if isinstance(own, NamedSharding) and not own.mesh.empty else None
 
 
-def _active(mesh: Any) -> Any:
+def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
   """A context in which a mesh is the active one."""
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def _laid(x: Any, share: Share, label: Any) -> Any:
+def _laid(x: jax.Array, share: Share, label: tuple[DimName, int, int] | None) -> jax.Array:
   """An array with the dim of a label alone on the axis, which is done here for an Explicit axis only."""
   if not share.is_explicit:
     return x
@@ -466,7 +479,7 @@ def _laid(x: Any, share: Share, label: Any) -> Any:
   return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
 
 
-def _seen_keys(mask: Any, key: Any) -> Any:
+def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
   """A mask of keys `[batch, length]`.
 
   Raises:
@@ -483,7 +496,7 @@ def _seen_keys(mask: Any, key: Any) -> Any:
   return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
 
 
-def _check_options(bias: Any, dropout: float, module: Any) -> None:
+def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | None) -> None:
   given = {
     "a bias": bias is not None,
     f"dropout_rate={dropout}": dropout > 0,
@@ -497,7 +510,7 @@ def _check_options(bias: Any, dropout: float, module: Any) -> None:
       )
 
 
-def _check_shapes(sequence: _Sequence, query: Any, key: Any, value: Any) -> None:
+def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
   n, options = sequence.shards, sequence.options
   details = f"query {query.shape}, key {key.shape}, value {value.shape}"
   fits = (

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.axes import entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too, surroundings
 from nnx_parallel.schemes.routing import Routing
@@ -40,8 +41,8 @@ ExpertFn = Callable[[Any, Any], Any]
 
 def experts(
   expert_fn: ExpertFn,
-  parameters: Any,
-  x: Any,
+  parameters: PyTree,
+  x: jax.Array,
   routing: Routing,
   *,
   axis: str = "expert",
@@ -101,7 +102,7 @@ def experts(
   Source: GShard, arXiv:2006.16668; without capacity, MegaBlocks, arXiv:2211.15841.
   """
   leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-  weights: Any = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
+  weights: PyTree = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
   count, top_k = routing.load.shape[0], routing.weights.shape[-1]
   _check_shapes(weights, x, routing, {"capacity": capacity, "buffer": buffer, "block": block})
   around = surroundings(x, *leaves)
@@ -151,7 +152,7 @@ def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
   return math.prod(sizes[name] for name in names)
 
 
-def _flat(x: Any, mesh: AnyMesh | None, ways: int, fill: int) -> Any:
+def _flat(x: jax.Array, mesh: AnyMesh | None, ways: int, fill: int) -> jax.Array:
   """The tokens in one dim, with some more of them, so that `ways` divides their number."""
   # On an Explicit mesh, a dim whose type has axes has a fixed length.
   x = laid_out(x, mesh, PartitionSpec()).reshape(-1, x.shape[-1])
@@ -196,15 +197,15 @@ class _Kind:
     """The axes that split the tokens."""
     return tuple(name for names in self.tokens for name in names)
 
-  def exchanged(self, x: Any) -> Any:
+  def exchanged(self, x: jax.Array) -> jax.Array:
     """What the devices have for this one; dim 0 has equal parts for each device, or from each."""
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
 
-def _over_devices(kind: _Kind, parameters: Any, *given: Any) -> Any:
+def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
   """The sums and the number of dropped choices, from global arrays."""
 
-  def local(parameters: Any, x: Any, weights: Any, experts: Any) -> Any:
+  def local(parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array) -> PyTree:
     flat = [value.reshape(-1, value.shape[-1]) for value in (x, weights, experts)]
     if kind.capacity is not None:
       result, dropped = _with_capacity(kind, parameters, *flat)
@@ -238,15 +239,15 @@ class _Queues:
     exist: whether that is an expert, and no padding.
   """
 
-  order: Any
-  rank: Any
-  starts: Any
-  ends: Any
-  experts: Any
-  exist: Any
+  order: jax.Array
+  rank: jax.Array
+  starts: jax.Array
+  ends: jax.Array
+  experts: jax.Array
+  exist: jax.Array
 
   @classmethod
-  def of(cls, experts: Any, count: int) -> _Queues:
+  def of(cls, experts: jax.Array, count: int) -> _Queues:
     """From the expert of each choice."""
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ordered, numbers = experts[order], jnp.arange(count, dtype=jnp.int32)
@@ -257,13 +258,13 @@ class _Queues:
     return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts, exist)
 
 
-def _at(order: Any, places: Any, filled: Any) -> Any:
+def _at(order: jax.Array, places: jax.Array, filled: jax.Array) -> jax.Array:
   """The choice at each place of an order, one that does not exist where it is not filled."""
   return jnp.where(filled, order[jnp.clip(places, 0, order.size - 1)], order.size)
 
 
 @jax.custom_vjp
-def _sent(x: Any, choices: Any, slots: Any) -> Any:
+def _sent(x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
   """The token `[features]` of each slot; zeros in a slot without one.
 
   Args:
@@ -275,7 +276,7 @@ def _sent(x: Any, choices: Any, slots: Any) -> Any:
   return x.at[tokens].get(mode="fill", fill_value=0)
 
 
-def _unsent(kept: Any, g: Any) -> Any:
+def _unsent(kept: PyTree, g: jax.Array) -> PyTree:
   found = g.at[kept].get(mode="fill", fill_value=0)
   return found.astype(jnp.float32).sum(0).astype(g.dtype), None, None
 
@@ -284,7 +285,7 @@ _sent.defvjp(lambda x, choices, slots: (_sent(x, choices, slots), slots), _unsen
 
 
 @jax.custom_vjp
-def _summed(rows: Any, weights: Any, choices: Any, slots: Any) -> Any:
+def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
   """The weighted sum of each token's results.
 
   Args:
@@ -297,7 +298,7 @@ def _summed(rows: Any, weights: Any, choices: Any, slots: Any) -> Any:
   return (found * weights[..., None]).sum(0).astype(rows.dtype)
 
 
-def _unsummed(kept: Any, g: Any) -> Any:
+def _unsummed(kept: PyTree, g: jax.Array) -> PyTree:
   rows, weights, choices, slots = kept
   wide = _sent(g, choices, slots).astype(jnp.float32)
   own = weights.reshape(-1).at[choices].get(mode="fill", fill_value=0)
@@ -309,7 +310,9 @@ def _unsummed(kept: Any, g: Any) -> Any:
 _summed.defvjp(lambda *given: (_summed(*given), given), _unsummed)
 
 
-def _with_capacity(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: Any) -> tuple[Any, Any]:
+def _with_capacity(
+  kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """The sums of a device's tokens `[tokens, features]`, and how many of its choices were dropped."""
   assert kind.capacity is not None
   size = kind.capacity
@@ -352,16 +355,16 @@ class _Rounds:
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
-  order: Any
-  places: Any
-  to: Any
-  starts: Any
-  sizes: Any
-  arriving: Any
-  count: Any
+  order: jax.Array
+  places: jax.Array
+  to: jax.Array
+  starts: jax.Array
+  sizes: jax.Array
+  arriving: jax.Array
+  count: jax.Array | int
 
   @classmethod
-  def of(cls, kind: _Kind, experts: Any) -> _Rounds:
+  def of(cls, kind: _Kind, experts: jax.Array) -> _Rounds:
     """From the experts of each token `[tokens, choices]`."""
     queues = _Queues.of(experts.T.reshape(-1), kind.experts)
     loads = (queues.ends - queues.starts).reshape(kind.ways, kind.own)
@@ -369,18 +372,18 @@ class _Rounds:
     exists = queues.exist
     to = jnp.where(exists, queues.experts, 0) // kind.own
     places = jnp.where(exists, queues.rank - starts[to], queues.rank.size)
-    count: Any = 1
+    count: jax.Array | int = 1
     if kind.buffer < experts.shape[0] * min(experts.shape[1], kind.own):
       count = jax.lax.pmax(-(-sizes.max() // kind.buffer), kind.manual)
     arriving = jnp.cumsum(kind.exchanged(loads), 1, dtype=jnp.int32)
     shape = experts.T.shape
     return cls(kind, queues.order, places.reshape(shape), to.reshape(shape), starts, sizes, arriving, count)
 
-  def run(self, visit: Callable[[Any, Any], Any], state: Any) -> Any:
+  def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
     """The state after all rounds."""
     return visit(0, state) if isinstance(self.count, int) else jax.lax.fori_loop(0, self.count, visit, state)
 
-  def pairs(self, n: Any) -> tuple[Any, Any]:
+  def pairs(self, n: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """The choice in each slot of a round, and the slot of each choice."""
     size = self.kind.buffer
     own = jnp.arange(size, dtype=jnp.int32)[None] + n * size
@@ -389,7 +392,7 @@ class _Rounds:
     slots = jnp.where((at >= 0) & (at < size), self.to * size + at, choices.size)
     return choices.reshape(-1), slots
 
-  def blocks(self, n: Any) -> _Blocks:
+  def blocks(self, n: jax.Array | int) -> _Blocks:
     """The rows that arrive in a round, by experts."""
     size = self.kind.buffer
     numbers = jnp.arange(size, dtype=jnp.int32) + n * size
@@ -409,23 +412,23 @@ class _Blocks:
 
   size: int
   queues: _Queues
-  last: Any
+  last: jax.Array
 
   @classmethod
-  def of(cls, kind: _Kind, experts: Any) -> _Blocks:
+  def of(cls, kind: _Kind, experts: jax.Array) -> _Blocks:
     """From the expert of each row; beyond the last one for an empty row."""
     queues = _Queues.of(experts, kind.own)
     size = min(kind.block, experts.size)
     last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
     return cls(size, queues, last)
 
-  def run(self, visit: Callable[..., Any], state: Any) -> Any:
+  def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
     """The state after all blocks: `visit(expert, rows, exists, place, state)`, where `place` is of the first.
 
     Rows that do not exist are copies of the last one that does.
     """
 
-    def body(n: Any, state: Any) -> Any:
+    def body(n: jax.Array | int, state: PyTree) -> PyTree:
       expert = (self.last <= n).sum(dtype=jnp.int32)
       before = jnp.where(expert > 0, self.last[expert - 1], 0)
       place = self.queues.starts[expert] + (n - before) * self.size
@@ -435,40 +438,44 @@ class _Blocks:
 
     return jax.lax.fori_loop(0, self.last[-1], body, state)
 
-  def zeros(self, row: Any) -> Any:
+  def zeros(self, row: AnyArray) -> jax.Array:
     """Room for a result of each row, sorted, and for the last block."""
     return jnp.zeros((self.queues.order.size + self.size, *row.shape[1:]), row.dtype)
 
-  def unsorted(self, x: Any) -> Any:
+  def unsorted(self, x: jax.Array) -> jax.Array:
     """What was put at the places of rows, in the order of the rows."""
     return x[self.queues.rank]
 
 
-def _of_one(parameters: Any, expert: Any = 0) -> Any:
+def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
   return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, False), parameters)
 
 
-def _put(x: Any, rows: Any, place: Any) -> Any:
+def _put(x: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
   """Rows at their place; what lies behind those that exist is overwritten by the next block, or not read."""
   return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), place, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dropless(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: Any) -> Any:
+def _dropless(
+  kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
+) -> jax.Array:
   """The sums of a device's tokens `[tokens, features]`."""
   return _dropless_forward(kind, parameters, x, weights, experts)[0]
 
 
-def _dropless_forward(kind: _Kind, parameters: Any, x: Any, weights: Any, experts: Any) -> tuple[Any, Any]:
+def _dropless_forward(
+  kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
+) -> tuple[jax.Array, PyTree]:
   rounds = _Rounds.of(kind, experts)
   row = jax.eval_shape(kind.function, _of_one(parameters), x)
   _check_rows(x, row)
 
-  def visit(n: Any, total: Any) -> Any:
+  def visit(n: jax.Array | int, total: PyTree) -> PyTree:
     pairs, blocks = rounds.pairs(n), rounds.blocks(n)
     arrived = kind.exchanged(_sent(x, *pairs))
 
-    def block(expert: Any, rows: Any, _: Any, place: Any, done: Any) -> Any:
+    def block(expert: jax.Array, rows: jax.Array, _: object, place: jax.Array, done: PyTree) -> PyTree:
       return _put(done, kind.function(_of_one(parameters, expert), arrived[rows]), place)
 
     done = blocks.unsorted(blocks.run(block, blocks.zeros(row)))
@@ -478,18 +485,20 @@ def _dropless_forward(kind: _Kind, parameters: Any, x: Any, weights: Any, expert
   return total.astype(row.dtype), (rounds, parameters, x, weights)
 
 
-def _dropless_backward(kind: _Kind, kept: Any, g: Any) -> Any:
+def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
   rounds, parameters, x, weights = kept
   real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(parameters)]
 
-  def visit(n: Any, state: Any) -> Any:
+  def visit(n: jax.Array | int, state: PyTree) -> PyTree:
     by_parameter, by_x, by_weight = state
     pairs, blocks = rounds.pairs(n), rounds.blocks(n)
     choices, slots = pairs
     own = weights.T.reshape(-1).at[choices].get(mode="fill", fill_value=0)
     arrived, slopes, shares = (kind.exchanged(value) for value in (_sent(x, *pairs), _sent(g, *pairs), own))
 
-    def block(expert: Any, rows: Any, exists: Any, place: Any, state: Any) -> Any:
+    def block(
+      expert: jax.Array, rows: jax.Array, exists: jax.Array, place: jax.Array, state: PyTree
+    ) -> PyTree:
       by_parameter, by_row, by_share = state
       result, back = jax.vjp(kind.function, _of_one(parameters, expert), arrived[rows])
       slope, share = slopes[rows].astype(jnp.float32), jnp.where(exists, shares[rows], 0)
@@ -520,7 +529,9 @@ def _dropless_backward(kind: _Kind, kept: Any, g: Any) -> Any:
 _dropless.defvjp(_dropless_forward, _dropless_backward)
 
 
-def _check_shapes(parameters: Any, x: Any, routing: Routing, options: dict[str, float | None]) -> None:
+def _check_shapes(
+  parameters: PyTree, x: jax.Array, routing: Routing, options: dict[str, float | None]
+) -> None:
   for name, value in options.items():
     if value is not None and not value > 0:
       raise SchemeError(f"{name}={value!r} is not above 0.", fix=f"{name}=2, for example.")
@@ -540,7 +551,7 @@ def _check_shapes(parameters: Any, x: Any, routing: Routing, options: dict[str, 
       )
 
 
-def _check_rows(rows: Any, found: Any) -> None:
+def _check_rows(rows: jax.Array, found: AnyArray) -> None:
   if not hasattr(found, "shape") or found.shape[:-1] != rows.shape[:-1]:
     raise SchemeError(
       "an expert returns one row for each row that it is given.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +13,22 @@ from nnx_parallel.core.axes import entry_of
 from nnx_parallel.core.jaxprs import is_inexact
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
 def pipeline(
-  layer: Callable[..., Any],
-  parameters: Any,
-  x: Any,
-  *shared: Any,
+  layer: Callable[..., PyTree],
+  parameters: PyTree,
+  x: PyTree,
+  *shared: PyTree,
   microbatches: int,
   axis: str = "stage",
   virtual_stages: int = 1,
   batch_axes: str | Sequence[str] = (),
-) -> Any:
+) -> PyTree:
   """Applies equal layers one after the other, each on the devices of its stage.
 
   The result equals `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for
@@ -82,7 +82,9 @@ def pipeline(
   travels = {n: leaf for n, leaf in enumerate(leaves) if is_inexact(jnp.asarray(leaf))}
   lies = {n: leaf for n, leaf in enumerate(leaves) if n not in travels}
 
-  def one(carry: Any, row: Any, state: Any, _: Any, seen: Any) -> tuple[Any, Any, Any]:
+  def one(
+    carry: PyTree, row: PyTree, state: PyTree, _: PyTree, seen: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree]:
     x, travels = carry
     found = {**travels, **seen}
     return (
@@ -91,7 +93,7 @@ def pipeline(
       (),
     )
 
-  def run(parameters: Any, x: Any, travels: Any, lies: Any) -> Any:
+  def run(parameters: PyTree, x: PyTree, travels: PyTree, lies: PyTree) -> PyTree:
     piped = PipelineLoop(schedule, axis, mesh, one)
     given, seen = jax.tree.map(lambda x: split_batch(x, microbatches), ((x, travels), lies))
     (y, _), _, _ = piped(piped.split_microbatches(given), piped.split_layers(parameters), (), (), seen)
@@ -101,10 +103,10 @@ def pipeline(
     with mapped_axes((axis,)):
       return run(parameters, x, travels, lies)
 
-  def placed(x: Any) -> Any:
+  def placed(x: PyTree) -> PyTree:
     return staged(x, mesh, entry_of(axes))
 
-  def by_replica(x: Any) -> Any:
+  def by_replica(x: PyTree) -> PyTree:
     return placed(jnp.reshape(x, (replicas, -1, *x.shape[1:])))
 
   # Each replica has its own copy, and so its own gradients; they are summed where the copies are made.
@@ -117,7 +119,7 @@ def pipeline(
   return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
 
 
-def _layers(parameters: Any) -> int:
+def _layers(parameters: PyTree) -> int:
   """How many layers the parameters are of.
 
   Raises:
@@ -136,7 +138,7 @@ def _layers(parameters: Any) -> int:
   return counts.pop()[0]
 
 
-def _check_batch(tree: Any, microbatches: int, replicas: int) -> None:
+def _check_batch(tree: PyTree, microbatches: int, replicas: int) -> None:
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     count = microbatches * replicas
     if not jnp.ndim(x) or x.shape[0] % count:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx_parallel.errors import SchemeError
 
@@ -30,23 +31,23 @@ class Routing:
     load: how many choices fell on each expert, int32 of shape (experts,).
   """
 
-  weights: Any
-  experts: Any
-  auxiliary_loss: Any
-  z_loss: Any
-  load: Any
+  weights: jax.Array
+  experts: jax.Array
+  auxiliary_loss: jax.Array
+  z_loss: jax.Array
+  load: jax.Array
 
 
 def route(
-  logits: Any,
+  logits: jax.Array | np.ndarray,
   top_k: int,
   *,
   score: Score = "softmax",
-  bias: Any = None,
+  bias: jax.Array | np.ndarray | None = None,
   normalize: bool = True,
   groups: int = 1,
   top_groups: int = 1,
-  mask: Any = None,
+  mask: jax.Array | np.ndarray | None = None,
 ) -> Routing:
   """Chooses `top_k` experts for each token.
 
@@ -95,7 +96,7 @@ def route(
   left = jnp.maximum(left, jnp.finfo(jnp.float32).min)
   if top_groups < groups:
     apart = left.reshape(*left.shape[:-1], groups, count // groups)
-    best = sum(jnp.where(own, apart, 0).sum(-1) for own in _best(apart, -(-top_k // top_groups)))
+    best: Any = sum(jnp.where(own, apart, 0).sum(-1) for own in _best(apart, -(-top_k // top_groups)))
     seen = functools.reduce(jnp.logical_or, _best(best, top_groups))
     left = jnp.where(seen[..., None], apart, -jnp.inf).reshape(left.shape)
   numbers = jax.lax.broadcasted_iota(jnp.int32, left.shape, left.ndim - 1)
@@ -117,20 +118,28 @@ def route(
   return Routing(weights, experts, auxiliary, large.sum() / kept, load)
 
 
-def _best(scores: Any, count: int) -> list[Any]:
+def _best(scores: jax.Array, count: int) -> list[jax.Array]:
   """Where the largest of the last dim are, a mask for each: of the first, of the second, and so on.
 
   One after another: XLA for CPU gathers the tokens of all devices for `jax.lax.top_k`.
   """
   numbers = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-  found: list[Any] = []
+  found: list[jax.Array] = []
   for _ in range(count):
     found.append(numbers == jnp.argmax(scores, -1, keepdims=True).astype(jnp.int32))
     scores = jnp.where(found[-1], -jnp.inf, scores)
   return found
 
 
-def _check(logits: Any, top_k: int, score: Score, bias: Any, groups: int, top_groups: int, mask: Any) -> None:
+def _check(
+  logits: jax.Array | np.ndarray,
+  top_k: int,
+  score: Score,
+  bias: jax.Array | np.ndarray | None,
+  groups: int,
+  top_groups: int,
+  mask: jax.Array | np.ndarray | None,
+) -> None:
   """Raises a `SchemeError` for arguments of `route` that do not fit."""
   count = logits.shape[-1]
   if score not in ("softmax", "sigmoid"):
@@ -160,7 +169,7 @@ def _check(logits: Any, top_k: int, score: Score, bias: Any, groups: int, top_gr
     )
 
 
-def balanced_bias(bias: Any, load: Any, rate: float = 1e-3) -> jax.Array:
+def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1e-3) -> jax.Array:
   """The next bias of a router: lower for experts with more than the mean load, higher for the others.
 
   It balances without a loss that pulls at the model. Keep the bias as an `nnx.Variable` that is no parameter,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 
-def array_of(x: Any) -> jax.Array:
+def array_of(x: PyTree) -> jax.Array:
   """The array of a Variable as the model sees it, without padding that it is stored with."""
   return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.jaxprs import is_tracer
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.layout.batch import check_split, input_spec
 from nnx_parallel.layout.resolve import shard_counts
@@ -48,10 +50,10 @@ class Bound:
   def __init__(
     self,
     options: StepOptions,
-    roots: Mapping[str, Any],
+    roots: Mapping[str, Model],
     reasons: tuple[str, ...],
-    structures: dict[Any, Structure],
-    forget: Callable[[Any], Any] | None = None,
+    structures: dict[Hashable, Structure],
+    forget: Callable[[weakref.ref[Model]], object] | None = None,
   ):
     self.options, self.reasons = options, reasons
     trains = "optimizer" in roots
@@ -65,10 +67,10 @@ class Bound:
     if trains:
       separate(self.binding.variable_labels, self.binding.variables)
 
-  def _structure(self, known: dict[Any, Structure]) -> Structure:
+  def _structure(self, known: dict[Hashable, Structure]) -> Structure:
     """The structure of these objects, shared with all that are equal."""
     template = self.binding.template
-    key: Any = (
+    key: Hashable = (
       template.graphdef,
       tuple(template.paths),
       tuple(self.binding.shardings),
@@ -84,7 +86,7 @@ class Bound:
       found = known[key] = Structure(self.options, self.binding, self._placements)
     return found
 
-  def update(self, batch: Any) -> tuple[Metrics, News]:
+  def update(self, batch: PyTree) -> tuple[Metrics, News]:
     """Runs a train step, and writes its arrays into the Variables, all or none."""
     if current_trace() != self._trace:
       raise inside_a_program()
@@ -107,7 +109,7 @@ class Bound:
     self._loss = next(iter(metrics.values()))
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
-  def evaluate(self, batch: Any) -> tuple[Metrics, News]:
+  def evaluate(self, batch: PyTree) -> tuple[Metrics, News]:
     """Runs an evaluation, which changes nothing."""
     binding, program = self.binding, self.structure.program(self.binding, batch)
     arrays = binding.read()
@@ -123,18 +125,18 @@ class Bound:
       return self.evaluate(batch)
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
-  def traced(self, batch: Any) -> Any:
+  def traced(self, batch: PyTree) -> jax.stages.Traced:
     """The traced program for a batch, live or abstract."""
     return self.structure.program(self.binding, batch).jitted.trace(
       self.binding.read(), self.binding.raw, batch
     )
 
-  def _news(self, program: Program, arrays: list[Any], batch: Any) -> News:
+  def _news(self, program: Program, arrays: list[jax.Array], batch: PyTree) -> News:
     program.is_known = True
     found = self.structure.news([*arrays, *self.binding.raw], batch)
     return found if found is None else found or self.reasons
 
-  def _explain(self, error: BaseException, batch: Any) -> None:
+  def _explain(self, error: BaseException, batch: PyTree) -> None:
     arrays = [*self.binding.read(), *self.binding.raw]
     explain(error, self.structure.argument_labels, arrays, batch)
 
@@ -193,7 +195,7 @@ class Bound:
 
     return jax.tree_util.tree_map_with_path(place, batch)
 
-  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
     """What `check_gradients` checks: one loss, differentiated as in this step."""
     self.structure.settle(self.binding, batch)
     layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
@@ -225,6 +227,6 @@ class Bound:
     ]
 
 
-def _comparable(x: Any) -> Any:
+def _comparable(x: AnyArray) -> AnyArray:
   """What a constant of a program is compared by."""
   return (x.shape, str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x

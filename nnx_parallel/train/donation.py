@@ -16,7 +16,7 @@ answers are in this file:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from sys import getrefcount
 from typing import Any
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.types import Leaf, PyTree, Variable
 
 logger = logging.getLogger("nnx_parallel")
 
@@ -36,7 +37,7 @@ _SLOT: Any = vars(nnx.Variable)["_raw_value"]
 _copied = jax.jit(jnp.copy)
 
 
-def owned(variables: Sequence[Any]) -> list[Any]:
+def owned(variables: Sequence[Variable]) -> list[jax.Array]:
   """The arrays of the Variables, to be donated: copies of those that are held elsewhere too."""
   return [
     array if getrefcount(array) == _ALONE else _copied(array)
@@ -45,16 +46,18 @@ def owned(variables: Sequence[Any]) -> list[Any]:
   ]
 
 
-def run(program: Callable[..., Iterable[Any]], variables: Sequence[Any], *args: Any) -> Iterator[Any]:
+def run(
+  program: Callable[..., Iterable[PyTree]], variables: Sequence[Variable], *args: PyTree
+) -> Iterator[PyTree]:
   """Runs a program and writes its first results into the Variables, all or none; returns the others."""
   results = chain.from_iterable(map(program, *[(arg,) for arg in args]))
   list(map(_SLOT.__set__, variables, results))
   return results
 
 
-def separate(labels: Sequence[str], variables: Sequence[Any]) -> None:
+def separate(labels: Sequence[str], variables: Sequence[Variable]) -> None:
   """Gives each Variable its own buffers: one buffer cannot be donated twice."""
-  first: dict[Any, str] = {}
+  first: dict[Hashable, str] = {}
   for label, variable in zip(labels, variables, strict=True):
     value = variable.get_raw_value()
     if not isinstance(value, jax.Array):
@@ -66,7 +69,7 @@ def separate(labels: Sequence[str], variables: Sequence[Any]) -> None:
     first.setdefault(where, label)
 
 
-def is_plain(variable: Any) -> bool:
+def is_plain(variable: Leaf) -> bool:
   """Whether the array that a Variable gives is the one in its slot, and not behind a reference."""
   return _SLOT.__get__(variable) is variable.get_raw_value()
 

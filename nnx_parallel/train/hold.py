@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
@@ -46,8 +46,9 @@ from nnx_parallel.core.jaxprs import (
   opened,
   programs,
 )
-from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.picks import is_pick, picked
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, PyTree, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec, position_axes
 from nnx_parallel.layout.constrain import Scope
@@ -70,7 +71,7 @@ def is_refused(error: BaseException) -> bool:
   return isinstance(error, RuntimeError) and "hlo verifier" in str(error)
 
 
-def with_correct_convolutions(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) -> Callable[..., PyTree]:
   """Returns `run` with correct kernel gradients of grouped convolutions on every mesh.
 
   For steps of your own: `train_step` does this, and holds the layouts of its plan.
@@ -99,13 +100,13 @@ def with_correct_convolutions(run: Callable[..., Any], mesh: Any) -> Callable[..
 
 
 def held(
-  run: Callable[..., Any],
-  mesh: Any,
+  run: Callable[..., PyTree],
+  mesh: AnyMesh | None,
   scope: Scope | None = None,
-  shardings: Sequence[Any] = (),
+  shardings: Sequence[Sharding | None] = (),
   batch_at: int = 1,
   relaxed: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
   """A step with the layouts of its plan held, forward and backward.
 
   Args:
@@ -130,7 +131,7 @@ def held(
   positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
 
   @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
-  def changed(*args: Any) -> Any:
+  def changed(*args: PyTree) -> PyTree:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves = jax.tree.leaves(args)
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
@@ -149,12 +150,14 @@ def held(
   return changed
 
 
-def _around(args: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
+def _around(args: tuple[PyTree, ...], n: int) -> tuple[PyTree, PyTree, PyTree]:
   """The arguments before one, it, and those after it."""
   return args[:n], args[n], args[n + 1 :]
 
 
-def _flow_of_batch(x: Any, inputs: RuleSet, sizes: Mapping[str, int], positions: tuple[str, ...]) -> Flow:
+def _flow_of_batch(
+  x: jax.Array, inputs: RuleSet, sizes: Mapping[str, int], positions: tuple[str, ...]
+) -> Flow:
   """The layout of an array of the batch, with the dims of its examples and positions marked."""
   known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
   spec = tuple(input_spec(inputs, jax.numpy.ndim(x), sizes)) if known else (None,) * x.ndim
@@ -166,9 +169,9 @@ def _flow_of_batch(x: Any, inputs: RuleSet, sizes: Mapping[str, int], positions:
 
 
 def _rewriting(
-  closed: Any,
+  closed: ClosedJaxpr,
   flows: list[Flow],
-  mesh: Any,
+  mesh: AnyMesh,
   split: Sequence[str],
   positions: tuple[str, ...],
   relaxed: int,
@@ -190,7 +193,7 @@ def _names(flows: Flows) -> set[str]:
   return {axis for flow in flows for axis in flow.names}
 
 
-def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
+def _flow(x: jax.Array, spec: Sequence[Any], *, data: bool) -> Flow:
   return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data, weight=not data)
 
 
@@ -206,23 +209,31 @@ class _Rewriting(Interpreter[Flow]):
   """
 
   def __init__(
-    self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...], *, moves: bool
+    self,
+    mesh: AnyMesh,
+    batch: frozenset[str],
+    stored: set[str],
+    positions: tuple[str, ...],
+    *,
+    moves: bool,
   ):
     self.moves = moves
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self.positions = positions
-    self._met: dict[int, Any] = {}  # with the array, so that its id stays
+    self._met: dict[int, jax.Array] = {}  # with the array, so that its id stays
     self._tables: dict[tuple[int, ...], Axes] = {}
     self._kernels: set[tuple[int, ...]] = set()
-    self._own: set[Any] = set()
+    self._own: set[Var] = set()
     super().__init__(self._run, Facts(_unsplit, self._followed, _either, _of_row, _of_rows))
 
-  def __call__(self, jaxpr: Any, inputs: Sequence[Any], facts: Flows) -> tuple[list[Any], list[Flow]]:
+  def __call__(
+    self, jaxpr: Program, inputs: Sequence[jax.Array], facts: Flows
+  ) -> tuple[list[jax.Array], list[Flow]]:
     """The results of a trace with constraints, and their layouts."""
     self._own |= _constrained(opened(jaxpr))
     return super().__call__(jaxpr, inputs, facts)
 
-  def _run(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> Any:
+  def _run(self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]) -> Any:
     """The results of an operation with constraints, and their layouts; see `Interpreter`."""
     if not _is_plain(eqn):
       return bind(eqn, inputs), self._followed(eqn, flows)
@@ -235,7 +246,9 @@ class _Rewriting(Interpreter[Flow]):
       results = [self._laid(results[0], found[0].axes)]
     return results, found
 
-  def _placed(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _placed(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """The results of an operation without programs, with operands and results moved, and their layouts."""
     name = eqn.primitive.name
     if _is_faulty(eqn):
@@ -262,7 +275,9 @@ class _Rewriting(Interpreter[Flow]):
       flows = [dataclasses.replace(flows[0], axes=self._apart(flows[0].axes))]
     return bind(eqn, inputs), self._followed(eqn, flows)
 
-  def _look_up(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _look_up(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """A look-up by the batch in a table whose rows its axis splits: the columns are split instead.
 
     Each device looks up its columns of all rows wanted, and they are exchanged. Else each device would gather
@@ -285,7 +300,9 @@ class _Rewriting(Interpreter[Flow]):
     results = bind(eqn, [self._laid(inputs[0], axes), wanted])
     return [self._laid(results[0], _moved(found[0].axes, rows, offset[column]))], found
 
-  def _summed_rows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _summed_rows(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """The gradient of a table: each device sums all rows of its columns.
 
     Else each device would sum its examples into a table of its own, and those would be summed.
@@ -311,7 +328,7 @@ class _Rewriting(Interpreter[Flow]):
         result = self._laid(result, axes)
     return [result], [dataclasses.replace(found[0], axes=axes)]
 
-  def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: Any) -> int | None:
+  def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: jax.Array) -> int | None:
     """The longest of some dims that one axis can split further.
 
     None for several axes: XLA replicates an array to move more than one between its dims.
@@ -327,7 +344,9 @@ class _Rewriting(Interpreter[Flow]):
     examples = next((dim for dim in flow.axes if _EXAMPLES in dim), ())
     return [axis for axis in examples if axis in self.mesh.shape and axis in self.batch][-1:] == [*moved]
 
-  def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
+  def _whole_windows(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[list[jax.Array], list[Flow]]:
     """The operands of a kernel gradient with unsplit spatial dims: XLA sums split ones too often."""
     numbers = eqn.params["dimension_numbers"]
     if _EXAMPLES not in flows[0].axes[numbers.lhs_spec[1]]:
@@ -338,7 +357,9 @@ class _Rewriting(Interpreter[Flow]):
       found.append(Flow(axes, flow.data, flow.weight))
     return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
 
-  def _convolved(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _convolved(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """A convolution with a kernel that has unsplit spatial dims, or with the gradient of such a kernel."""
     numbers, kernel = eqn.params["dimension_numbers"], flows[1]
     if not kernel.data and any(kernel.axes[d] for d in numbers.rhs_spec[2:]):
@@ -352,7 +373,7 @@ class _Rewriting(Interpreter[Flow]):
       results, found = [self._laid(results[0], axes)], [dataclasses.replace(found[0], axes=axes)]
     return results, found
 
-  def _followed(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+  def _followed(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     """The layouts of the results of an operation without inner programs."""
     data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
     if eqn.primitive.name == "sharding_constraint":
@@ -380,7 +401,7 @@ class _Rewriting(Interpreter[Flow]):
       (*without(dim, _MARKS), *self.positions, *_MARKS & {*dim}) if _POSITIONS in dim else dim for dim in axes
     )
 
-  def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
+  def _is_held(self, eqn: JaxprEqn, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
 
     With two axes or more beside the batch's, gradients are held too. Elsewhere that would cost memory,
@@ -394,7 +415,7 @@ class _Rewriting(Interpreter[Flow]):
       return True
     return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
 
-  def _gathered(self, x: Any, flow: Flow, kept: frozenset[str] = frozenset()) -> Any:
+  def _gathered(self, x: jax.Array, flow: Flow, kept: frozenset[str] = frozenset()) -> jax.Array:
     """A parameter, gathered over the axes that split the batch.
 
     Where all axes split the batch, XLA gathers it anyway.
@@ -412,7 +433,7 @@ class _Rewriting(Interpreter[Flow]):
     """Without the axes that split the batch, except some."""
     return tuple(without(axes, self.batch - kept) for axes in dims)
 
-  def _laid(self, x: Any, dims: Axes) -> Any:
+  def _laid(self, x: jax.Array, dims: Axes) -> jax.Array:
     dims = tuple(without(axes, _MARKS) for axes in dims)
     sizes = [math.prod(self.mesh.shape[axis] for axis in axes) for axes in dims]
     spec = [
@@ -434,11 +455,11 @@ def _either(one: Flow, other: Flow) -> Flow:
   return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
 
 
-def _of_row(_: Any, flow: Flow) -> Flow:
+def _of_row(_: object, flow: Flow) -> Flow:
   return Flow(flow.axes[1:], flow.data, flow.weight)
 
 
-def _of_rows(_: Any, flow: Flow) -> Flow:
+def _of_rows(_: object, flow: Flow) -> Flow:
   return Flow(((), *flow.axes), flow.data, flow.weight)
 
 
@@ -448,14 +469,14 @@ def _summed(product: Meeting, flows: Flows, *, of_data: bool = False) -> set[str
   return {axis for flow, dims in pairs if flow.data or not of_data for d in dims for axis in flow.axes[d]}
 
 
-def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
+def _shared(eqn: JaxprEqn, flows: Flows) -> frozenset[str]:
   """Axes of dims that both operands of a product have and keep: one expert for each index, say."""
   product = meeting(eqn)
   pairs = () if product is None else zip(*product.shared, strict=True)
   return frozenset(axis for a, b in pairs for axis in {*flows[0].axes[a]} & {*flows[1].axes[b]})
 
 
-def _is_plain(eqn: Any) -> bool:
+def _is_plain(eqn: JaxprEqn) -> bool:
   """Whether its inner programs take arrays only, so that they can be traced anew.
 
   Raises:
@@ -472,14 +493,14 @@ def _is_plain(eqn: Any) -> bool:
   return False
 
 
-def _unsplit(x: Any) -> Flow:
+def _unsplit(x: jax.Array) -> Flow:
   """The layout of a constant, which depends neither on the batch nor on parameters."""
   return Flow(((),) * jax.numpy.ndim(x), data=False)
 
 
-def _constrained(body: Any) -> set[Any]:
+def _constrained(body: Jaxpr) -> set[Var]:
   """The values that the program constrains itself, perhaps after an elementwise operation."""
-  found: set[Any] = set()
+  found: set[Var] = set()
   uses = collections.Counter(id(v) for eqn in body.eqns for v in eqn.invars)
   for eqn in reversed(body.eqns):
     name = eqn.primitive.name
@@ -489,13 +510,13 @@ def _constrained(body: Any) -> set[Any]:
   return found
 
 
-def _places(params: Any) -> bool:
+def _places(params: PyTree) -> bool:
   """Whether an inner `jit` has shardings for its arguments or results."""
   shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
   return any(isinstance(sharding, NamedSharding) for sharding in shardings)
 
 
-def _is_faulty(eqn: Any) -> bool:
+def _is_faulty(eqn: JaxprEqn) -> bool:
   """A kernel gradient of a grouped convolution.
 
   It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch, XLA
@@ -506,11 +527,11 @@ def _is_faulty(eqn: Any) -> bool:
   return _is_convolution(eqn) and eqn.params["batch_group_count"] > 1
 
 
-def _is_convolution(eqn: Any) -> bool:
+def _is_convolution(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name == "conv_general_dilated"
 
 
-def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _by_hand(eqn: JaxprEqn, mesh: AnyMesh) -> Callable[[jax.Array, jax.Array], jax.Array]:
   """The same convolution with its contracted dim (the examples of a gradient) split by hand."""
   numbers = eqn.params["dimension_numbers"]
   left, right = (var.aval for var in eqn.invars)
@@ -531,7 +552,9 @@ def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]
   return placed
 
 
-def _resharded(placed: Callable[..., Any], specs: Any, out: PartitionSpec, mesh: Any) -> Callable[..., Any]:
+def _resharded(
+  placed: Callable[..., PyTree], specs: Any, out: PartitionSpec, mesh: AnyMesh
+) -> Callable[..., PyTree]:
   """Explicit meshes have shardings in types: `placed` with those of the convolution that it replaces."""
 
   def run(*operands: jax.Array) -> jax.Array:
@@ -541,7 +564,7 @@ def _resharded(placed: Callable[..., Any], specs: Any, out: PartitionSpec, mesh:
   return run
 
 
-def _dividing_axes(length: int, mesh: Any) -> tuple[str, ...]:
+def _dividing_axes(length: int, mesh: AnyMesh) -> tuple[str, ...]:
   """Mesh axes, in order, whose product divides `length`."""
   found: tuple[str, ...] = ()
   for axis, size in mesh.shape.items():
@@ -550,7 +573,7 @@ def _dividing_axes(length: int, mesh: Any) -> tuple[str, ...]:
   return found
 
 
-def _check_manual(eqn: Any, mesh: Any) -> None:
+def _check_manual(eqn: JaxprEqn, mesh: AnyMesh) -> None:
   """A `shard_map` over all axes is never partitioned; one over some of them is, and wrongly."""
   manual = set(eqn.params["newly_manual_axes"])
   others = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}

@@ -31,6 +31,7 @@ from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map, moved
 from nnx_parallel.core.interpret import NO_FACTS, Inner, is_literal, through, wiring
 from nnx_parallel.core.jaxprs import constants, is_inexact, is_tracer, opened, place_of, scan_counts
 from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.types import JaxprEqn, Program, PyTree, Value, Var
 
 _ROUNDING = 5e-3  # of a literal in bfloat16; scales that matter differ by a factor of 2 or more
 # Between devices: on each of them the result is a sum, or the value of another one.
@@ -97,7 +98,7 @@ class _Mixed(Exception):
 
 
 def factors(
-  part: Any, whole: Any, parts: int, splits: Sequence[bool], wanted: Sequence[str]
+  part: PyTree, whole: Program, parts: int, splits: Sequence[bool], wanted: Sequence[str]
 ) -> tuple[list[float], str]:
   """How the results for a batch follow from the results for its parts.
 
@@ -164,10 +165,10 @@ class _Pair:
         found = _along([found, fact]).times(found.scale)
     return found
 
-  def walk(self, part: Any, whole: Any, given: Sequence[Fact]) -> list[Fact]:
+  def walk(self, part: PyTree, whole: Program, given: Sequence[Fact]) -> list[Fact]:
     """The relations of the results, from those of the inputs."""
     one, all_ = opened(part), opened(whole)
-    facts: dict[Any, Fact] = dict(zip(one.invars, given, strict=True))
+    facts: dict[Var, Fact] = dict(zip(one.invars, given, strict=True))
     consts = zip(one.constvars, constants(part), constants(whole), strict=False)
     facts.update({var: _constant(a, b) for var, a, b in consts})
     if len(one.eqns) != len(all_.eqns) or len(one.constvars) != len(all_.constvars):
@@ -177,7 +178,7 @@ class _Pair:
       facts.update(zip(eqn.outvars, self._results(eqn, other, inputs), strict=True))
     return [_read(facts, a, b) for a, b in zip(one.outvars, all_.outvars, strict=True)]
 
-  def _results(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+  def _results(self, eqn: JaxprEqn, other: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
     if all(_is_empty(a) and _is_empty(b) for a, b in zip(eqn.outvars, other.outvars, strict=True)):
       return [ZERO] * len(eqn.outvars)  # a scan of equal steps slices an empty rest off its rows
     mixed = next((fact for fact in inputs if fact.kind == "mixed"), None)
@@ -191,7 +192,7 @@ class _Pair:
     except _Mixed:
       return [_mixed(f"{eqn.primitive.name} ({place_of(eqn)})")] * len(eqn.outvars)
 
-  def _checked(self, fact: Fact, a: Any, b: Any) -> Fact:
+  def _checked(self, fact: Fact, a: Var, b: Var) -> Fact:
     """The relation, if the shapes of both traces agree with it."""
     one, two = list(a.aval.shape), list(b.aval.shape)
     if fact.kind == "part":
@@ -202,7 +203,7 @@ class _Pair:
       raise _Mixed
     return fact
 
-  def _inside(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+  def _inside(self, eqn: JaxprEqn, other: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
     """The results of an operation that runs programs: a call, a loop, a branch, a custom rule."""
     programs = itertools.cycle([inner.program for inner in wiring(other).inner])
 
@@ -232,7 +233,7 @@ class _Pair:
           raise _Mixed
     return found
 
-  def _outside(self, eqn: Any, other: Any, inputs: list[Fact]) -> list[Fact]:
+  def _outside(self, eqn: JaxprEqn, other: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
     """The results of an operation without programs."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in IDENTITIES or name in _EXCHANGES:
@@ -261,13 +262,13 @@ class _Pair:
     return [found] * count
 
 
-def _read(facts: Mapping[Any, Fact], a: Any, b: Any) -> Fact:
+def _read(facts: Mapping[Var, Fact], a: Var, b: Var) -> Fact:
   if is_literal(a) != is_literal(b):
     return _mixed("its program depends on the number of examples")
-  return _constant(a.val, b.val) if is_literal(a) else facts[a]
+  return _constant(a.val, b.val) if is_literal(a) and is_literal(b) else facts[a]
 
 
-def _constant(a: Any, b: Any) -> Fact:
+def _constant(a: Value, b: Value) -> Fact:
   """A number or an array that the traces hold."""
   if is_tracer(a) or is_tracer(b) or (a is b and np.ndim(a)):
     return SAME if a is b else _mixed("it holds an array of its own for each number of examples")
@@ -286,23 +287,23 @@ def _constant(a: Any, b: Any) -> Fact:
   return _mixed("it holds an array of numbers for each example")
 
 
-def _row(_: Any, fact: Fact) -> Fact:
+def _row(_: object, fact: Fact) -> Fact:
   """A row of a scan with equal lengths in both traces, from all rows; `_stacked` the other way."""
   if fact.kind != "part":
     return fact
   return fact.at(fact.dim - 1) if fact.dim else _fail()
 
 
-def _stacked(_: Any, fact: Fact) -> Fact:
+def _stacked(_: object, fact: Fact) -> Fact:
   return fact.at(fact.dim + 1) if fact.kind == "part" else fact
 
 
-def _example(_: Any, fact: Fact) -> Fact:
+def _example(_: object, fact: Fact) -> Fact:
   """A row of a scan over the examples, from all rows; `_examples` the other way."""
   return Fact("same", fact.scale) if _is_rows(fact) else _fail()
 
 
-def _examples(_: Any, fact: Fact) -> Fact:
+def _examples(_: object, fact: Fact) -> Fact:
   if fact.kind == "same":
     return Fact("part", fact.scale)
   return fact if fact.kind in ("zero", "mixed") else _fail()
@@ -330,7 +331,7 @@ def _along(facts: Sequence[Fact]) -> Fact:
   return Fact("part", 1.0, found[0].dim, next(iter(outers), None))
 
 
-def _same_parameters(eqn: Any, other: Any) -> bool:
+def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
   """Whether two operations with the same shapes do the same."""
   for key, value in eqn.params.items():
     theirs = other.params.get(key)
@@ -348,8 +349,8 @@ def _same_parameters(eqn: Any, other: Any) -> bool:
 class Operation:
   """An operation in both traces, where its dims go, and the relations of its operands."""
 
-  eqn: Any
-  other: Any
+  eqn: JaxprEqn
+  other: JaxprEqn
   dims: DimMap
   inputs: list[Fact]
   pair: _Pair
@@ -390,7 +391,7 @@ def _fail() -> Fact:
   raise _Mixed
 
 
-def _is_empty(var: Any) -> bool:
+def _is_empty(var: Var) -> bool:
   return 0 in getattr(var.aval, "shape", ())
 
 

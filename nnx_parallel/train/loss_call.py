@@ -16,12 +16,13 @@ from flax import errors, nnx
 
 from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def call_loss(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Any:
+def call_loss(loss_fn: LossFn, models: Any, batch: Any) -> Any:
   """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays.
 
   Raises:
@@ -33,7 +34,7 @@ def call_loss(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Any:
     return loss_fn(models, *given)
 
 
-def takes_several(loss_fn: Callable[..., Any]) -> bool:
+def takes_several(loss_fn: LossFn) -> bool:
   """Whether a loss function takes each array of a batch as an argument.
 
   It does when it requires several arguments after the model, or has `*batch` there. An argument with a
@@ -70,14 +71,14 @@ def check_several(loss_fns: Iterable[Callable[..., Any]], count: int) -> None:
       )
 
 
-def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
+def _signature(loss_fn: LossFn) -> inspect.Signature | None:
   try:
     return inspect.signature(loss_fn)
   except (TypeError, ValueError):  # no Python function
     return None
 
 
-def _arguments(loss_fn: Callable[..., Any], batch: Any) -> Sequence[Any]:
+def _arguments(loss_fn: LossFn, batch: Any) -> Sequence[Any]:
   """The arguments of a loss function after the model."""
   signature, several = _signature(loss_fn), takes_several(loss_fn)
   if several and not isinstance(batch, (tuple, list)):
@@ -102,7 +103,7 @@ def _arguments(loss_fn: Callable[..., Any], batch: Any) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Generator[None]:
+def _explained(loss_fn: LossFn, models: Any, batch: Any) -> Generator[None]:
   """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
   try:
     yield
@@ -136,7 +137,7 @@ def _first_line(error: BaseException) -> str:
   return str(error).split("\n")[0].split(" (https://")[0]
 
 
-def _of_another_module(loss_fn: Callable[..., Any], error: BaseException) -> TrainError:
+def _of_another_module(loss_fn: LossFn, error: BaseException) -> TrainError:
   try:
     found = inspect.getclosurevars(inspect.unwrap(loss_fn))
     outside = {**found.nonlocals, **found.globals}

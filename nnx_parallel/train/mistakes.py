@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.binding import RESTORE, deleted, is_deleted, some_of
 
@@ -18,7 +19,7 @@ from nnx_parallel.train.binding import RESTORE, deleted, is_deleted, some_of
 _DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donated\.?$")
 
 
-def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> None:
+def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> None:
   """Explains a failed call, from its arguments as they are after the call.
 
   Raises:
@@ -41,7 +42,7 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[Any], 
     )
 
 
-def _misplaced(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> TrainError | None:
+def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> TrainError | None:
   """The error of an array that is on other devices than the model, if there is one."""
   meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
   if not meshes:
@@ -66,7 +67,7 @@ def _misplaced(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Trai
   return None
 
 
-def _deleted_in(batch: Any) -> TrainError | None:
+def _deleted_in(batch: PyTree) -> TrainError | None:
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if is_deleted(leaf):
       return TrainError(
@@ -76,7 +77,7 @@ def _deleted_in(batch: Any) -> TrainError | None:
   return None
 
 
-def _no_array(batch: Any) -> TrainError | None:
+def _no_array(batch: PyTree) -> TrainError | None:
   """The first leaf of a batch that jax cannot take, if there is one."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     dtype = getattr(leaf, "dtype", None)
@@ -92,7 +93,7 @@ def _no_array(batch: Any) -> TrainError | None:
   return None
 
 
-def _is_elsewhere(x: Any, devices: list[Any]) -> bool:
+def _is_elsewhere(x: AnyArray, devices: list[Any]) -> bool:
   if not isinstance(x, jax.Array) or not x.committed:
     return False
   own = _devices(x)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.text import with_article
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
-LossFn = Callable[..., Any]
-"""`(model, batch)`, or `(model, x, y)` for a batch that is a tuple; see `takes_several`."""
 Gradients = Literal["like_parameters", "scattered"]
 
 
@@ -42,7 +42,7 @@ class StepOptions:
   layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
   outputs: tuple[str, ...] = ()
   gradients: Gradients | None = None
-  reduction: Any = None
+  reduction: DTypeLike | None = None
   pairs: bool = False
   diagnostics: bool = False
 

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.nodes import path_str, value_of
+from nnx_parallel.core.types import Leaf, Model
 from nnx_parallel.errors import NnxParallelWarning, TrainError
 from nnx_parallel.train.loss_scale import with_loss_scale
 from nnx_parallel.train.wrappers import with_masters
@@ -141,7 +143,7 @@ class Precision:
     """
     return cls(compute=jnp.float16, output_layers=tuple(output_layers), loss_scale=True)
 
-  def apply(self, init: Callable[[], Any]) -> Callable[[], Any]:
+  def apply(self, init: Callable[[], Model]) -> Callable[[], Model]:
     """A constructor of the same module with these dtypes.
 
     Initializers run as they were written, and their values are rounded. Dtypes that the module chose itself
@@ -156,7 +158,7 @@ class Precision:
     """
 
     @functools.wraps(init)
-    def build() -> Any:
+    def build() -> Model:
       module = init()
       self._set(module)
       return module
@@ -205,7 +207,7 @@ class Precision:
   def _low(self) -> bool:
     return jnp.finfo(self.parameters).bits < 32
 
-  def _set(self, module: Any) -> None:
+  def _set(self, module: nnx.Module) -> None:
     norms: set[int] = set()
     unused = set(self.output_layers)
     for path, layer in nnx.iter_modules(module):
@@ -239,14 +241,20 @@ def _set_layer(layer: Any, compute: DTypeLike, parameters: DTypeLike) -> None:
     layer.dtype, layer.param_dtype = compute, parameters
 
 
-def _cast(leaf: Any, dtype: DTypeLike) -> None:
+def _cast(leaf: Leaf, dtype: DTypeLike) -> None:
   value = value_of(leaf)
   if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
     leaf.set_raw_value(value.astype(dtype))
 
 
 def _attention(
-  query: Any, key: Any, value: Any, *, softmax: DTypeLike, dtype: Any = None, **options: Any
-) -> Any:
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  *,
+  softmax: DTypeLike,
+  dtype: DTypeLike | None = None,
+  **options: Any,
+) -> jax.Array:
   result = nnx.dot_product_attention(query, key, value, dtype=softmax, **options)
   return result.astype(dtype or query.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.shards import auto_sharding, describe
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
@@ -69,7 +70,7 @@ class Program:
     is_known: whether its last trace was accounted for: set by the step, and unset by a trace.
   """
 
-  def __init__(self, runs: Sequence[Callable[..., Any]], shardings: Any):
+  def __init__(self, runs: Sequence[Callable[..., PyTree]], shardings: Any):
     self.is_known = True
     self._options: dict[str, Any] = {}
     if shardings is not None:
@@ -77,9 +78,9 @@ class Program:
     self._others = [*dict.fromkeys(runs)]
     self.jitted: Any = self._jit(self._others.pop(0))
 
-  def _jit(self, run: Callable[..., Any]) -> Any:
+  def _jit(self, run: Callable[..., PyTree]) -> Any:
     @functools.wraps(run)
-    def traced(*args: Any) -> Any:
+    def traced(*args: PyTree) -> PyTree:
       self.is_known = False
       return run(*args)
 
@@ -117,7 +118,7 @@ class Structure:
     self.argument_labels = [*binding.variable_labels, *(binding.labels[i] for i in raw)]
     self._placements = placements
     self.reduction, self.layers = "", LayersUsed()
-    self._programs: dict[Any, Program] = {}
+    self._programs: dict[Hashable, Program] = {}
     self._seen: list[Signature] = []
 
   def program(self, binding: Binding, batch: Any) -> Program:
@@ -133,7 +134,7 @@ class Structure:
       found = self._programs[layouts] = Program(runs, self.variable_shardings if self.trains else None)
     return found
 
-  def news(self, arrays: Sequence[Any], batch: Any) -> tuple[str, ...] | None:
+  def news(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
     """What is new in the arguments of a call: empty for the first one, None when nothing is.
 
     Donated arrays still have a type.
@@ -173,7 +174,7 @@ class Structure:
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
     layout = self.layout(axes)
 
-    def train_step(arrays: list[Any], raw: list[Any], batch: Any) -> list[Any]:
+    def train_step(arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> list[PyTree]:
       objects = self.template.build(self.template.join(arrays, raw))
       with default_scope(self.places.scope), queries_over(self._positions()):
         metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
@@ -183,12 +184,12 @@ class Structure:
 
     return train_step
 
-  def _evaluate(self, arrays: list[Any], raw: list[Any], batch: Any) -> Metrics:
+  def _evaluate(self, arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> Metrics:
     check_examples(batch)
     loss_fn: Any = self.options.loss_fn
     options, used, parts = self.options.layers, LayersUsed(), self.options.microbatches
 
-    def run(arrays: list[Any], batch: Any) -> Any:
+    def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
       (models,) = self.template.build(arrays)
       with options.marking(models, used):
         return terms(call_loss(loss_fn, models, batch), self.options.outputs)
@@ -212,8 +213,8 @@ class Structure:
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
   def held(
-    self, run: Callable[..., Any], shardings: Any, batch_at: int = 1, relaxed: int = 0
-  ) -> Callable[..., Any]:
+    self, run: Callable[..., PyTree], shardings: Any, batch_at: int = 1, relaxed: int = 0
+  ) -> Callable[..., PyTree]:
     """A program of these arrays with the layouts of their plan held."""
     mesh, scope = self.places.mesh, self.places.scope
     if (
@@ -244,12 +245,12 @@ class Structure:
     return Layout(self.places.mesh, gradients, frozenset(scattered), frozenset(used), axes)
 
 
-def is_placed(x: Any) -> bool:
+def is_placed(x: AnyArray) -> bool:
   """Whether an array lies on a mesh."""
   return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def _layout_of(x: Any) -> Any:
+def _layout_of(x: AnyArray) -> Hashable:
   """What a program is compiled for, beside the type of an array."""
   where = None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
   if not isinstance(where, NamedSharding):
@@ -260,13 +261,13 @@ def _layout_of(x: Any) -> Any:
   return where.mesh, tuple(dims), where.memory_kind
 
 
-def inside(key: Any) -> Path:
+def inside(key: Hashable) -> Path:
   """The start of a model's paths: its key, where there are several."""
   return () if key is None else (key,)
 
 
 def _scattered(
-  placement: Placement | None, key: Any, own: Mapping[Path, NamedSharding | None]
+  placement: Placement | None, key: Hashable, own: Mapping[Path, NamedSharding | None]
 ) -> dict[Path, NamedSharding]:
   """The gradients of a model that its optimizer's plan can scatter, and their layout."""
   gradients = {} if placement is None else placement.gradients
@@ -274,7 +275,7 @@ def _scattered(
   return {path: where for path, where in paths.items() if (mine := own.get(path)) and mine.mesh == where.mesh}
 
 
-def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:
+def signature(labels: Sequence[str], arrays: Sequence[jax.Array], batch: PyTree) -> Signature:
   """Type and layout of every argument, by label, and what else jax compiles for."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
   found["rules in scope"] = str(rules_in_scope())

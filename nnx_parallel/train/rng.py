@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from flax import nnx
 
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 
 
-def fold_rng_over_axis(target: Any, axis: str | Sequence[str]) -> Any:
+def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
   """Gives each shard along a mesh axis its own random numbers; for the body of a `shard_map`.
 
   A replicated key, or a module that was passed in replicated, draws the same numbers on every shard. Folding
@@ -72,7 +72,7 @@ def _index(axis: str | Sequence[str]) -> jax.Array:
     ) from error
 
 
-def _fold(key: Any, index: jax.Array) -> Any:
+def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
   """Folds one key, or each key of an array of keys (streams that were split over layers)."""
   if not key.ndim:
     return jax.random.fold_in(key, index)

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Never, cast
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention
@@ -46,12 +47,12 @@ class _Step:
     self.layers = LayersUsed()
     self.calls = 0
     self.compiles: list[Compile] = []
-    self._bounds: dict[Any, Bound] = {}
-    self._structures: dict[Any, Structure] = {}
+    self._bounds: dict[Hashable, Bound] = {}
+    self._structures: dict[Hashable, Structure] = {}
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
-  def _bind(self, model: Any, optimizer: Any = _ABSENT) -> Bound:
+  def _bind(self, model: Model, optimizer: Optimizers = _ABSENT) -> Bound:
     """The step for these objects; made again where an attribute changed since the last call."""
     key = (_identity(model), _identity(optimizer))
     bound = self._bounds.get(key)
@@ -61,7 +62,7 @@ class _Step:
         bound = self._bind_again(key, roots, bound)
     return bound
 
-  def _bind_again(self, key: Any, roots: dict[str, Any], before: Bound | None) -> Bound:
+  def _bind_again(self, key: Hashable, roots: dict[str, Model], before: Bound | None) -> Bound:
     reasons = ["other objects than before" if self.compiles else "first call"]
     if before is not None:
       now = Watch(roots)
@@ -126,7 +127,9 @@ class TrainStep(_Step):
     super().__init__(options)
     self.reduction = ""
 
-  def __call__(self, model: Any, optimizer: Any = _ABSENT, batch: Any = _ABSENT, *more: Any) -> Metrics:
+  def __call__(
+    self, model: Model, optimizer: Optimizers = _ABSENT, batch: PyTree = _ABSENT, *more: object
+  ) -> Metrics:
     """Updates `model` and `optimizer` in place with the gradients of one batch.
 
     Args:
@@ -163,7 +166,7 @@ class TrainStep(_Step):
     self.reduction = bound.structure.reduction
     _warn_unplanned(bound.unplanned())
 
-  def lower(self, model: Any, optimizer: Any = None, batch: Any = None) -> Any:
+  def lower(self, model: Model, optimizer: Optimizers = None, batch: PyTree = None) -> jax.stages.Lowered:
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
@@ -191,7 +194,7 @@ class TrainStep(_Step):
       return traced.lower(lowering_platforms=(jax.default_backend(),))
     return traced.lower()
 
-  def compiled(self, model: Any, optimizer: Any, batch: Any) -> Any:
+  def compiled(self, model: Model, optimizer: Optimizers, batch: PyTree) -> jax.stages.Compiled:
     """The program that runs for these arguments; after a call with them, it is not compiled again.
 
     Args:
@@ -209,9 +212,9 @@ class TrainStep(_Step):
 
   def check_gradients(
     self,
-    model: Any,
-    optimizer: Any,
-    batch: Any,
+    model: Model,
+    optimizer: Optimizers,
+    batch: PyTree,
     *,
     seed: int = 0,
     directions: int | None = None,
@@ -242,7 +245,7 @@ class TrainStep(_Step):
     filters = {key: item.wrt for key, item in keyed(model, optimizer).items()}
     losses = self.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
-    found: dict[Any, GradientCheck] = {}
+    found: dict[Hashable, GradientCheck] = {}
     for key, loss_fn in several.items():
       wrt = filters if key is None else {key: of_loss(key, filters)}
       found[key] = checked(
@@ -479,7 +482,7 @@ def _abstract(plan: Plan) -> Any:
   )
 
 
-def _identity(root: Any) -> Any:
+def _identity(root: Model) -> Hashable:
   """A root by the identity of its objects: a tuple or dict of modules is a new one in each call."""
   if isinstance(root, dict):
     return tuple((key, id(item)) for key, item in cast("dict[Any, Any]", root).items())
@@ -488,7 +491,7 @@ def _identity(root: Any) -> Any:
   return id(root)
 
 
-def _check_objects(roots: Mapping[str, Any]) -> None:
+def _check_objects(roots: Mapping[str, Model]) -> None:
   kinds: dict[str, type] = {"model": nnx.Pytree, "optimizer": nnx.Optimizer}
   call = "step(model, optimizer, batch)" if "optimizer" in roots else "evaluate(model, batch)"
   for name, root in roots.items():
@@ -505,7 +508,7 @@ def _check_objects(roots: Mapping[str, Any]) -> None:
     keyed(roots["model"], roots["optimizer"])
 
 
-def _warn_unplaced(arrays: list[Any], batch: Any) -> None:
+def _warn_unplaced(arrays: list[AnyArray], batch: PyTree) -> None:
   """Warns of a batch that is on no mesh: jax replicates it, and each device computes all examples."""
   if all(x.sharding.mesh.size == 1 for x in arrays if is_placed(x)):
     return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,6 +13,7 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.jaxprs import equations, inner_equations
 from nnx_parallel.core.nodes import Path, path_str, variables
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Model, Program, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.train.binding import Template
@@ -48,13 +49,13 @@ class Differentiable(NamedTuple):
   """
 
   objective: Objective
-  train: list[Any]
-  others: list[Any]
+  train: list[jax.Array]
+  others: list[jax.Array]
   paths: list[Path]
   template: Template
   order: list[int]
-  inspect: Callable[[Any], tuple[Any, set[int]]]
-  gradient: Callable[[Any], tuple[Any, tuple[list[str], Terms]]]
+  inspect: Callable[[PyTree], tuple[Jaxpr, set[int]]]
+  gradient: Callable[[PyTree], tuple[ClosedJaxpr, tuple[list[str], Terms]]]
   layers: LayersUsed
   parts: int = 1
 
@@ -65,7 +66,11 @@ class Differentiable(NamedTuple):
 
 
 def differentiable(
-  options: StepOptions, loss_fn: LossFn, models: Any, wrt: Mapping[Any, Any], scale: Any = None
+  options: StepOptions,
+  loss_fn: LossFn,
+  models: Model,
+  wrt: Mapping[Hashable, nnx.filterlib.Filter],
+  scale: jax.Array | None = None,
 ) -> Differentiable:
   """The loss of traced models as a function of the arrays that are trained.
 
@@ -85,7 +90,7 @@ def differentiable(
   order = [*rest, *trained]
   used = LayersUsed()
 
-  def objective(train: list[Any], others: list[Any], part: Any) -> Any:
+  def objective(train: list[jax.Array], others: list[jax.Array], part: PyTree) -> PyTree:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
     before = plain_attributes(inner)
@@ -102,7 +107,7 @@ def differentiable(
   if options.layers.pipeline is not None:
     chosen = _pipelined(objective, options, len(train), len(others), used)
 
-  def inspect(part: Any) -> tuple[Any, set[int]]:
+  def inspect(part: PyTree) -> tuple[Jaxpr, set[int]]:
     traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
     # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
     positions = [*enumerate(train, len(others)), *enumerate(others)]
@@ -131,11 +136,13 @@ def differentiable(
   )
 
 
-def _gradient(objective: Objective, train: list[Any], others: list[Any]) -> Callable[[Any], Any]:
+def _gradient(
+  objective: Objective, train: list[jax.Array], others: list[jax.Array]
+) -> Callable[[PyTree], tuple[ClosedJaxpr, tuple[list[str], Terms]]]:
   """`Differentiable.gradient` of an objective."""
 
-  def gradient(part: Any) -> tuple[Any, tuple[list[str], Terms]]:
-    def run(train: list[Any], part: Any) -> Any:
+  def gradient(part: PyTree) -> tuple[ClosedJaxpr, tuple[list[str], Terms]]:
+    def run(train: list[jax.Array], part: PyTree) -> PyTree:
       grads, (found, _, _) = jax.grad(objective, has_aux=True)(train, others, part)
       return grads, found
 
@@ -156,13 +163,13 @@ def _pipelined(
 ) -> Objective:
   """The objective of a whole batch, with its layers as a pipeline."""
 
-  def ends(places: Any) -> tuple[dict[int, int], set[int]]:
+  def ends(places: PyTree) -> tuple[dict[int, int], set[int]]:
     _, (found, changed, _) = places
     # Positions count the others first, inputs the trained arrays.
     states = {out: n + trained if n < others else n - others for n, out in changed.items()}
     return states, {*found.outputs.values()}
 
-  def of_model(model: Any, part: Any) -> Any:
+  def of_model(model: Model, part: PyTree) -> PyTree:
     train, others = model
     return objective(train, others, part)
 
@@ -173,7 +180,7 @@ def _pipelined(
 def _scaled(objective: Objective) -> Objective:
   """The objective times a scale, the last of its other arrays: a manual program closes over nothing."""
 
-  def scaled(train: list[Any], others: list[Any], part: Any) -> Any:
+  def scaled(train: list[jax.Array], others: list[jax.Array], part: PyTree) -> PyTree:
     *rest, scale = others
     loss, (found, changed, _) = objective(train, rest, part)
     count = found.counts["loss"]
@@ -184,7 +191,9 @@ def _scaled(objective: Objective) -> Objective:
   return scaled
 
 
-def trained_by(template: Template, models: Any, key: Any, wrt: Any) -> dict[Path, int]:
+def trained_by(
+  template: Template, models: Model, key: Hashable, wrt: nnx.filterlib.Filter
+) -> dict[Path, int]:
   """The Variables that an optimizer trains: path in its model -> leaf of the template of all models.
 
   Models may share Variables, which the template has at one path only.
@@ -201,7 +210,9 @@ def trained_by(template: Template, models: Any, key: Any, wrt: Any) -> dict[Path
   return {path: leaves[id(leaf)] for path, leaf in own.items() if chosen(cast(Any, path), leaf)}
 
 
-def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any]) -> None:
+def _check_trained(
+  template: Template, trained: list[int], wrt: Mapping[Hashable, nnx.filterlib.Filter]
+) -> None:
   if not trained:
     raise TrainError(
       f"the optimizer's wrt={', '.join(map(str, wrt.values()))} matches no Variable of the model.",
@@ -217,7 +228,7 @@ def _check_trained(template: Template, trained: list[int], wrt: Mapping[Any, Any
       )
 
 
-def _maps_over(eqn: Any, axes: set[str]) -> bool:
+def _maps_over(eqn: JaxprEqn, axes: set[str]) -> bool:
   """Whether `jax.vmap` over mesh axes gives each replica a `shard_map` of its own; see `manual_too`."""
   specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
   used = {axis for spec in specs for axis in axes_in(spec)}
@@ -227,7 +238,7 @@ def _maps_over(eqn: Any, axes: set[str]) -> bool:
   return axes <= eqn.params["newly_manual_axes"] and not axes & used
 
 
-def why_not_by_replica(jaxpr: Any, changed: Collection[int], axes: Sequence[str]) -> str:
+def why_not_by_replica(jaxpr: Program, changed: Collection[int], axes: Sequence[str]) -> str:
   """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can.
 
   The jaxpr is of one replica's part, with `constrain` ignoring the axes.

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.text import few, number_pattern, with_article
+from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
@@ -42,11 +43,11 @@ _BY_DEVICE = "by each device on its own"
 
 
 def check_gradients(
-  model: Any,
-  batch: Any,
+  model: Model,
+  batch: PyTree,
   loss_fn: LossFn,
   *,
-  wrt: Any = nnx.Param,
+  wrt: nnx.filterlib.Filter = nnx.Param,
   seed: int = 0,
   directions: int | None = None,
   by_group: bool = False,
@@ -104,14 +105,16 @@ def check_gradients(
   return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
-def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
+def coarsest_dtype(
+  model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter = nnx.Param
+) -> str:
   """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
   subject = subject_of(model, batch, loss_fn, wrt)
   with subject.places.active():
     return coarsest(subject.trace, jax.default_backend())
 
 
-def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
+def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding = Binding({"model": model})
   places = places_of_losses(binding, [loss_fn], batch)
@@ -176,7 +179,7 @@ class Looks:
     return {**losses, "by each device for all examples": whole}, "right" if right else "wrong", ""
 
   @functools.cached_property
-  def by_device(self) -> Any:
+  def by_device(self) -> PyTree:
     """The derivative by a program that XLA does not partition."""
     return self.subject.by_device(slope=True, whole=_BY_DEVICE not in self.values[0])
 
@@ -200,7 +203,7 @@ class Looks:
     slopes = [self._slope(seed, factors, by_device) for seed in self.seeds[:count]]
     forward, errors = np.array([slope for slope, _ in slopes]), [error for _, error in slopes]
 
-    def compared(products: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
+    def compared(products: np.ndarray) -> tuple[np.ndarray, float]:
       """The gradient along the directions, and how much that differs from the derivatives."""
       along = np.nansum(np.where(factors, products[:count] * factors, 0.0), axis=1)
       return along, math.sqrt(np.mean((along - forward) ** 2)) / size
@@ -226,7 +229,7 @@ class Looks:
     return dataclasses.replace(found, verdict="not decided" if why else "wrong", why=why or _said(found))
 
   @functools.cached_property
-  def unstopped(self) -> np.ndarray[Any, Any] | None:
+  def unstopped(self) -> np.ndarray | None:
     """The products of the gradient without `stop_gradient`, where differences see through it."""
     if not self.cannot or "stop_gradient" not in str(self.subject.trace):
       return None
@@ -248,7 +251,7 @@ class Looks:
     off = np.sqrt(np.mean((rows - self.products) ** 2, 0)) / self.sizes
     return bool((off[list(chosen)] <= self.closer).all())
 
-  def _on_whole_arrays(self, program: Any, *given: Any) -> Any:
+  def _on_whole_arrays(self, program: PyTree, *given: PyTree) -> PyTree:
     """What a program gives that gathers all arrays on each device; None where they do not fit."""
     try:
       return jax.block_until_ready(program(*given))
@@ -259,7 +262,7 @@ class Looks:
       self.too_large = f"on each device by itself, global arrays do not fit: {first}"
       return None
 
-  def _slope(self, seed: np.uint32, factors: np.ndarray[Any, Any], by_device: bool) -> tuple[float, float]:
+  def _slope(self, seed: np.uint32, factors: np.ndarray, by_device: bool) -> tuple[float, float]:
     """The derivative along a direction, and what it may be off by where it is made of differences."""
     if self.cannot:
       return self._differences(seed, factors)
@@ -271,7 +274,7 @@ class Looks:
     self.loss_forward = float(loss)
     return float(slope), 0.0
 
-  def _differences(self, seed: np.uint32, factors: np.ndarray[Any, Any]) -> tuple[float, float]:
+  def _differences(self, seed: np.uint32, factors: np.ndarray) -> tuple[float, float]:
     """Central differences at several steps: the neighbours that agree best, and how far they may be off."""
     size = math.hypot(*(factors * self.sizes))
     chosen = factors > 0
@@ -293,7 +296,7 @@ class Looks:
     return found[best + 1], float(errors[best])
 
   @functools.cached_property
-  def spans(self) -> np.ndarray[Any, Any]:
+  def spans(self) -> np.ndarray:
     """The root mean square of each trained array; 1 of one that is zero."""
     arrays = [self.arrays[position] for position in self.subject.positions]
     return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
@@ -468,7 +471,9 @@ def _mended(
   return None, f"no change of one layout makes all right; tried {', '.join(tried) or 'none'}"
 
 
-def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[GradientComparison]:
+def _not_finite(
+  leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]], norms: np.ndarray
+) -> list[GradientComparison]:
   return [
     GradientComparison(name, (name,), (float(norm),), (math.nan,), math.inf, "wrong", "not finite")
     for (name, _, _), norm in zip(leaves, norms, strict=True)
@@ -476,7 +481,7 @@ def _not_finite(leaves: Sequence[tuple[str, Any, Any]], norms: Any) -> list[Grad
   ]
 
 
-def _weights(norms: np.ndarray[Any, Any], floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray]:
   """What each direction is multiplied by, and the norm that each gradient is measured against.
 
   All gradients have equal weights, except those below the floor: the rounding of a zero gradient (of a bias
@@ -496,20 +501,20 @@ def _said(look: GradientComparison) -> str:
   return "" if factor is None else f"{factor:.3g} times the derivative"
 
 
-def _groups(leaves: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[int]]]:
+def _groups(leaves: Sequence[tuple[str, NamedSharding | None, AnyArray]]) -> list[tuple[str, list[int]]]:
   """The positions of corresponding leaves of equal layers, with a name for them."""
-  found: dict[Any, list[int]] = {}
+  found: dict[tuple[Any, ...], list[int]] = {}
   for n, (name, where, array) in enumerate(leaves):
     found.setdefault((number_pattern(name), where, array.shape, array.dtype), []).append(n)
   return [(key[0] if len(group) > 1 else leaves[group[0]][0], group) for key, group in found.items()]
 
 
-def coarsest(jaxpr: Any, platform: str) -> str:
+def coarsest(jaxpr: Program, platform: str) -> str:
   """The coarsest floating dtype in which a program computes on a platform, by name.
 
   By default TPUs multiply float32 matrices in bfloat16, and GPUs in TF32, which has the bits of float16.
   """
-  eqns = list(equations(jaxpr.jaxpr))
+  eqns = list(equations(jaxpr))
   dtypes = {var.aval.dtype for eqn in eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}
   floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
   found = str(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps), default=jnp.dtype("float32")))
@@ -521,5 +526,5 @@ def coarsest(jaxpr: Any, platform: str) -> str:
   return found
 
 
-def _is_fast(precision: Any) -> bool:
+def _is_fast(precision: Value) -> bool:
   return precision is None or (isinstance(precision, tuple) and jax.lax.Precision.DEFAULT in precision)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import array_leaves, is_key, path_str, value_of
+from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.text import Shown, text_table, with_article
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
 from nnx_parallel.verify.check_gradients import LOSS_TOLERANCE, coarsest_dtype
@@ -112,7 +114,7 @@ def check_step(
   plan: nxp.Plan,
   other: nxp.Plan | None,
   loss_fn: LossFn,
-  batch: Any,
+  batch: PyTree,
   **options: Any,
 ) -> StepCheck:
   """Compares one train step on two layouts: its metrics, and each array after the step.
@@ -181,9 +183,13 @@ def check_step(
   return StepCheck((_mesh(plan), _mesh(other)), metrics, tuple(leaves))
 
 
-def _values(objects: tuple[Any, Any]) -> dict[Any, Any]:
+_Key = tuple[str, Path]
+"""Root and path of an array."""
+
+
+def _values(objects: tuple[nnx.Pytree, nnx.Pytree]) -> dict[_Key, jax.Array]:
   """Every array, without padding, by root and path."""
-  found: dict[Any, Any] = {}
+  found: dict[_Key, jax.Array] = {}
   for root, node in zip(("model", "optimizer"), objects, strict=True):
     for path, leaf in array_leaves(node).items():
       value = leaf[...] if hasattr(leaf, "get_value") else value_of(leaf)
@@ -210,9 +216,9 @@ def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _compared(
   plan: nxp.Plan,
-  before: Mapping[Any, Any],
-  first: Mapping[Any, Any],
-  second: Mapping[Any, Any],
+  before: Mapping[_Key, jax.Array],
+  first: Mapping[_Key, jax.Array],
+  second: Mapping[_Key, jax.Array],
   dtype: str,
 ) -> list[StepDifference]:
   sizes = {
@@ -222,15 +228,15 @@ def _compared(
   rows = {(leaf.root, leaf.path): leaf for leaf in plan.leaves}
   trained = {(leaf.root, leaf.path) for leaf in plan.trainable().trained}
 
-  def kind(key: Any) -> Any:
+  def kind(key: _Key) -> Hashable:
     leaf = rows.get(key)
     inside = len(leaf.parameter) if leaf is not None and leaf.parameter is not None else 0
     return key[0], key[1][: len(key[1]) - inside] if inside else leaf is not None and leaf.kind
 
-  totals: dict[Any, float] = {}
+  totals: dict[Hashable, float] = {}
   for key, (_, _, change, _, _) in sizes.items():
     totals[kind(key)] = math.hypot(totals.get(kind(key), 0.0), change)
-  found: dict[Any, StepDifference] = {}
+  found: dict[_Key, StepDifference] = {}
   for key, (a, b, change, off, largest) in sizes.items():
     name = path_str(key[1]) if key[0] == "model" else f"optimizer/{path_str(key[1])}"
     if not jnp.issubdtype(first[key].dtype, jnp.inexact):
@@ -258,7 +264,7 @@ def _compared(
   return list(found.values())
 
 
-def _metric(name: str, a: Any, b: Any, tolerance: float) -> StepDifference:
+def _metric(name: str, a: AnyArray, b: AnyArray, tolerance: float) -> StepDifference:
   a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
   size = float(np.linalg.norm(a))
   relative = float(np.linalg.norm(a - b)) / (size or 1.0)

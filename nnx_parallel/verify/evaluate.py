@@ -49,7 +49,7 @@ def _shifted(kind: str) -> Callable[[Array, Array], Array]:
   return run
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[str, Callable[..., Value]] = {
   "abs": np.abs, "add": np.add, "and": np.bitwise_and, "atan2": np.arctan2, "cbrt": np.cbrt, "ceil": np.ceil,
   "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "copy": np.asarray, "cosine": np.cos,
   "divide": _quotient, "erf": np.vectorize(math.erf, otypes=[np.float64]), "exponential": np.exp,
@@ -64,7 +64,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
   "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor,
 }  # fmt: skip
 # Regions of one such operation: the functions that reduce windows, and that scatter.
-_COMBINERS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
+_COMBINERS: Mapping[str, tuple[Callable[..., Any], Callable[..., Value] | None]] = {
   "add": (lax.add, lax.scatter_add), "and": (lax.bitwise_and, None), "maximum": (lax.max, lax.scatter_max),
   "minimum": (lax.min, lax.scatter_min), "multiply": (lax.mul, lax.scatter_mul),
   "or": (lax.bitwise_or, None), "xor": (lax.bitwise_xor, None),
@@ -406,7 +406,7 @@ class Evaluator:
     params = hlo_dims.window_params(at, x.ndim - 1)
     params = {key: value for key, value in params.items() if not key.endswith("dilation")}
 
-    def gradient(x: Any, source: Any) -> Any:
+    def gradient(x: jax.Array, source: jax.Array) -> jax.Array:
       return jax.vjp(lambda x: lax.reduce_window(x, worst, pool, **params), x)[1](source)[0]
 
     return _each(gradient, x, source)
@@ -611,6 +611,6 @@ def _of_one_lead(*arrays: Array) -> list[Array]:
   return [np.broadcast_to(x, (lead, *x.shape[1:])) for x in arrays]
 
 
-def _each(function: Callable[..., Any], *arrays: Array) -> Array:
+def _each(function: Callable[..., Value], *arrays: Array) -> Array:
   """What a function of `jax.lax` gives on each device."""
   return np.asarray(jax.vmap(function)(*_of_one_lead(*arrays)))

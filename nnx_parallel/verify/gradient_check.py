@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+from collections.abc import Hashable
 from typing import Any, Literal
 
 from nnx_parallel.core.text import Shown, few, format_spec, page_width, text_table
@@ -144,7 +145,7 @@ class GradientCheck(Shown):
     return "\n".join(lines)
 
 
-def merged(found: dict[Any, GradientCheck]) -> GradientCheck:
+def merged(found: dict[Hashable, GradientCheck]) -> GradientCheck:
   """One result for several losses, by the key of their model; the leaves have it in their names.
 
   It has the coarsest tolerance: all are right to that.

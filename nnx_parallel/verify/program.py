@@ -25,7 +25,7 @@ import numpy.typing as npt
 from nnx_parallel.core import hlo
 from nnx_parallel.core.hlo_devices import Tiling, read_tiling, split_layouts
 from nnx_parallel.core.hlo_dims import ELEMENTWISE
-from nnx_parallel.verify.evaluate import ENDS, Evaluator, Finer, Watch, blocks, corners, place_of
+from nnx_parallel.verify.evaluate import ENDS, Evaluator, Finer, Value, Watch, blocks, corners, place_of
 from nnx_parallel.verify.thin import Thinning
 
 Array = npt.NDArray[Any]
@@ -169,7 +169,7 @@ class _Pair:
           found[n] = _Result() if result.error <= _MARGIN * change else result
     return found
 
-  def _run(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+  def _run(self) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     finer: dict[hlo.Instruction, dict[int, int]] = {}
     for _ in range(_ROUNDS):
       try:
@@ -183,16 +183,16 @@ class _Pair:
     return nothing, nothing
 
   def _evaluate(
-    self, program: hlo.Program, arguments: Mapping[int, Any], watch: Watch | None = None
-  ) -> tuple[Any, ...]:
+    self, program: hlo.Program, arguments: Mapping[int, Value], watch: Watch | None = None
+  ) -> tuple[Value, ...]:
     evaluator = Evaluator(program, self._thinning, self._devices, self.shortened, watch)
     results = evaluator.run(arguments)
     self._unequal += evaluator.unequal
     self.lost |= evaluator.lost
     return results
 
-  def _arguments(self, noise: float = 0.0) -> dict[int, Any]:
-    made: dict[int, Any] = {}
+  def _arguments(self, noise: float = 0.0) -> dict[int, Value]:
+    made: dict[int, Value] = {}
     for number, parameter in enumerate(self._whole.entry.parameters):
       shape = self._thinning.shape(parameter)
       random = np.random.default_rng(number)
@@ -202,9 +202,9 @@ class _Pair:
       made[number] = value[None]
     return made
 
-  def _blocks(self, arguments: Mapping[int, Any]) -> dict[int, Any]:
+  def _blocks(self, arguments: Mapping[int, Value]) -> dict[int, Value]:
     """What each device holds of the arguments."""
-    made: dict[int, Any] = {}
+    made: dict[int, Value] = {}
     both = zip(self._whole.entry.parameters, self._split.entry.parameters, strict=True)
     for number, (parameter, local) in enumerate(both):
       tiling = read_tiling(parameter.attribute("sharding"), self._devices)
@@ -216,7 +216,7 @@ class _Pair:
       made[number] = blocks(arguments[number], corners(tiling, shape), shape)
     return made
 
-  def _judge(self, number: int, expected: Any, got: Any, tiling: Tiling | None) -> _Result:
+  def _judge(self, number: int, expected: Value, got: Value, tiling: Tiling | None) -> _Result:
     whole, local = self._whole.entry.root.shapes[number], self._split.entry.root.shapes[number]
     if expected is None or got is None or tiling is None or tiling.local(whole.dims) != local.dims:
       return _Result()
@@ -245,7 +245,7 @@ class _Pair:
     wanted: list[tuple[hlo.Instruction, _Projection]] = []
     seen: dict[object, list[tuple[hlo.Instruction, Array]]] = {}
 
-    def whole(at: hlo.Instruction, value: Any) -> None:
+    def whole(at: hlo.Instruction, value: Value) -> None:
       tiling, dims = read_tiling(at.attribute("sharding"), self._devices), at.shapes[0].dims
       if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
@@ -257,7 +257,7 @@ class _Pair:
       if all(n % s == 0 for n, s in zip(local, scales, strict=True)):
         wanted.append((at, _projected(blocks(value, corners(tiling, shape), shape), local)))
 
-    def split(at: hlo.Instruction, value: Any) -> None:
+    def split(at: hlo.Instruction, value: Value) -> None:
       if isinstance(value, np.ndarray) and at.op_name and at.opcode != "parameter":
         value = np.broadcast_to(value, (self._devices, *value.shape[1:]))
         local, number = _projected(value, at.shapes[0].dims)
@@ -340,7 +340,7 @@ def _indices(program: hlo.Program) -> int:
   return min(found)
 
 
-def _difference(expected: Array, got: Array) -> float:
+def _difference(expected: Value, got: Value) -> float:
   expected, got = expected.astype(np.float64), got.astype(np.float64)
   finite = np.isfinite(expected)
   if not finite.any():
@@ -351,7 +351,7 @@ def _difference(expected: Array, got: Array) -> float:
   return float(np.where(np.isfinite(off), off, np.inf).max()) / largest
 
 
-def _factor(expected: Array, got: Array) -> float | None:
+def _factor(expected: Value, got: Value) -> float | None:
   size = float(expected @ expected)
   if not size:
     return None

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of
 from nnx_parallel.core.text import format_bytes, format_spec
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.layout.resolve import shard_counts
 
 
@@ -37,7 +38,9 @@ class Relayout:
     return f"{self.name} as {spec} ({format_spec(spec)}, {cost})"
 
 
-def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedSharding) -> Iterator[Relayout]:
+def relayouts(
+  name: str, positions: Sequence[int], array: AnyArray, where: NamedSharding
+) -> Iterator[Relayout]:
   """Layouts that split an array evenly: with an axis less, with two dims exchanged, replicated.
 
   `array` gives the shape and dtype of each leaf of the group, and `where` its present layout.

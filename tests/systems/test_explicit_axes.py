@@ -87,7 +87,7 @@ class Experts(nnx.Module):
   def __call__(self, tokens):
     x = self.embed(tokens)
     weights = {"up": self.up[...], "down": self.down[...]}
-    y, _ = nxp.experts(of_expert, weights, x, nxp.route(self.router(x), 2), capacity=4.0)
+    y, _ = nxp.parallel.experts(of_expert, weights, x, nxp.parallel.route(self.router(x), 2), capacity=4.0)
     return self.head(x + y)
 
 
@@ -244,7 +244,7 @@ def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
     with nxp.Checkpointer(tmp_path / name) as checkpointer:
       for steps in (1, 3):
         model, optimizer = nxp.create_sharded_model(plan)
-        history = nxp.fit(
+        nxp.fit(
           nxp.train_step(loss), model, optimizer, [batch] * steps, steps=steps, plan=plan,
           checkpointer=checkpointer, save_every=1, peak_flops=1e9,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,6 +17,7 @@ from flax import nnx
 
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 from nnx_parallel.schemes.experts import experts
 from nnx_parallel.schemes.routing import route
 
@@ -51,7 +52,7 @@ class Rope:
   high: float = 4.0
   length: int = 8192
 
-  def frequencies(self, size: int) -> np.ndarray[Any, Any]:
+  def frequencies(self, size: int) -> np.ndarray:
     """Radians from one position to the next, float64 of shape (size / 2,)."""
     plain = self.theta ** -(np.arange(0, size, 2) / size)
     if self.kind != "llama3":
@@ -112,7 +113,7 @@ class Config:
   param_dtype: str = "float32"
 
   @classmethod
-  def from_json(cls, found: Mapping[str, Any], param_dtype: str = "float32") -> Config:
+  def from_json(cls, found: ConfigJson, param_dtype: str = "float32") -> Config:
     """Reads what `config.json` holds, as transformers 4 and 5 write it.
 
     Raises:
@@ -153,7 +154,7 @@ class Config:
     )
 
 
-def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _windows(found: ConfigJson) -> tuple[int | None, ...]:
   """The window of each layer; the keys that say it differ between the families."""
   depth, window = found["num_hidden_layers"], found.get("sliding_window")
   if "layer_types" not in found:
@@ -170,7 +171,7 @@ def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
   return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _ropes(found: Mapping[str, Any]) -> tuple[Rope, Rope]:
+def _ropes(found: ConfigJson) -> tuple[Rope, Rope]:
   """The positions of layers that attend to all before them, and of layers with a window."""
   given, scaling = found["rope_parameters"], found["rope_scaling"]
   if found["model_type"] != "gemma3_text":
@@ -184,7 +185,7 @@ def _ropes(found: Mapping[str, Any]) -> tuple[Rope, Rope]:
   )
 
 
-def _rope(given: Mapping[str, Any], theta: float, found: Mapping[str, Any]) -> Rope:
+def _rope(given: ConfigJson, theta: float, found: ConfigJson) -> Rope:
   kind = given.get("rope_type") or given.get("type") or "default"
   given = {"rope_theta": theta, **given, "rope_type": kind}
   require(kind in _ROPE_KEYS, given, "rope_type")
@@ -211,7 +212,7 @@ _ROPE_KEYS = {
 }
 
 
-def require(holds: bool, found: Mapping[str, Any], key: str) -> None:
+def require(holds: bool, found: ConfigJson, key: str) -> None:
   """Raises for a setting that the modules of this folder do not have.
 
   Raises:
@@ -255,7 +256,7 @@ class Attention(nnx.Module):
     self.config, self.layer = config, layer
 
   def __call__(
-    self, x: jax.Array, cache: Cache | None = None, position: Any = 0
+    self, x: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
   ) -> tuple[jax.Array, Cache | None]:
     """Each token attends to itself and those before it, as many as its window has.
 
@@ -280,7 +281,7 @@ class Attention(nnx.Module):
     return self.o_proj(attend(q, keys, values, mask=seen[None, None])), (keys, values)
 
 
-def rotate(x: jax.Array, rope: Rope, position: Any = 0) -> jax.Array:
+def rotate(x: jax.Array, rope: Rope, position: jax.Array | int = 0) -> jax.Array:
   """Rotary positions, from `position` on, on (batch, seq, heads, head_dim), in float32."""
   places = (position + jnp.arange(x.shape[1])).astype(jnp.float32)
   angles = places[:, None] * jnp.asarray(rope.frequencies(x.shape[-1]), jnp.float32)[None]
@@ -348,7 +349,7 @@ class Layer(nnx.Module):
     self.config = config
 
   def __call__(
-    self, x: jax.Array, cache: Cache | None = None, position: Any = 0
+    self, x: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
   ) -> tuple[jax.Array, Cache | None]:
     """Adds attention, then the MLP, to the residual stream (batch, seq, width)."""
     mlp = self.block_sparse_moe if self.config.experts else self.mlp
@@ -372,7 +373,9 @@ class Decoder(nnx.Module):
       self.lm_head = nnx.Linear(config.width, config.vocab, use_bias=False, param_dtype=dtype, rngs=rngs)
     self.config = config
 
-  def __call__(self, input_ids: jax.Array, cache: Sequence[Cache] | None = None, position: Any = 0) -> Any:
+  def __call__(
+    self, input_ids: jax.Array, cache: Sequence[Cache] | None = None, position: jax.Array | int = 0
+  ) -> Any:
     """Logits for each position's next token; with a cache, (logits, cache) of tokens from `position` on."""
     x = self.embed_tokens(input_ids)
     if self.config.gemma:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from flax import nnx
 
 from nnx_parallel.interop.families.decoder import ACTIVATIONS, require
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 
 
 class Attention(nnx.Module):
@@ -46,7 +45,7 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
   """A pre-norm block."""
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     width = found["n_embd"]
     norm = functools.partial(
       nnx.LayerNorm, width, epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs
@@ -74,7 +73,7 @@ class GPT2(nnx.Module):
     RecipeError: a setting that this module does not have.
   """
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
     require(found["activation_function"] in ACTIVATIONS, found, "activation_function")
     width = found["n_embd"]

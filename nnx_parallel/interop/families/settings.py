@@ -7,10 +7,10 @@ over a key would compute other numbers than the model does.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
 from typing import Any
 
 from nnx_parallel.errors import RecipeError
+from nnx_parallel.interop.huggingface import ConfigJson
 
 # Names that say nothing about what the model computes, as patterns.
 WITHOUT_EFFECT = (
@@ -246,7 +246,7 @@ _KINDS: dict[str, type[Any]] = {
 }
 
 
-def settings(found: Mapping[str, Any]) -> dict[str, Any]:
+def settings(found: ConfigJson) -> dict[str, Any]:
   """Each key that the family's module follows, as `config.json` has it, or with transformers' default.
 
   Args:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from flax import nnx
 
 from nnx_parallel.interop.families.decoder import ACTIVATIONS, require
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 
 
 class Attention(nnx.Module):
@@ -19,7 +18,7 @@ class Attention(nnx.Module):
 
   relative_attention_bias: nnx.Embed  # that of the first layer
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     width, self.heads = found["d_model"], found["num_heads"]
     inner = self.heads * found["d_kv"]
     self.q, self.k, self.v = (
@@ -45,7 +44,7 @@ class MLP(nnx.Module):
   wi_0: nnx.Linear
   wi_1: nnx.Linear
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     kind = found["feed_forward_proj"]
     require(kind.count("-") == kind.startswith("gated-"), found, "feed_forward_proj")
     activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
@@ -71,7 +70,7 @@ class Part(nnx.Module):
 
   SelfAttention: Attention
 
-  def __init__(self, kind: str, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, kind: str, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     made = MLP if kind == "DenseReluDense" else Attention
     setattr(self, kind, made(found, rngs, param_dtype))
     self.layer_norm = norm(found, rngs, param_dtype)
@@ -88,14 +87,14 @@ class Part(nnx.Module):
 class Block(nnx.Module):
   """The parts of one layer, as the list `layer`."""
 
-  def __init__(self, kinds: tuple[str, ...], found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, kinds: tuple[str, ...], found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     self.layer = nnx.List([Part(kind, found, rngs, param_dtype) for kind in kinds])
 
 
 class Stack(nnx.Module):
   """The encoder or the decoder. The first layer has the table of the biases by relative position."""
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str, *, is_decoder: bool):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str, *, is_decoder: bool):
     cross = ("EncDecAttention",) if is_decoder else ()
     kinds = ("SelfAttention", *cross, "DenseReluDense")
     depth = (is_decoder and found["num_decoder_layers"]) or found["num_layers"]
@@ -151,7 +150,7 @@ class T5(nnx.Module):
     RecipeError: a setting that this module does not have.
   """
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
     width, vocab = found["d_model"], found["vocab_size"]
     self.tied, scaled = found["tie_word_embeddings"], found["scale_decoder_outputs"]
@@ -173,7 +172,7 @@ class T5(nnx.Module):
     return self.shared.attend(x) if self.tied else self.lm_head(x)
 
 
-def norm(found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str) -> nnx.RMSNorm:
+def norm(found: ConfigJson, rngs: nnx.Rngs, param_dtype: str) -> nnx.RMSNorm:
   """A norm of the model's width."""
   return nnx.RMSNorm(
     found["d_model"], epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs

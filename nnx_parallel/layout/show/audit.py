@@ -166,7 +166,7 @@ class Trainable(Shown):
     other: what is neither: statistics, RNG state, caches, raw arrays.
   """
 
-  wrt: Any
+  wrt: nnx.filterlib.Filter
   trained: tuple[LeafPlan, ...]
   frozen: tuple[LeafPlan, ...]
   other: tuple[LeafPlan, ...]
@@ -194,7 +194,7 @@ def _count(label: str, leaves: Iterable[LeafPlan]) -> str:
   return f"{label:8}{len(rows):>6} arrays {elements:>16,} elements   {size}"
 
 
-def trainable(plan: PlanTable, model: Abstract, wrt: Any) -> Trainable:
+def trainable(plan: PlanTable, model: Abstract, wrt: nnx.filterlib.Filter) -> Trainable:
   """See `Plan.trainable`."""
   selects = nnx.filterlib.to_predicate(wrt)
   trained: list[LeafPlan] = []

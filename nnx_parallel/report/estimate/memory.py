@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes, render
+from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
@@ -88,8 +88,8 @@ class MemoryPlan(Shown):
 
 def memory_plan(
   plan: Plan,
-  loss: Callable[..., Any],
-  batch: Any,
+  loss: LossFn,
+  batch: PyTree,
   *,
   microbatches: int = 1,
   remat: Policy = "as written",

@@ -23,6 +23,7 @@ from nnx_parallel.core.dims import IDENTITIES, MOVES
 from nnx_parallel.core.flow import Flow, Meeting, Met, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, Inner, read, through, values_of, walk, wiring
 from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of
+from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Var
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
@@ -121,10 +122,10 @@ class RematRegion:
   `saves(primitive, **params)` is true for a result that is not computed again; None: nothing is kept.
   """
 
-  jaxpr: Any
+  jaxpr: Program
   inputs: tuple[Flow, ...]
   times: int
-  saves: Callable[..., Any] | None
+  saves: Callable[..., bool] | None
 
 
 class Propagation:
@@ -146,7 +147,7 @@ class Propagation:
 
   def __init__(
     self,
-    saves: Callable[..., Any] | None = None,
+    saves: Callable[..., bool] | None = None,
     batch_axes: Sequence[str] = (),
     stage: str | None = None,
   ) -> None:
@@ -165,15 +166,15 @@ class Propagation:
     self.hops: list[LayoutChange] = []
     self.reordered: list[LayoutChange] = []
     self.copied: list[Sharded] = []
-    self.flows: dict[Any, Flow] = {}
+    self.flows: dict[Var, Flow] = {}
     self.read: dict[int, int] = {}
     self.uncounted: dict[str, int] = {}
     self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
 
-  def run(self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
+  def run(self, jaxpr: Program, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
     """Propagates through a jaxpr that runs `times` times."""
 
-    def step(eqn: Any, inputs: list[Flow]) -> list[Flow]:
+    def step(eqn: JaxprEqn, inputs: list[Flow]) -> list[Flow]:
       results = self._step(eqn, inputs, times)
       if not is_fused(eqn):
         for var, flow in zip(eqn.outvars, results, strict=True):
@@ -187,7 +188,7 @@ class Propagation:
     self.flows = flows  # the outermost trace is done last
     return [read(var, flows, unsplit) for var in opened(jaxpr).outvars]
 
-  def _step(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+  def _step(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
     name = eqn.primitive.name
     if name == "shard_map":
       return self._shard_map(eqn, inputs, times)
@@ -214,7 +215,7 @@ class Propagation:
       self._kernel(eqn, inputs, flows, times)
     return flows
 
-  def _inside(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+  def _inside(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
     """An operation that runs programs: counted once what a loop carries is known."""
     changes, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
     if is_checkpoint(eqn):
@@ -234,7 +235,7 @@ class Propagation:
       self._miss(ENDLESS, times)
     return results
 
-  def _read(self, eqn: Any, inputs: Sequence[Flow]) -> None:
+  def _read(self, eqn: JaxprEqn, inputs: Sequence[Flow]) -> None:
     for var, flow in zip(eqn.invars, inputs, strict=True):
       if flow.parameter is not None:
         size = var.aval.dtype.itemsize
@@ -243,9 +244,9 @@ class Propagation:
   def _miss(self, what: str, times: int) -> None:
     self.uncounted[what] = self.uncounted.get(what, 0) + times
 
-  def _kernel(self, eqn: Any, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
+  def _kernel(self, eqn: JaxprEqn, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
     """An operation without a jaxpr: counted by its own cost estimate, or listed as uncounted."""
-    estimate = eqn.params.get("cost_estimate")
+    estimate: Any = eqn.params.get("cost_estimate")
     if not getattr(estimate, "flops", 0):
       self._miss(eqn.primitive.name, times)
       return
@@ -265,14 +266,14 @@ class Propagation:
       )
     )
 
-  def _part(self, split: Split, *variables: Any) -> Sharded:
+  def _part(self, split: Split, *variables: Var) -> Sharded:
     return Sharded(sum(nbytes(v.aval) for v in variables) * self._shards(split), split)
 
   def _shards(self, names: frozenset[str]) -> int:
     """By what sizes of one device are multiplied for those of the whole array; 1 outside `shard_map`."""
     return math.prod(self._manual.get(axis, 1) for axis in names)
 
-  def _shard_map(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+  def _shard_map(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
     manual, sizes = frozenset(eqn.params["newly_manual_axes"]), eqn.params["mesh"].shape
 
     def laid(flow: Flow, spec: Sequence[Any]) -> Flow:
@@ -285,7 +286,7 @@ class Propagation:
     self._manual = before
     return [laid(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
 
-  def _dot(self, eqn: Any, inputs: list[Flow], times: int, found: Meeting) -> Flow:
+  def _dot(self, eqn: JaxprEqn, inputs: list[Flow], times: int, found: Meeting) -> Flow:
     left, right = inputs[:2]
     met = found.meet(left, right, self._batch)
     out = Flow(met.axes, left.data or right.data, left.weight or right.weight)
@@ -323,7 +324,7 @@ class Propagation:
     return out
 
   def _gathers(
-    self, eqn: Any, inputs: list[Flow], found: Meeting, met: Met, times: int
+    self, eqn: JaxprEqn, inputs: list[Flow], found: Meeting, met: Met, times: int
   ) -> Iterator[LayoutChange]:
     """The operands that are gathered: over axes of free dims that the result does not have, or of one sum."""
     kept = [frozenset(itertools.chain(*dims)) for dims in (met.main, met.other)]
@@ -335,7 +336,7 @@ class Propagation:
       if lost:
         yield LayoutChange(frozenset(lost), self._part(flow.names - lost, var), times)
 
-  def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
+  def _constrain(self, eqn: JaxprEqn, flow: Flow, times: int) -> Flow:
     """A sharding constraint; an axis that moves to another dim is an all-to-all."""
     out, axes = eqn.outvars[0], constraint(eqn, flow.axes)
     if flow.data:
@@ -345,7 +346,7 @@ class Propagation:
       self._to_stages(self._stage, out, flow, axes, times)
     return Flow(axes, flow.data, flow.weight, flow.parameter)
 
-  def _to_stages(self, stage: str, var: Any, flow: Flow, axes: Sequence[Sequence[str]], times: int) -> None:
+  def _to_stages(self, stage: str, var: Var, flow: Flow, axes: Sequence[Sequence[str]], times: int) -> None:
     """Weights of a pipeline that are split over its stages from here on, and were not, or along another dim.
 
     A copy for each stage has the stages on dim 0; layers have them on dim 1.
@@ -361,13 +362,13 @@ class Propagation:
       both = 2 if stage in flow.names else 1
       self.reordered.append(LayoutChange(frozenset((stage,)), here, both * times))
 
-  def _exchange(self, var: Any, split: Split, arriving: Split, times: int) -> None:
+  def _exchange(self, var: Var, split: Split, arriving: Split, times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
       self.moves.append(LayoutChange(split & arriving, self._part(split, var), times))
 
 
-def unsplit(array: Any) -> Flow:
+def unsplit(array: AnyArray) -> Flow:
   """The flow of a number or an array that stands in the program."""
   return Flow(((),) * len(np.shape(array)), False)
 

@@ -35,11 +35,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, Table, not_counted, render
+from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -148,8 +148,8 @@ def share_of(time: StepTime, seconds: float) -> str:
 
 def predict_time(
   plan: Plan,
-  loss: Callable[..., Any],
-  batch: Any,
+  loss: LossFn,
+  batch: PyTree,
   *,
   chip: Chip | str,
   microbatches: int = 1,

@@ -22,6 +22,7 @@ from nnx_parallel.core.interpret import is_literal
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts, without_unused
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.types import AnyArray, ClosedJaxpr, Leaf, LossFn, Program, PyTree, Var
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import (
   LayerOptions,
@@ -195,17 +196,17 @@ class StepTrace:
     parts: rematerialised part of the loss -> its own `backward`, once somebody asked for it.
   """
 
-  forward: Any
-  backward: Any
-  update: Any
+  forward: ClosedJaxpr
+  backward: ClosedJaxpr
+  update: ClosedJaxpr | None
   schedule: Schedule | None = None
   plain: Any = None
-  parts: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+  parts: dict[int, ClosedJaxpr] = dataclasses.field(default_factory=dict[int, Any])
 
 
 def trace_step(
   plan: Plan,
-  loss: Callable[..., Any],
+  loss: LossFn,
   batch: Any,
   *,
   remat: Policy = "as written",
@@ -239,7 +240,7 @@ def trace_step(
     flat = _with_stages(plan, flat, options, microbatches, used)
   arrays = _structs(plan, batch)
 
-  def kept(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+  def kept(trained: list[jax.Array], rest: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
     _, pullback = jax.vjp(lambda t: flat(t, rest, inputs), trained)
     return jax.tree.leaves(pullback)
 
@@ -249,7 +250,7 @@ def trace_step(
 
 def trace_workload(
   plan: Plan,
-  loss: Callable[..., Any],
+  loss: LossFn,
   batch: Any,
   *,
   remat: Policy = "as written",
@@ -266,7 +267,7 @@ def trace_workload(
 def workload_of(
   plan: Plan,
   trace: StepTrace,
-  batch: Any,
+  batch: PyTree,
   gradients: Gradients | None = None,
   pipeline: Pipeline | None = None,
 ) -> Workload:
@@ -333,19 +334,19 @@ def workload_of(
   )
 
 
-def finds_layers(plan: Plan, loss: Callable[..., Any], batch: Any, layers: str | None = None) -> bool:
+def finds_layers(plan: Plan, loss: LossFn, batch: Any, layers: str | None = None) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
   return has_layers(jax.make_jaxpr(_flat_loss(plan, with_marks(loss, layers), batch))(*_structs(plan, batch)))
 
 
-def batch_structs(batch: Any) -> Any:
+def batch_structs(batch: PyTree) -> PyTree:
   """The batch as `ShapeDtypeStruct`s; Python numbers are scalars.
 
   Raises:
     ReportError: no array in it.
   """
 
-  def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
     return jax.ShapeDtypeStruct(
       tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
@@ -360,7 +361,7 @@ def batch_structs(batch: Any) -> Any:
   return found
 
 
-def check_batch(plan: Plan, batch: Any, microbatches: int = 1) -> None:
+def check_batch(plan: Plan, batch: PyTree, microbatches: int = 1) -> None:
   """Refuses a batch that a step with this plan could not split: a report of it would mislead.
 
   Raises:
@@ -413,7 +414,9 @@ def _order(plan: Plan) -> tuple[list[Path], int]:
   return [*chosen, *(path for path, leaf in flat if not trains(path, leaf))], len(chosen)
 
 
-def _structs(plan: Plan, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def _structs(
+  plan: Plan, batch: PyTree
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct], list[AnyArray]]:
   """The trained leaves of the model, the others, and the batch, as the functions of a trace take them."""
   paths, count = _order(plan)
   rows = (plan.of("model")[path] for path in paths)
@@ -422,7 +425,7 @@ def _structs(plan: Plan, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _flat_loss(
-  plan: Plan, loss: Callable[..., Any], batch: Any, options: LayerOptions | None = None
+  plan: Plan, loss: LossFn, batch: Any, options: LayerOptions | None = None
 ) -> Callable[..., Any]:
   """The loss as a function of flat arrays."""
   graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
@@ -432,14 +435,14 @@ def _flat_loss(
   # one here, so that each dim divides; sizes are used when the workload is evaluated.
   mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
 
-  def live(path: Any, x: Any) -> Any:
+  def live(path: Path, x: AnyArray) -> Leaf:
     leaf = by_path[path]
     if not isinstance(leaf, nnx.Variable):
       return x
     placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
     return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
 
-  def flat(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+  def flat(trained: list[jax.Array], rest: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
     values = zip(paths, (*trained, *rest), strict=True)
     made = nnx.from_flat_state(cast(Any, [(path, live(path, x)) for path, x in values]))
     with nnx.use_eager_sharding(False):
@@ -452,11 +455,11 @@ def _flat_loss(
 
 
 def _with_stages(
-  plan: Plan, flat: Callable[..., Any], options: LayerOptions, microbatches: int, used: LayersUsed
-) -> Callable[..., Any]:
+  plan: Plan, flat: Callable[..., PyTree], options: LayerOptions, microbatches: int, used: LayersUsed
+) -> Callable[..., PyTree]:
   """The flat loss as a pipeline over its layers."""
 
-  def staged(trained: list[Any], rest: list[Any], inputs: list[Any]) -> Any:
+  def staged(trained: list[jax.Array], rest: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
     piped = with_stages(
       lambda model, part: flat(*model, part), options, microbatches, lambda _: ({}, ()), used
     )
@@ -465,13 +468,13 @@ def _with_stages(
   return on_fitting_axes(staged, plan.activation_rules)
 
 
-def _trace_update(plan: Plan) -> Any:
+def _trace_update(plan: Plan) -> ClosedJaxpr | None:
   """The optimizer's update, from the model, the gradients and the state; None without an optimizer."""
   if "optimizer" not in plan.abstract:
     return None
   model, optimizer = plan.abstract["model"], plan.abstract["optimizer"]
 
-  def update(state: Any, grads: Any, held: Any) -> Any:
+  def update(state: PyTree, grads: PyTree, held: PyTree) -> PyTree:
     with nnx.use_eager_sharding(False):
       live, made = nnx.merge(model.graphdef, state), nnx.merge(optimizer.graphdef, held)
       apply(made, live, grads, jnp.float32(0), optax.tree.norm)
@@ -480,7 +483,7 @@ def _trace_update(plan: Plan) -> Any:
   return jax.make_jaxpr(update)(model.state, model.chosen(plan.wrt), optimizer.state)
 
 
-def _update_products(plan: Plan, update: Any) -> tuple[Product, ...]:
+def _update_products(plan: Plan, update: ClosedJaxpr | None) -> tuple[Product, ...]:
   """The matrix products of the optimizer's update (Muon, Shampoo); gradients lie as their parameters do."""
   if update is None:
     return ()
@@ -505,7 +508,7 @@ class _Residuals(NamedTuple):
   weights: tuple[Sharded, ...]
 
 
-def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
+def _residuals(traced: Program, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
   """The residuals of a traced forward pass, without its inputs."""
   body = opened(traced)
   seen = Propagation(batch_axes=batch_axes)
@@ -521,23 +524,23 @@ def _residuals(traced: Any, flows: Sequence[Flow], batch_axes: Sequence[str]) ->
   outside = [var for var in stored(traced, [v for v in data if v not in loops]) if var not in rows]
   weights = [v for v in weights if v in loops] + stored(traced, [v for v in weights if v not in loops])
 
-  def parts(group: Iterable[Any]) -> tuple[Sharded, ...]:
+  def parts(group: Iterable[Var]) -> tuple[Sharded, ...]:
     return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
 
   return _Residuals(parts(rows), parts(outside), parts(weights))
 
 
-def _on_host(var: Any) -> bool:
+def _on_host(var: Var) -> bool:
   """Whether a value was moved to the host's memory, as by `remat="offload"`."""
   return var.aval.memory_space is jax.memory.Space.Host
 
 
 def _layer(
-  item: RematRegion, batch_axes: Sequence[str], known: dict[int, Any]
+  item: RematRegion, batch_axes: Sequence[str], known: dict[int, ClosedJaxpr]
 ) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
   """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
 
-  def kept(*values: Any) -> Any:
+  def kept(*values: jax.Array) -> PyTree:
     _, pullback = jax.vjp(as_function(item.jaxpr), *values)
     return jax.tree.leaves(pullback)
 
@@ -566,7 +569,7 @@ class _Scanned(NamedTuple):
 
 
 def _scanned(
-  traced: Any, flows: Mapping[Any, Flow], trained: Sequence[LeafPlan], read: Sequence[int]
+  traced: Program, flows: Mapping[Var, Flow], trained: Sequence[LeafPlan], read: Sequence[int]
 ) -> list[_Scanned]:
   """One for each scan of the outermost level.
 
@@ -584,13 +587,14 @@ def _scanned(
       if number is None:
         continue
       own: Any = opened(traced).invars[number].aval
+      aval: Any = var.aval
       split = flows[var].names
-      used = math.prod(var.aval.shape) * min(read[number], own.dtype.itemsize)
+      used = math.prod(aval.shape) * min(read[number], own.dtype.itemsize)
       once.append(Sharded(used // eqn.params["length"], split))
       if used < nbytes(own):
         casts[number] = Sharded(used, split)
-      if number < len(trained) and nbytes(var.aval) < nbytes(own):
-        narrowed.append(Sharded(nbytes(own) - nbytes(var.aval), split))
+      if number < len(trained) and nbytes(aval) < nbytes(own):
+        narrowed.append(Sharded(nbytes(own) - nbytes(aval), split))
     found.append(_Scanned(tuple(once), tuple(casts.values()), tuple(narrowed)))
   return found
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,7 @@ from flax import nnx
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.core.text import Paged, Table, format_bytes, hang, not_counted, page_width, render
+from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
@@ -206,10 +207,10 @@ class SearchResult(Paged):
 
 def search(
   init: Callable[[], nnx.Module],
-  loss: Callable[..., Any],
+  loss: LossFn,
   topology: str,
   *,
-  batch: Any,
+  batch: PyTree,
   rules: Rules,
   optimizer: optax.GradientTransformation | None = None,
   remat: RematName | Remat | Sequence[RematName | Remat] = ("none", "dots", "full"),
@@ -390,14 +391,14 @@ def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
 class _Task:
   """What stays the same from mesh to mesh, with the traces: they do not depend on the sizes of axes."""
 
-  loss: Callable[..., Any]
+  loss: LossFn
   machine: Machine
-  batch: Any
+  batch: PyTree
   remats: tuple[RematName | Remat, ...]
   layers: str | None
   most: int
   pipeline: Pipeline | None
-  traces: dict[Any, StepTrace] = dataclasses.field(default_factory=dict[Any, StepTrace])
+  traces: dict[Hashable, StepTrace] = dataclasses.field(default_factory=dict[Any, StepTrace])
 
   def candidates(self, plan: Plan) -> Iterator[Candidate]:
     """The layout with each policy and number of microbatches."""
@@ -475,7 +476,7 @@ class _Task:
 
 def compile_candidate(
   candidate: Candidate,
-  loss: Callable[..., Any],
+  loss: LossFn,
   batch: Any,
   topology: str,
   machine: Machine,
