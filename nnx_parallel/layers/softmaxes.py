@@ -22,9 +22,9 @@ Lengths = dict[Any, int]
 class Softmaxes:
   """The products of normalised exponentials and values in a flat program.
 
-  An exponential is normalised if it, or what it is the exponential of, depends on a sum of exponentials over
-  a dim that the product sums over. Its scores come from a product too, and the product keeps one of their
-  other dims: the queries.
+  An exponential is normalised if it, or its argument, depends on a sum of exponentials over a dim that the
+  product sums over. Its scores are a product too, and the later product keeps one of their other dims: the
+  queries.
 
   Args:
     body: the program.
@@ -82,7 +82,7 @@ class Softmaxes:
     return found
 
   def product_before(self, exp: Any) -> Any:
-    """The product that an exponential is of, through what is as large; None where there is none."""
+    """The product behind the argument of an exponential, through arrays of the same size, or None."""
     size, todo, seen = exp.outvars[0].aval.size, [*exp.invars], set[Any]()
     while todo:
       var = todo.pop()
@@ -96,7 +96,7 @@ class Softmaxes:
     return None
 
   def _scores(self, exp: Any) -> list[Any]:
-    """What the exponential is of, and what a maximum is subtracted from before it."""
+    """The argument of an exponential, and the operand from which it subtracts a maximum."""
     given, shape = exp.invars[0], exp.outvars[0].aval.shape
     made = self._made.get(given)
     found = [given]
@@ -105,7 +105,7 @@ class Softmaxes:
     return [var for var in found if var.aval.shape == shape]
 
   def _sums(self, product: Any, own: list[int], labels: dict[Any, Labels], normal: frozenset[Any]) -> bool:
-    """Whether a product sums over normalised dims of its only weights, and keeps others."""
+    """Whether a product sums over normalised dims of its weights, its only weights, and keeps other dims."""
     met: Any = meeting(product)
     if len(own) != 1:
       return False
@@ -116,7 +116,7 @@ class Softmaxes:
 
 
 def _placed(eqn: Any, own: list[int], labels: dict[Any, Labels], lengths: Lengths) -> Labels | None:
-  """The labels of a result; those of an operand of its rank where the operation has no map of its dims."""
+  """The labels of a result; if the operation has no dim map, the labels of an operand of equal rank."""
   found: dict[Any, tuple[int, int]] = {}
   for m in own:
     var = eqn.invars[m]
@@ -153,7 +153,7 @@ def named_dims(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
 def as_quotients(flat: Any) -> Any:
   """A closed flat program with `exp(scores - log_sum_exp)` as exponentials that are divided by their sum.
 
-  This is what a log-softmax and `jax.nn.logsumexp` make.
+  A log-softmax and `jax.nn.logsumexp` have this form.
   """
   body = opened(flat)
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
@@ -244,7 +244,7 @@ def _leads_to_log(var: Any, made: dict[Any, Any]) -> bool:
 
 
 def _is_of(exp: Any, scores: Any, largest: Any, made: dict[Any, Any]) -> bool:
-  """Whether an exponential is of scores, less what is added to the logarithm if something is."""
+  """Whether the argument of an exponential is the scores, minus the offset of a logarithm if there is one."""
   if largest is None:
     return exp.invars[0] is scores
   difference = made.get(exp.invars[0])
@@ -254,7 +254,7 @@ def _is_of(exp: Any, scores: Any, largest: Any, made: dict[Any, Any]) -> bool:
 
 
 def origin(var: Any, made: Mapping[Any, Any]) -> Any:
-  """What a value is in another layout."""
+  """The value that another value is a new layout of."""
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     if eqn.primitive.name not in (*_LAYOUT, "stop_gradient"):
       break
