@@ -38,11 +38,11 @@ class Bound:
   """A step for some live objects: their binding, and the programs of their structure.
 
   Args:
-    options: of the step.
+    options: the options of the step.
     roots: as for `Binding`.
     reasons: why it was made.
-    structures: the structures that the step knows; a new one is added.
-    forget: called when one of the objects is garbage-collected, so that its arrays are not kept.
+    structures: the structures that the step knows; a new structure is added.
+    forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
   """
 
   def __init__(
@@ -85,7 +85,7 @@ class Bound:
     return found
 
   def update(self, batch: Any) -> tuple[Metrics, News]:
-    """Runs a train step, and writes its arrays into the Variables, all or none."""
+    """Runs a train step, and writes all or none of its arrays into the Variables."""
     if current_trace() != self._trace:
       raise inside_a_program()
     self._check_last()
@@ -137,10 +137,10 @@ class Bound:
     explain(error, self.structure.argument_labels, arrays, batch)
 
   def _check_last(self) -> None:
-    """Raises what went wrong on the devices in the last step, once it is known.
+    """Raises the error of the last step on the devices, once it is known.
 
     Raises:
-      TrainError: the last step failed after it had returned, so that its arrays hold nothing.
+      TrainError: the last step failed after it had returned, so its arrays have no values.
     """
     loss, self._loss = jax.tree.leaves(self._loss), None
     if not loss or loss[0].is_deleted() or not loss[0].is_ready():
@@ -159,7 +159,7 @@ class Bound:
     mesh, scope = self.structure.mesh, self.structure.scope
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
-    if jax.process_count() > 1:  # a host array may be this process's share, or the whole batch
+    if jax.process_count() > 1:  # a host array may be this process's share, or the global batch
       return batch
     rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
 
@@ -178,7 +178,7 @@ class Bound:
     return jax.tree.map(place, batch)
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
-    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    """The subject of `check_gradients`: one loss, differentiated as in this step."""
     layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
     return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.structure.held)
 
@@ -207,5 +207,5 @@ class Bound:
 
 
 def _comparable(x: Any) -> Any:
-  """What a constant of a program is compared by."""
+  """The value by which a constant of a program is compared."""
   return (x.shape, str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x

@@ -1,4 +1,4 @@
-"""The compiled programs of a step, shared by all live objects of one structure, and why each was compiled."""
+"""The compiled programs of a step, shared by live objects of one structure, and why each was compiled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Compile:
 
   Attributes:
     step: the number of the call that needed it, counted from 0.
-    reasons: what was new, one phrase each: an argument, its shape, dtype or layout, or a changed attribute.
+    reasons: what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed
+      attribute.
   """
 
   step: int
@@ -59,13 +60,13 @@ class Program:
   """A jitted `run(arrays, raw arrays, batch)`.
 
   Args:
-    runs: the function to compile, and what to compile instead where XLA cannot compile it.
-    shardings: of the arrays, which are donated and are the first results; None for a function that changes
-      nothing.
+    runs: the function to compile, and fallback functions for when XLA cannot compile it.
+    shardings: the shardings of the arrays, which are donated and are the first results; None for a function
+      that changes nothing.
 
   Attributes:
-    jitted: what `jax.jit` made.
-    is_known: whether its last trace was accounted for: set by the step, and unset by a trace.
+    jitted: the jitted function.
+    is_known: whether its last trace was recorded: set by the step, and unset by a trace.
   """
 
   def __init__(self, runs: Sequence[Callable[..., Any]], shardings: Any):
@@ -85,7 +86,7 @@ class Program:
     return jax.jit(traced, **self._options)
 
   def relax(self, error: BaseException) -> bool:
-    """Takes a program with fewer constraints, if there is one and XLA refused what it made of this one."""
+    """Switches to a program with fewer constraints, if there is one and XLA rejected this one."""
     if not self._others or not is_refused(error):
       return False
     self.jitted = self._jit(self._others.pop(0))
@@ -102,7 +103,7 @@ class Structure:
 
   Attributes:
     reduction: how the last traced program reduces gradients between replicas.
-    layers: what the last traced program does with the layers of the loss.
+    layers: how the last traced program computes the layers of the loss.
   """
 
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Any, Placement | None]):
@@ -119,8 +120,8 @@ class Structure:
     self._seen: list[Signature] = []
 
   def program(self, batch: Any) -> Program:
-    """The program for batches that are laid out like this one."""
-    # One for each layout: jax compiles again for another one, and may not trace again.
+    """The program for batches with the layout of this batch."""
+    # One program for each layout: jax compiles again for a new layout, but may not trace again.
     layouts = tuple([_layout_of(x) for x in jax.tree.leaves(batch)])
     found = self._programs.get(layouts)
     if found is None:
@@ -130,7 +131,7 @@ class Structure:
     return found
 
   def news(self, arrays: Sequence[Any], batch: Any) -> tuple[str, ...] | None:
-    """What is new in the arguments of a call: empty for the first one, None when nothing is.
+    """What is new in the arguments of a call: empty for the first call, None if nothing is new.
 
     Donated arrays still have a type.
     """
@@ -174,7 +175,7 @@ class Structure:
     return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
 
   def _positions(self) -> str | None:
-    """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
+    """The mesh axis that also splits queries in layers: from the rule for `seq`, and splitting no weight."""
     mesh, scope = self.mesh, self.scope
     if mesh is None or scope is None:
       return None
@@ -218,7 +219,7 @@ def is_placed(x: Any) -> bool:
 
 
 def _layout_of(x: Any) -> Any:
-  """What a program is compiled for, beside the type of an array."""
+  """The layout that a program is compiled for, in addition to the type of an array."""
   where = None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
   if not isinstance(where, NamedSharding):
     return where
@@ -243,7 +244,7 @@ def _scattered(
 
 
 def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:
-  """Type and layout of every argument, by label, and what else jax compiles for."""
+  """Type and layout of every argument, by label, and other state that a compilation depends on."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
   found["rules in scope"] = str(rules_in_scope())
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))

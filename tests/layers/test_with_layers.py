@@ -556,7 +556,7 @@ def of_list(kind, *args):
 
 def test_a_class_that_refuses_a_subclass_is_named():
   model, run = of_list(Named)
-  with pytest.raises(nxp.errors.TrainError, match="the calls of Named cannot be marked as those of layers"):
+  with pytest.raises(nxp.errors.TrainError, match="the calls of Named cannot be marked as a layer"):
     nxp.with_layers(run, remat="full")(model, jnp.ones((2, 4)))
   assert type(model.layers[0]) is Named
 

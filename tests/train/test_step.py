@@ -366,7 +366,7 @@ MISTAKES = {
   ),
   "two batches": (
     lambda step, model, optimizer: step(model, optimizer, X, X),
-    "a train step takes one batch, and got 2 arguments after the optimizer",
+    "a train step takes one batch, but got 2 arguments after the optimizer",
     "step(model, optimizer, (x, y))",
   ),
   "no examples": (
