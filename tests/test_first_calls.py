@@ -170,7 +170,7 @@ CALLS = {
   "a step to estimate": (
     lambda: nxp.report.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
     "an estimate reads the loss function, but got a TrainStep",
-    "what train_step(loss_fn) was made from",
+    "the loss function of the train step",
   ),
   "a mesh to compare": (lambda: PLAN().diff(MESH()), "plan.diff needs a plan", "plan.diff(other)"),
   "no batch to compile": (

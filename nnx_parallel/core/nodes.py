@@ -29,7 +29,7 @@ FLAX_PREFIX = "_pytree__"
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
-"""Metadata keys that mean a layout in other code, and nothing to flax."""
+"""Metadata keys that are a layout in other code, but mean nothing to flax."""
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
@@ -55,7 +55,7 @@ def plain_path(path: Sequence[Any]) -> Path:
   """Converts a path of `jax.tree_util` to the plain parts of a plan's paths."""
 
   def part(key: Any) -> Any:
-    # A pytree may be registered with keys of its own: strings, for example.
+    # A pytree may be registered with custom keys, for example strings.
     return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
   return tuple(map(part, path))
@@ -100,15 +100,15 @@ def variables(module: Any) -> dict[Path, Any]:
 
 
 def array_leaves(module: Any) -> dict[Path, Any]:
-  """`variables`, without those that hold no array but `None` or optax's `MaskedNode`."""
+  """`variables`, except Variables that hold no array but `None` or optax's `MaskedNode`."""
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
 
 
 def merge(graphdef: Any, state: Any) -> Any:
   """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays.
 
-  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
-  There it is marked as data.
+  flax takes a struct inside a tuple, dict or other pytree for a static value, and so would lose it. This
+  function marks it as data.
   """
   node, flat = nnx.merge(graphdef, state), dict(nnx.to_flat_state(state))
   structs = {path for path, leaf in flat.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -122,7 +122,7 @@ def merge(graphdef: Any, state: Any) -> Any:
 def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, Any]) -> None:
   """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy.
 
-  So is any other container that is no module; `nnx.update` refuses tuples and dataclasses.
+  Other containers that are not modules are also copied; `nnx.update` rejects tuples and dataclasses.
 
   Example:
     >>> from flax import nnx

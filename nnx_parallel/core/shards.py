@@ -27,9 +27,9 @@ def on_shards(
 
   Args:
     f: a function of pytrees of arrays.
-    mesh: the mesh; the active one, if there is one.
-    in_specs: one for each argument.
-    out_specs: those of the results.
+    mesh: the mesh; None: the active mesh, if there is one.
+    in_specs: one spec for each argument.
+    out_specs: the specs of the results.
     axes: the axes that become manual; None: all that are not manual yet.
   """
   if mesh is None:
@@ -58,9 +58,9 @@ def laid_out(x: Any, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection
 
   Args:
     x: an array.
-    mesh: the mesh, if there is one.
+    mesh: the mesh, or None.
     spec: the spec.
-    axes: those that the spec is about: others stay where they are; None: all.
+    axes: the axes that the spec covers: other axes stay as they are; None: all axes.
   """
   if mesh is None or AxisType.Explicit not in mesh.axis_types:
     return x
@@ -82,7 +82,7 @@ def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
 
 
 def split_batch(x: Any, count: int) -> jax.Array:
-  """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is each `count`-th one from `n`.
+  """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is every `count`-th from `n`.
 
   Each part stays spread over all devices that split the examples. A scalar is given to each part.
   """

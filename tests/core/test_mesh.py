@@ -87,7 +87,7 @@ def test_arguments_that_contradict(arguments, text):
   ("sizes", "texts"),
   [
     ({}, ["a mesh needs at least one axis", "make_mesh(data=-1)"]),
-    ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, and data, fsdp are", "give a size to 'data'"]),
+    ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, but data, fsdp are", "give a size to 'data'"]),
     ({"data": 3, "fsdp": -1}, ["multiply to 3 devices, and there are 8", "sizes that divide 8"]),
     ({"data": 2, "fsdp": 2}, ["multiply to 4 devices", "devices=jax.devices()[:4]"]),
     ({"data": 16}, ["multiply to 16 devices", 'jax.config.update("jax_num_cpu_devices", 16)']),

@@ -257,7 +257,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what
   step(model, optimizer, x)
   edit(model)
   with pytest.raises(
-    nxp.errors.TrainError, match="the state of the optimizer is not that of the parameters"
+    nxp.errors.TrainError, match="the state of the optimizer does not fit the parameters"
   ) as error:
     step(model, optimizer, x)
   assert line in str(error.value)
