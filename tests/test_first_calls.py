@@ -40,7 +40,7 @@ def optimizer():
 CALLS = {
   "an nnx.Optimizer": (
     lambda: nxp.plan(init, MESH(), optimizer=optimizer()),
-    "must be an optax transformation, and is an nnx.Optimizer",
+    "must be an optax transformation, but is an nnx.Optimizer",
     "optimizer=optimizer.tx; create_sharded_model(plan) returns",
   ),
   "an optimizer that was not called": (
@@ -50,7 +50,7 @@ CALLS = {
   ),
   "a learning rate": (
     lambda: nxp.plan(init, MESH(), optimizer=0.02),
-    "must be an optax transformation, and is 0.02",
+    "must be an optax transformation, but is 0.02",
     "optimizer=optax.adamw(0.02)",
   ),
   "a class": (
@@ -88,7 +88,7 @@ CALLS = {
   "an array for numpy in init": (
     lambda: nxp.plan(lambda: nnx.Param(np.asarray(jnp.ones(3))), MESH()),
     "init needs the value of an array",
-    "compute with numpy",
+    "as numbers with numpy",
   ),
   "rules that were not called": (
     lambda: nxp.plan(init, MESH(), [nxp.fsdp]),

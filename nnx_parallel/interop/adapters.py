@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), added to the weights that they stand beside."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685), merged into the weights that they adapt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float = 1.0)
   """Adds the adapters of one model to the weights of another, in place and in their layout.
 
   Args:
-    base: a live module without adapters, on the mesh of `adapted`: its float weights, also where those of
-      `adapted` are quantized.
+    base: a live module without adapters, on the mesh of `adapted`: it supplies float weights even if the
+      weights of `adapted` are quantized.
     adapted: a live module with adapters, of `nnx.LoRALinear` or of Qwix: `kernel_lora_a` `(inputs, rank)` and
-      `kernel_lora_b` `(rank, outputs)` beside `kernel`, whose first dims are the inputs.
-    scale: of the product of both; Qwix computes with `alpha / rank`.
+      `kernel_lora_b` `(rank, outputs)` next to `kernel`, whose first dims are the inputs.
+    scale: the factor of their product; Qwix computes with `alpha / rank`.
 
   Returns:
     Paths of the weights that were changed.
@@ -58,7 +58,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float = 1.0)
   if wrong:
     raise CheckpointError(
       f"the base has no {few(wrong)}, or not of the size of its adapter.",
-      fix="give the model that the adapters were trained beside, made without them.",
+      fix="give the base model of the adapters, made without adapters.",
     )
   for path, (a, b) in pairs.items():
     leaf = weights[path]
@@ -88,7 +88,7 @@ def _second(path: Path) -> str:
 
 
 def _weight(path: Path) -> Path:
-  """The weight that a first factor stands beside."""
+  """The weight that a first factor adapts."""
   if path[-1] == "lora_a":
     return (*path[:-2], "kernel")
   return (*path[:-1], str(path[-1]).removesuffix("_lora_a"))

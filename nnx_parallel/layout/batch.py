@@ -48,7 +48,7 @@ def position_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def with_batch(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
-  """The logical rules of a plan, with `batch_axes` as the rule for `batch` where there is none."""
+  """The logical rules of a plan, with `batch_axes` as the rule for `batch` if there is none."""
   if "batch" in rules.logical:
     return rules.logical
   axes = batch_axes(rules, mesh)
