@@ -76,5 +76,5 @@ def raise_transient(error: BaseException, what: str) -> None:
     raise CheckpointError(
       f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
       details=str(error)[:300],
-      fix="remove the cause and try again; this is no sign of damage.",
+      fix="remove the cause and try again; this is not a sign of damage.",
     ) from error

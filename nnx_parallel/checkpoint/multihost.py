@@ -21,7 +21,7 @@ _SOUND, _DAMAGED, _FAILED = range(3)
 
 @dataclasses.dataclass
 class Block:
-  """A block of `together`.
+  """A block of the function `together`.
 
   Attributes:
     mine: the JSON value that this process sends to the other processes at the end of the block.

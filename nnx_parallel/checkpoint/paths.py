@@ -89,7 +89,7 @@ def _write(part: Part, path: Path) -> str:
     return str(part)
   if re.search("[\ud800-\udfff]", part):
     raise CheckpointError(
-      f"cannot save {path!r}: the name {part!r} is no Unicode text.", fix="use another name in the module."
+      f"cannot save {path!r}: the name {part!r} is not Unicode text.", fix="use another name in the module."
     )
   text = re.sub(r"([\\.,()])", r"\\\1", part)
   return f"\\s{text}" if not part or _INTEGER.fullmatch(part) else text

@@ -238,7 +238,7 @@ class Storage:
 
   def _remove(self, step: int) -> None:
     folder = self._path(step)
-    (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is no step
+    (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is not a step
     if folder.exists():
       folder.rmtree()
 

@@ -231,7 +231,9 @@ def through(
       break
     known = [met.get(n, fact) for n, fact in enumerate(known)]
   else:
-    raise RuntimeError(f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is no join")
+    raise RuntimeError(
+      f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is not a join"
+    )
   joined = results[0]
   for others in results[1:]:
     joined = [facts.join(a, b) for a, b in zip(joined, others, strict=True)]

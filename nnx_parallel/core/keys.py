@@ -128,7 +128,7 @@ class Keys:
   def code(
     self, eqns: Iterable[Any], numbers: dict[Any, int], inputs: list[Any], fixed: Callable[[Any], bool]
   ) -> Hashable:
-    """What operations do, with numbers in place of variables.
+    """A key of operations, with numbers in place of variables.
 
     Args:
       eqns: the operations.

@@ -20,7 +20,7 @@ from nnx_parallel.errors import ShardingError
 Path = tuple[Hashable, ...]
 Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
-"""Metadata key with the user's annotation, and the one that creation wrote in its place for flax:
+"""Metadata key with the user's annotation, and the annotation that creation wrote for flax:
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
 """Metadata key with the plan's rules for activations; see `constrain.Scope`."""

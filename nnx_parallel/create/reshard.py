@@ -125,7 +125,7 @@ def from_arrays(arrays: Mapping[Any, Any], plan: Plan[R], *, optimizer: Mapping[
 def _check_optimizer(plan: Plan, optimizer: Any) -> None:
   if (plan.tx is None) != (optimizer is None):
     has = (
-      "has an optimizer, but none was given" if optimizer is None else "has no optimizer, and one was given"
+      "has an optimizer, but none was given" if optimizer is None else "has no optimizer, but one was given"
     )
     raise PlanError(
       f"the plan {has}.",

@@ -66,7 +66,7 @@ class Options:
         fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
       )
     if self.padding not in ("right", "left"):
-      raise DecodeError(f"padding={self.padding!r} is no side.", fix='padding="right" or padding="left".')
+      raise DecodeError(f"padding={self.padding!r} is not a side.", fix='padding="right" or padding="left".')
     beams, pipeline = isinstance(self.sampling, Beams), self.layer_options.pipeline
     if beams and self.slots is not None:
       raise DecodeError(

@@ -38,7 +38,7 @@ def roll_call(address: str, count: int, process: int, timeout: float) -> None:
       problem,
       details=f"this is process {process} of {count} on {socket.gethostname()}, coordinator {address},"
       f" timeout {timeout:g} s",
-      fix="start every process with the same address and count and its own number; read the log of those"
+      fix="start every process with the same address and count and its own number; read the log"
       " of missing processes; open the port between the hosts; or raise timeout=.",
     )
 

@@ -156,7 +156,7 @@ def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[st
       ) from error
   if not isinstance(tree, Mapping):
     raise CheckpointError(
-      f"these are no variables of Linen, but a {type(tree).__name__}.",
+      f"expected variables of Linen, but got a {type(tree).__name__}.",
       fix='a tree by collection: {"params": {...}, "batch_stats": {...}}.',
     )
   rows = jax.tree_util.tree_leaves_with_path(meta.unbox(dict(tree)))

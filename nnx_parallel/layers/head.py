@@ -63,7 +63,7 @@ def check_chunks(chunks: int | None) -> None:
   """Checks the option.
 
   Raises:
-    TrainError: it is no positive number.
+    TrainError: it is not a positive number.
   """
   if chunks is not None and (type(chunks) is not int or chunks < 1):
     raise TrainError(

@@ -160,13 +160,13 @@ class LayerOptions:
     _ = self.how
     if type(self.scan_layers) is not bool and self.scan_layers != "auto":
       raise TrainError(
-        f"scan_layers={self.scan_layers!r} is no choice.", fix='scan_layers="auto", True or False'
+        f"scan_layers={self.scan_layers!r} is not a valid choice.", fix='scan_layers="auto", True or False'
       )
     if self.pattern is not None and type(self.pattern) is not str:
       raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
     if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise TrainError(
-        f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
+        f"pipeline={self.pipeline!r} is not an axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
     check_attention(self.attention)
     check_chunks(self.loss_chunks)

@@ -434,7 +434,7 @@ def each_of(some: Any) -> list[Any]:
 
 
 def variables(some: Iterable[Any]) -> Iterator[Any]:
-  """Those that are no constants."""
+  """The variables that are not constants."""
   return (var for var in some if not is_literal(var))
 
 

@@ -7,7 +7,7 @@ The loss is traced for one microbatch. Its layers (`layers/stacks.py`) become a 
 - *after*: they depend on the layers (the head and the loss).
 Operations before and after are computed for one microbatch of each stage at a time, on its stage.
 
-The values equal those of sequential microbatches: each microbatch in turn changes a Variable of a layer
+The values equal the values of sequential microbatches: each microbatch in turn changes a Variable of a layer
 (batch statistics), and a Variable that does not depend on the batch (the count of a random stream) is counted
 ahead for all microbatches.
 """

@@ -273,7 +273,7 @@ class Plan(PlanTable, Generic[R]):
       JSON text, one line for each leaf; `from_json` reads it.
 
     Raises:
-      PlanError: a path part that is no string, int or tuple of these.
+      PlanError: a path part that is not a string, int or tuple of these.
     """
     return json.to_json(self)
 

@@ -206,7 +206,7 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   fix = "optimizer=optax.adamw(...)"
   if (zero or zero_axes is not None) and tx is None:
     option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
-    raise PlanError(f"{option} splits optimizer state, and there is no optimizer.", fix=fix)
+    raise PlanError(f"{option} splits optimizer state, but there is no optimizer.", fix=fix)
   offload.check_kind(memory)
   if memory is not None and tx is None:
     what = f"optimizer_memory={memory!r} places optimizer state, but there is no optimizer."

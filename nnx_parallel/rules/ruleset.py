@@ -54,7 +54,7 @@ class RuleSet:
       One `RuleSet`.
 
     Raises:
-      ShardingError: two logical tables, fallbacks or input rules that disagree, or an object that is no rule.
+      ShardingError: logical tables, fallbacks or input rules that disagree, or an object that is not a rule.
     """
     if isinstance(rules, RuleSet):
       return rules
@@ -148,7 +148,7 @@ def _optional(rules: Any) -> frozenset[str]:
 def _no_rule(item: object) -> ShardingError:
   if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.rules."):
     name = getattr(item, "__name__", "")
-    return ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
+    return ShardingError(f"the function {name} was not called, so it is not a rule.", fix=f"{name}()")
   return ShardingError(
     f"{item!r} is not a sharding rule.",
     fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'

@@ -142,7 +142,7 @@ def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> An
 
 @dataclasses.dataclass(frozen=True)
 class ContextAttention:
-  """What `context_attention` returns."""
+  """The result of `context_attention`."""
 
   axis: str
   how: How
@@ -154,7 +154,7 @@ class ContextAttention:
 
   def __post_init__(self) -> None:
     if self.how not in ("ring", "ulysses"):
-      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="ulysses"')
+      raise SchemeError(f"how={self.how!r} is not a way to attend.", fix='how="ring" or how="ulysses"')
     if self.fused and self.how == "ring":
       raise SchemeError(
         "a ring merges the results of each shard, and the fused kernel that JAX has cannot do that in a"
@@ -508,7 +508,7 @@ def _check_shapes(sequence: _Sequence, query: Any, key: Any, value: Any) -> None
     raise SchemeError(
       "queries, keys and values do not fit each other.",
       details=details,
-      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of those of keys.",
+      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of the heads of keys.",
     )
   needed = 2 * n if options.zigzag else n
   for x in (query, key):

@@ -188,7 +188,7 @@ def in_microbatches(
   gradients, and they are reduced once, after the scan. This needs a loss that is a mean or a sum over
   examples, changes no Variable (batch statistics, random numbers), and has no sharding constraint of jax over
   those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how`
-  gives the reason. In both cases the numbers equal those on one device.
+  gives the reason. In both cases the numbers equal the numbers on one device.
 
   Args:
     loss: its sums are added up, so the objective must not divide by counts.

@@ -117,7 +117,7 @@ def held(
     shardings: the shardings of the arrays before the batch, or None for each array.
     batch_at: the position of the batch among the arguments; earlier arguments are arrays of the model.
     relaxed: which constraints to leave out, if XLA cannot compile the program: 1 leaves out constraints that
-      move the sharding of a table from its rows to its columns, 2 all constraints but those of convolutions.
+      move the sharding of a table from its rows to its columns, 2 keeps only the constraints of convolutions.
 
   Returns:
     A function with the same arguments and results; `run` itself on one device.

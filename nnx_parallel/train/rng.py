@@ -45,7 +45,7 @@ def fold_rng_over_axis(target: Any, axis: str | Sequence[str]) -> Any:
   """
   if not isinstance(target, (jax.Array, nnx.Pytree)):
     raise TrainError(
-      f"cannot fold a {type(target).__name__} over an axis: it is no PRNG key.",
+      f"cannot fold a {type(target).__name__} over an axis: it is not a PRNG key.",
       fix="pass jax.random.key(...), an nnx.Rngs, or a module.",
     )
   index = _index(axis)

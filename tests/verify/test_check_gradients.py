@@ -487,7 +487,8 @@ def test_whole_arrays_that_do_not_fit_a_device_are_not_checked(monkeypatch: pyte
   found = check(lambda: Block(None))
   assert found
   assert (
-    "global arrays do not fit on one device: RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes." in found.not_checked[0]
+    "global arrays do not fit on one device: RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."
+    in found.not_checked[0]
   )
   found = check(lambda: Block("tensor"))
   assert found.wrong == ("norm.scale",)

@@ -10,8 +10,8 @@ program, each of them would be compiled again. So the constructor is traced once
    after each operation, a slice rounds where eager execution rounds.
 3. Equal slices with equal shardings are one program: compiled once, run once for each member.
 
-Compile time depends on the number of distinct slices instead of depth; temporaries are those of a single
-slice.
+Compile time depends on the number of distinct slices instead of depth; only a single
+slice needs temporaries at a time.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class StepTime(Shown):
 
   @property
   def seconds(self) -> float:
-    """The whole step."""
+    """The full step."""
     return max(self.terms().values()) + sum(self.waiting.values()) + self.exposed
 
   @property

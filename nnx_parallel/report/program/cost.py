@@ -123,7 +123,7 @@ def _traffic(instruction: hlo.Instruction, program: hlo.Program) -> int:
   if instruction.opcode in ("fusion", "fusion-start"):
     return _fusion_traffic(instruction, program)
   read = sum(shape.bytes for shape in _operand_shapes(instruction))
-  # An asynchronous operation reads at its start and writes at its end; its start's result is no array.
+  # An asynchronous operation reads at its start and writes at its end; its start's result is not an array.
   if instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
     return read
   if instruction.opcode.endswith("-done"):
