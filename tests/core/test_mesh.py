@@ -72,7 +72,7 @@ def test_sizes_may_be_numpy_integers():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*leave 'data' out of one"),
+    ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*give 'data' only once"),
     ({"data": 1, "devices": []}, r"needs at least one device[\s\S]*devices=jax.devices\(\)"),
     ({"data": 8, "dcn": "data"}, r"dcn='data' is not a mapping[\s\S]*dcn=dict\(data=2\)"),
     ({"data": 8, "dcn": {"data": 2.0}}, r"dcn splits axis 'data' 2.0 ways"),
