@@ -95,7 +95,7 @@ class Training:
 
 def run_training(
   plan: nxp.Plan,
-  loss_fn: Callable[[Any, Any], Any],
+  loss_fn: Callable[..., Any],
   batches: Iterable[Any],
   *,
   start: tuple[nnx.Module, nnx.Optimizer[Any]] | None = None,
@@ -159,7 +159,7 @@ def run_training(
 
 
 def assert_same_training(
-  loss_fn: Callable[[Any, Any], Any],
+  loss_fn: Callable[..., Any],
   plans: Mapping[str, nxp.Plan],
   batches: Iterable[Any],
   *,

@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
+from nnx_parallel.checkpoint import array_io
 from nnx_parallel.core import hlo, jaxprs
 from nnx_parallel.core.hlo_devices import read_tiling, split_layouts
 from nnx_parallel.report.program.compiler import run_compiler
@@ -185,6 +186,15 @@ def test_old_tracers_have_a_sharding_that_can_be_replaced():
   from jax.interpreters.partial_eval import DynamicJaxprTracer
 
   assert "sharding" not in vars(DynamicJaxprTracer)
+
+
+def test_numpy_memory_that_is_not_aligned_is_copied():
+  """`checkpoint/array_io.py` (`_unshared_zeros`): what is shared cannot be donated."""
+  for shape in ((), (3,), (64, 64)):
+    block = array_io._unshared_zeros(shape, np.dtype(np.float32))
+    made = jax.device_put(block, jax.devices()[1])
+    assert block.ctypes.data % 64 == 32
+    assert made.unsafe_buffer_pointer() != block.ctypes.data
 
 
 def test_residuals_of_a_pullback_are_its_leaves():

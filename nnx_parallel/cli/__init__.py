@@ -3,6 +3,6 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.cli.main import main
+  from nnx_parallel.cli.command import main
 
 __all__ = ["main"]

@@ -23,7 +23,8 @@ class Generator:
 
   Attributes:
     options: the options of the generator.
-    layers: the work of the pipeline's stages, as last compiled or lowered; print it.
+    layers: the work of the pipeline's stages, and on a mesh with Explicit axes the axes that the program
+      computes on, as last compiled or lowered; print it.
   """
 
   def __init__(self, options: Options):
@@ -97,9 +98,9 @@ class Generator:
       prompts: as in `lower`.
 
     Returns:
-      A function of the arrays of the model's Variables, prompts, lengths, requests and a key, which returns
-      the fields of `Generated` and the caches by the number of their Variable; and its abstract arguments
-      after the first.
+      A function of the raw arrays of the model, its Variables' arrays, prompts, lengths, requests and a key,
+      which returns the fields of `Generated` and the caches by the number of their Variable; and its abstract
+      arguments after the first two.
     """
     bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))

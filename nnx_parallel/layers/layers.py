@@ -213,15 +213,18 @@ class LayersUsed:
     done: how they were computed, one line each.
     reasons: why some layers are not in one scan, one line each.
     schedule: the schedule of the pipeline, if there is one.
+    axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
   """
 
   found: tuple[Layers, ...] = ()
   done: tuple[str, ...] = ()
   reasons: tuple[str, ...] = ()
   schedule: Schedule | None = None
+  axes: str = ""
 
   def __str__(self) -> str:
-    lines = [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
+    lines = [self.axes] if self.axes else []
+    lines += [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
     reasons = [
       *self.reasons[:_SHOWN],
       *([f"and {more} more"] if (more := len(self.reasons) - _SHOWN) > 0 else []),
@@ -230,14 +233,14 @@ class LayersUsed:
 
 
 def with_layers(
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   *,
   remat: Policy = None,
   scan_layers: ScanLayers = "auto",
   layers: str | None = None,
   attention: Attention = None,
   loss_chunks: int | None = None,
-) -> Callable[[Any, Any], Any]:
+) -> Callable[..., Any]:
   """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
 
   `train_step(loss, remat=..., scan_layers=...)` does this already; use this in a hand-written step.
@@ -286,26 +289,25 @@ def with_layers(
   return _on_copies(loss, options, options)
 
 
-def with_marks(loss: Callable[[Any, Any], Any], layers: str | None = None) -> Callable[[Any, Any], Any]:
+def with_marks(loss: Callable[..., Any], layers: str | None = None) -> Callable[..., Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
   return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _on_copies(
-  loss: Callable[[Any, Any], Any], marks: LayerOptions, does: LayerOptions
-) -> Callable[[Any, Any], Any]:
+def _on_copies(loss: Callable[..., Any], marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
   """The same loss, called on a copy of the model whose state is written back."""
 
-  def changed(model: Any, batch: Any) -> Any:
+  @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
+  def changed(model: Any, *batch: Any) -> Any:
     graphdef, state = nnx.split(model)
 
-    def pure(state: Any, batch: Any) -> Any:
+    def pure(state: Any, *batch: Any) -> Any:
       module = nnx.merge(graphdef, state)
       with marks.marking(module):
-        result = loss(module, batch)
+        result = loss(module, *batch)
       return result, nnx.state(module, nnx.Variable)
 
-    result, after = with_options(pure, does)(state, batch)
+    result, after = with_options(pure, does)(state, *batch)
     nnx.update(model, after)
     return result
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
@@ -45,6 +45,10 @@ class Scope:
 
   def __repr__(self) -> str:
     return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
+
+  def on_auto_axes(self) -> Scope:
+    """The same scope on the mesh with Auto axes."""
+    return self if self.mesh is None else dataclasses.replace(self, mesh=auto_mesh(self.mesh))
 
   def __deepcopy__(self, _: Any) -> Scope:
     return self
@@ -95,7 +99,10 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are checked already."""
+  """`use_rules`, for rules that are already checked; on Auto axes if the program computes on Auto axes."""
+  on_auto, active = scope.on_auto_axes(), jax.sharding.get_abstract_mesh()
+  if on_auto.mesh is not None and on_auto.mesh.abstract_mesh == active:
+    scope = on_auto
   with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
 

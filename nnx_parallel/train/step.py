@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
+from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import Compile, Structure, is_placed, logger
@@ -83,6 +86,13 @@ class _Step:
     """
     self._bounds, self._structures = {}, {}
 
+  def _joined(self, batch: Any, more: Sequence[Any]) -> tuple[Any, ...]:
+    """One batch of the arrays that a call gave separately."""
+    losses = self.options.loss_fn
+    several = losses.values() if isinstance(losses, Mapping) else [losses]
+    check_several(several, 1 + len(more))
+    return (batch, *more)
+
   def _done(self, bound: Bound, news: News, batch: Any) -> None:
     """After a call: counts it, and adds a compilation to `compiles`, if there was one."""
     if news is not None:
@@ -124,9 +134,9 @@ class TrainStep(_Step):
       optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
         key has no optimizer is not trained.
       batch: a pytree of global arrays with the examples on dim 0. In a single-process job, host arrays are
-        laid out by the plan of the models, as `shard_batch` does; if the batch size does not divide, each
-        device computes the global batch, and a warning says so.
-      *more: only for an error that shows the right call: a batch of several arrays is one tuple or dict.
+        laid out by the plan of the models, as `shard_batch` does.
+      *more: the rest of a batch of several arrays, for a loss function that takes each as an argument:
+        `step(model, optimizer, x, y)` is `step(model, optimizer, (x, y))`.
 
     Returns:
       Metrics on device, without waiting: `loss`, and the metrics of the loss function, as means over the
@@ -134,9 +144,15 @@ class TrainStep(_Step):
 
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
+      ShardingError: an array of the host that the plan's batch axes cannot split evenly.
     """
-    if batch is _ABSENT or more:
-      raise _wrong_call(batch, more)
+    if batch is _ABSENT:
+      raise TrainError(
+        "a train step needs the model, its optimizer and a batch.",
+        fix="metrics = step(model, optimizer, batch)",
+      )
+    if more:
+      batch = self._joined(batch, more)
     bound = self._bind(model, optimizer)
     batch = bound.placed(batch)
     metrics, news = bound.update(batch)
@@ -246,16 +262,19 @@ class EvalStep(_Step):
     layers: as for a train step.
   """
 
-  def __call__(self, model: Any, batch: Any) -> Metrics:
+  def __call__(self, model: Any, batch: Any, *more: Any) -> Metrics:
     """Evaluates one batch; the module stays unchanged, even if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
       batch: a pytree of global arrays with the examples on dim 0.
+      *more: as for a train step: `evaluate(model, x, y)` is `evaluate(model, (x, y))`.
 
     Returns:
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
+    if more:
+      batch = self._joined(batch, more)
     bound = self._bind(model)
     batch = bound.placed(batch)
     metrics, news = bound.evaluate(batch)
@@ -278,6 +297,7 @@ def train_step(
   reduction: DTypeLike | None = None,
   pairs: bool = False,
   diagnostics: bool = False,
+  **unknown: Never,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -295,7 +315,9 @@ def train_step(
   lost: the error has a note, and each later step raises a `TrainError`. Restore a checkpoint then.
 
   Args:
-    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
+    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. One that requires
+      several arguments after the model, such as `loss_fn(model, x, y)`, gets the elements of a batch that is
+      a tuple or list; so does `loss_fn(model, *batch)`. The loss and each
       metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
       they are divided, so that uneven parts (padding, masks) have the right weight. A count has no gradient,
       even if it is computed from parameters. For several models trained in turn (a GAN), a dict key -> loss
@@ -334,13 +356,14 @@ def train_step(
       count of a plain scalar is the number of examples of the batch.
     diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
       and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer's state holds it.
+    **unknown: names of other libraries, for an error that shows the name here.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
   Raises:
-    TrainError: a number of microbatches, a remat policy or a layout of gradients that does not exist; or a
-      reduction in a dtype that is not floating.
+    TrainError: a number of microbatches, a remat policy, a layout of gradients or an option that does not
+      exist; or a reduction in a dtype that is not floating.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -354,6 +377,8 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
+  if unknown:
+    raise _unknown_option(next(iter(unknown)))
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   options = StepOptions(
     loss_fn,
@@ -421,15 +446,18 @@ def eval_step(
   return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
 
 
-def _wrong_call(batch: Any, more: Sequence[Any]) -> TrainError:
-  if batch is _ABSENT:
-    return TrainError(
-      "a train step needs the model, its optimizer and a batch.",
-      fix="metrics = step(model, optimizer, batch)",
-    )
+_ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}
+"""Parts of the names that options have in other libraries."""
+
+
+def _unknown_option(name: str) -> TrainError:
+  options = [one for one in inspect.signature(train_step).parameters if one not in ("loss_fn", "unknown")]
+  near = [there for part, there in _ELSEWHERE.items() if part in name]
+  near += difflib.get_close_matches(name, options, n=1)
   return TrainError(
-    f"a train step takes one batch, but got {1 + len(more)} arguments after the optimizer.",
-    fix="step(model, optimizer, (x, y)), with loss_fn(model, batch) that unpacks x, y = batch",
+    f"train_step has no option {name}.",
+    details=f"options: {', '.join(options)}",
+    fix=f"did you mean {near[0]}=? help(nxp.train_step) explains each." if near else "one of these.",
   )
 
 

@@ -14,15 +14,18 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.text import few, number_pattern
+from nnx_parallel.core.text import few, number_pattern, with_article
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.axes import places_of_losses
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
 from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.verify.subject import Subject, inner, power_of_two
@@ -93,18 +96,27 @@ def check_gradients(
     >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
     True
   """
+  if not all(isinstance(item, nnx.Pytree) for item in objects_in(model)):
+    raise TrainError(
+      f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
+      fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
+    )
   return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
 def coarsest_dtype(model: Any, batch: Any, loss_fn: LossFn, wrt: Any = nnx.Param) -> str:
   """The coarsest floating dtype in which a loss computes, by name: it sets the rounding of the gradients."""
-  return coarsest(subject_of(model, batch, loss_fn, wrt).trace, jax.default_backend())
+  subject = subject_of(model, batch, loss_fn, wrt)
+  with subject.places.active():
+    return coarsest(subject.trace, jax.default_backend())
 
 
 def subject_of(model: Any, batch: Any, loss_fn: LossFn, wrt: Any) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding = Binding({"model": model})
-  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, Layout(binding.mesh, {}))
+  places = places_of_losses(binding, [loss_fn], batch)
+  layout, batch = Layout(places.mesh, {}), places.placed(batch)
+  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, layout, places)
 
 
 class Looks:
@@ -287,7 +299,13 @@ class Looks:
     return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
 
 
-def checked(
+def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
+  """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
+  with subject.places.active():
+    return _checked(subject, *args, **options)
+
+
+def _checked(
   subject: Subject,
   seed: int = 0,
   directions: int | None = None,
@@ -295,7 +313,6 @@ def checked(
   by_group: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
-  """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
@@ -314,7 +331,7 @@ def checked(
     notes += more
   if looks.too_large and looks.too_large != why:
     not_checked.append(looks.too_large)
-  mesh = subject.binding.mesh
+  mesh = subject.places.mesh
   return GradientCheck(
     comparisons=tuple(found),
     losses=losses,
@@ -411,9 +428,9 @@ def _remedies(
 
 def _known(subject: Subject) -> list[Fault]:
   """The known faults of XLA that this layout may meet."""
-  mesh: Any = subject.binding.mesh
+  mesh: Any = subject.places.mesh
   model = subject.binding.template.build(subject.arrays)[0]
-  scope = scope_of(subject.binding.variables)
+  scope = subject.places.scope
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   leaves = [
     LeafPlan(

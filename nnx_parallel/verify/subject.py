@@ -16,7 +16,8 @@ from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import pinned
-from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
+from nnx_parallel.layout.constrain import default_scope, mapped_axes
+from nnx_parallel.train.axes import Places
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, loss_of, slope_of
 from nnx_parallel.train.hold import RELAXED, is_refused
@@ -58,9 +59,10 @@ class Subject:
     options: the options of the step.
     loss_fn: the loss.
     binding: the live objects: a model, and its optimizer if there is one.
-    batch: one placed batch.
+    batch: one batch, in the layout of the programs.
     wrt: the filter of the trained Variables, by the key of their model.
     layout: the layout of the gradients.
+    places: the places of the arrays in the programs.
     mend: `(program, shardings of its arrays, 1, relaxed) -> program`: the step's rewriting before
       compilation.
     relaid: other layouts to try, by position among the trained arrays.
@@ -72,6 +74,7 @@ class Subject:
   batch: Any
   wrt: Mapping[Any, Any]
   layout: Layout
+  places: Places
   mend: Callable[..., Any] = lambda program, *_: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
@@ -81,14 +84,18 @@ class Subject:
 
     They are not kept here: a step copies an array with another holder instead of donating it.
     """
-    arrays = self.binding.with_raw(self.binding.read())
+    arrays = self._placed
     for n, where in self.relaid.items():
       arrays[self.positions[n]] = jax.device_put(arrays[self.positions[n]], where)
     return arrays
 
   @property
+  def _placed(self) -> list[Any]:
+    return self.places.placed(self.binding.with_raw(self.binding.read()))
+
+  @property
   def _abstract(self) -> list[Any]:
-    return [_abstract(x) for x in self.binding.with_raw(self.binding.read())]
+    return [_abstract(x) for x in self._placed]
 
   @functools.cached_property
   def positions(self) -> list[int]:
@@ -104,7 +111,7 @@ class Subject:
   def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
     """Dotted path, layout and abstract value of each trained array."""
     loss, _ = self._pieces(self._abstract)
-    own = self.binding.shardings
+    own = self.places.shardings
     return [
       (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
       for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
@@ -131,7 +138,7 @@ class Subject:
 
   def _reverse(self, change: Callable[[Any], Any]) -> Any:
     def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
-      with default_scope(scope_of(self.binding.variables)):
+      with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         loss = loss._replace(objective=change(loss.objective))
         relaid = {loss.paths[n]: where for n, where in self.relaid.items()}
@@ -149,10 +156,10 @@ class Subject:
     return self._compiled(reverse)
 
   def _compiled(self, program: Callable[..., Any]) -> Any:
-    shardings = [*self.binding.shardings]
+    shardings = [*self.places.shardings]
     for n, where in self.relaid.items():
       shardings[self.positions[n]] = where
-    mesh: Any = self.binding.mesh
+    mesh: Any = self.places.mesh
     # Numbers that each process of a job can read.
     placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
     runs = dict.fromkeys(self.mend(program, shardings, 1, relaxed) for relaxed in RELAXED)
@@ -163,7 +170,7 @@ class Subject:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
 
     def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
-      with default_scope(scope_of(self.binding.variables)):
+      with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
         plain = loss._replace(objective=self._plain(loss.objective))
@@ -177,7 +184,7 @@ class Subject:
     """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
 
     def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
-      with default_scope(scope_of(self.binding.variables)):
+      with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
         value = loss_of(loss._replace(train=train), batch, self.options.turns)
@@ -219,7 +226,7 @@ class Subject:
 
   def _manual(self, local: Callable[..., Any], whole: bool) -> Any:
     """Means over the examples, from the sums of `local(loss, batch, ...)` per device; arrays are global."""
-    mesh: Any = self.binding.mesh
+    mesh: Any = self.places.mesh
     axes = tuple(mesh.axis_names)
     specs = [_spec(x) for x in self.arrays]
     split = PartitionSpec() if whole else PartitionSpec(axes)
@@ -231,7 +238,7 @@ class Subject:
 
     def manual(arrays: list[Any], batch: Any, *rest: Any) -> Any:
       parts = jax.tree.map(lambda x: split if jnp.ndim(x) else PartitionSpec(), batch)
-      with default_scope(scope_of(self.binding.variables)):
+      with default_scope(self.places.scope):
         return jax.shard_map(
           summed,
           mesh=mesh,
@@ -245,17 +252,17 @@ class Subject:
   @property
   def on_one_device(self) -> bool:
     """Whether nothing is partitioned."""
-    mesh = self.binding.mesh
+    mesh = self.places.mesh
     return mesh is None or mesh.size == 1
 
   @functools.cached_property
   def together(self) -> str:
     """Why the devices cannot compute the loss of their own examples; empty if they can."""
-    mesh: Any = self.binding.mesh
+    mesh: Any = self.places.mesh
     if self.on_one_device:
       return "there is one device"
     if AxisType.Explicit in mesh.axis_types:
-      return "the mesh has Explicit axes"
+      return "the model states shardings on Explicit axes"
     if self.options.layers.pipeline is not None:
       return "each computes some of the layers, as a stage of a pipeline"
     shapes = {jnp.shape(x) for x in jax.tree.leaves(self.batch) if jnp.ndim(x)}
@@ -266,7 +273,7 @@ class Subject:
 
     axes = tuple(mesh.axis_names)
     part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
-    with default_scope(scope_of(self.binding.variables)), mapped_axes(axes):
+    with default_scope(self.places.scope), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
       try:
         found = loss.inspect(part)
@@ -286,7 +293,7 @@ class Subject:
   @functools.cached_property
   def trace(self) -> Any:
     """The trace of the loss of one part of the batch."""
-    with default_scope(scope_of(self.binding.variables)):
+    with default_scope(self.places.scope):
       batch = jax.tree.map(_abstract, self.batch)
 
       def run(arrays: list[Any], batch: Any) -> Any:

@@ -15,9 +15,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
+from nnx_parallel import cli
 from nnx_parallel.checkpoint import array_io, restore, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import nnx_parallel as nxp
+from nnx_parallel.cli.command import main
 from nnx_parallel.cli.launch import command_of
-from nnx_parallel.cli.main import main
 from nnx_parallel.hosts.launch import NOISE, Job, describe, free_port, launch, worker_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,14 +184,19 @@ def test_a_bar_that_is_redrawn_is_shown_and_a_line_without_an_end_is_cut():
   assert max(map(len, lines)) < 150_000
 
 
-def test_complaints_about_a_killed_process_come_behind_its_name():
-  body = """
+def test_complaints_about_a_killed_process_come_behind_its_name(tmp_path):
+  body = f"""
+    gate = {str(tmp_path / "works")!r}
+    def complain(*_):
+      print("Traceback (most recent call last):", "gloo: connection closed by peer", sep=chr(10), flush=True)
+      os._exit(1)
     if rank == 1:
-      time.sleep(0.5)
+      while not os.path.exists(gate):
+        time.sleep(0.02)
       os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, complain)
     print("works", flush=True)
-    time.sleep(0.4)
-    print("Traceback (most recent call last):", "gloo: connection closed by peer", sep=chr(10), flush=True)
+    open(gate, "w").close()
     time.sleep(60)
   """
   code, lines = launched(body)

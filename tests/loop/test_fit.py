@@ -545,3 +545,13 @@ def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(c
   jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
   with pytest.raises(nxp.errors.TrainError, match="cannot check the gradients of a function"):
     nxp.fit(lambda *_: {}, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
+
+
+@pytest.mark.parametrize(
+  "step", [lambda model, batch: 0.0, nnx.Linear(2, 2, rngs=nnx.Rngs(0))], ids=["loss", "model"]
+)
+def test_what_is_no_step_is_an_error_with_the_call(step):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"fit needs a step [\s\S]*fit\(nxp.train_step\(loss_fn\), model"
+  ):
+    nxp.fit(step, None, None, [])

@@ -186,3 +186,10 @@ def test_goodput_is_the_part_of_the_wall_time_spent_on_steps(monkeypatch):
   now[0] = 9.0
   assert goodput.seconds() == {"compile": 3.0, "step": 5.0, "other": 1.0}
   assert nxp.loop.FitResult(1, {}, [], "steps", goodput.seconds()).goodput == 5 / 9
+
+
+def test_a_loss_in_place_of_a_step_is_an_error_with_the_call():
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"returned a float[\s\S]*nxp.eval_step\(loss_fn, pairs=True\)"
+  ):
+    nxp.evaluate(lambda model, batch: 1.0, None, [np.ones(8)])

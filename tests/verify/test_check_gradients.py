@@ -159,7 +159,9 @@ def test_wrong_reverse_rule_is_found_in_what_lies_before_it(wrap: Any, change: A
   assert found.wrong == ("norm.scale", "up.kernel")
   last = next(look for look in found.comparisons if look.leaves == ("up.kernel",))
   assert ("the layout is not at fault" in str(found)) == (change is not without_sum)
-  assert ("(identity) is not the derivative" in str(found)) == (wrap is with_own_rule and change is not without_sum)
+  assert ("(identity) is not the derivative" in str(found)) == (
+    wrap is with_own_rule and change is not without_sum
+  )
   assert factor is None or last.factor == pytest.approx(factor, abs=1e-4)
   assert factor != 0 or "the gradient is 0, and the derivative is not" in last.why
 
@@ -406,7 +408,17 @@ def test_padded_and_tied_leaves_and_explicit_axes():
   with jax.set_mesh(mesh):
     found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
   assert found
-  assert "the mesh has Explicit axes" in str(found)
+  assert "by each device on its own" in str(found)
+
+
+def test_shardings_that_a_loss_states_on_explicit_axes():
+  mesh = nxp.make_mesh(data=8, explicit=True)
+  plan = nxp.plan(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh, nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
+  found = nxp.check_gradients(model, x, lambda model, x: loss_fn(model, jax.reshard(x, jax.P("data"))))
+  assert found
+  assert "the model states shardings on Explicit axes" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -534,3 +546,13 @@ def test_a_loss_with_a_shard_map_over_the_batch_is_checked_without_the_devices_o
   found = check(lambda: Block(None, split), shape=(8, 16))
   assert found
   assert "the loss takes all examples only: shard_map applied to the function 'sin'" in str(found)
+
+
+def test_arguments_in_another_order_are_an_error_with_the_call():
+  loss = lambda model, x: model(x).sum()
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"live models, and got a function[\s\S]*\(model, batch, loss_fn\)"
+  ):
+    nxp.check_gradients(loss, jnp.ones((8, 8)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from an ArrayImpl"):
+    nxp.check_gradients(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), loss, jnp.ones((8, 8)))

@@ -206,7 +206,7 @@ class SearchResult(Paged):
 
 def search(
   init: Callable[[], nnx.Module],
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   topology: str,
   *,
   batch: Any,
@@ -391,7 +391,7 @@ def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
 class _Task:
   """The parts of a search that do not depend on the mesh; its traces do not depend on axis sizes."""
 
-  loss: Callable[[Any, Any], Any]
+  loss: Callable[..., Any]
   machine: Machine
   batch: Any
   remats: tuple[RematName | Remat, ...]
@@ -476,7 +476,7 @@ class _Task:
 
 def compile_candidate(
   candidate: Candidate,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   topology: str,
   machine: Machine,
