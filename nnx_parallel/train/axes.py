@@ -1,8 +1,8 @@
 """The axes that a program computes on: Auto axes, unless its model states shardings that they refuse.
 
-On Explicit axes the sharding of an array is part of its type, and each operation must know the sharding
-of its result. Layers of flax, and most models, do not state it. So a program takes its arrays off the Explicit axes,
-computes on the same devices with Auto axes, and gives its results their types again.
+On Explicit axes the sharding of an array is part of its type, and each operation must know the sharding of
+its result. Layers of flax, and most models, do not state it. So a program takes its arrays off the Explicit
+axes, computes on the same devices with Auto axes, and gives its results their types again.
 """
 
 from __future__ import annotations
