@@ -40,7 +40,7 @@ def make_mesh(
     explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
       that factor of the axis crosses the data-center network, the rest stays inside a slice.
-    **sizes: axis name -> size in devices; one may be `-1`: what the others leave.
+    **sizes: axis name -> size in devices; one size may be `-1`: the remaining devices.
 
   Returns:
     A `jax.sharding.Mesh` over exactly `devices`.
@@ -93,7 +93,7 @@ def abstract_mesh(
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-  """Whether some axes are Explicit, and the others Auto; a `MeshError` for Manual axes."""
+  """Whether some axes are Explicit; all remaining axes must be Auto. A `MeshError` for Manual axes."""
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
       f"{mesh!r:.80} is not a mesh.",
@@ -110,7 +110,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
 
 
 def auto_mesh(mesh: M) -> M:
-  """The same mesh with Auto axes, where the compiler chooses what the types of Explicit ones would say."""
+  """The same mesh with Auto axes: the compiler chooses the shardings instead of the types."""
   if not is_explicit(mesh):
     return mesh
   kinds = (AxisType.Auto,) * len(mesh.axis_names)
@@ -189,7 +189,7 @@ def _merged(
     raise MeshError(
       f"mesh axis {twice[0]!r} is given twice.",
       details=f"axes={dict(axes or {})}, and {dict(sizes)}",
-      fix=f"leave {twice[0]!r} out of one of them.",
+      fix=f"give {twice[0]!r} only once.",
     )
   shape: dict[str, Any] = {**(axes or {}), **sizes}
   if not shape:
@@ -222,7 +222,7 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
   unknown = [name for name, size in shape.items() if size == -1]
   if len(unknown) > 1:
     raise MeshError(
-      f"only one mesh axis can be -1, and {', '.join(unknown)} are.",
+      f"only one mesh axis can be -1, but {', '.join(unknown)} are.",
       details=f"axes {shape}",
       fix=f"give a size to {unknown[0]!r} or {unknown[1]!r}.",
     )
@@ -282,7 +282,7 @@ def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) 
       details=f"axes {shape}, {len(devices)} devices",
       fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
     )
-  # `jax.make_mesh` splits physical axes on one kind of chip only, and refuses several slices.
+  # `jax.make_mesh` splits physical axes on one kind of chip only, and rejects several slices.
   return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 

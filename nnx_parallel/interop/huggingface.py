@@ -1,6 +1,6 @@
 """Weight maps for models of Hugging Face: tables by family, found from `config.json`.
 
-The tables are data: `huggingface.toml`. Their paths are those of `nnx_parallel.interop.families`.
+The tables are data: `huggingface.toml`. Their paths are the paths of `nnx_parallel.interop.families`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _matching(file: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _tied(table: Mapping[str, Any], config: ConfigJson, arrays: Mapping[str, Tensor]) -> dict[str, bool]:
-  """Whether stored arrays that the model ties to others equal them, by name."""
+  """Whether stored arrays that the model ties to other arrays equal them, by name."""
   found: dict[str, bool] = {}
   for name, other in table.get("tied", ()):
     other = _renamed(table, arrays, other)
@@ -127,10 +127,10 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-  """What `config.json` holds.
+  """The contents of `config.json`.
 
   Raises:
-    CheckpointError: there is none, or it cannot be read.
+    CheckpointError: the file is missing, or cannot be read.
   """
   try:
     found = json.loads((folder / CONFIG).read_text())
@@ -154,7 +154,7 @@ def _table(config: ConfigJson, folder: Path) -> dict[str, Any]:
   raise CheckpointError(
     f"{folder} is of the family {family!r}, which has no table here.",
     details=f"families with a table: {', '.join(known)}",
-    fix="write WeightMap(Rule(...), ...) for it, or have one guessed (match_by_shape, --match).",
+    fix="write WeightMap(Rule(...), ...) for it, or let one be guessed (match_by_shape, --match).",
   )
 
 

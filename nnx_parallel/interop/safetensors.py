@@ -78,9 +78,9 @@ class Tensor:
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
-    """Writes a part of the array, one run of consecutive bytes after the other.
+    """Writes a part of the array, one run of consecutive bytes after another.
 
-    A memory map would write whole pages, and overwrite what other processes write to the same file.
+    A memory map would write full pages, and overwrite the bytes of other processes in the same file.
     """
     if not values.size:
       return
@@ -145,7 +145,7 @@ def import_safetensors(
 
   Args:
     path: see `read_tensors`.
-    plan: the layout; when it has an optimizer, a fresh one is made.
+    plan: the layout; if it has an optimizer, a new optimizer is made.
     weight_map: how arrays of the file become leaves; None: names are paths.
     skip: patterns of paths that the files do not have; these leaves are initialised.
 
@@ -207,7 +207,7 @@ def export_safetensors(
 
   @contextlib.contextmanager
   def together() -> Generator[None]:
-    """A block of the export; an error on one process ends it on all."""
+    """A block of the export; an error on one process ends it on all processes."""
     with multihost.together(), storage.friendly_errors(f"export to {final.name}", final.parent):
       yield
 
@@ -263,7 +263,7 @@ def _require_new(final: Path) -> None:
 def _to_write(
   groups: Iterable[Group], leaves: Mapping[str, _Leaf]
 ) -> tuple[list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
-  """The groups, tied ones together, and the arrays of the file."""
+  """The groups, with tied leaves in one group, and the arrays of the file."""
   families: dict[tuple[str, ...], list[Group]] = {}
   specs: dict[str, jax.ShapeDtypeStruct] = {}
   for found in groups:
@@ -343,7 +343,7 @@ def _file_names(index: Path) -> dict[str, str]:
     names = json.loads(index.read_text())["weight_map"]
     for tensor, file in names.items():
       if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or os.sep in file:
-        raise ValueError(f"{tensor} is not in a file beside it, but in {file!r}")
+        raise ValueError(f"{tensor} is not in a file of the same folder, but in {file!r}")
     return names
   except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
     raise CheckpointError(

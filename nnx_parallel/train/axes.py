@@ -1,8 +1,8 @@
-"""Which axes a program computes on: Auto ones, unless its model states shardings that Auto ones refuse.
+"""The axes that a program computes on: Auto axes, unless its model states shardings that they refuse.
 
-On Explicit axes the sharding of an array is part of its type, and each operation must know that of its
-result. Layers of flax, and most models, do not say it. So a program takes its arrays off the Explicit axes,
-computes on the same devices with Auto axes, and gives its results their types again.
+On Explicit axes the sharding of an array is part of its type, and each operation must know the sharding of
+its result. Layers of flax, and most models, do not state it. So a program takes its arrays off the Explicit
+axes, computes on the same devices with Auto axes, and gives its results their types again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from nnx_parallel.train.losses import terms
 from nnx_parallel.train.options import LossFn
 
 _REFUSED = "Auto"
-"""What jax's errors name where a sharding that only Explicit axes take is stated on Auto axes."""
+"""A word of jax's errors for a sharding on Auto axes that only Explicit axes accept."""
 
 
 class Places(NamedTuple):
   """The layout of arrays as a program sees them.
 
   Attributes:
-    mesh: of all arrays; None on one device.
-    shardings: of each array, if it has one.
-    scope: of the plan, if there is one.
-    note: which axes the program computes on, and why; empty on a mesh without Explicit axes.
+    mesh: the mesh of all arrays; None on one device.
+    shardings: the sharding of each array, if it has one.
+    scope: the scope of the plan, if there is one.
+    note: the axes that the program computes on, and why; empty on a mesh without Explicit axes.
   """
 
   mesh: Any
@@ -50,7 +50,7 @@ class Places(NamedTuple):
     return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
 
   def active(self) -> contextlib.AbstractContextManager[Any]:
-    """Makes the mesh of the program the active one, if another one is."""
+    """Makes the mesh of the program active, if another mesh is active."""
     nothing = self.mesh is None or jax.sharding.get_abstract_mesh().empty
     return contextlib.nullcontext() if nothing else jax.set_mesh(self.mesh)
 
@@ -89,7 +89,7 @@ def places_outside(binding: Binding) -> Places:
 def places_inside(outside: Places, run: Callable[..., Any], *args: Any) -> Places:
   """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
 
-  Errors of any other kind are those of the program too, which explains them.
+  The program raises all other errors too, and explains them.
   """
   inside = outside.on_auto_axes()
   if inside is outside:
@@ -112,7 +112,7 @@ def run_in(places: Places, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stating(outside: Places, error: BaseException) -> Places | None:
-  """The places of a program that states shardings; None if that is not what its trace on Auto axes raised."""
+  """The places of a program that states shardings; None if its trace on Auto axes raised another error."""
   if not _is_stated(error):
     return None
   said = str(error).split("\n")[0].split(" This error occurs at")[0]

@@ -328,7 +328,7 @@ WRONG = {
   ),
   "module": (lambda: nxp.generator(1)(nnx.state(Counting()), ONES), "not a live module"),
   "nothing new": (lambda: nxp.generator(0), "max_new_tokens=0"),
-  "side": (lambda: nxp.generator(1, padding="both"), "is no side"),
+  "side": (lambda: nxp.generator(1, padding="both"), "is not a side"),
   "cache": (lambda: nxp.generator(1, cache=ring), "no call= takes it"),
   "temperature": (lambda: nxp.Sampling(temperature=-1.0), "temperature=-1.0 is out of range"),
   "filter": (lambda: nxp.Sampling(top_k=3), "need a temperature"),

@@ -47,7 +47,7 @@ def to_json(plan: PlanTable) -> str:
 
 
 def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
-  """Reads what `to_json` wrote; see `Plan.from_json`. Returns the fields of a plan."""
+  """Reads the text of `to_json`; see `Plan.from_json`. Returns the fields of a plan."""
   try:
     data = json.loads(text)
   except json.JSONDecodeError as error:
