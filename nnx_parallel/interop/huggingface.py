@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,8 +55,33 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
   """
   folder = Path(folder)
   config = read_config(folder)
-  table = _table(config, folder)
-  arrays = _arrays(folder)
+  return _weight_map(_table(config, folder), config, _arrays(folder))
+
+
+def module_names(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[dict[str, str]]:
+  """The names of modules in transformers by the path of their kernel here.
+
+  Args:
+    folder: holds `config.json`.
+    paths: of the kernels of a module of that family.
+
+  Returns:
+    The names below the class with the head, and those that older files and the class without a head have.
+
+  Raises:
+    CheckpointError: no `config.json`, or a family without a table.
+  """
+  config = read_config(Path(folder))
+  table = _table(config, Path(folder))
+  found = _weight_map(table, config, {}).names_of(paths)
+  now = {path: name.removesuffix(".weight") for path, name in found.items()}
+  before = dict(now)
+  for new, old in table.get("older", ()):
+    before = {path: name.replace(new, old) for path, name in before.items()}
+  return [now, before]
+
+
+def _weight_map(table: Mapping[str, Any], config: Mapping[str, Any], arrays: dict[str, Tensor]) -> WeightMap:
   default = np.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
   rules: list[Rule] = []
   for name, model, *pattern in table["rules"]:

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -201,6 +202,24 @@ def export_safetensors(
     >>> export_safetensors(folder, nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
     ['bias', 'kernel']
   """
+  return write_folder(path, model, weight_map, skip=skip, file_bytes=file_bytes)
+
+
+def write_folder(
+  path: str | os.PathLike[str],
+  model: object,
+  weight_map: WeightMap | None = None,
+  *,
+  skip: Iterable[str] = (),
+  file_bytes: int = 5 << 30,
+  single: str = SINGLE,
+  beside: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+  """`export_safetensors`, with the name of a single file, and texts to write beside it by file name.
+
+  Raises:
+    CheckpointError: as `export_safetensors`.
+  """
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")
   is_first = jax.process_index() == 0
@@ -226,7 +245,9 @@ def export_safetensors(
         for left in temporary.iterdir():
           if left.name != storage.LOCK:
             left.unlink()
-        _lay_out(temporary, specs, file_bytes)
+        _lay_out(temporary, specs, file_bytes, single)
+        for name, text in beside.items():
+          (temporary / name).write_text(text)
     with together():
       tensors = read_tensors(temporary)
     for first, *tied in families:
@@ -417,13 +438,13 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
   return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
 
 
-def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
+def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int, single: str) -> None:
   """Creates the files with their headers and full sizes, and the index."""
   total = _nbytes(specs)
   storage.require_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
   groups = [*_cut_into_files(specs, file_bytes)]
   names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-  names = names if len(groups) > 1 else [SINGLE]
+  names = names if len(groups) > 1 else [single]
   for name, group in zip(names, groups, strict=True):
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

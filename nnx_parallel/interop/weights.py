@@ -394,6 +394,10 @@ class WeightMap:
         )
     return groups
 
+  def names_of(self, paths: Iterable[str]) -> dict[str, str]:
+    """The name in the file of each of these paths that has a rule, by path."""
+    return {path: group.file for group in self._groups(paths)[0] for path in group.layers.values()}
+
   def through(self, target: Target) -> Target:
     """The target of a restore whose saved leaves have the names and forms of the file.
 

@@ -7,13 +7,14 @@ dims.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
 from nnx_parallel.core.mesh import AnyMesh
+from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.decoder import Config, Decoder
 from nnx_parallel.interop.families.encoder import Bert, ViT
@@ -83,6 +84,7 @@ def load_huggingface(
   param_dtype: str = "float32",
   skip: Sequence[str] = (),
   ignore: Sequence[str] = (),
+  edit: Callable[[Any], Any] | None = None,
   **options: Any,
 ) -> Any:
   """Loads a model of Hugging Face into its shards: its module, plan, weight map and weights in one call.
@@ -94,6 +96,8 @@ def load_huggingface(
     param_dtype: the dtype of all parameters; the import casts to it.
     skip: patterns of paths that the files do not have; these leaves are initialised.
     ignore: keys of `config.json` that have no effect, although they are not known here.
+    edit: called on the module before it is planned: `lambda model: add_lora(model, ...)`. Adapters are
+      initialised, and not read.
     **options: options of `nxp.plan`; `optimizer=` makes an optimizer too.
 
   Returns:
@@ -111,7 +115,13 @@ def load_huggingface(
   """
 
   def init() -> nnx.Module:
-    return from_config(folder, nnx.Rngs(0), param_dtype=param_dtype, ignore=ignore)
+    model = from_config(folder, nnx.Rngs(0), param_dtype=param_dtype, ignore=ignore)
+    if edit is not None:
+      edit(model)
+    return model
 
   plan = make_plan(init, mesh, rules, **options)
-  return import_safetensors(folder, plan, weight_map_of(folder), skip=skip)
+  added = [
+    path_str(path) for path, x in variables(plan.abstract_model).items() if isinstance(x, nnx.LoRAParam)
+  ]
+  return import_safetensors(folder, plan, weight_map_of(folder), skip=[*skip, *added])
