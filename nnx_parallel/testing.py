@@ -95,7 +95,7 @@ class Training:
 
 def run_training(
   plan: nxp.Plan,
-  loss_fn: Callable[[Any, Any], Any],
+  loss_fn: Callable[..., Any],
   batches: Iterable[Any],
   *,
   start: tuple[nnx.Module, nnx.Optimizer[Any]] | None = None,
@@ -116,6 +116,16 @@ def run_training(
 
   Raises:
     PlanError: the plan has no optimizer.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1), optimizer=optax.sgd(0.1))
+    >>> batches = [np.ones((8, 8), "float32")] * 2
+    >>> run = nxp.testing.run_training(plan, lambda model, x: (model(x) ** 2).mean(), batches)
+    >>> len(run.losses), sorted(run.norms)
+    (2, ['bias', 'kernel'])
   """
   if plan.tx is None:
     raise nxp.errors.PlanError(
@@ -149,7 +159,7 @@ def run_training(
 
 
 def assert_same_training(
-  loss_fn: Callable[[Any, Any], Any],
+  loss_fn: Callable[..., Any],
   plans: Mapping[str, nxp.Plan],
   batches: Iterable[Any],
   *,

@@ -77,7 +77,7 @@ class Options:
     if pipeline is None:
       if self.layer_options.pattern is not None:
         raise DecodeError(
-          f"layers={self.layer_options.pattern!r} names those of a pipeline.", fix='pipeline="stage"'
+          f"layers={self.layer_options.pattern!r} names the stages of a pipeline.", fix='pipeline="stage"'
         )
       return
     if beams or self.slots is not None:

@@ -232,14 +232,14 @@ class LayersUsed:
 
 
 def with_layers(
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   *,
   remat: Policy = None,
   scan_layers: ScanLayers = "auto",
   layers: str | None = None,
   attention: Attention = None,
   loss_chunks: int | None = None,
-) -> Callable[[Any, Any], Any]:
+) -> Callable[..., Any]:
   """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
 
   `train_step(loss, remat=..., scan_layers=...)` does this by itself; this is for a step of your own.
@@ -288,26 +288,25 @@ def with_layers(
   return _on_copies(loss, options, options)
 
 
-def with_marks(loss: Callable[[Any, Any], Any], layers: str | None = None) -> Callable[[Any, Any], Any]:
+def with_marks(loss: Callable[..., Any], layers: str | None = None) -> Callable[..., Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
   return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _on_copies(
-  loss: Callable[[Any, Any], Any], marks: LayerOptions, does: LayerOptions
-) -> Callable[[Any, Any], Any]:
+def _on_copies(loss: Callable[..., Any], marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
   """The same loss, called on a copy of the model whose state is written back."""
 
-  def changed(model: Any, batch: Any) -> Any:
+  @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
+  def changed(model: Any, *batch: Any) -> Any:
     graphdef, state = nnx.split(model)
 
-    def pure(state: Any, batch: Any) -> Any:
+    def pure(state: Any, *batch: Any) -> Any:
       module = nnx.merge(graphdef, state)
       with marks.marking(module):
-        result = loss(module, batch)
+        result = loss(module, *batch)
       return result, nnx.state(module, nnx.Variable)
 
-    result, after = with_options(pure, does)(state, batch)
+    result, after = with_options(pure, does)(state, *batch)
     nnx.update(model, after)
     return result
 

@@ -287,7 +287,7 @@ def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
 def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
   if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
     raise MeshError(
-      "constrain found two meshes: the one in scope is not the one that is active.",
+      "constrain found two meshes: the mesh in scope is not the active mesh.",
       details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
       fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
     )

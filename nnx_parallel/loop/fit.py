@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -37,6 +38,7 @@ from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.estimate.propagate import Propagation
 from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.binding import Binding
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 
@@ -210,6 +212,7 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  _check_step(step)
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
@@ -442,6 +445,23 @@ def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
   return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
 
 
+def _check_step(step: Any) -> None:
+  try:
+    if not isinstance(step, nnx.Pytree):
+      inspect.signature(step).bind(None, None, None)
+      return
+    problem = "it is a module or an optimizer"
+  except TypeError as error:
+    problem = str(error)
+  except ValueError:  # no Python function
+    return
+  raise TrainError(
+    f"fit needs a step that it can call with (model, optimizer, batch), and got a {type(step).__name__}.",
+    details=problem,
+    fix="fit(nxp.train_step(loss_fn), model, optimizer, batches)",
+  )
+
+
 def _rows(batch: Any) -> int:
   """The examples of a batch; 0 where no array has a dim for them."""
   return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
@@ -481,7 +501,7 @@ def _flops(step: Any, model: Any, batch: Any) -> float:
 
   def forward(arrays: list[Any], batch: Any) -> list[jax.Array]:
     several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [loss(binding.template.build(arrays)[0], batch) for loss in several]
+    found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
     return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
   seen = Propagation()

@@ -94,7 +94,7 @@ def task(
   mesh: AnyMesh | None = None,
   rules: Any = None,
   *,
-  loss: Callable[[Any, Any], Any] | None = None,
+  loss: Callable[..., Any] | None = None,
   optimizer: Any = None,
   batch: Any = None,
   generate: Generator | None = None,

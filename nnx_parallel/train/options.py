@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from flax import nnx
 
+from nnx_parallel.core.text import with_article
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[..., Any]
+"""`(model, batch)`, or `(model, x, y)` for a batch that is a tuple; see `takes_several`."""
 Gradients = Literal["like_parameters", "scattered"]
 
 
@@ -30,7 +33,8 @@ class StepOptions:
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
 
   Raises:
-    TrainError: an invalid number of microbatches, or an unknown gradient layout or reduction dtype.
+    TrainError: what is no loss function, an invalid number of microbatches, or an unknown gradient layout or
+      reduction dtype.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -43,6 +47,13 @@ class StepOptions:
   diagnostics: bool = False
 
   def __post_init__(self) -> None:
+    several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
+    for loss_fn in several:
+      if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
+        raise TrainError(
+          f"a step is made from a loss function, and not from {with_article(type(loss_fn).__name__)}.",
+          fix="step = nxp.train_step(loss_fn), then step(model, optimizer, batch).",
+        )
     if self.microbatches < 1:
       raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
     if self.gradients not in (None, "like_parameters", "scattered"):

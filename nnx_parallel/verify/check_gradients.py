@@ -14,7 +14,9 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.text import few, number_pattern
+from nnx_parallel.core.text import few, number_pattern, with_article
+from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
@@ -23,6 +25,7 @@ from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
 from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.verify.subject import Subject, inner, power_of_two
@@ -93,6 +96,11 @@ def check_gradients(
     >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
     True
   """
+  if not all(isinstance(item, nnx.Pytree) for item in objects_in(model)):
+    raise TrainError(
+      f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
+      fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
+    )
   return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
@@ -248,7 +256,7 @@ class Looks:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       first = str(error).split("\n")[0]
-      self.too_large = f"on each device by itself, whole arrays do not fit: {first}"
+      self.too_large = f"on each device by itself, global arrays do not fit: {first}"
       return None
 
   def _slope(self, seed: np.uint32, factors: np.ndarray[Any, Any], by_device: bool) -> tuple[float, float]:
@@ -384,7 +392,7 @@ def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str
   """What a table does not say."""
   notes: list[str] = []
   if by_device and first:
-    notes.append("forward mode is wrong on this layout; the gradients are those of each device on its own")
+    notes.append("forward mode is wrong on this layout; each gradient is computed on each device on its own")
   words = [name for name, rounds in looks.subject.rules.items() if rounds]
   if words and not looks.cannot:
     notes.append(f"{few(words)}: rounds, so that its reverse rule is taken at its word")

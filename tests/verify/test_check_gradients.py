@@ -543,3 +543,13 @@ def test_a_loss_with_a_shard_map_over_the_batch_is_checked_without_the_devices_o
   found = check(lambda: Block(None, split), shape=(8, 16))
   assert found
   assert "the loss takes all examples only: shard_map applied to the function 'sin'" in str(found)
+
+
+def test_arguments_in_another_order_are_an_error_with_the_call():
+  loss = lambda model, x: model(x).sum()
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"live models, and got a function[\s\S]*\(model, batch, loss_fn\)"
+  ):
+    nxp.check_gradients(loss, jnp.ones((8, 8)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from an ArrayImpl"):
+    nxp.check_gradients(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), loss, jnp.ones((8, 8)))

@@ -88,7 +88,7 @@ class MemoryPlan(Shown):
 
 def memory_plan(
   plan: Plan,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   *,
   microbatches: int = 1,

@@ -148,7 +148,7 @@ def share_of(time: StepTime, seconds: float) -> str:
 
 def predict_time(
   plan: Plan,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   *,
   chip: Chip | str,

@@ -50,6 +50,7 @@ from nnx_parallel.report.estimate.propagate import (
 )
 from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.gradients import check_divides
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.options import Gradients, is_scattered
 from nnx_parallel.train.update import apply
 
@@ -204,7 +205,7 @@ class StepTrace:
 
 def trace_step(
   plan: Plan,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   *,
   remat: Policy = "as written",
@@ -248,7 +249,7 @@ def trace_step(
 
 def trace_workload(
   plan: Plan,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   *,
   remat: Policy = "as written",
@@ -332,7 +333,7 @@ def workload_of(
   )
 
 
-def finds_layers(plan: Plan, loss: Callable[[Any, Any], Any], batch: Any, layers: str | None = None) -> bool:
+def finds_layers(plan: Plan, loss: Callable[..., Any], batch: Any, layers: str | None = None) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
   return has_layers(jax.make_jaxpr(_flat_loss(plan, with_marks(loss, layers), batch))(*_structs(plan, batch)))
 
@@ -421,7 +422,7 @@ def _structs(plan: Plan, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _flat_loss(
-  plan: Plan, loss: Callable[[Any, Any], Any], batch: Any, options: LayerOptions | None = None
+  plan: Plan, loss: Callable[..., Any], batch: Any, options: LayerOptions | None = None
 ) -> Callable[..., Any]:
   """The loss as a function of flat arrays."""
   graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
@@ -444,7 +445,7 @@ def _flat_loss(
     with nnx.use_eager_sharding(False):
       module = nnx.merge(graphdef, made)
       with contextlib.nullcontext() if options is None else options.marking(module):
-        result = loss(module, jax.tree.unflatten(structure, inputs))
+        result = call_loss(loss, module, jax.tree.unflatten(structure, inputs))
     return result[0] if isinstance(result, tuple) else result
 
   return on_fitting_axes(flat, plan.activation_rules)

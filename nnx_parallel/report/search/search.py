@@ -206,7 +206,7 @@ class SearchResult(Paged):
 
 def search(
   init: Callable[[], nnx.Module],
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   topology: str,
   *,
   batch: Any,
@@ -268,7 +268,7 @@ def search(
   if max_microbatches < 1:
     raise ReportError(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
-      fix="max_microbatches=1 for whole batches only.",
+      fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
@@ -390,7 +390,7 @@ def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
 class _Task:
   """What stays the same from mesh to mesh, with the traces: they do not depend on the sizes of axes."""
 
-  loss: Callable[[Any, Any], Any]
+  loss: Callable[..., Any]
   machine: Machine
   batch: Any
   remats: tuple[RematName | Remat, ...]
@@ -475,7 +475,7 @@ class _Task:
 
 def compile_candidate(
   candidate: Candidate,
-  loss: Callable[[Any, Any], Any],
+  loss: Callable[..., Any],
   batch: Any,
   topology: str,
   machine: Machine,
