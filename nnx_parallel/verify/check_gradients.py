@@ -16,7 +16,6 @@ from flax import nnx
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet

@@ -87,7 +87,7 @@ class Experts(nnx.Module):
   def __call__(self, tokens):
     x = self.embed(tokens)
     weights = {"up": self.up[...], "down": self.down[...]}
-    y, _ = nxp.experts(of_expert, weights, x, nxp.route(self.router(x), 2), capacity=4.0)
+    y, _ = nxp.parallel.experts(of_expert, weights, x, nxp.parallel.route(self.router(x), 2), capacity=4.0)
     return self.head(x + y)
 
 
@@ -250,6 +250,11 @@ def test_a_step_and_its_gradients_are_right_on_explicit_axes():
       assert "by each device on its own" in str(found)
 
 
+def rest_of(batch, steps, samples):
+  """The batches of a run after so many samples."""
+  return [batch] * (steps - samples // len(batch))
+
+
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
 def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
   losses = {}
@@ -258,10 +263,9 @@ def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
     with nxp.Checkpointer(tmp_path / name) as checkpointer:
       for steps in (1, 3):
         model, optimizer = nxp.create_sharded_model(plan)
-        nxp.fit(
-          nxp.train_step(loss), model, optimizer, lambda n: [batch] * (steps - n // 16), steps=steps, plan=plan,
-          checkpointer=checkpointer, save_every=1, resume="latest", peak_flops=1e9,
-        )  # fmt: skip
+        options = {"checkpointer": checkpointer, "save_every": 1, "resume": "latest", "peak_flops": 1e9}
+        source = functools.partial(rest_of, batch, steps)
+        nxp.fit(nxp.train_step(loss), model, optimizer, source, steps=steps, plan=plan, **options)
     losses[name] = float(nxp.eval_step(loss)(model, batch)["loss"])
   assert losses[kind] == pytest.approx(losses["auto"], rel=1e-6)
 
@@ -288,3 +292,20 @@ def test_a_step_is_lowered_on_an_abstract_mesh():
   step = nxp.train_step(next_token, remat="full")
   assert "reshard" not in step.lower(plan, batch=batch).as_text()
   assert "computed on Auto axes" in str(step.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_ones_own(kind):
+  plan, batch, loss = planned("decoder", kind, zero=1)
+  model, optimizer = nxp.create_sharded_model(plan)
+
+  @nnx.jit
+  @nxp.parallel.auto_axes
+  def step(model, optimizer, batch):
+    value, grads = nnx.value_and_grad(loss)(model, batch)
+    optimizer.update(model, grads)
+    return value
+
+  losses = [float(step(model, optimizer, batch)) for _ in range(2)]
+  np.testing.assert_allclose(losses, on_auto_axes("decoder", ()), rtol=1e-6)
+  nxp.check_layout(model, plan, optimizer=optimizer)
