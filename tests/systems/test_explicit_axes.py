@@ -4,181 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.nnx import bridge
-from jax.sharding import AxisType
 
 import nnx_parallel as nxp
-from nnx_parallel.interop.families import from_config
+from benchmarks.explicit import (
+  ALONE,
+  FSDP,
+  KINDS,
+  ON_THEIR_OWN,
+  SHARDED,
+  Decoder,
+  next_token,
+  planned,
+  trained,
+)
 
-REFERENCES = Path(__file__).parents[1] / "interop" / "references"
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = {"auto": (AUTO, AUTO), "explicit": (EXPLICIT, EXPLICIT), "mixed": (EXPLICIT, AUTO)}
 ON_EXPLICIT = ["explicit", "mixed"]
-VOCAB, WIDTH = 32, 16
-
-
-class Block(nnx.Module):
-  def __init__(self, rngs):
-    self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
-    self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-    self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-  def __call__(self, x):
-    x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-    return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Decoder(nnx.Module):
-  """A decoder of stock layers."""
-
-  def __init__(self, depth=2, block=Block):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-    self.blocks = nnx.List([block(rngs) for _ in range(depth)])
-    self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-  def __call__(self, tokens):
-    x = self.embed(tokens)
-    for block in self.blocks:
-      x = block(x)
-    return self.head(x)
-
-
-class Images(nnx.Module):
-  """Convolutions, batch statistics and dropout."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.first = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-    self.norm = nnx.BatchNorm(8, rngs=rngs)
-    self.second = nnx.Conv(8, 16, (3, 3), feature_group_count=4, rngs=rngs)
-    self.drop = nnx.Dropout(0.1, rngs=rngs)
-    self.head = nnx.Linear(16, 10, rngs=rngs)
-
-  def __call__(self, x):
-    x = nnx.relu(self.norm(self.first(x)))
-    x = nnx.relu(self.second(x))
-    return self.head(self.drop(x.mean((1, 2))))
-
-
-class Experts(nnx.Module):
-  """A layer of experts between stock layers."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-    self.router = nnx.Linear(WIDTH, 4, rngs=rngs)
-    shape, names = (4, WIDTH, 2 * WIDTH), ("expert", None, None)
-    self.up = nnx.Param(jax.random.normal(rngs.params(), shape) / 4, out_sharding=names)
-    self.down = nnx.Param(jax.random.normal(rngs.params(), (4, 2 * WIDTH, WIDTH)) / 4, out_sharding=names)
-    self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-  def __call__(self, tokens):
-    x = self.embed(tokens)
-    weights = {"up": self.up[...], "down": self.down[...]}
-    y, _ = nxp.parallel.experts(of_expert, weights, x, nxp.parallel.route(self.router(x), 2), capacity=4.0)
-    return self.head(x + y)
-
-
-def of_expert(weights, x):
-  return nnx.relu(x @ weights["up"]) @ weights["down"]
-
-
-class OfLinen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.relu(nn.Dense(2 * WIDTH)(x))
-    return nn.Dense(WIDTH)(nn.LayerNorm()(x))
-
-
-def tokens(rows=16, length=8):
-  return np.random.default_rng(0).integers(0, VOCAB, (rows, length))
-
-
-def images():
-  return np.random.default_rng(0).normal(size=(16, 8, 8, 3)).astype(np.float32)
-
-
-def vectors():
-  return np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
-
-
-def of_linen():
-  return bridge.lazy_init(bridge.ToNNX(OfLinen(), rngs=nnx.Rngs(0)), vectors())
-
-
-def deep():
-  return Decoder(4)
-
-
-def of_family(name):
-  return from_config(REFERENCES / name, nnx.Rngs(0))
-
-
-def next_token(model, batch):
-  logits = model(batch)
-  return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch[:, 1:]).mean()
-
-
-def squares(model, batch):
-  return (model(batch).astype(jnp.float32) ** 2).mean()
-
-
-FSDP = {"fsdp": 4, "tensor": 2}
-SHARDED = nxp.fsdp(min_size=64)
-REPLICAS = nxp.LogicalRules(batch="data")
-BY_POSITION = nxp.LogicalRules(batch="data", seq="context")
-EXPERTS = nxp.LogicalRules(expert="expert", batch="data")
-LLAMA = [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
-MODELS: dict[str, Any] = {
-  "decoder": (Decoder, tokens, next_token, FSDP, SHARDED),
-  "images": (Images, images, squares, {"data": 2, "fsdp": 4}, SHARDED),
-  "experts": (Experts, tokens, next_token, {"data": 2, "expert": 4}, EXPERTS),
-  "mixtral": (lambda: of_family("mixtral"), tokens, next_token, FSDP, LLAMA),
-  "qwen3": (lambda: of_family("qwen3"), tokens, next_token, FSDP, LLAMA),
-  "linen": (of_linen, vectors, squares, FSDP, SHARDED),
-  "images of replicas": (Images, images, squares, {"data": 8, "fsdp": 1}, REPLICAS),
-  "of parts": (Decoder, tokens, next_token, {"data": 2, "context": 4}, BY_POSITION),
-  "of stages": (deep, tokens, next_token, {"data": 2, "stage": 4}, REPLICAS),
-}
-
-
-def planned(name, kind, **options):
-  init, batch, loss, axes, rules = MODELS[name]
-  mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=KINDS[kind])
-  plan = nxp.plan(init, mesh, rules, optimizer=optax.adam(1e-2), **options)
-  return plan, nxp.shard_batch(batch(), plan), loss
-
-
-def trained(name, kind, zero=0, **options):
-  plan, batch, loss = planned(name, kind, zero=zero)
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss, **options)
-  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
-  assert len(step.compiles) == 1
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  return losses, step
 
 
 @functools.cache
 def on_auto_axes(name, options):
-  return trained(name, "auto", **dict(options))[0]
+  return trained(name, "auto", steps=2, **dict(options))[0]
 
 
 def assert_parity(name, kind, **options):
   wanted = on_auto_axes(name, tuple(options.items()))
-  losses, step = trained(name, kind, **options)
+  losses, step = trained(name, kind, steps=2, **options)
   np.testing.assert_allclose(losses, wanted, rtol=1e-6)
   assert wanted[0] != wanted[1]
   assert "computed on Auto axes: nothing states a sharding" in str(step.layers)
@@ -186,29 +44,23 @@ def assert_parity(name, kind, **options):
 
 
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
-@pytest.mark.parametrize("name", [name for name in MODELS if "of " not in name])
+@pytest.mark.parametrize("name", ALONE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
   assert_parity(name, kind)
 
 
-OPTIONS: dict[str, Any] = {
+WITH_OPTIONS: dict[str, Any] = {
+  **ON_THEIR_OWN,
   "microbatches": ("decoder", {"microbatches": 2}),
-  "microbatches of replicas": ("images of replicas", {"microbatches": 2}),
   "scattered": ("decoder", {"microbatches": 2, "zero": 2}),
   "state in parts": ("decoder", {"zero": 1}),
-  "remat and scan": ("decoder", {"remat": "full", "scan_layers": True}),
-  "blockwise": ("decoder", {"attention": 4}),
-  "chunks": ("decoder", {"loss_chunks": 2}),
-  "ring": ("of parts", {"attention": "ring"}),
-  "ulysses": ("of parts", {"attention": "ulysses", "remat": "full"}),
-  "pipeline": ("of stages", {"pipeline": "stage", "microbatches": 4}),
 }
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", WITH_OPTIONS)
 def test_each_option_computes_what_it_does_on_auto_axes(case):
-  name, options = OPTIONS[case]
-  assert_parity(name, "mixed" if case in ("ring", "pipeline") else "explicit", **options)
+  name, options = WITH_OPTIONS[case]
+  assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
 
 
 def test_outputs_and_pairs_are_those_of_auto_axes():
