@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
 from nnx_parallel.core.shards import auto_sharding, on_auto_axes
-from nnx_parallel.layout.constrain import Scope, default_scope, scoped
+from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
 from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import terms
@@ -177,7 +177,8 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(arrays: list[Any], rest: dict[int, Any]) -> Any:
       built = template.build(arrays)
-      result = step(*({**built, **rest}[n] for n in range(len(args))))
+      with default_scope(scope_in_use()):  # it is of Explicit axes
+        result = step(*({**built, **rest}[n] for n in range(len(args))))
       after = template.arrays(built)
       return [after[i] for i in template.variables], result
 
