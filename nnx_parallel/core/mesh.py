@@ -37,7 +37,8 @@ def make_mesh(
     axes: axis sizes in devices as a mapping, for names that no keyword can have; merged with `sizes`.
     *names: nothing; `jax.make_mesh` has names here, and the error shows the right call.
     devices: the devices to use; all of `jax.devices()` when not given.
-    explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
+    explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`. Steps
+      compute on Auto axes all the same, unless the model states shardings.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
       that factor of the axis crosses the data-center network, the rest stays inside a slice.
     **sizes: axis name -> size in devices; one size may be `-1`: the remaining devices.

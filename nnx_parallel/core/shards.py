@@ -77,18 +77,19 @@ def laid_out(
 
 
 def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
-  """`x` in the sharding `where`, unless that is None: in its type on an Explicit mesh."""
+  """`x` in the sharding `where`, unless that is None: in its type on Explicit axes."""
   if where is None:
     return x
   if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
-    return jax.sharding.reshard(x, where)
+    own = auto_sharding(where)
+    if own.mesh.abstract_mesh != jax.sharding.get_abstract_mesh():
+      return jax.sharding.reshard(x, NamedSharding(where.mesh, explicit_part(where.spec, where.mesh)))
+    where = own
   return jax.lax.with_sharding_constraint(x, where)
 
 
-def auto_sharding(where: NamedSharding | None) -> NamedSharding | None:
+def auto_sharding(where: NamedSharding) -> NamedSharding:
   """The same layout on Auto axes."""
-  if where is None:
-    return None
   return NamedSharding(auto_mesh(where.mesh), where.spec, memory_kind=where.memory_kind)
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
-from nnx_parallel.core.shards import auto_sharding, join_batch, pinned, split_batch
+from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
@@ -291,8 +291,7 @@ class Bound:
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
   def _pinned(self, caches: list[Any]) -> list[Any]:
-    layouts = self._of_caches if self.explicit else map(auto_sharding, self._of_caches)
-    pairs = zip(caches, layouts, strict=True)
+    pairs = zip(caches, self._of_caches, strict=True)
     if not self.own_rows:
       return [pinned(x, where) for x, where in pairs]
     return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]

@@ -8,16 +8,18 @@ axes, computes on the same devices with Auto axes, and gives its results their t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
 from nnx_parallel.core.shards import auto_sharding, on_auto_axes
-from nnx_parallel.layout.constrain import Scope, default_scope, scoped
-from nnx_parallel.train.binding import Binding
+from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
+from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import terms
 from nnx_parallel.train.options import LossFn
@@ -46,7 +48,7 @@ class Places(NamedTuple):
     if self.mesh is None or not is_explicit(self.mesh):
       return self
     scope = self.scope and self.scope.on_auto_axes()
-    shardings = [auto_sharding(where) for where in self.shardings]
+    shardings = [None if where is None else auto_sharding(where) for where in self.shardings]
     return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
 
   def active(self) -> contextlib.AbstractContextManager[Any]:
@@ -137,6 +139,64 @@ def on_fitting_axes(run: Callable[..., Any], scope: Scope) -> Callable[..., Any]
 
 def _is_stated(error: BaseException) -> bool:
   return _REFUSED in str(error)
+
+
+def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
+  """Lets a step of your own compute on Auto axes, where its mesh has Explicit ones; `train_step` does it too.
+
+  Layers of flax do not give the shardings of their results, which Explicit axes need. Inside, no array has a
+  sharding in its type, and the compiler chooses layouts. Variables keep the types that they have.
+
+  Args:
+    step: a function of modules, optimizers and pytrees of arrays that returns arrays, to be called under
+      `nnx.jit`. It may change Variables, and adds and removes none.
+
+  Returns:
+    The same function. Its results are replicated over Explicit axes. On other meshes nothing changes.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    >>> init = lambda: nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+    >>> model = nxp.create_sharded_model(init, mesh, nxp.fsdp(min_size=0))
+    >>> forward = nnx.jit(nxp.parallel.auto_axes(lambda model, tokens: model(tokens).sum(-1)))
+    >>> forward(model, jnp.arange(4)).shape
+    (4,)
+  """
+
+  @functools.wraps(step)
+  def on_auto(*args: Any) -> Any:
+    objects = {n: x for n, x in enumerate(args) if _has_modules(x)}
+    template = Template(objects)
+    arrays = template.arrays(objects)
+    kinds: list[Any] = [jax.typeof(arrays[i]).sharding for i in template.variables]
+    mesh = next((kind.mesh for kind in kinds if AxisType.Explicit in kind.mesh.axis_types), None)
+    if mesh is None:
+      return step(*args)
+
+    def run(arrays: list[Any], rest: dict[int, Any]) -> Any:
+      built = template.build(arrays)
+      with default_scope(scope_in_use()):  # it is of Explicit axes
+        result = step(*({**built, **rest}[n] for n in range(len(args))))
+      after = template.arrays(built)
+      return [after[i] for i in template.variables], result
+
+    rest = {n: x for n, x in enumerate(args) if n not in objects}
+    specs = [kind.spec for kind in kinds], PartitionSpec()
+    after, result = on_auto_axes(run, mesh, lambda _: specs)(arrays, rest)
+    for i, value in zip(template.variables, after, strict=True):
+      template.leaves[i].set_raw_value(value)
+    return result
+
+  return on_auto
+
+
+def _has_modules(tree: Any) -> bool:
+  def is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree)
+
+  return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
 def with_types(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.shards import auto_sharding, describe
+from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
@@ -240,10 +240,7 @@ class Structure:
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
-    gradients = {**own, **scattered}
-    if self.places.mesh != self._outside.mesh:
-      gradients = {path: auto_sharding(where) for path, where in gradients.items()}
-    return Layout(self.places.mesh, gradients, frozenset(scattered), frozenset(used), axes)
+    return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
 
 
 def is_placed(x: AnyArray) -> bool:

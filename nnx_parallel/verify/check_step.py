@@ -210,7 +210,7 @@ def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     changed, off = a - old, a - b
   else:
     a, b, changed, off = (x.astype(jnp.float32) for x in (a, b, a != old, a != b))
-  norms = [jnp.linalg.norm(x.ravel()) for x in (a, b, changed, off)]
+  norms = [jnp.sqrt(jnp.sum(abs(x) ** 2)) for x in (a, b, changed, off)]
   return jnp.stack([*norms, jnp.max(abs(a), initial=0.0)])
 
 

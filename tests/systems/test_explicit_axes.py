@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.nnx import bridge
-from jax.sharding import AxisType
 
 import nnx_parallel as nxp
-from nnx_parallel.interop.families import from_config
+from benchmarks.explicit import (
+  ALONE,
+  FSDP,
+  KINDS,
+  ON_THEIR_OWN,
+  SHARDED,
+  Decoder,
+  next_token,
+  planned,
+  trained,
+)
 
-REFERENCES = Path(__file__).parents[1] / "interop" / "references"
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = {"auto": (AUTO, AUTO), "explicit": (EXPLICIT, EXPLICIT), "mixed": (EXPLICIT, AUTO)}
 ON_EXPLICIT = ["explicit", "mixed"]
 VOCAB, WIDTH = 32, 16
 
@@ -164,12 +167,12 @@ def trained(name, kind, zero=0, **options):
 
 @functools.cache
 def on_auto_axes(name, options):
-  return trained(name, "auto", **dict(options))[0]
+  return trained(name, "auto", steps=2, **dict(options))[0]
 
 
 def assert_parity(name, kind, **options):
   wanted = on_auto_axes(name, tuple(options.items()))
-  losses, step = trained(name, kind, **options)
+  losses, step = trained(name, kind, steps=2, **options)
   np.testing.assert_allclose(losses, wanted, rtol=1e-6)
   assert wanted[0] != wanted[1]
   assert "computed on Auto axes: nothing states a sharding" in str(step.layers)
@@ -177,24 +180,23 @@ def assert_parity(name, kind, **options):
 
 
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALONE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
   assert_parity(name, kind)
 
 
-OPTIONS: dict[str, Any] = {
-  "microbatches": {"microbatches": 2},
-  "scattered": {"microbatches": 2, "zero": 2},
-  "optimizer": {"zero": 1},
-  "remat": {"remat": "full", "scan_layers": True},
-  "blockwise": {"attention": 4},
-  "chunks": {"loss_chunks": 2},
+WITH_OPTIONS: dict[str, Any] = {
+  **ON_THEIR_OWN,
+  "microbatches": ("decoder", {"microbatches": 2}),
+  "scattered": ("decoder", {"microbatches": 2, "zero": 2}),
+  "state in parts": ("decoder", {"zero": 1}),
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_each_option_computes_what_it_does_on_auto_axes(options):
-  assert_parity("decoder", "explicit", **OPTIONS[options])
+@pytest.mark.parametrize("case", WITH_OPTIONS)
+def test_each_option_computes_what_it_does_on_auto_axes(case):
+  name, options = WITH_OPTIONS[case]
+  assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
 
 
 def test_outputs_and_pairs_are_those_of_auto_axes():
@@ -207,7 +209,7 @@ def test_outputs_and_pairs_are_those_of_auto_axes():
     plan, batch, _ = planned("linen", kind)
     model = nxp.create_sharded_model(plan)[0]
     metrics = nxp.eval_step(loss, outputs=("rows",), pairs=True)(model, batch)
-    assert metrics["rows"][0].sharding.mesh == plan.mesh
+    assert metrics["rows"].sharding.mesh == plan.mesh
     found[kind] = jax.tree.map(np.asarray, metrics)
   for kind in ON_EXPLICIT:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[kind], found["auto"])
@@ -220,7 +222,7 @@ def test_reports_are_those_of_auto_axes():
     plan, batch, loss = planned("decoder", kind)
     memory = nxp.memory_plan(plan, loss, batch, microbatches=2)
     report = nxp.compile_report(nxp.train_step(loss, microbatches=2), plan, batch=batch)
-    found[kind] = str(memory).split("\n")[1:], report.peak_bytes, report.flops, report.collectives
+    found[kind] = str(memory).split("\n")[1:], report.need_bytes, report.cost.flops, report.bytes_by("kind")
   assert found["explicit"] == found["auto"]
   assert found["mixed"] == found["auto"]
 
@@ -234,6 +236,11 @@ def test_a_step_and_its_gradients_are_right_on_explicit_axes():
       found = nxp.train_step(loss).check_gradients(model, optimizer, batch)
       assert found
       assert "by each device on its own" in str(found)
+
+
+def rest_of(batch, steps, samples):
+  """The batches of a run after so many samples."""
+  return [batch] * (steps - samples // len(batch))
 
 
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
@@ -274,3 +281,24 @@ def test_a_step_is_lowered_on_an_abstract_mesh():
   step = nxp.train_step(next_token, remat="full")
   assert "reshard" not in step.lower(plan, batch=batch).as_text()
   assert "computed on Auto axes" in str(step.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_ones_own(kind):
+  plan, batch, loss = planned("decoder", kind, zero=1)
+  model, optimizer = nxp.create_sharded_model(plan)
+
+  def constrained(model, batch):
+    return loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
+
+  @nnx.jit
+  @nxp.parallel.auto_axes
+  def step(model, optimizer, batch):
+    value, grads = nnx.value_and_grad(constrained)(model, batch)
+    optimizer.update(model, grads)
+    return value
+
+  with plan.scope():
+    losses = [float(step(model, optimizer, batch)) for _ in range(2)]
+  np.testing.assert_allclose(losses, on_auto_axes("decoder", ()), rtol=1e-6)
+  nxp.check_layout(model, plan, optimizer=optimizer)
