@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,7 +157,7 @@ def test_errors():
   stacked = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(nnx.Rngs(0).split(3))
   with pytest.raises(CheckpointError, match=r"no single layer: its kernel has the shape \(3, 8, 8\)"):
     add_lora(stacked, "*", rank=2, rngs=nnx.Rngs(0))
-  with pytest.raises(CheckpointError, match="rank=0 is not a rank"):
+  with pytest.raises(CheckpointError, match="rank=0 is no rank"):
     add_lora(base_init(), "*.down", rank=0, rngs=nnx.Rngs(0))
 
 

@@ -27,142 +27,6 @@ from benchmarks.explicit import (
 )
 
 ON_EXPLICIT = ["explicit", "mixed"]
-VOCAB, WIDTH = 32, 16
-
-
-class Block(nnx.Module):
-  def __init__(self, rngs):
-    self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-    self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
-    self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-    self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-  def __call__(self, x):
-    x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-    return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Decoder(nnx.Module):
-  """A decoder of stock layers."""
-
-  def __init__(self, depth=2, block=Block):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-    self.blocks = nnx.List([block(rngs) for _ in range(depth)])
-    self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-  def __call__(self, tokens):
-    x = self.embed(tokens)
-    for block in self.blocks:
-      x = block(x)
-    return self.head(x)
-
-
-class Images(nnx.Module):
-  """Convolutions, batch statistics and dropout."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.first = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-    self.norm = nnx.BatchNorm(8, rngs=rngs)
-    self.second = nnx.Conv(8, 16, (3, 3), feature_group_count=4, rngs=rngs)
-    self.drop = nnx.Dropout(0.1, rngs=rngs)
-    self.head = nnx.Linear(16, 10, rngs=rngs)
-
-  def __call__(self, x):
-    x = nnx.relu(self.norm(self.first(x)))
-    x = nnx.relu(self.second(x))
-    return self.head(self.drop(x.mean((1, 2))))
-
-
-class Experts(nnx.Module):
-  """A layer of experts between stock layers."""
-
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-    self.router = nnx.Linear(WIDTH, 4, rngs=rngs)
-    shape, names = (4, WIDTH, 2 * WIDTH), ("expert", None, None)
-    self.up = nnx.Param(jax.random.normal(rngs.params(), shape) / 4, out_sharding=names)
-    self.down = nnx.Param(jax.random.normal(rngs.params(), (4, 2 * WIDTH, WIDTH)) / 4, out_sharding=names)
-    self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-  def __call__(self, tokens):
-    x = self.embed(tokens)
-    weights = {"up": self.up[...], "down": self.down[...]}
-    y, _ = nxp.parallel.experts(of_expert, weights, x, nxp.parallel.route(self.router(x), 2), capacity=4.0)
-    return self.head(x + y)
-
-
-def of_expert(weights, x):
-  return nnx.relu(x @ weights["up"]) @ weights["down"]
-
-
-class OfLinen(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.relu(nn.Dense(2 * WIDTH)(x))
-    return nn.Dense(WIDTH)(nn.LayerNorm()(x))
-
-
-def tokens(rows=16, length=8):
-  return np.random.default_rng(0).integers(0, VOCAB, (rows, length))
-
-
-def images():
-  return np.random.default_rng(0).normal(size=(16, 8, 8, 3)).astype(np.float32)
-
-
-def vectors():
-  return np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
-
-
-def of_linen():
-  return bridge.lazy_init(bridge.ToNNX(OfLinen(), rngs=nnx.Rngs(0)), vectors())
-
-
-def of_family(name):
-  return from_config(REFERENCES / name, nnx.Rngs(0))
-
-
-def next_token(model, batch):
-  logits = model(batch)
-  return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch[:, 1:]).mean()
-
-
-def squares(model, batch):
-  return (model(batch).astype(jnp.float32) ** 2).mean()
-
-
-FSDP = {"fsdp": 4, "tensor": 2}
-SHARDED = nxp.fsdp(min_size=64)
-EXPERTS = nxp.LogicalRules(expert="expert", batch="data")
-LLAMA = [nxp.presets.llama(), nxp.presets.fsdp_tensor(min_size=16)]
-MODELS: dict[str, Any] = {
-  "decoder": (Decoder, tokens, next_token, FSDP, SHARDED),
-  "images": (Images, images, squares, {"data": 2, "fsdp": 4}, SHARDED),
-  "experts": (Experts, tokens, next_token, {"data": 2, "expert": 4}, EXPERTS),
-  "mixtral": (lambda: of_family("mixtral"), tokens, next_token, FSDP, LLAMA),
-  "qwen3": (lambda: of_family("qwen3"), tokens, next_token, FSDP, LLAMA),
-  "linen": (of_linen, vectors, squares, FSDP, SHARDED),
-}
-
-
-def planned(name, kind, **options):
-  init, batch, loss, axes, rules = MODELS[name]
-  mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=KINDS[kind])
-  plan = nxp.plan(init, mesh, rules, optimizer=optax.adam(1e-2), **options)
-  return plan, nxp.shard_batch(batch(), plan), loss
-
-
-def trained(name, kind, zero=0, **options):
-  plan, batch, loss = planned(name, kind, zero=zero)
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss, **options)
-  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
-  assert len(step.compiles) == 1
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  return losses, step
 
 
 @functools.cache
@@ -251,10 +115,9 @@ def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
     with nxp.Checkpointer(tmp_path / name) as checkpointer:
       for steps in (1, 3):
         model, optimizer = nxp.create_sharded_model(plan)
-        nxp.fit(
-          nxp.train_step(loss), model, optimizer, [batch] * steps, steps=steps, plan=plan,
-          checkpointer=checkpointer, save_every=1, peak_flops=1e9,
-        )  # fmt: skip
+        options = {"checkpointer": checkpointer, "save_every": 1, "resume": "latest", "peak_flops": 1e9}
+        source = functools.partial(rest_of, batch, steps)
+        nxp.fit(nxp.train_step(loss), model, optimizer, source, steps=steps, plan=plan, **options)
     losses[name] = float(nxp.eval_step(loss)(model, batch)["loss"])
   assert losses[kind] == pytest.approx(losses["auto"], rel=1e-6)
 
