@@ -14,7 +14,7 @@ bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides site lint format types bench torture soak fuzz seams nightly setup setup-lint setup-site clean
+.PHONY: help demo test quick guides site store lint format types bench torture soak fuzz seams nightly setup setup-lint setup-site setup-store clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,10 @@ guides: setup  ## runs README.md and guides/*.md from top to bottom
 site: setup-site  ## the site, build/site/guides/index.html, from the guides and the docstrings; warnings are errors
 	@$(bin)/python -m sphinx -q -W --keep-going -c guides -d build/site-doctrees . build/site
 	@echo "build/site/guides/index.html"
+
+store: setup-store  ## checkpoints on an emulated object store: its tests, and their time at 40 ms a request
+	@$(bin)/python -m pytest tests/checkpoint/test_emulated_store.py $(PYTEST_ARGS)
+	@$(bin)/python benchmarks/object_store.py
 
 lint: setup-lint  ## ruff: rules and format
 	@$(bin)/ruff check .
@@ -74,6 +78,10 @@ setup:
 setup-lint:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make <target> PYTHON=/path/to/python3.11 (or newer)" >&2; exit 1; }
 	@$(PYTHON) tools/setup_venv.py $(VENV) test lint
+
+setup-store:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make store PYTHON=/path/to/python3.13" >&2; exit 1; }
+	@$(PYTHON) tools/setup_venv.py $(VENV) test store
 
 setup-site:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make site PYTHON=/path/to/python3.13" >&2; exit 1; }

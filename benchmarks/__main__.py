@@ -1,7 +1,7 @@
 """Runs every benchmark of this folder: `python -m benchmarks [NAME ...]`.
 
 Each gets a process of its own. A benchmark is a script that writes a record; `by_hand.py` and `llama.py` are
-what some of them measure, and `torture.py` is left to `make torture`.
+what some of them measure, `torture.py` is left to `make torture`, and `object_store.py` to `make store`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ NOT_MEASURED = {
   "by_hand",
   "llama",
   "maxtext_step",
+  "object_store",
   "torture",
   "fuzz",
   "fuzz_programs",

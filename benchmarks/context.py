@@ -51,9 +51,9 @@ def found(attention: Any) -> Any:
 
 
 WAYS = {
-  "ring, zigzag": nxp.context_attention(causal=True, zigzag=True),
-  "ring": nxp.context_attention(causal=True),
-  "all to all": nxp.context_attention(how="ulysses", causal=True),
+  "ring, zigzag": nxp.parallel.context_attention(causal=True, zigzag=True),
+  "ring": nxp.parallel.context_attention(causal=True),
+  "all to all": nxp.parallel.context_attention(how="ulysses", causal=True),
   "found, ring": found("ring"),
   "found, all to all": found("ulysses"),
   "found, blocks": found("blockwise"),
@@ -124,7 +124,7 @@ def main() -> None:
 
 def compiled(record: Record) -> None:
   """Adds the memory of each way on chips, and what a ring sends."""
-  mesh = nxp.topology_mesh(CHIP, context=CHIPS)
+  mesh = nxp.report.topology_mesh(CHIP, context=CHIPS)
   for length in LENGTHS:
     group = f"{length // 1024}k positions, bfloat16, {HEADS} heads of {WIDTH}, {KEY_HEADS} of keys"
     for name, attend in WAYS.items():

@@ -203,7 +203,7 @@ def compiled(record: Record) -> None:
   """What a device holds and sends for one token, by the compilers of chips that are not here."""
   cached = 2 * BATCH * LENGTH * FEATURES * 4 / 2**10
   for target in ("tpu:v5e:2x4", "gpu:h100:1x8"):
-    plan = nxp.plan(Model, nxp.topology_mesh(target, data=4, tensor=2), rules())
+    plan = nxp.plan(Model, nxp.report.topology_mesh(target, data=4, tensor=2), rules())
     prompts = jax.ShapeDtypeStruct((BATCH, WIDTH), "int32")
     report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts)
     group = f"compiled for {target}"
@@ -229,7 +229,7 @@ def llama_on_stages(record: Record) -> None:
     param_dtype="bfloat16",
   )
   target, both = "tpu:v5e:4x4", ("stage", "tensor")
-  mesh = nxp.topology_mesh(target, stage=4, tensor=4)
+  mesh = nxp.report.topology_mesh(target, stage=4, tensor=4)
   paths = nxp.PathRules(
     [
       (r".*\.(q|k|v)_proj\.kernel", (*both, None)),

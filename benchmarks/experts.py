@@ -35,8 +35,8 @@ NOTES = [
   " it would send what only products read in bfloat16, in which it computes them by default.",
 ]
 WAYS = {
-  "capacity": functools.partial(nxp.experts, capacity=1.25),
-  "dropless": functools.partial(nxp.experts, buffer=2.0, block=128),
+  "capacity": functools.partial(nxp.parallel.experts, capacity=1.25),
+  "dropless": functools.partial(nxp.parallel.experts, buffer=2.0, block=128),
 }
 
 
@@ -45,7 +45,7 @@ def expert(p: Any, rows: Any) -> Any:
   return (jax.nn.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
 
 
-def dense(_: Any, parameters: Any, x: Any, routing: nxp.Routing) -> Any:
+def dense(_: Any, parameters: Any, x: Any, routing: nxp.parallel.Routing) -> Any:
   """All experts on all tokens."""
   wide = jax.nn.silu(jnp.einsum("td,edf->etf", x, parameters["gate"]))
   rows = jnp.einsum("etf,efd->etd", wide * jnp.einsum("td,edf->etf", x, parameters["up"]), parameters["down"])
@@ -65,7 +65,7 @@ def program(layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32) -> tup
   given = parameters, struct(batch, TOKENS, WIDTH), struct(batch, TOKENS, count)
 
   def loss(parameters: Any, x: Any, logits: Any) -> Any:
-    return (layer(expert, parameters, x, nxp.route(logits, TOP_K))[0].astype(jnp.float32) ** 2).sum()
+    return (layer(expert, parameters, x, nxp.parallel.route(logits, TOP_K))[0].astype(jnp.float32) ** 2).sum()
 
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*given).compile(), given
@@ -101,7 +101,7 @@ def main() -> None:
       continue
     dtype: Any = jnp.bfloat16 if text.startswith("tpu") else jnp.float32
     for name, layer in WAYS.items():
-      compiled, _ = program(layer, nxp.topology_mesh(text, **SIZES), 8, dtype)
+      compiled, _ = program(layer, nxp.report.topology_mesh(text, **SIZES), 8, dtype)
       found = [c for c in collectives(compiled.as_text(), SIZES) if c.kind == "all-to-all"]
       sent, wanted = (
         sum(c.total_bytes for c in found if c.bytes > 8192),

@@ -25,7 +25,7 @@ ROUNDS = 3
 BRING_UP = """
 import json, os, sys, time
 import jax, nnx_parallel as nxp
-nxp.init_distributed, nxp.barrier
+nxp.init_distributed, nxp.hosts.barrier
 process, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 gate = sys.argv[1] + f"-{process}"
 open(gate, "w").close()

@@ -177,10 +177,10 @@ class Case:
   why: str
   options: Mapping[str, Any] | Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
 
-  def report(self, topology: str) -> nxp.CompileReport:
+  def report(self, topology: str) -> nxp.report.CompileReport:
     """Compiles it for a machine."""
     if callable(self.options):
-      mesh = nxp.topology_mesh(topology, **self.axes)
+      mesh = nxp.report.topology_mesh(topology, **self.axes)
       step, arguments = self.options(mesh)
       return nxp.compile_report(jax.jit(step).lower(*arguments), verify=True)
     options = dict(self.options)

@@ -27,9 +27,10 @@ import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
+Schedule = nxp.parallel.Schedule
 DEVICES, LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 16, 256, 512, 16
 WAYS = {
-  f"{stages} stages" + (f", {virtual_stages} virtual stages" if virtual_stages > 1 else ""): nxp.Schedule(
+  f"{stages} stages" + (f", {virtual_stages} virtual stages" if virtual_stages > 1 else ""): Schedule(
     stages, MICROBATCHES, LAYERS, virtual_stages
   )
   for stages, virtual_stages in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
@@ -85,7 +86,7 @@ def plan_of(mesh: Any) -> nxp.Plan:
   return nxp.plan(lambda: Stacked(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
 
 
-def step_of(way: nxp.Schedule | None) -> Any:
+def step_of(way: nxp.parallel.Schedule | None) -> Any:
   if way is None:
     return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
   return nxp.train_step(
@@ -93,11 +94,11 @@ def step_of(way: nxp.Schedule | None) -> Any:
   )
 
 
-def sizes_of(way: nxp.Schedule | None) -> dict[str, int]:
+def sizes_of(way: nxp.parallel.Schedule | None) -> dict[str, int]:
   return {"data": DEVICES} if way is None else {"data": DEVICES // way.stages, "stage": way.stages}
 
 
-def analytic(way: nxp.Schedule) -> int:
+def analytic(way: nxp.parallel.Schedule) -> int:
   """Bytes that a device sends by collective-permutes: of activations, forward and backward."""
   microbatch = BATCH // MICROBATCHES // (DEVICES // way.stages) * WIDTH * 4
   return 2 * (2 * way.ticks + 1 + way.groups + 1) * microbatch
@@ -125,7 +126,7 @@ def main() -> None:
     if missing_compiler(read_machine(text)):
       continue
     for name, way in WAYS.items():
-      plan = plan_of(nxp.topology_mesh(text, **sizes_of(way)))
+      plan = plan_of(nxp.report.topology_mesh(text, **sizes_of(way)))
       batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
       report = nxp.compile_report(step_of(way), plan, batch=batch)
       found = [item for item in report.collectives if item.axes == ("stage",) and item.bytes > 4]

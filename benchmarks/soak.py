@@ -51,7 +51,7 @@ def batches(samples):
 class Noted(nxp.Checkpointer):
   def save(self, step, *given, **options):
     super().save(step, *given, **options)
-    if nxp.main_process():
+    if nxp.hosts.main_process():
       print(f"saved {step}\n", end="", flush=True)
 
 def note(step, metrics):

@@ -87,7 +87,7 @@ class Experts(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     weights = {"gate": self.gate, "up": self.up, "down": self.down}
-    return nxp.experts(expert, weights, x, nxp.route(self.router(x), 2))[0]
+    return nxp.parallel.experts(expert, weights, x, nxp.parallel.route(self.router(x), 2))[0]
 
 
 def expert(p: Any, rows: Any) -> Any:

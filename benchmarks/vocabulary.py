@@ -50,7 +50,7 @@ def in_parts(parts: int) -> Any:
   """The mean loss by the scheme."""
 
   def loss(hidden: Any, head: Any, labels: Any) -> Any:
-    return nxp.vocabulary_cross_entropy(hidden, head, labels, parts=parts).mean()
+    return nxp.parallel.vocabulary_cross_entropy(hidden, head, labels, parts=parts).mean()
 
   return loss
 
@@ -109,7 +109,7 @@ def machine(name: str) -> Mesh | None:
   """The mesh on a machine; None without its compiler."""
   if name == "cpu:8":
     return nxp.make_mesh(SIZES)
-  return nxp.topology_mesh(name, **SIZES) if missing_compiler(read_machine(name)) is None else None
+  return nxp.report.topology_mesh(name, **SIZES) if missing_compiler(read_machine(name)) is None else None
 
 
 def real(given: list[Any]) -> list[Any]:

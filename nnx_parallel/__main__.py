@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nnx_parallel.cli.main import main
+from nnx_parallel.cli.command import main
 
 if __name__ == "__main__":
   sys.exit(main())

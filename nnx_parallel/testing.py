@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import path_str
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.layout.show.diff import assert_golden_plan
 
 __all__ = [
@@ -95,7 +96,7 @@ class Training:
 
 def run_training(
   plan: nxp.Plan,
-  loss_fn: Callable[[Any, Any], Any],
+  loss_fn: LossFn,
   batches: Iterable[Any],
   *,
   start: tuple[nnx.Module, nnx.Optimizer[Any]] | None = None,
@@ -116,6 +117,16 @@ def run_training(
 
   Raises:
     PlanError: the plan has no optimizer.
+
+  Example:
+    >>> import numpy as np, optax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1), optimizer=optax.sgd(0.1))
+    >>> batches = [np.ones((8, 8), "float32")] * 2
+    >>> run = nxp.testing.run_training(plan, lambda model, x: (model(x) ** 2).mean(), batches)
+    >>> len(run.losses), sorted(run.norms)
+    (2, ['bias', 'kernel'])
   """
   if plan.tx is None:
     raise nxp.errors.PlanError(
@@ -149,7 +160,7 @@ def run_training(
 
 
 def assert_same_training(
-  loss_fn: Callable[[Any, Any], Any],
+  loss_fn: LossFn,
   plans: Mapping[str, nxp.Plan],
   batches: Iterable[Any],
   *,

@@ -18,7 +18,7 @@ Every public name of `import nnx_parallel as nxp`: how it is called, and what it
 rest: each argument, what is returned, what is raised, and an example that runs.
 `python tests/test_public_surface.py --update` writes this page.
 """
-PACKAGES = {
+SECTIONS = {
   "core": "Meshes",
   "rules": "Declare",
   "layout": "Plan",
@@ -26,14 +26,21 @@ PACKAGES = {
   "layers": "Layers",
   "train": "Train",
   "verify": "Verify",
-  "schemes": "Schemes",
-  "decode": "Generation",
-  "hosts": "Batches and hosts",
-  "loop": "The loop",
+  "decode": "Generate",
+  "loop": "The training loop",
   "checkpoint": "Checkpoints",
-  "interop": "Weights of other programs",
   "report": "Reports",
+  "hosts": "Batches and hosts",
   "errors": "Errors and warnings",
+  "nxp.parallel": "Schemes to call in a model: `nxp.parallel`",
+  "nxp.hosts": "Many hosts: `nxp.hosts`",
+  "nxp.report": "Types and parts of reports: `nxp.report`",
+  "nxp.verify": "Results of checks: `nxp.verify`",
+  "nxp.loop": "Metrics and results of a loop: `nxp.loop`",
+  "nxp.interop": "Weights of other programs: `nxp.interop`",
+  "nxp.recipes": "Recipes: `nxp.recipes`",
+  "nxp.testing": "For your tests: `nxp.testing`",
+  "nxp.errors": "All errors: `nxp.errors`",
 }
 
 
@@ -87,9 +94,13 @@ def entry(name: str, value: Any) -> Iterator[str]:
 
 def reference(module: types.ModuleType) -> str:
   """The page."""
-  sections: dict[str, list[str]] = {package: [] for package in PACKAGES}
+  sections: dict[str, list[str]] = {name: [] for name in SECTIONS}
   for name, value in public_objects(module):
-    home = value.__name__ if inspect.ismodule(value) else value.__module__
-    sections[home.split(".")[1]] += entry(name, value)
-  body = (f"## {title}\n\n" + "\n".join(sections[package]) for package, title in PACKAGES.items())
+    space, _, _ = name.rpartition(".")
+    if inspect.ismodule(value):
+      home = f"nxp.{name}" if f"nxp.{name}" in SECTIONS else value.__name__.split(".")[1]
+    else:
+      home = f"nxp.{space}" if f"nxp.{space}" in SECTIONS else value.__module__.split(".")[1]
+    sections[home] += entry(name, value)
+  body = (f"## {title}\n\n" + "\n".join(sections[name]) for name, title in SECTIONS.items())
   return f"{HEAD}\n" + "\n".join(body)

@@ -168,7 +168,7 @@ CALLS = {
     "memory_plan(plan, loss_fn, batch)",
   ),
   "a step to estimate": (
-    lambda: nxp.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
+    lambda: nxp.report.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
     "an estimate reads the loss function, and got a TrainStep",
     "what train_step(loss_fn) was made from",
   ),

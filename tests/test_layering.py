@@ -105,7 +105,7 @@ def complaint(found: Import) -> str | None:
     return f"{found}: private to its package"
   if source == "testing" and target == "cli":
     return f"{found}: cli is the top"
-  if source in ("", "testing", "__main__"):
+  if source in ("", "parallel", "testing", "__main__"):
     return None
   unknown = [r for r in (source, target) if r not in LEVEL]
   if unknown:

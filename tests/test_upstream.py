@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
+from nnx_parallel.checkpoint import array_io
 from nnx_parallel.core import hlo, jaxprs
 from nnx_parallel.core.hlo_devices import read_tiling, split_layouts
 from nnx_parallel.report.program.compiler import run_compiler
@@ -187,6 +188,15 @@ def test_old_tracers_have_a_sharding_that_can_be_replaced():
   assert "sharding" not in vars(DynamicJaxprTracer)
 
 
+def test_numpy_memory_that_is_not_aligned_is_copied():
+  """`checkpoint/array_io.py` (`_unshared_zeros`): what is shared cannot be donated."""
+  for shape in ((), (3,), (64, 64)):
+    block = array_io._unshared_zeros(shape, np.dtype(np.float32))
+    made = jax.device_put(block, jax.devices()[1])
+    assert block.ctypes.data % 64 == 32
+    assert made.unsafe_buffer_pointer() != block.ctypes.data
+
+
 def test_residuals_of_a_pullback_are_its_leaves():
   """`report/estimate/workload.py` reads there what the backward pass keeps."""
   kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
@@ -211,7 +221,7 @@ def dumped(request):
   missing = missing_compiler(read_machine(request.param))
   if missing and not request.param.startswith("cpu"):
     pytest.skip(str(missing))
-  mesh = nxp.topology_mesh(request.param, data=8)
+  mesh = nxp.report.topology_mesh(request.param, data=8)
   whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
   array = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=split)
   step = jax.jit(lambda x, y: ((TABLE * y).sum(0), x + y), donate_argnums=1, out_shardings=(whole, split))

@@ -16,14 +16,13 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
-from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
@@ -198,7 +197,7 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
     box = _box(index, target.shape)
     if box in reads:
       continue
-    block = np.zeros([stop - start for start, stop in box], target.dtype)
+    block = _unshared_zeros([stop - start for start, stop in box], np.dtype(target.dtype))
     cut = tuple(slice(min(a, size), min(b, size)) for (a, b), size in zip(box, store.shape, strict=True))
     stored = block[(*(slice(part.stop - part.start) for part in cut), ...)]  # the ellipsis keeps rank 0
     reads[box] = block, ts.array(stored).write(store[cut])
@@ -208,16 +207,20 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
 def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
   if target.sharding is None:
     return blocks[_box(None, target.shape)]
-  shards = [
-    # A copy: an array that shares the memory of a NumPy array cannot be donated to the first step.
-    jax.device_put(
-      blocks[_box(index, target.shape)],
-      SingleDeviceSharding(device, memory_kind=target.sharding.memory_kind),
-      may_alias=False,
-    )
-    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items()
-  ]
-  return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards, dtype=target.dtype)
+  return jax.make_array_from_callback(
+    target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
+  )
+
+
+def _unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+  """Zeros that jax copies. It would share memory at a multiple of 64, and a step cannot donate shared memory.
+
+  `jax.device_put(may_alias=False)` copies only from jax 0.12 on.
+  """
+  size = math.prod(shape) * dtype.itemsize
+  memory = np.zeros(size + 96, np.uint8)
+  start = -memory.ctypes.data % 64 + 32
+  return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def shard_bytes(target: jax.ShapeDtypeStruct) -> int:

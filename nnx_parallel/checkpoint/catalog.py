@@ -96,7 +96,7 @@ class Catalog:
     """
     found = manifest.read(self.storage.folder(step))
     if found.step != step:
-      raise damage(step, [f"{manifest.FILE} is that of step {found.step}"])
+      raise damage(step, [f"{manifest.FILE} is from step {found.step}"])
     return found
 
   def headers(self) -> dict[int, Header | None]:

@@ -200,13 +200,15 @@ class Diff(Shown):
     return [f"in another layout than saved: {len(changed)} leaves", *rows] if changed else []
 
   def _fix(self) -> str:
-    if self.missing and all(name.startswith("optimizer/") for name, _ in self.missing):
-      return 'if it has no such optimizer: restore(..., optimizer="fresh"), or optimizer="drop".'
-    if not self.missing and self.extra and all(name.startswith("optimizer/") for name in self.extra):
-      if any(match.item == "optimizer" for match in self.matches):
-        return 'another optimizer was saved: restore(plan, optimizer="fresh") makes a new one.'
+    wrong = [*(a for a, _ in self.missing), *self.extra, *(match.name for match in self.reshaped)]
+    if wrong and all(name.startswith("optimizer/") for name in wrong):
+      if not self.missing and not any(match.item == "optimizer" for match in self.matches):
+        return (
+          'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
+        )
       return (
-        'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
+        'another optimizer was saved, or none: restore(plan, optimizer="fresh") makes a new one;'
+        ' restore(model, optimizer="drop") restores the model only.'
       )
     renames = {a.partition("/")[2]: b.partition("/")[2] for a, b in self.missing if b}
     if renames:

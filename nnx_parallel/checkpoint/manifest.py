@@ -167,7 +167,7 @@ def read_header(step_dir: epath.Path) -> Header:
 
   def first_line(file: epath.Path) -> bytes:
     with file.open("rb") as stream:
-      return stream.readline(_LONGEST_HEADER)
+      return stream.read(_LONGEST_HEADER)  # in an object store, `readline` takes no size
 
   with _fields_of_the_format(step_dir):
     return _header(_checked(step_dir, first_line)[0])

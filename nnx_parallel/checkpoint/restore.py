@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -123,18 +123,20 @@ def damaged_files(
   Raises:
     CheckpointError: a file that this machine cannot read at the moment.
   """
-  files = list(names)
-  problems = storage.each(lambda name: _problem(step_dir, manifest, name, hashed), files)
+  files, size_of = list(names), storage.sizes_in(step_dir)
+  problems = storage.each(lambda name: _problem(step_dir, manifest, name, size_of, hashed), files)
   return {name: f"{name} {problem}" for name, problem in zip(files, problems, strict=True) if problem}
 
 
-def _problem(step_dir: epath.Path, manifest: Manifest, name: str, hashed: str) -> str:
+def _problem(
+  step_dir: epath.Path, manifest: Manifest, name: str, size_of: Callable[[str], int], hashed: str
+) -> str:
   file, size = step_dir / name, manifest.files[name]
   holds_values = name.split("/")[2:3] == ["c"]  # ITEM/FOLDER/c/...
   is_checked = hashed == "all" or (hashed == "metadata" and not holds_values)
   sha256 = manifest.hashes.get(name) if is_checked else None
   try:
-    found = file.stat().length
+    found = size_of(name)
     if found != size:
       return f"has {found:,} bytes instead of {size:,}"
     if (not size and is_no_file(file)) or (sha256 is not None and storage.sha256(file) != sha256):

@@ -22,6 +22,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
+import fsspec.config
+import fsspec.core
 from etils import epath
 from typing_extensions import override
 
@@ -57,6 +59,8 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
     path = epath.Path(directory).expanduser()
     remote = not is_local(path)
     if remote:
+      # TensorStore writes what fsspec lists: a listing that fsspec keeps would be an old one.
+      fsspec.config.conf.setdefault(os.fspath(path).partition("://")[0], {})["use_listings_cache"] = False
       path.exists()  # imports what the store needs
   except (KeyError, ImportError) as error:
     raise CheckpointError(
@@ -234,7 +238,10 @@ class Storage:
     return self.directory / f"{step}{suffix}"
 
   def _entries(self) -> list[epath.Path]:
-    return sorted(self.directory.iterdir(), key=lambda path: path.name)
+    """The entries of the directory, by name; none where a store has no file in it yet."""
+    with contextlib.suppress(FileNotFoundError):
+      return sorted(self.directory.iterdir(), key=lambda path: path.name)
+    return []
 
   def _remove(self, step: int) -> None:
     folder = self._path(step)
@@ -395,15 +402,35 @@ def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
 
 
 def all_files(folder: epath.Path) -> dict[str, int]:
-  """Bytes of each file below a folder, by relative path."""
+  """Bytes of each file below a folder, by relative path; in an object store by one listing.
+
+  Raises:
+    FileNotFoundError: there is no folder.
+  """
+  files, root = fsspec.core.url_to_fs(os.fspath(folder))
+  found = files.find(root, detail=True)
+  if not found and not folder.exists():
+    raise FileNotFoundError(os.fspath(folder))
+  return {os.path.relpath(name, root): look["size"] for name, look in found.items()}
+
+
+def sizes_in(folder: epath.Path) -> Callable[[str], int]:
+  """A function from the relative path of a file to its bytes, which raises FileNotFoundError.
+
+  In an object store, one listing answers for all files.
+  """
+  if is_local(folder):
+    return lambda name: (folder / name).stat().length
   found: dict[str, int] = {}
-  level = [folder]
-  while level:
-    entries = [path for listed in each(lambda path: list(path.iterdir()), level) for path in listed]
-    looks = list(zip(entries, each(lambda path: path.stat(), entries), strict=True))
-    found |= {os.fspath(p.relative_to(folder)): look.length for p, look in looks if not look.is_directory}
-    level = [path for path, look in looks if look.is_directory]
-  return found
+  with contextlib.suppress(FileNotFoundError):
+    found = all_files(folder)
+
+  def size(name: str) -> int:
+    if name not in found:
+      raise FileNotFoundError(name)
+    return found[name]
+
+  return size
 
 
 def each(call: Callable[[T], R], items: Iterable[T]) -> list[R]:

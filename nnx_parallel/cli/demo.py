@@ -60,7 +60,7 @@ def register(commands: options.Commands) -> None:
     commands,
     "demo",
     run,
-    help="the whole path once: plan, train, save, restore elsewhere, compare",
+    help="the main job once: plan, train, save, restore elsewhere, compare",
     description="Trains text_lm on 8 simulated devices, restores it on other meshes and on one device,"
     " and checks that each continues as the run that never stopped. Exit code 3: a claim does not hold.",
   )
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
   print(describe(job))
   before = job.evaluate()
   print(f"held out before  {format_record(before)}")
-  with nxp.MetricsLog(out / "metrics.jsonl") as log:
+  with nxp.loop.MetricsLog(out / "metrics.jsonl") as log:
     shown = StepProgress(args.steps, unit=job.unit)
     result = job.train(args.steps, progress=shown, trackers=[log.write])
   after = job.evaluate()

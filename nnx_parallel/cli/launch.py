@@ -23,7 +23,7 @@ def register(commands: options.Commands) -> None:
     run,
     help="run a recipe or a script in several processes",
     description="Starts the processes of a job on this machine, shows their output, ends all when one fails,"
-    " and starts them again. A recipe is trained (the arguments are those of `train`); a script calls"
+    " and starts them again. A recipe is trained (the arguments are the arguments of `train`); a script calls"
     " nxp.init_distributed() first.",
   )
   add = parser.add_argument
@@ -45,7 +45,7 @@ def register(commands: options.Commands) -> None:
     type=float,
     default=1.0,
     metavar="S",
-    help="seconds before the first restart, doubled for each next one that got no further (1)",
+    help="seconds before the first restart, doubled for each restart that trains no further (1)",
   )
   add(
     "--hang-after",

@@ -144,7 +144,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "help": "run the layers as a pipeline over this mesh axis; --microbatches is a multiple of its size",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},
-  "--chip": {"metavar": "NAME", "help": "compare the memory needed with that of this chip: v5e, h100"},
+  "--chip": {"metavar": "NAME", "help": "compare the memory needed with the memory of this chip: v5e, h100"},
   "--html": {"type": Path, "metavar": "FILE", "help": "also write a page"},
   "--json": {"action": "store_true", "help": "one JSON object instead of tables"},
   "--step": {"type": int, "metavar": "N", "help": "the step (default: the newest; for verify: all)"},

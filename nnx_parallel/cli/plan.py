@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
   wanted = asked or (args.html and recipe.loss and recipe.batches)
   memory, time = _planned(recipe, plan, args) if wanted else (None, None)
   if args.html:
-    options.write_page(args.html, nxp.plan_page(plan, memory, time, title=recipe.name))
+    options.write_page(args.html, nxp.report.plan_page(plan, memory, time, title=recipe.name))
   if args.json:
     print(plan.to_json(), end="")
   elif args.explain is not None:

@@ -151,7 +151,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   from nnx_parallel.loop.progress import StepProgress
 
   out = Path(args.out or Path("runs", job.recipe.name))
-  main = nxp.main_process()  # it prints; all train, evaluate and save
+  main = nxp.hosts.main_process()  # it prints; all train, evaluate and save
   if main and not args.quiet:
     print(f"{job.recipe.name}, {describe(job)}")
   if job.step >= args.steps:
@@ -162,10 +162,10 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   shown = StepProgress(args.steps, start=job.step, unit=job.unit, every_update=every, quiet=args.quiet)
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
-    log = stack.enter_context(nxp.MetricsLog(out / "metrics.jsonl", after=job.step))
+    log = stack.enter_context(nxp.loop.MetricsLog(out / "metrics.jsonl", after=job.step))
     trackers = [log.write]
     if args.tensorboard is not None:
-      trackers.append(stack.enter_context(nxp.TensorBoardLog(args.tensorboard, after=job.step)).write)
+      trackers.append(stack.enter_context(nxp.loop.TensorBoardLog(args.tensorboard, after=job.step)).write)
     result = job.train(
       args.steps,
       progress=shown,
@@ -173,7 +173,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
       log_every=args.log_every,
       evaluate=job.evaluate,
       eval_every=args.eval_every,
-      early_stop=nxp.EarlyStop("eval_loss", args.early_stop) if args.early_stop else None,
+      early_stop=nxp.loop.EarlyStop("eval_loss", args.early_stop) if args.early_stop else None,
       checkpointer=checkpointer,
       save_every=args.save_every,
       save_every_minutes=args.save_every_minutes,
@@ -235,14 +235,14 @@ def make_job(
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     job = Job.restore(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how)
-  if not nxp.main_process():
+  if not nxp.hosts.main_process():
     return job
   for warning in caught:
     print(f"warning: {warning.message}", file=sys.stderr)
   if job.relaid is not None:
-    print(f"layout other than that of step {job.step}:\n{job.relaid}", file=sys.stderr)
+    print(f"a layout other than at step {job.step}:\n{job.relaid}", file=sys.stderr)
   if job.changes:
-    print(f"settings other than those of step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
+    print(f"settings changed since step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
   return job
 
 
@@ -278,7 +278,7 @@ def evaluation(metrics: Record) -> Record:
   return {name.removeprefix("eval_"): x for name, x in metrics.items() if name.startswith("eval_")}
 
 
-def format_times(result: nxp.FitResult) -> str:
+def format_times(result: nxp.loop.FitResult) -> str:
   """The time of a run by kind, and how much of the chip's peak the steps used."""
   seconds = result.seconds
   total = sum(seconds.values())

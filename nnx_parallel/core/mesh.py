@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from nnx_parallel.errors import MeshError
 AnyMesh = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a C++ class, untyped
 Grid: TypeAlias = np.ndarray[Any, Any]
+M = TypeVar("M", bound=AnyMesh)
 
 
 def make_mesh(
@@ -92,29 +93,40 @@ def abstract_mesh(
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-  """Whether all axes are Explicit, and not Auto; a `MeshError` for mixed or Manual axes."""
+  """Whether some axes are Explicit, and the others Auto; a `MeshError` for Manual axes."""
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
       f"{mesh!r:.80} is not a mesh.",
       fix="nxp.make_mesh(data=-1) for these devices, nxp.abstract_mesh(data=64) for devices elsewhere.",
     )
-  kinds = set(mesh.axis_types)
-  if kinds == {AxisType.Explicit}:
-    return True
-  if kinds == {AxisType.Auto}:
-    return False
-  raise MeshError(
-    "this mesh mixes axis types, which neither flax nor this package can annotate consistently.",
-    details=f"axis types {dict(zip(mesh.axis_names, (kind.name for kind in mesh.axis_types), strict=True))}",
-    fix="build it with make_mesh(...) (all Auto) or make_mesh(..., explicit=True) (all Explicit).",
-  )
+  if AxisType.Manual in mesh.axis_types:
+    kinds = dict(zip(mesh.axis_names, (kind.name for kind in mesh.axis_types), strict=True))
+    raise MeshError(
+      "this mesh has Manual axes, which exist inside jax.shard_map only.",
+      details=f"axis types {kinds}",
+      fix="build it with nxp.make_mesh(...) or jax.make_mesh(...).",
+    )
+  return AxisType.Explicit in mesh.axis_types
 
 
-def auto_mesh(mesh: Mesh) -> Mesh:
-  """The same devices in the same order with Auto axes, for the compilation of constructors."""
+def auto_mesh(mesh: M) -> M:
+  """The same mesh with Auto axes, where the compiler chooses what the types of Explicit ones would say."""
   if not is_explicit(mesh):
     return mesh
-  return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+  kinds = (AxisType.Auto,) * len(mesh.axis_names)
+  if isinstance(mesh, AbstractMesh):
+    return cast(M, mesh.update_axis_types(dict(zip(mesh.axis_names, kinds, strict=True))))
+  return cast(M, Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
+
+
+def axis_kinds(mesh: AnyMesh) -> str:
+  """The types of the axes, for messages: `Auto`, `Explicit`, or both with their axes."""
+  names = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  explicit = [str(name) for name, kind in names if kind == AxisType.Explicit]
+  if not is_explicit(mesh) or len(explicit) == len(mesh.axis_names):
+    return "Explicit" if is_explicit(mesh) else "Auto"
+  rest = [str(name) for name in mesh.axis_names if name not in explicit]
+  return f"Explicit {', '.join(explicit)} and Auto {', '.join(rest)}"
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
@@ -138,7 +150,7 @@ def describe_mesh(mesh: AnyMesh) -> str:
       inside one host: data, tensor
   """
   sizes = " x ".join(f"{k}={v}" for k, v in axis_sizes(mesh).items())
-  types = "Explicit" if is_explicit(mesh) else "Auto"
+  types = axis_kinds(mesh)
   if isinstance(mesh, AbstractMesh):
     return f"mesh {sizes} = {mesh.size} devices (abstract, {types} axes)"
   kind = mesh.devices.flat[0].device_kind

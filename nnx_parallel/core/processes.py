@@ -98,7 +98,7 @@ def _wait(key: str, name: str, timeout: float) -> None:
 
 
 def _not_together(name: str, timeout: float, text: str, missing: list[int]) -> HostError:
-  who = f"processes {missing} did not come" if missing else "the processes did not come together"
+  who = f"processes {missing} did not come" if missing else "not all processes connected"
   return HostError(
     f"{who} to {name!r} within {timeout:g} s.",
     details=f"this is process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()};"

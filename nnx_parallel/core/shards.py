@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from nnx_parallel.core.axes import axes_by_dim, entry_of, without
-from nnx_parallel.core.mesh import AnyMesh
+from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh
 from nnx_parallel.core.text import format_array, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
 
@@ -84,7 +85,49 @@ def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, where)
 
 
-def split_batch(x: jax.Array, count: int) -> jax.Array:
+def auto_sharding(where: NamedSharding | None) -> NamedSharding | None:
+  """The same layout on Auto axes."""
+  if where is None:
+    return None
+  return NamedSharding(auto_mesh(where.mesh), where.spec, memory_kind=where.memory_kind)
+
+
+def on_auto_axes(
+  run: Callable[..., Any], mesh: AnyMesh, specs: Callable[[Any], Any] = lambda _: PartitionSpec()
+) -> Callable[..., Any]:
+  """`run` with Auto axes in place of the Explicit ones of `mesh`; its arguments and results keep their types.
+
+  Args:
+    run: a function of pytrees of arrays, to be traced under `jax.jit`.
+    mesh: the mesh of its arguments.
+    specs: of its results: `results -> PartitionSpecs`, as a prefix of their tree.
+  """
+  auto = auto_mesh(mesh)
+
+  @functools.wraps(run)
+  def changed(*args: Any) -> Any:
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+      results = run(*jax.tree.map(_untyped, args))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      typed = jax.tree.map(lambda spec: explicit_part(spec, mesh), specs(results))
+      return jax.sharding.reshard(results, typed)
+
+  return changed
+
+
+def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
+  """The Explicit axes of a spec: what a type can say."""
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  auto = frozenset(str(name) for name, kind in kinds.items() if kind != AxisType.Explicit)
+  return PartitionSpec(*(entry_of(without(axes_of(entry), auto)) for entry in spec))
+
+
+def _untyped(x: Any) -> Any:
+  typed = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+  return jax.sharding.reshard(x, PartitionSpec()) if typed else x
+
+
+def split_batch(x: Any, count: int) -> jax.Array:
   """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is each `count`-th one from `n`.
 
   Each part stays spread over all devices that split the examples. A scalar is given to each part.

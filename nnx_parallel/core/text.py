@@ -24,7 +24,7 @@ def listed(lines: Sequence[str], most: int = 20) -> str:
 
 def with_article(noun: str) -> str:
   """`an int`, `a dict`."""
-  return f"{'an' if noun[:1] in 'aeiou' else 'a'} {noun}"
+  return f"{'an' if noun[:1] in 'aeiouAEIO' else 'a'} {noun}"
 
 
 def few(names: Sequence[str]) -> str:

@@ -97,8 +97,8 @@ DType: TypeAlias = np.dtype[Any]
 """The dtype of an array."""
 Model: TypeAlias = Any
 """A module, or modules in a tuple or a dict."""
-LossFn: TypeAlias = Callable[[Model, PyTree], Any]
-"""`loss(model, batch)`, of one model or several."""
+LossFn: TypeAlias = Callable[..., Any]
+"""`loss(model, batch)`, of one model or several; or `loss(model, x, y)` for a batch that is a tuple."""
 AnyMetrics: TypeAlias = Mapping[str, Any]
 """Name -> scalar, or a `(sum, count)` pair of scalars, or an array of examples."""
 Optimizer: TypeAlias = nnx.Optimizer[Any]

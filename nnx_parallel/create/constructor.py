@@ -167,7 +167,7 @@ def construct(
   # and re-wrapping the results costs nothing.
   mesh = auto_mesh(real_mesh(plan))
   shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in plan.leaves]
-  sliced = cut_plan(plan, shardings, traces) if compile == "slices" else "compile='whole'"
+  sliced = cut_plan(plan, shardings, traces) if compile == "slices" else "compile='jit'"
   if traces:
     traces.clear()  # large beside a shard, and of no more use
   if not isinstance(sliced, str):

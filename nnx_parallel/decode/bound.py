@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
-from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.shards import join_batch, pinned, split_batch
+from nnx_parallel.core.mesh import axis_sizes, is_explicit
+from nnx_parallel.core.shards import auto_sharding, join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
@@ -28,8 +28,9 @@ from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed
 from nnx_parallel.layers.pipeline import size_along
 from nnx_parallel.layout.batch import input_spec
-from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
+from nnx_parallel.layout.constrain import default_scope, mapped_axes
 from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.axes import places_outside, stating, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 from nnx_parallel.train.hold import held
 
@@ -78,7 +79,7 @@ class Options:
     if pipeline is None:
       if self.layer_options.pattern is not None:
         raise DecodeError(
-          f"layers={self.layer_options.pattern!r} names those of a pipeline.", fix='pipeline="stage"'
+          f"layers={self.layer_options.pattern!r} names the stages of a pipeline.", fix='pipeline="stage"'
         )
       return
     if beams or self.slots is not None:
@@ -113,11 +114,12 @@ class Bound:
   def __init__(self, options: Options, used: LayersUsed, model: Model):
     self.options, self._used = options, used
     self.binding = Binding({"model": model})
-    self.scope = scope_of(self.binding.variables)
+    self.outside = places_outside(self.binding)
+    self.places = self.outside.on_auto_axes()
     # The arrays of the program: of Variables, then raw ones.
     places = [*self.binding.template.variables, *self.binding.template.raw]
     self.labels = [self.binding.labels[i] for i in places]
-    self.shardings = [self.binding.shardings[i] for i in places]
+    self.shardings = [self.outside.shardings[i] for i in places]
     self.caches = [i for i, leaf in enumerate(self.binding.variables) if isinstance(leaf, nnx.Cache)]
     self.others = [i for i in range(len(places)) if i not in self.caches]
     if not self.caches and options.cache is None:
@@ -132,14 +134,11 @@ class Bound:
     self.keeps_caches = not self.own_rows and self.pipeline is None
     """Whether the program empties the model's caches and returns them; else only their shapes are used."""
     mesh = self.binding.mesh
-    self.explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     self.axes = () if mesh is None else axes_of(self._batch_entry())
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
     self._of_caches, own = self._divided(self.shardings)
-    if self.own_rows and self.explicit:
-      self._check_weights(own, "on Explicit axes a row")
     if self.pipeline is not None:
       self._check_weights(own, "a stage")
       if self.pipeline.axis in self.axes:
@@ -148,15 +147,20 @@ class Bound:
           details=f"batch over {self.axes}",
           fix='nxp.LogicalRules(batch="data") for the plan; or leave pipeline= out.',
         )
-    self._forward = held(self._over_rows(self._one_call), self.binding.mesh, self.scope, own)
+    self._weights = own
     self.jitted: Any = jax.jit(
-      self._program,
+      self._typed,
       donate_argnums=0 if self.keeps_caches else (),
       keep_unused=True,  # the old caches are memory for the new ones
       out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
     )
 
-  def place(self, x: AnyArray) -> jax.Array:
+  @property
+  def explicit(self) -> bool:
+    """Whether the program has types: the model states shardings."""
+    return self.places.mesh is not None and is_explicit(self.places.mesh)
+
+  def place(self, x: Any) -> Any:
     """Numbers of the host in the layout of the arguments."""
     where = self._of_argument(np.ndim(x))
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
@@ -209,11 +213,11 @@ class Bound:
         variables[i].set_raw_value(array)
     return found
 
-  def of_arrays(
-    self, arrays: list[jax.Array], *args: jax.Array
-  ) -> tuple[dict[str, jax.Array], dict[int, jax.Array]]:
-    """The program for the arrays of all Variables: its results, and the caches by number."""
-    after, found = self._program(*self._divided([*arrays, *self.binding.raw]), Args(*args))
+  def of_arrays(self, raw: list[Any], arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
+    """The program for the arrays of the model: its results, and the caches by number."""
+    typed = any(is_explicit(jax.typeof(x).sharding.mesh) for x in arrays)
+    self.places = self.outside if typed else self.outside.on_auto_axes()
+    after, found = self._program(*self._divided([*arrays, *raw]), Args(*args))
     fields = {name: x for name, x in found._asdict().items() if x is not None}
     return fields, dict(zip(self.caches, after, strict=False))
 
@@ -248,9 +252,10 @@ class Bound:
 
   def _batch_entry(self) -> Entry:
     """The entry of the batch in a spec."""
-    if self.scope is None:
+    scope = self.outside.scope
+    if scope is None:
       return None
-    rules = RuleSet(logical=self.scope.rules, inputs=self.scope.inputs)
+    rules = RuleSet(logical=scope.rules, inputs=scope.inputs)
     return input_spec(rules, 2, axis_sizes(self.binding.mesh))[0]
 
   def _of_argument(self, ndim: int) -> NamedSharding | None:
@@ -261,7 +266,7 @@ class Bound:
 
   def _pin(self, x: jax.Array, *entries: object) -> jax.Array:
     """An array in a layout; without entries it is replicated."""
-    mesh = self.binding.mesh
+    mesh = self.places.mesh
     return x if mesh is None else pinned(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
   def _rows(self, x: jax.Array) -> jax.Array:
@@ -285,8 +290,9 @@ class Bound:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
-  def _pinned(self, caches: list[jax.Array]) -> list[jax.Array]:
-    pairs = zip(caches, self._of_caches, strict=True)
+  def _pinned(self, caches: list[Any]) -> list[Any]:
+    layouts = self._of_caches if self.explicit else map(auto_sharding, self._of_caches)
+    pairs = zip(caches, layouts, strict=True)
     if not self.own_rows:
       return [pinned(x, where) for x, where in pairs]
     return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
@@ -371,7 +377,7 @@ class Bound:
     labels = [self.labels[i] for i, x in names for _ in jax.tree.leaves(x)]
     specs = [getattr(where, "spec", None) for where in self._of_caches]
     specs += [None] * len(jax.tree.leaves(state[1]))
-    layers, mesh = self.options.layer_options, self.binding.mesh
+    layers, mesh = self.options.layer_options, self.places.mesh
     return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
   def _over_rows(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -415,13 +421,35 @@ class Bound:
 
     return zeros, jax.tree.map(repeated, one)
 
-  def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+  def _typed(self, *args: Any) -> Any:
+    """The program on Auto axes, or with types if the model states shardings; its results have types."""
+
+    def specs(results: Any) -> Any:
+      by_row = PartitionSpec(None if self.options.slots else entry_of(self.axes))
+      return [PartitionSpec() if where is None else where.spec for where in caches[: len(results[0])]], by_row
+
+    caches, self.places = self._of_caches, self.outside.on_auto_axes()
+    self._used.axes = self.places.note
+    try:
+      return with_types(self._program, self.outside, self.places, specs)(*args)
+    except (TypeError, ValueError) as error:
+      stated = stating(self.outside, error)
+      if stated is None or self.places is self.outside:
+        raise
+      self.places = stated
+    if self.own_rows:
+      self._check_weights(self._weights, "on Explicit axes a row")
+    self._used.axes = stated.note
+    return self._program(*args)
+
+  def _program(self, caches: list[Any], others: list[Any], args: Args) -> Any:
     options, sampling, rows = self.options, self.options.sampling, self._rows
+    held_forward = held(self._over_rows(self._one_call), self.places.mesh, self.places.scope, self._weights)
 
     def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
       if self.own_rows:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
-      logits, caches, own = self._forward(others, tokens, position, *state)
+      logits, caches, own = held_forward(others, tokens, position, *state)
       return logits, (self._pinned(caches), own)
 
     batch, width = args.prompts.shape
@@ -436,7 +464,7 @@ class Bound:
     stops = tuple(map(int, options.stop))
     loop = Loop(limit, stops, options.prefill, forward, rows, self._pin, kept, self._logits)
     asked = Asked(prompts, args.lengths, keys)
-    with default_scope(self.scope):
+    with default_scope(self.places.scope):
       if self.pipeline is not None and isinstance(sampling, Sampling):
         turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
         found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)

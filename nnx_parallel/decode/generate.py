@@ -25,7 +25,8 @@ class Generator:
 
   Attributes:
     options: what it was made with.
-    layers: what the stages of a pipeline do, when it was last compiled or lowered; print it.
+    layers: what the stages of a pipeline do, and on a mesh with Explicit axes which axes the program computes
+      on, when it was last compiled or lowered; print it.
   """
 
   def __init__(self, options: Options):
@@ -107,9 +108,9 @@ class Generator:
       prompts: as in `lower`.
 
     Returns:
-      A function of the arrays of the model's Variables, prompts, lengths, requests and a key, which returns
-      the fields of `Generated` and the caches by the number of their Variable; and its abstract arguments
-      after the first.
+      A function of the raw arrays of the model, those of its Variables, prompts, lengths, requests and a key,
+      which returns the fields of `Generated` and the caches by the number of their Variable; and its abstract
+      arguments after the first two.
     """
     bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))

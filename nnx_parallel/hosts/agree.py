@@ -27,7 +27,7 @@ def main_process() -> bool:
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> if nxp.main_process():
+    >>> if nxp.hosts.main_process():
     ...   print("once")
     once
   """
@@ -49,7 +49,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> nxp.barrier("the data is there", timeout=60)
+    >>> nxp.hosts.barrier("the data is there", timeout=60)
   """
   if jax.process_count() == 1:
     return
@@ -74,7 +74,7 @@ def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> nxp.broadcast({"run": "2026-11-23", "seed": 7})
+    >>> nxp.hosts.broadcast({"run": "2026-11-23", "seed": 7})
     {'run': '2026-11-23', 'seed': 7}
   """
   if not 0 <= source < jax.process_count():
@@ -130,7 +130,7 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> nxp.once_per_host(lambda: print("downloading"))
+    >>> nxp.hosts.once_per_host(lambda: print("downloading"))
     downloading
     True
   """

@@ -9,12 +9,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
+from nnx_parallel.layout.batch import check_split
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
@@ -87,7 +88,7 @@ def _placed(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> ja
   sharding = NamedSharding(plan.mesh, spec)
   counts = shard_counts(spec, len(shape), sizes)
   mine = counts if global_batch else _own_counts(sharding, counts)
-  _check_shape(name, shape, spec, sizes, mine, counts)
+  check_split(name, shape, spec, sizes, mine, counts)
   if jax.process_count() == 1:
     return jax.device_put(array, sharding)
   host = np.asarray(array)
@@ -97,37 +98,6 @@ def _placed(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> ja
   return jax.make_array_from_process_local_data(
     sharding, host, tuple(length // own * count for length, own, count in rows)
   )
-
-
-def _check_shape(
-  name: str,
-  shape: tuple[int, ...],
-  spec: PartitionSpec,
-  sizes: dict[str, int],
-  mine: tuple[int, ...],
-  counts: tuple[int, ...],
-) -> None:
-  if shape and not shape[0]:
-    raise ShardingError(
-      f"{name} has no examples.", details=f"shape {shape}", fix="leave empty batches out of the source."
-    )
-  if shape and shape[0] % mine[0]:
-    below, above = shape[0] - shape[0] % mine[0], shape[0] + -shape[0] % mine[0]
-    own = mine != counts
-    raise ShardingError(
-      f"{name} has {shape[0]} examples{' on this process' if own else ''}, which {mine[0]} shards cannot"
-      f" split evenly (remainder {shape[0] % mine[0]}).",
-      details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
-      fix=f"{'pass each process' if own else 'use'} a {'share' if own else 'global batch'} of"
-      f" {f'{below} or ' if below else ''}{above}.",
-    )
-  uneven = next((dim for dim, count in enumerate(mine) if shape[dim] % count), None)
-  if uneven is not None:
-    raise ShardingError(
-      f"{name}: dim {uneven} has length {shape[uneven]}, which {mine[uneven]} shards cannot split evenly.",
-      details=f"shape {shape}, spec {spec}, mesh {sizes}",
-      fix="change the length, or the InputRules for this rank.",
-    )
 
 
 def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,7 +115,7 @@ def _own_rows(length: int, ranks: set[int], plan: Plan) -> np.ndarray:
   for rank in ranks:
     sharding = NamedSharding(plan.mesh, plan.batch_spec(rank))
     count = shard_counts(sharding.spec, rank, sizes)[:1]
-    _check_shape("batch", (length,), sharding.spec, sizes, count, count)
+    check_split("batch", (length,), sharding.spec, sizes, count, count)
     shape = (length, *shard_counts(sharding.spec, rank, sizes)[1:])
     for index in sharding.addressable_devices_indices_map(shape).values():
       own.update(range(length)[index[0]] if index else ())
@@ -157,7 +127,7 @@ def _from_rows(name: str, host: np.ndarray, length: int, rows: np.ndarray, plan:
   shape, sizes = (length, *host.shape[1:]), axis_sizes(plan.mesh)
   sharding = NamedSharding(plan.mesh, plan.batch_spec(host.ndim))
   counts = shard_counts(sharding.spec, host.ndim, sizes)
-  _check_shape(name, shape, sharding.spec, sizes, counts, counts)
+  check_split(name, shape, sharding.spec, sizes, counts, counts)
 
   def part(index: Any) -> np.ndarray:
     first, end, _ = index[0].indices(length)

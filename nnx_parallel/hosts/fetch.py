@@ -35,7 +35,7 @@ def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
     >>> from flax import nnx
     >>> init = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     >>> model = nxp.create_sharded_model(init, nxp.make_mesh(data=8), nxp.fsdp("data", min_size=1))
-    >>> arrays = nxp.to_host(model)
+    >>> arrays = nxp.hosts.to_host(model)
     >>> type(arrays["kernel"]).__name__, arrays["kernel"].shape
     ('ndarray', (16, 8))
   """

@@ -29,7 +29,7 @@ class StopSignals:
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> with nxp.StopSignals() as stop:
+    >>> with nxp.hosts.StopSignals() as stop:
     ...   for step in range(1, 4):
     ...     if stop.asked(step):  # after each update
     ...       break  # save here

@@ -3,7 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.interop.adapters import merge_adapters
+  from nnx_parallel.interop.adapters import add_lora, merge_adapters
   from nnx_parallel.interop.dry_run import dry_run_export, dry_run_import
   from nnx_parallel.interop.families import from_config, load_huggingface
   from nnx_parallel.interop.huggingface import weight_map_of
@@ -17,6 +17,7 @@ with epy.lazy_api_imports(globals()):
 __all__ = [
   "Rule",
   "WeightMap",
+  "add_lora",
   "dry_run_export",
   "dry_run_import",
   "export_linen",

@@ -2,28 +2,154 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnx_parallel.checkpoint.diff import Patterns
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import CheckpointError
 
+LINEAR = (nnx.Linear, nnx.LinearGeneral)
+"""The layers that take adapters; `nnx.MultiHeadAttention` is made of them."""
+# PEFT's: uniform within 1 / sqrt(inputs).
+_first_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
-def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float = 1.0) -> list[str]:
+
+def add_lora(
+  model: nnx.Module,
+  targets: str | Iterable[str],
+  *,
+  rank: int,
+  alpha: float | None = None,
+  rngs: nnx.Rngs,
+  param_dtype: Any = jnp.float32,
+) -> list[str]:
+  """Adds low-rank adapters to linear layers of a model, in place; call it in the function that is planned.
+
+  A layer adds `alpha / rank` times the output of its adapter to its own output. The adapter is `lora.lora_a`
+  `(inputs, rank)` and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of the layer's own
+  weights stay. The parameters of adapters are `nnx.LoRAParam`: train them with `wrt=nnx.LoRAParam`.
+
+  Args:
+    model: a module with `nnx.Linear` or `nnx.LinearGeneral` layers, at any depth.
+    targets: patterns of the paths of layers, as for `Checkpointer.restore(only=)`: `"layers.*.self_attn.*"`
+      matches all linear layers below it.
+    rank: of the adapters.
+    alpha: the output is multiplied by `alpha / rank`; None: by 1.
+    rngs: for the first factor, which is drawn as in PEFT.
+    param_dtype: of the adapters. They compute in the dtype of the layer's output.
+
+  Returns:
+    Paths of the layers.
+
+  Raises:
+    CheckpointError: a pattern that matches no linear layer, or a layer that has an adapter or whose kernel
+      has more dims than one layer has.
+
+  Example:
+    >>> from flax import nnx
+    >>> import nnx_parallel as nxp
+    >>> def init():
+    ...   rngs = nnx.Rngs(0)
+    ...   model = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 4, rngs=rngs))
+    ...   nxp.interop.add_lora(model, "layers.*", rank=2, rngs=rngs)
+    ...   return model
+    >>> model = nxp.create_sharded_model(init, nxp.make_mesh(data=8))
+    >>> model.layers[0].lora.lora_a.shape, model.layers[0].lora.lora_b.shape
+    ((8, 2), (2, 16))
+  """
+  if rank < 1:
+    raise CheckpointError(f"rank={rank} is no rank of an adapter.", fix="rank=8")
+  patterns = Patterns([targets] if isinstance(targets, str) else targets, ())
+  layers = linear_layers(model)
+  chosen = {path: layer for path, layer in layers.items() if not patterns.leaves_out(path)}
+  if unused := patterns.unused():
+    raise CheckpointError(
+      f"{few(unused)} matches no linear layer of the {type(model).__name__}.",
+      details=f"linear layers: {few([*layers]) or 'none'}",
+      fix='use patterns of such paths: add_lora(model, "layers.*.self_attn.*", rank=8, rngs=rngs).',
+    )
+  for path, layer in chosen.items():
+    adapt(path, layer, rank, 1.0 if alpha is None else alpha / rank, rngs, param_dtype)
+  return [*chosen]
+
+
+def linear_layers(model: nnx.Module) -> dict[str, Any]:
+  """The linear layers of a model by path, the model itself at the empty path."""
+  return {path_str(path): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, LINEAR)}
+
+
+def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: Any) -> None:
+  """Adds an adapter to one linear layer, in place.
+
+  Raises:
+    CheckpointError: it has one, or its kernel has more dims than one layer has.
+  """
+  shape, inputs = tuple(layer.kernel.shape), _features(layer.in_features)
+  if hasattr(layer, "lora"):
+    raise CheckpointError(f"{path} has an adapter already.", fix="patterns that name each layer once.")
+  if shape != (*inputs, *_features(layer.out_features)):
+    raise CheckpointError(
+      f"{path} is no single layer: its kernel has the shape {shape}.",
+      details=f"inputs {inputs}, outputs {_features(layer.out_features)}",
+      fix="call add_lora on the block, inside the function that nnx.vmap maps.",
+    )
+  layer.lora = nnx.LoRA(
+    math.prod(inputs),
+    rank,
+    math.prod(_features(layer.out_features)),
+    param_dtype=param_dtype,
+    a_initializer=_first_init,
+    rngs=rngs,
+  )
+  layer.lora_scale = scale
+  # The layer stays the same object at the same path: its model may hold it at several.
+  object.__setattr__(layer, "__class__", _with_lora(type(layer)))
+
+
+@functools.cache
+def _with_lora(kind: type[Any]) -> type[Any]:
+  """The class of linear layers of this kind that have an adapter: equal models have equal classes."""
+
+  class WithLoRA(kind):
+    def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+      return _adapted(self, inputs, super().__call__(inputs, *args, **options))
+
+  WithLoRA.__name__ = WithLoRA.__qualname__ = f"{kind.__name__}WithLoRA"
+  return WithLoRA
+
+
+def _adapted(layer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+  """The output `y` of a layer on `x`, and that of its adapter."""
+  axis = getattr(layer, "axis", (-1,))
+  x = jnp.moveaxis(x, axis, range(-len(axis), 0))
+  x = x.reshape(*x.shape[: x.ndim - len(axis)], -1)
+  a, b = (factor.get_value().astype(y.dtype) for factor in (layer.lora.lora_a, layer.lora.lora_b))
+  return y + layer.lora_scale * ((x.astype(y.dtype) @ a) @ b).reshape(y.shape)
+
+
+def _features(given: Any) -> tuple[int, ...]:
+  return (given,) if isinstance(given, int) else tuple(given)
+
+
+def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None = None) -> list[str]:
   """Adds the adapters of one model to the weights of another, in place and in their layout.
 
   Args:
     base: a live module without adapters, on the mesh of `adapted`: its float weights, also where those of
       `adapted` are quantized.
-    adapted: a live module with adapters, of `nnx.LoRALinear` or of Qwix: `kernel_lora_a` `(inputs, rank)` and
-      `kernel_lora_b` `(rank, outputs)` beside `kernel`, whose first dims are the inputs.
-    scale: of the product of both; Qwix computes with `alpha / rank`.
+    adapted: a live module with adapters, of `add_lora`, of `nnx.LoRALinear`, or of Qwix: `kernel_lora_a`
+      `(inputs, rank)` and `kernel_lora_b` `(rank, outputs)` beside `kernel`, whose first dims are the inputs.
+    scale: of the product of both. None: that of `add_lora`, and 1 for others; for Qwix, pass `alpha / rank`.
 
   Returns:
     Paths of the weights that were changed.
@@ -60,9 +186,11 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float = 1.0)
       f"the base has no {few(wrong)}, or not of the size of its adapter.",
       fix="give the model that the adapters were trained beside, made without them.",
     )
+  layers: dict[Any, nnx.Module] = dict(nnx.iter_modules(adapted))
   for path, (a, b) in pairs.items():
-    leaf = weights[path]
-    leaf.set_value(_merged(value_of(leaf), value_of(found[a]), value_of(found[b]), scale))
+    leaf, own = weights[path], getattr(layers.get(path[:-1]), "lora_scale", 1.0)
+    times = own if scale is None else scale
+    leaf.set_value(_merged(value_of(leaf), value_of(found[a]), value_of(found[b]), times))
   return [path_str(path) for path in pairs]
 
 

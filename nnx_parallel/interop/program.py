@@ -6,6 +6,7 @@ axes and the paths of the Variables: weights come from a checkpoint.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import zipfile
@@ -16,16 +17,17 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import export
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import make_mesh
+from nnx_parallel.core.mesh import is_explicit, make_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.constrain import default_scope, scope_of
+from nnx_parallel.layout.constrain import default_scope
+from nnx_parallel.train.axes import Places, places_inside, places_outside
 from nnx_parallel.train.binding import Binding
 
 
@@ -64,28 +66,33 @@ def export_program(
   """
   binding = Binding({"model": model})
   if isinstance(function, Generator):
-    run, args = function.as_function(model, *args)
+    program, args = function.as_function(model, *args)
   else:
-    run = _of_module(binding, function)
-  leaves = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    for x, where in zip(binding.read(), binding.variable_shardings, strict=True)
-  ]
+    program = _of_module(binding, function)
+
+  def run_in(places: Places) -> Callable[..., Any]:
+    return functools.partial(program, places.placed(binding.raw))
+
+  outside, args = places_outside(binding), tuple(map(_abstract, args))
+  leaves = [_abstract(x) for x in binding.read()]
+  places = places_inside(outside, run_in(outside.on_auto_axes()), leaves, *args)
+  run = run_in(places)
+  leaves, args = places.placed(leaves), places.placed(args)
   changes: list[int] = []
 
   def outputs(changing: list[AnyArray], fixed: list[AnyArray], *args: PyTree) -> PyTree:
     found, after = run(_joined(changing, fixed, changes), *args)
     return found, [after[i] for i in changes]
 
-  with default_scope(scope_of(binding.variables)):
+  with places.active(), default_scope(places.scope):
     jax.eval_shape(lambda leaves, *args: changes.extend(run(leaves, *args)[1]), leaves, *args)
-    wheres = None if binding.mesh is None else [binding.variable_shardings[i] for i in changes]
+    wheres = None if binding.mesh is None else [leaves[i].sharding for i in changes]
     jitted = jax.jit(outputs, out_shardings=(None, wheres))
-    exported = export.export(jitted, platforms=platforms)(*_split(leaves, changes), *map(_abstract, args))
-  mesh = binding.mesh
+    exported = export.export(jitted, platforms=platforms)(*_split(leaves, changes), *args)
+  mesh = places.mesh
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
-    "explicit": mesh is not None and AxisType.Explicit in mesh.axis_types,
+    "explicit": mesh is not None and is_explicit(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
     "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
@@ -224,11 +231,11 @@ class Served:
     return found
 
 
-def _of_module(binding: Binding, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """`function` of the arrays of the Variables; returns what it did and those that it changed, by number."""
+def _of_module(binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:
+  """`function` of a model's raw arrays and Variables; returns what it did and those it changed, by number."""
 
-  def run(leaves: list[AnyArray], *args: PyTree) -> PyTree:
-    arrays = binding.with_raw(leaves)
+  def run(raw: list[Any], leaves: list[Any], *args: Any) -> Any:
+    arrays = binding.template.join(leaves, raw)
     (module,) = binding.template.build(arrays)
     found = function(module, *args)
     after = binding.without_raw(binding.template.arrays((module,)))

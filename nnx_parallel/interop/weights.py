@@ -149,7 +149,7 @@ class Rule:
       raise CheckpointError(
         f"the rule {file!r} -> {model!r} has numbers that do not correspond.",
         details=f"only in the file: {only_file}, only in the model: {only_model}",
-        fix="let each side have at most one {name} that the other lacks: the one that is stacked or cut.",
+        fix="let each side have at most one {name} that the other side lacks: the stacked or cut dim.",
       )
     if pattern and pattern.count("->") != 1:
       raise CheckpointError(

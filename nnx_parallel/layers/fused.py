@@ -225,7 +225,7 @@ def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
   if _uncast(largest, made, ("stop_gradient",))[0] is not _uncast(var, made)[0]:
-    raise NotFused("another maximum than that of its scores is subtracted")
+    raise NotFused("a maximum of other values than its scores is subtracted")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
   masks: list[tuple[Var, tuple[int, ...], bool]] = []
@@ -268,7 +268,7 @@ def _weights(match: Any, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
   if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) != exponentials:
     raise NotFused(f"its weights go through {described(eqn)}")
   if _uncast(match.total.invars[0], made) != exponentials:
-    raise NotFused("another sum than that of its exponentials divides them")
+    raise NotFused("its exponentials are divided by another sum than their own")
   below, shape = eqn.invars[1], exponentials[0].aval.shape
   kept = tuple(d for d in range(len(shape)) if d not in match.summed)
   column = tuple(1 if d in match.summed else size for d, size in enumerate(shape))

@@ -214,15 +214,18 @@ class LayersUsed:
     done: what was done with them, a line each.
     reasons: why some were not scanned together, a line each.
     schedule: that of their pipeline, if they are one.
+    axes: on a mesh with Explicit axes, which axes the loss is computed on, and why.
   """
 
   found: tuple[Layers, ...] = ()
   done: tuple[str, ...] = ()
   reasons: tuple[str, ...] = ()
   schedule: Schedule | None = None
+  axes: str = ""
 
   def __str__(self) -> str:
-    lines = [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
+    lines = [self.axes] if self.axes else []
+    lines += [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
     reasons = [
       *self.reasons[:_SHOWN],
       *([f"and {more} more"] if (more := len(self.reasons) - _SHOWN) > 0 else []),
@@ -238,7 +241,7 @@ def with_layers(
   layers: str | None = None,
   attention: Attention = None,
   loss_chunks: int | None = None,
-) -> LossFn:
+) -> Callable[..., Any]:
   """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
 
   `train_step(loss, remat=..., scan_layers=...)` does this by itself; this is for a step of your own.
@@ -287,24 +290,25 @@ def with_layers(
   return _on_copies(loss, options, options)
 
 
-def with_marks(loss: LossFn, layers: str | None = None) -> LossFn:
+def with_marks(loss: LossFn, layers: str | None = None) -> Callable[..., Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
   return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> LossFn:
+def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
   """The same loss, called on a copy of the model whose state is written back."""
 
-  def changed(model: Model, batch: PyTree) -> PyTree:
+  @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
+  def changed(model: Any, *batch: Any) -> Any:
     graphdef, state = nnx.split(model)
 
-    def pure(state: PyTree, batch: PyTree) -> PyTree:
+    def pure(state: Any, *batch: Any) -> Any:
       module = nnx.merge(graphdef, state)
       with marks.marking(module):
-        result = loss(module, batch)
+        result = loss(module, *batch)
       return result, nnx.state(module, nnx.Variable)
 
-    result, after = with_options(pure, does)(state, batch)
+    result, after = with_options(pure, does)(state, *batch)
     nnx.update(model, after)
     return result
 

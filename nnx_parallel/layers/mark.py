@@ -178,7 +178,7 @@ def _marking(kind: type, name: str, pytree: bool) -> type:
     return type(kind)(kind.__name__, (kind,), body, **options)
   except TypeError as error:
     raise TrainError(
-      f"the calls of {kind.__qualname__} cannot be marked as those of layers: it refuses a subclass.",
+      f"the calls of {kind.__qualname__} cannot be marked as a layer's: it refuses a subclass.",
       details=str(error),
       fix="@nnx.remat on its __call__, and no scan_layers=; or an __init_subclass__ whose arguments have"
       " defaults.",

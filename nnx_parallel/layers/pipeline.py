@@ -73,7 +73,7 @@ class Schedule:
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> print(nxp.Schedule(stages=4, microbatches=8, layers=12))
+    >>> print(nxp.parallel.Schedule(stages=4, microbatches=8, layers=12))
     4 stages of 3 layers, 8 microbatches, 11 ticks, bubble 27.3 %
   """
 

@@ -275,7 +275,7 @@ class Stacks:
       raise TrainError(
         "a pipeline needs consecutive equal layers, and the loss has none.",
         details="\n".join([*hidden, *self.reasons][:6]),
-        fix='layers="decoder.blocks.*" names them; or nxp.pipeline on layers of your own.',
+        fix='layers="decoder.blocks.*" names them; or nxp.parallel.pipeline on layers of your own.',
       )
     return found
 

@@ -68,6 +68,50 @@ def input_spec(rules: RuleSet, ndim: int, mesh: Mapping[str, int]) -> PartitionS
   return _resolved(names, logical, mesh, f"inputs of {ndim} dims")
 
 
+def check_split(
+  name: str,
+  shape: tuple[int, ...],
+  spec: PartitionSpec,
+  sizes: dict[str, int],
+  mine: tuple[int, ...],
+  counts: tuple[int, ...],
+) -> None:
+  """Refuses an input that its shards cannot split evenly.
+
+  Args:
+    name: of the input.
+    shape: of the part that this process gives.
+    spec: of the input.
+    sizes: of the mesh axes.
+    mine: shards of each dim on this process.
+    counts: shards of each dim in all.
+
+  Raises:
+    ShardingError: with the next sizes that work.
+  """
+  if shape and not shape[0]:
+    raise ShardingError(
+      f"{name} has no examples.", details=f"shape {shape}", fix="leave empty batches out of the source."
+    )
+  if shape and shape[0] % mine[0]:
+    below, above = shape[0] - shape[0] % mine[0], shape[0] + -shape[0] % mine[0]
+    own = mine != counts
+    raise ShardingError(
+      f"{name} has {shape[0]} examples{' on this process' if own else ''}, which {mine[0]} shards cannot"
+      f" split evenly (remainder {shape[0] % mine[0]}).",
+      details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
+      fix=f"{'pass each process' if own else 'use'} a {'share' if own else 'global batch'} of"
+      f" {f'{below} or ' if below else ''}{above}.",
+    )
+  uneven = next((dim for dim, count in enumerate(mine) if shape[dim] % count), None)
+  if uneven is not None:
+    raise ShardingError(
+      f"{name}: dim {uneven} has length {shape[uneven]}, which {mine[uneven]} shards cannot split evenly.",
+      details=f"shape {shape}, spec {spec}, mesh {sizes}",
+      fix="change the length, or the InputRules for this rank.",
+    )
+
+
 def no_batch_axes(rules: RuleSet, mesh: Mapping[str, int]) -> ShardingError:
   """The error for rules and a mesh that do not decide how the batch is split."""
   return ShardingError(

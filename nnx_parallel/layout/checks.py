@@ -43,7 +43,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
         shape = getattr(module.out, part).shape
         own = ("heads", None, "embed") if part == "kernel" else ("embed",)
         raise ShardingError(
-          f"{where} has the query's names, which are not those of its dims.",
+          f"{where} has the query's names, which do not fit its dims.",
           details=f"names {names}, shape {shape}: flax passes {part}_metadata on to it",
           fix=f'MultiHeadAttention(..., out_{part}_metadata={{"out_sharding": {own!r}}})',
         )
@@ -90,7 +90,7 @@ def check_depthwise(
   axes = dict.fromkeys(axis for found in split.values() for axis in found)
   return [
     f"{few(names)}: depthwise kernels split by channels over {', '.join(axes)}, as the batch, so a step sends"
-    " activations instead of weights; keep them whole: a path rule of None, or a larger min_size"
+    " activations instead of weights; replicate them: a path rule of None, or a larger min_size"
   ]
 
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import MeshError, ShardingError
@@ -47,7 +47,11 @@ class Scope:
   def __repr__(self) -> str:
     return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
 
-  def __deepcopy__(self, _: object) -> Scope:
+  def on_auto_axes(self) -> Scope:
+    """The same scope on the mesh with Auto axes."""
+    return self if self.mesh is None else dataclasses.replace(self, mesh=auto_mesh(self.mesh))
+
+  def __deepcopy__(self, _: Any) -> Scope:
     return self
 
   def __reduce__(self) -> tuple[object, ...]:
@@ -95,7 +99,10 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are checked already."""
+  """`use_rules`, for rules that are checked already; on Auto axes, where a program computes on those."""
+  on_auto, active = scope.on_auto_axes(), jax.sharding.get_abstract_mesh()
+  if on_auto.mesh is not None and on_auto.mesh.abstract_mesh == active:
+    scope = on_auto
   with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
 
@@ -281,7 +288,7 @@ def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | N
 def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
   if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
     raise MeshError(
-      "constrain found two meshes: the one in scope is not the one that is active.",
+      "constrain found two meshes: the mesh in scope is not the active mesh.",
       details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
       fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
     )

@@ -1,1 +1,18 @@
 """A training loop with checkpoints, metrics and resume, and the jobs that it runs."""
+
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from nnx_parallel.loop.fit import FitResult
+  from nnx_parallel.loop.metrics import MetricsLog, TensorBoardLog, read_metrics
+  from nnx_parallel.loop.recorder import EarlyStop
+  from nnx_parallel.loop.sums import MetricSums
+
+__all__ = [
+  "EarlyStop",
+  "FitResult",
+  "MetricSums",
+  "MetricsLog",
+  "TensorBoardLog",
+  "read_metrics",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -36,6 +37,9 @@ from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.estimate.propagate import Propagation
+from nnx_parallel.train.axes import on_fitting_axes
+from nnx_parallel.train.binding import Binding
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 
@@ -209,6 +213,7 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  _check_step(step)
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
@@ -441,7 +446,24 @@ def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
   return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
 
 
-def _rows(batch: PyTree) -> int:
+def _check_step(step: Any) -> None:
+  try:
+    if not isinstance(step, nnx.Pytree):
+      inspect.signature(step).bind(None, None, None)
+      return
+    problem = "it is a module or an optimizer"
+  except TypeError as error:
+    problem = str(error)
+  except ValueError:  # no Python function
+    return
+  raise TrainError(
+    f"fit needs a step that it can call with (model, optimizer, batch), and got a {type(step).__name__}.",
+    details=problem,
+    fix="fit(nxp.train_step(loss_fn), model, optimizer, batches)",
+  )
+
+
+def _rows(batch: Any) -> int:
   """The examples of a batch; 0 where no array has a dim for them."""
   return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
 
@@ -454,6 +476,11 @@ def _busy(metrics: AnyMetrics | None) -> bool:
 
 def _compiles(step: Any) -> int:
   return len(getattr(step, "compiles", ()))
+
+
+def _abstract(x: Any) -> Any:
+  """An array without values, and without types on Explicit axes."""
+  return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
 
 
 def _peak() -> float | None:
@@ -470,16 +497,18 @@ def _flops(step: Any, model: Model, batch: PyTree) -> float:
   if not isinstance(step, TrainStep):
     return math.nan
   losses = step.options.loss_fn
-  graphdef, state = nnx.split(model)
+  binding = Binding({"model": model})
+  arrays = binding.with_raw(binding.read())
 
-  def forward(state: PyTree, batch: PyTree) -> list[jax.Array]:
+  def forward(arrays: list[Any], batch: Any) -> list[jax.Array]:
     several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [loss(nnx.merge(graphdef, state), batch) for loss in several]
+    found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
     return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
   seen = Propagation()
   try:
-    trace: Any = jax.make_jaxpr(forward)(state, batch)
+    run = forward if binding.scope is None else on_fitting_axes(forward, binding.scope)
+    trace: Any = jax.make_jaxpr(run)(*jax.tree.map(_abstract, (arrays, batch)))
     seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
   except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
     warnings.warn(
@@ -496,6 +525,6 @@ def _flops(step: Any, model: Model, batch: PyTree) -> float:
       NnxParallelWarning,
       stacklevel=3,
     )
-  arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-  devices = max((len(x.sharding.device_set) for x in arrays), default=1)
+  placed = [x for x in arrays if isinstance(x, jax.Array)]
+  devices = max((len(x.sharding.device_set) for x in placed), default=1)
   return 3.0 * sum(product.flops * product.times for product in seen.products) / devices

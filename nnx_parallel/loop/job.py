@@ -35,14 +35,24 @@ def rules_of(recipe: Recipe) -> Any:
 
 
 def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) -> nxp.Plan:
-  """The plan of a recipe's model and optimizer; `options` are those of `nxp.plan`.
+  """Plans a recipe's model and optimizer.
+
+  Args:
+    recipe: from `load_recipe`.
+    mesh: as for `nxp.plan`.
+    rules: in place of the recipe's own rules.
+    **options: more options of `nxp.plan`, such as `zero=1`.
+
+  Returns:
+    The plan.
 
   Raises:
-    ShardingError: rules that do not fit.
+    ShardingError: the rules do not fit.
 
   Example:
-    >>> from nnx_parallel.loop.loader import load_recipe
-    >>> plan = plan_recipe(load_recipe("text_lm"), nxp.abstract_mesh(data=2, fsdp=2, tensor=2))
+    >>> import nnx_parallel as nxp
+    >>> recipe = nxp.recipes.load_recipe("text_lm")
+    >>> plan = nxp.recipes.plan_recipe(recipe, nxp.abstract_mesh(data=2, fsdp=2, tensor=2))
     >>> plan["head.kernel"].spec
     P('fsdp', 'tensor')
   """
@@ -129,7 +139,16 @@ class Job:
 
   @classmethod
   def start(cls, recipe: Recipe, plan: nxp.Plan, **options: Any) -> Self:
-    """A new job at step 0, created straight into its shards; `options` are more attributes."""
+    """Makes a job at step 0, and creates the model in its shards.
+
+    Args:
+      recipe: from `load_recipe`.
+      plan: from `plan_recipe`.
+      **options: more attributes of the job, such as `microbatches=2`.
+
+    Returns:
+      The job.
+    """
     model, optimizer = nxp.create_sharded_model(plan)
     return cls(recipe, plan, model, optimizer, **options)
 
@@ -144,12 +163,23 @@ class Job:
     microbatches: int | None = None,
     **options: Any,
   ) -> Self:
-    """The job as it was at a checkpoint, in the layout of this plan; `"latest"` passes over a damaged step.
+    """Restores a job from a checkpoint, in the layout of this plan.
 
-    Settings may differ from those of the checkpoint: `changes` lists them. Without `microbatches`, their
-    number stays that of the checkpoint. If the model has parameters only, and the mesh splits the batch into
-    fewer or more shards, there are more or fewer of them, so that a device has no more examples at a time
-    than it had: the gradients are the same. Dropout and batch statistics would be others.
+    Settings may differ from the settings of the checkpoint: `changes` lists them.
+
+    Args:
+      recipe: from `load_recipe`.
+      plan: from `plan_recipe`, on any mesh.
+      checkpointer: of the job's folder.
+      step: a number; `"latest"` is the newest step that is not damaged.
+      microbatches: None takes the number of the checkpoint. If the model has parameters only, and the mesh
+        splits the batch into fewer or more shards, there are more or fewer microbatches, so that a device
+        has as many examples at a time as before: the gradients are the same. With dropout or batch
+        statistics they would differ.
+      **options: more attributes of the job.
+
+    Returns:
+      The job, at the step of the checkpoint.
 
     Raises:
       CheckpointError: nothing to restore, or it does not fit the plan.
@@ -173,7 +203,7 @@ class Job:
     job.relaid = before.diff(plan) if before is not None and moved else None
     return job
 
-  def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.FitResult:
+  def train(self, steps: int, *, progress: Any = False, **options: Any) -> nxp.loop.FitResult:
     """Trains by `nxp.fit`, up to the step `steps`.
 
     Args:
@@ -203,7 +233,7 @@ class Job:
       **options,
     )
 
-  def check_gradients(self) -> nxp.GradientCheck:
+  def check_gradients(self) -> nxp.verify.GradientCheck:
     """Checks on the next batch that the gradients of the step are right on this layout; trains nothing.
 
     Raises:
@@ -218,7 +248,11 @@ class Job:
       return self._train_step.check_gradients(self.model, self.optimizer, batch)
 
   def save(self, checkpointer: nxp.Checkpointer) -> None:
-    """Saves everything that `restore` needs, or raises as `Checkpointer.save`."""
+    """Saves everything that `restore` needs.
+
+    Args:
+      checkpointer: of the job's folder; raises what `Checkpointer.save` raises.
+    """
     options = self.position.save_options(self._extra())
     checkpointer.save(model=self.model, optimizer=self.optimizer, plan=self.plan, **options)
 

@@ -111,13 +111,18 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     spec: an embedded name (`text_lm`), a file (`jobs/mine.py`), a module (`package.mine:`), or one
       of the last two with the function to use for `init` (`package.mine:init_small`). A file can import those
       beside it at its top, not later inside a function.
-    needs: the functions that must be there; the others are used when they are.
+    needs: the functions that the recipe must define; the others are optional.
+
+  Returns:
+    The recipe: an object whose attributes are the functions of the file, and None for a function that it
+    does not define.
 
   Raises:
     RecipeError: nothing of that name, or a function is missing or has other arguments.
 
   Example:
-    >>> recipe = load_recipe("text_lm")
+    >>> import nnx_parallel as nxp
+    >>> recipe = nxp.recipes.load_recipe("text_lm")
     >>> recipe.name, recipe.mesh()
     ('text_lm', {'data': 2, 'fsdp': 2, 'tensor': 2})
   """

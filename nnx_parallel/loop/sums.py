@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ class MetricSums:
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
-    >>> sums = nxp.MetricSums()
+    >>> sums = nxp.loop.MetricSums()
     >>> sums.add({"loss": (jnp.float32(6.0), jnp.float32(2.0)), "accuracy": 1.0}, weight=2)
     >>> sums.add({"loss": (jnp.float32(1.0), jnp.float32(8.0)), "accuracy": 0.25}, weight=8)
     >>> sums.read()
@@ -86,6 +86,9 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
   Returns:
     Name -> mean, `loss` first; empty without batches. Per-example arrays are left out.
 
+  Raises:
+    TrainError: a step that returns no dict.
+
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
@@ -97,7 +100,13 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
   sums = MetricSums()
   before: Any = None
   for batch in batches:
-    metrics = {name: value for name, value in step(model, batch).items() if is_scalar(value)}
+    returned: Any = step(model, batch)
+    if not isinstance(returned, Mapping):
+      raise TrainError(
+        f"evaluate needs a step that returns a dict, and this one returned a {type(returned).__name__}.",
+        fix="nxp.evaluate(nxp.eval_step(loss_fn, pairs=True), model, batches)",
+      )
+    metrics = {name: value for name, value in returned.items() if is_scalar(value)}
     plain = next((name for name, value in metrics.items() if not isinstance(value, tuple)), None)
     sums.add(metrics, weight=1 if plain is None else weight_of(plain, batch))
     # One batch ahead keeps the devices busy; more would only need more memory.

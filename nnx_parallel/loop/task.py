@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -97,8 +96,8 @@ def task(
   rules: Any = None,
   *,
   loss: LossFn | None = None,
-  optimizer: optax.GradientTransformation | None = None,
-  batch: PyTree = None,
+  optimizer: Any = None,
+  batch: Any = None,
   generate: Generator | None = None,
   plan: Mapping[str, Any] | None = None,
   **options: Any,

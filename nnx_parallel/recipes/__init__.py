@@ -3,3 +3,15 @@
 A recipe is one Python file that defines `init()`, `optimizer()`, `loss(model, batch)` and
 `batches(start)`, and may define `rules()`, `mesh()`, `tokens(batch)` and `microbatches()`.
 """
+
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from nnx_parallel.loop.job import Job, plan_recipe
+  from nnx_parallel.loop.loader import load_recipe
+
+__all__ = [
+  "Job",
+  "load_recipe",
+  "plan_recipe",
+]

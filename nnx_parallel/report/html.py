@@ -111,7 +111,7 @@ def plan_page(
     >>> import nnx_parallel as nxp
     >>> from flax import nnx
     >>> init = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-    >>> page = nxp.plan_page(nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp()))
+    >>> page = nxp.report.plan_page(nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp()))
     >>> page[:15], "Plan on fsdp=8 = 8 devices" in page
     ('<!doctype html>', True)
   """

@@ -139,10 +139,10 @@ def pipeline(
 ) -> RuleSet:
   """Shards the `layers` dim of stacked layers over the stages of a pipeline.
 
-  For `train_step(pipeline=stage)`, `generator(pipeline=stage)` or `nxp.pipeline`. `stage` splits the largest
-  free dim of other large parameters, so that no device holds all layers where they are separate modules: each
-  step moves them to their stages by all-to-alls. Nothing is split over `data` but the batch: weights that are
-  would be gathered in each tick.
+  For `train_step(pipeline=stage)`, `generator(pipeline=stage)` or `nxp.parallel.pipeline`. `stage` splits the
+  largest free dim of other large parameters, so that no device holds all layers where they are separate
+  modules: each step moves them to their stages by all-to-alls. Only the batch is split over `data`, because
+  weights would be gathered in each tick.
 
   Args:
     data: mesh axis that splits the batch.
@@ -168,8 +168,8 @@ def expert(
 ) -> RuleSet:
   """Shards the `expert` dim of expert weights over a mesh axis that also shards the batch.
 
-  A layout: `nxp.route` and `nxp.experts` choose experts and exchange tokens on it. `experts` gathers weights
-  that are split over `data` too, and keeps `tensor`.
+  A layout: `nxp.parallel.route` and `nxp.parallel.experts` choose experts and exchange tokens on it.
+  `experts` gathers weights that are split over `data` too, and keeps `tensor`.
 
   Args:
     data: mesh axis that splits the batch and, by FSDP, the parameters.

@@ -63,9 +63,9 @@ def map_shards(
     >>> plan = nxp.plan(init, mesh, nxp.fsdp("data", min_size=8))
     >>> model = nxp.create_sharded_model(plan)
     >>> def mean(model, x):
-    ...   full = nxp.gather_parameters(model, plan, "data")
+    ...   full = nxp.parallel.gather_parameters(model, plan, "data")
     ...   return jax.lax.pmean(full(x).mean(), "data"), jax.lax.pmean(model.kernel.size + 0 * x.sum(), "data")
-    >>> result, elements = nnx.jit(nxp.map_shards(mean, plan))(model, jnp.ones((32, 16)))
+    >>> result, elements = nnx.jit(nxp.parallel.map_shards(mean, plan))(model, jnp.ones((32, 16)))
     >>> bool(jnp.allclose(result, model(jnp.ones((32, 16))).mean())), int(elements)
     (True, 8)
   """
@@ -128,12 +128,12 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
     >>> init, mesh = lambda: nnx.Linear(16, 3, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8)
     >>> plan = nxp.plan(init, mesh, nxp.fsdp("data", min_size=8))
     >>> model, x = nxp.create_sharded_model(plan), jnp.ones((32, 16))
-    >>> own_loss = lambda model, x: (nxp.gather_parameters(model, plan, "data")(x) ** 2).mean()
+    >>> own_loss = lambda model, x: (nxp.parallel.gather_parameters(model, plan, "data")(x) ** 2).mean()
     >>> def norm(model, x):
     ...   grads = nnx.grad(own_loss)(model, x)
     ...   return jax.lax.psum((grads.kernel[...] ** 2).sum(), "data")
     >>> wanted = (nnx.grad(lambda model: (model(x) ** 2).mean())(model).kernel[...] ** 2).sum()
-    >>> bool(jnp.allclose(nnx.jit(nxp.map_shards(norm, plan))(model, x), wanted))
+    >>> bool(jnp.allclose(nnx.jit(nxp.parallel.map_shards(norm, plan))(model, x), wanted))
     True
 
   Source: the UvA deep-learning notebooks on training at scale, `gather_params`.
@@ -146,7 +146,7 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
   for path, parameter in nnx.to_flat_state(parameters):
     if path not in planned:
       raise SchemeError(
-        f"the plan has no parameter {path_str(path)}.", fix="pass the module that the plan is for, whole."
+        f"the plan has no parameter {path_str(path)}.", fix="pass the complete module that the plan is for."
       )
     value: jax.Array = parameter.get_raw_value()
     dims = [*axes_by_dim(planned[path].spec, value.ndim)]
@@ -207,7 +207,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> from jax import P
     >>> x, w = jnp.arange(32.0).reshape(8, 4), jnp.ones((4, 16))
-    >>> f = lambda x, w: nxp.all_gather_matmul(x, w, "tensor")
+    >>> f = lambda x, w: nxp.parallel.all_gather_matmul(x, w, "tensor")
     >>> mesh, specs = nxp.make_mesh(tensor=8), (P("tensor"), P(None, "tensor"))
     >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(None, "tensor"))(x, w)
     >>> bool(jnp.allclose(y, x @ w))
@@ -246,7 +246,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> from jax import P
     >>> x, w = jnp.arange(64.0).reshape(8, 8), jnp.ones((8, 2))
-    >>> f = lambda x, w: nxp.matmul_reduce_scatter(x, w, "tensor")
+    >>> f = lambda x, w: nxp.parallel.matmul_reduce_scatter(x, w, "tensor")
     >>> mesh, specs = nxp.make_mesh(tensor=8), (P(None, "tensor"), P("tensor"))
     >>> y = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("tensor"))(x, w)
     >>> bool(jnp.allclose(y, x @ w))
@@ -283,7 +283,7 @@ def _size(axis: str) -> int:
   except NameError as error:
     raise SchemeError(
       f"the code that runs here is not split along {axis!r} by hand.",
-      fix="call it in the body of nxp.map_shards, or of jax.shard_map over that axis.",
+      fix="call it in the body of nxp.parallel.map_shards, or of jax.shard_map over that axis.",
     ) from error
 
 
@@ -314,7 +314,7 @@ def map_kernel(
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> kernel = lambda x: x / x.sum(-1, keepdims=True)   # of Pallas, usually
-    >>> f = nxp.map_kernel(kernel, [("batch", None)], ("batch", None))
+    >>> f = nxp.parallel.map_kernel(kernel, [("batch", None)], ("batch", None))
     >>> with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=8)):
     ...   y = f(jnp.ones((16, 4)))
     >>> y.sharding.spec, float(y[0, 0])

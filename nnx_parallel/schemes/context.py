@@ -84,7 +84,7 @@ def context_attention(
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-    >>> attend = nxp.context_attention(causal=True)
+    >>> attend = nxp.parallel.context_attention(causal=True)
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 8))
     >>> with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
     ...   split = jax.jit(attend)(q, k, v)
@@ -117,7 +117,7 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
-    >>> nxp.zigzag(np.arange(8), 2, dim=0)
+    >>> nxp.parallel.zigzag(np.arange(8), 2, dim=0)
     array([0, 1, 6, 7, 2, 3, 4, 5])
   """
   parts = [part for i in range(shards) for part in (i, 2 * shards - 1 - i)]

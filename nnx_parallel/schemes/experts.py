@@ -94,7 +94,8 @@ def experts(
     >>> def expert(p, rows):
     ...   return jax.nn.silu(rows @ p["up"]) @ p["down"]
     >>> with jax.set_mesh(nxp.make_mesh(data=2, expert=4)):
-    ...   y, dropped = nxp.experts(expert, {"up": up, "down": down}, x, nxp.route(x[:, :4], 2))
+    ...   routing = nxp.parallel.route(x[:, :4], 2)
+    ...   y, dropped = nxp.parallel.experts(expert, {"up": up, "down": down}, x, routing)
     >>> y.shape, int(dropped)
     ((16, 8), 0)
 
@@ -537,9 +538,9 @@ def _check_shapes(
   found, count = routing.experts.shape, routing.load.shape[0]
   if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found:
     raise SchemeError(
-      "the routing is not that of these tokens.",
+      "the routing was made for other tokens.",
       details=f"x {x.shape}, experts {found}, weights {routing.weights.shape}",
-      fix="x (tokens..., features), and nxp.route(logits, top_k) of logits (tokens..., experts).",
+      fix="x (tokens..., features), and nxp.parallel.route(logits, top_k) of logits (tokens..., experts).",
     )
   for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
     if leaf.ndim < 1 or leaf.shape[0] != count:

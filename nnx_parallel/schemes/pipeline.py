@@ -68,7 +68,7 @@ def pipeline(
     >>> weights, x = jax.random.normal(jax.random.key(0), (6, 8, 8)), jnp.ones((16, 8))
     >>> layer = lambda w, x: jnp.tanh(x @ w)
     >>> with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
-    ...   y = jax.jit(lambda w, x: nxp.pipeline(layer, w, x, microbatches=8))(weights, x)
+    ...   y = jax.jit(lambda w, x: nxp.parallel.pipeline(layer, w, x, microbatches=8))(weights, x)
     >>> wanted = jax.lax.scan(lambda x, w: (layer(w, x), None), x, weights)[0]
     >>> bool(jnp.allclose(y, wanted, atol=1e-6))
     True

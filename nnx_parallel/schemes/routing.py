@@ -76,7 +76,7 @@ def route(
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
-    >>> routing = nxp.route(jnp.array([[0.0, 3.0, 1.0], [2.0, 0.0, 2.0]]), 2)
+    >>> routing = nxp.parallel.route(jnp.array([[0.0, 3.0, 1.0], [2.0, 0.0, 2.0]]), 2)
     >>> routing.experts.tolist(), routing.load.tolist(), routing.weights[1].tolist()
     ([[1, 2], [0, 2]], [1, 1, 2], [0.5, 0.5])
 
@@ -185,7 +185,7 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
-    >>> nxp.balanced_bias(jnp.zeros(3), jnp.array([5, 2, 2]), 0.5).tolist()
+    >>> nxp.parallel.balanced_bias(jnp.zeros(3), jnp.array([5, 2, 2]), 0.5).tolist()
     [-0.5, 0.5, 0.5]
 
   Source: Wang et al. 2024 (arXiv:2408.15664).

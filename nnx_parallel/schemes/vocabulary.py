@@ -84,7 +84,7 @@ def vocabulary_cross_entropy(
     >>> hidden, head = jnp.ones((4, 6, 16)), jnp.ones((16, 50))
     >>> labels = jnp.zeros((4, 6), int)
     >>> with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)):
-    ...   losses = nxp.vocabulary_cross_entropy(hidden, head, labels, parts=2)
+    ...   losses = nxp.parallel.vocabulary_cross_entropy(hidden, head, labels, parts=2)
     >>> losses.shape, round(float(losses.mean()), 4)   # log(50)
     ((4, 6), 3.912)
 
@@ -138,7 +138,7 @@ def vocabulary_embedding(
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> table = jnp.arange(10.0).reshape(5, 2)
     >>> with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)):
-    ...   nxp.vocabulary_embedding(table, jnp.array([4, 0])).tolist()
+    ...   nxp.parallel.vocabulary_embedding(table, jnp.array([4, 0])).tolist()
     [[8.0, 9.0], [0.0, 1.0]]
 
   Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.

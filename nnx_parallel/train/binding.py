@@ -19,10 +19,12 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from nnx_parallel.core.mesh import auto_mesh
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
 from nnx_parallel.core.types import AnyArray, Leaf, Model, Variable
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.train.donation import is_plain
 from nnx_parallel.train.watch import Watch
 
@@ -76,7 +78,7 @@ class Template:
   def build(self, arrays: Sequence[AnyArray]) -> Any:
     """New objects of the same structure around `arrays`, which are in the order of `paths`."""
     made: list[Any] = [
-      (path, leaf.copy(array) if isinstance(leaf, nnx.Variable) else array)
+      (path, _around(leaf, array) if isinstance(leaf, nnx.Variable) else array)
       for path, leaf, array in zip(self.paths, self.leaves, arrays, strict=True)
     ]
     return nnx.merge(self.graphdef, nnx.from_flat_state(made))
@@ -104,7 +106,15 @@ class Template:
     return [value_of(after[path]) for path in self.paths]
 
 
-def _blank(leaf: Leaf) -> Leaf:
+def _around(leaf: Any, array: Any) -> Any:
+  """A copy of a Variable around an array; on the mesh that is active, where its own has other axis types."""
+  mesh, active = leaf.get_metadata("mesh", None), jax.sharding.get_abstract_mesh()
+  if isinstance(mesh, Mesh) and mesh.abstract_mesh != active and auto_mesh(mesh).abstract_mesh == active:
+    return leaf.copy(array, mesh=auto_mesh(mesh))
+  return leaf.copy(array)
+
+
+def _blank(leaf: Any) -> Any:
   value = value_of(leaf)
   if not isinstance(value, jax.Array):
     return leaf
@@ -127,6 +137,7 @@ class Binding:
     variable_shardings: the pinned shardings in the order of `read`.
     raw: the arrays that are in no Variable.
     mesh: of all shardings; None where there is none.
+    scope: of the plan that the Variables were made from, if there is one.
   """
 
   def __init__(
@@ -148,6 +159,7 @@ class Binding:
     self.watch = Watch(roots)
     self.shardings = [_sharding_of(value_of(leaf)) for leaf in self.template.leaves]
     self.mesh = _common_mesh(self.labels, self.shardings)
+    self.scope = scope_of(self.variables)
     if self.mesh is not None:
       self._settle(self.mesh, planned, move=move)
     self.variable_shardings = [self.shardings[i] for i in self._own]

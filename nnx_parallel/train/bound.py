@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -18,13 +17,14 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, value_of
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
-from nnx_parallel.layout.batch import input_spec
+from nnx_parallel.layout.batch import check_split, input_spec
+from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.sharded_optimizer import placement_of
 from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
 from nnx_parallel.train.donation import owned, run, separate
 from nnx_parallel.train.gradients import batch_axes_of
-from nnx_parallel.train.losses import Metrics
+from nnx_parallel.train.losses import Metrics, check_examples
 from nnx_parallel.train.mistakes import explain
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.program import Program, Structure, inside, is_placed
@@ -91,7 +91,7 @@ class Bound:
     if current_trace() != self._trace:
       raise inside_a_program()
     self._check_last()
-    binding, program = self.binding, self.structure.program(batch)
+    binding, program = self.binding, self.structure.program(self.binding, batch)
     as_planned = True
     try:
       arrays = owned(binding.variables)
@@ -111,7 +111,7 @@ class Bound:
 
   def evaluate(self, batch: PyTree) -> tuple[Metrics, News]:
     """Runs an evaluation, which changes nothing."""
-    binding, program = self.binding, self.structure.program(batch)
+    binding, program = self.binding, self.structure.program(self.binding, batch)
     arrays = binding.read()
     as_planned = binding.are_pinned(arrays)
     if not as_planned:
@@ -127,7 +127,9 @@ class Bound:
 
   def traced(self, batch: PyTree) -> jax.stages.Traced:
     """The traced program for a batch, live or abstract."""
-    return self.structure.program(batch).jitted.trace(self.binding.read(), self.binding.raw, batch)
+    return self.structure.program(self.binding, batch).jitted.trace(
+      self.binding.read(), self.binding.raw, batch
+    )
 
   def _news(self, program: Program, arrays: list[jax.Array], batch: PyTree) -> News:
     program.is_known = True
@@ -156,33 +158,50 @@ class Bound:
         fix=f"{RESTORE}.",
       ) from error
 
-  def placed(self, batch: PyTree) -> PyTree:
-    """The batch with host arrays laid out by the plan of the models, where that splits them evenly."""
-    mesh, scope = self.structure.mesh, self.structure.scope
+  def placed(self, batch: Any) -> Any:
+    """The batch with host arrays laid out by the plan of the models, where that says how to split them.
+
+    Raises:
+      ShardingError: it does not divide.
+      TrainError: it has no examples, or is an array of the host in a job of several processes.
+    """
+    mesh, scope = self.binding.mesh, self.binding.scope
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
-    if jax.process_count() > 1:  # a host array may be this process's share, or the whole batch
-      return batch
+    check_examples(batch)
     rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
 
-    def place(x: AnyArray) -> AnyArray:
+    def place(path: Any, x: Any) -> Any:
       if not jnp.ndim(x):  # `jit` replicates it, which takes less time
         return x
       loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
       if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
         return x
-      with contextlib.suppress(ShardingError, ValueError):  # no rule for the batch, or it does not divide
-        where = NamedSharding(mesh, input_spec(rules, x.ndim, sizes))
-        where.shard_shape(x.shape)
-        return jax.device_put(x, where)
-      return x
+      try:
+        spec = input_spec(rules, x.ndim, sizes)
+      except ShardingError:  # no rule for the batch
+        return x
+      name = f"batch{jax.tree_util.keystr(path)}"
+      if jax.process_count() > 1:  # its share of the batch, or the global batch?
+        raise TrainError(
+          f"{name} is an array of the host, in a job of {jax.process_count()} processes.",
+          details=f"shape {x.shape}, mesh {sizes}",
+          fix="nxp.shard_batch(batch, plan), with the share of each process; with global_batch=True, each\n"
+          "passes the same global batch.",
+        )
+      counts = shard_counts(spec, x.ndim, sizes)
+      check_split(name, x.shape, spec, sizes, counts, counts)
+      return jax.device_put(x, NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, batch)
+    return jax.tree_util.tree_map_with_path(place, batch)
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
     """What `check_gradients` checks: one loss, differentiated as in this step."""
+    self.structure.settle(self.binding, batch)
     layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
-    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, self.structure.held)
+    places = self.structure.places
+    batch = places.placed(batch)
+    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, places, self.structure.held)
 
   def _planned(self) -> dict[Path, NamedSharding]:
     """Where the plans of the optimizers put arrays, by path in the binding's template."""

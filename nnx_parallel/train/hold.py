@@ -93,7 +93,7 @@ def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) 
     >>> mesh = nxp.make_mesh(data=2, model=4)
     >>> x = jax.device_put(jnp.ones((8, 6, 4)), jax.NamedSharding(mesh, jax.P("data")))
     >>> kernel = jax.device_put(jnp.ones((3, 1, 4)), jax.NamedSharding(mesh, jax.P()))
-    >>> print(jax.jit(nxp.with_correct_convolutions(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
+    >>> print(jax.jit(nxp.verify.with_correct_convolutions(jax.grad(loss), mesh))(kernel, x)[:, 0, 0])
     [40. 48. 40.]
   """
   return held(run, mesh)

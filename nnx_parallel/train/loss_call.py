@@ -3,34 +3,107 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 from flax import errors, nnx
 
-from nnx_parallel.core.nodes import path_str
-from nnx_parallel.core.types import LossFn, Model, PyTree
+from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.text import few, with_article
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 
-_NO_LAYER = "the loss function"
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def call_loss(loss_fn: LossFn, models: Model, batch: PyTree) -> PyTree:
-  """`loss_fn(models, batch)` on traced arrays.
+def call_loss(loss_fn: LossFn, models: Any, batch: Any) -> Any:
+  """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays.
 
   Raises:
     TrainError: it takes other arguments, or takes them in the other order; it changes a Variable of a module
       that is no argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
-  _check_signature(loss_fn)
-  with _explained(loss_fn, models):
-    return loss_fn(models, batch)
+  given = _arguments(loss_fn, batch)
+  with _explained(loss_fn, models, batch):
+    return loss_fn(models, *given)
+
+
+def takes_several(loss_fn: LossFn) -> bool:
+  """Whether a loss function takes each array of a batch as an argument.
+
+  It does when it requires several arguments after the model, or has `*batch` there. An argument with a
+  default is an option.
+
+  Example:
+    >>> takes_several(lambda model, x, y: 0), takes_several(lambda model, *batch: 0)
+    (True, True)
+    >>> takes_several(lambda model, batch, smoothing=0.1: 0)
+    False
+  """
+  signature = _signature(loss_fn)
+  if signature is None:
+    return False
+  named = [p for p in signature.parameters.values() if p.kind in _NAMED]
+  required = [p for p in named if p.default is p.empty]
+  rest = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+  return len(required) > 2 or (rest and bool(named))
+
+
+def check_several(loss_fns: Iterable[Callable[..., Any]], count: int) -> None:
+  """Refuses a batch given as several arguments for a loss function that takes one batch.
+
+  Raises:
+    TrainError: there is such a loss function.
+  """
+  for loss_fn in loss_fns:
+    if not takes_several(loss_fn):
+      raise TrainError(
+        f"the step got {count} arrays after its objects, and its loss function takes one batch.",
+        details=f"the loss function takes {_signature(loss_fn)}",
+        fix="pass them as one tuple: step(model, optimizer, (x, y)), with def loss_fn(model, batch);\n"
+        "or require an argument for each: def loss_fn(model, x, y), without defaults.",
+      )
+
+
+def _signature(loss_fn: LossFn) -> inspect.Signature | None:
+  try:
+    return inspect.signature(loss_fn)
+  except (TypeError, ValueError):  # no Python function
+    return None
+
+
+def _arguments(loss_fn: LossFn, batch: Any) -> Sequence[Any]:
+  """The arguments of a loss function after the model."""
+  signature, several = _signature(loss_fn), takes_several(loss_fn)
+  if several and not isinstance(batch, (tuple, list)):
+    kind = "one array" if hasattr(batch, "shape") else with_article(type(batch).__name__)
+    raise TrainError(
+      f"the loss function takes {signature}, and the batch is {kind}.",
+      fix="give it each array: step(model, optimizer, x, y), or a batch that is a tuple, (x, y);\n"
+      "or def loss_fn(model, batch): ..., which gets the batch as it is.",
+    )
+  given = tuple(cast("Sequence[Any]", batch)) if several else (batch,)
+  try:
+    if signature is not None:
+      signature.bind(None, *given)
+  except TypeError as error:
+    shown = f"the {len(given)} arrays of a tuple" if several else "one batch"
+    raise TrainError(
+      f"the loss function takes {signature}, and a step calls it with the model and {shown}.",
+      details=str(error),
+      fix="def loss_fn(model, batch): ..., or def loss_fn(model, x, y): ... for a batch (x, y).",
+    ) from None
+  return given
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: LossFn, models: Model) -> Generator[None]:
+def _explained(loss_fn: LossFn, models: Any, batch: Any) -> Generator[None]:
   """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
   try:
     yield
@@ -41,7 +114,8 @@ def _explained(loss_fn: LossFn, models: Model) -> Generator[None]:
     trace = error.__traceback__ and error.__traceback__.tb_next
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
-      raise _on_explicit_axes(_layer(models, trace), error) from error
+      layer = _layer(models, trace)
+      raise _on_explicit_axes("the loss function" if layer is None else layer.name, error) from error
     if isinstance(error, TypeError) and str(error).endswith("object is not callable") and _is_own(trace):
       raise TrainError(
         "the loss function calls its second argument, which is the batch.",
@@ -49,25 +123,9 @@ def _explained(loss_fn: LossFn, models: Model) -> Generator[None]:
         fix="def loss_fn(model, batch): ..., in this order.",
       ) from error
     layer = _layer(models, trace)
-    if layer != _NO_LAYER and not isinstance(error, TrainError):
-      error.add_note(f"in the layer {layer}")
+    if layer is not None and not isinstance(error, TrainError):
+      error.add_note(_note(layer, batch))
     raise
-
-
-def _check_signature(loss_fn: LossFn) -> None:
-  try:
-    signature = inspect.signature(loss_fn)
-  except (TypeError, ValueError):  # no Python function
-    return
-  try:
-    signature.bind(None, None)
-  except TypeError as error:
-    raise TrainError(
-      f"the loss function takes {signature}, and a step calls it with (model, batch).",
-      details=str(error),
-      fix="one batch of several arrays, and a loss function that unpacks it:\n"
-      "lambda model, batch: loss_fn(model, *batch)",
-    ) from None
 
 
 def _is_own(trace: TracebackType | None) -> bool:
@@ -97,20 +155,37 @@ def _of_another_module(loss_fn: LossFn, error: BaseException) -> TrainError:
 
 def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   return TrainError(
-    f"{layer} does not give the sharding of its result, which this mesh with Explicit axes needs.",
+    f"{layer} does not give the sharding of its result, and other operations of the model state theirs.",
     details=_first_line(error),
-    fix="a mesh with Auto axes (nxp.make_mesh without explicit=True), where the compiler decides; or pass"
-    " out_sharding=... to that operation.",
+    fix="out_sharding=... for that operation too; or state none on this mesh, or leave it to nxp.constrain:"
+    " the step then computes on Auto axes, where the compiler decides.",
   )
 
 
-def _layer(models: Model, trace: TracebackType | None) -> str:
-  """The innermost layer of `models` on the stack of an error, and its line of code."""
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+  """A layer on the stack of an error: its path, class and line of code; and the arrays that it holds."""
+
+  name: str
+  module: Any
+
+
+def _layer(models: Any, trace: TracebackType | None) -> _Layer | None:
+  """The innermost layer of `models` on the stack of an error."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
-  shown = _NO_LAYER
+  found = None
   for frame, line in traceback.walk_tb(trace):
     module = frame.f_locals.get("self")
     if id(module) in paths:
       name = f"{paths[id(module)]} " if paths[id(module)] else ""
-      shown = f"{name}({type(module).__name__}, line {line} of {frame.f_code.co_name})"
-  return shown
+      found = _Layer(f"{name}({type(module).__name__}, line {line} of {frame.f_code.co_name})", module)
+  return found
+
+
+def _note(layer: _Layer, batch: Any) -> str:
+  """Where an error was raised, with the shapes there."""
+  held = {path_str(path): value_of(leaf) for path, leaf in variables(layer.module).items()}
+  own = [f"{path} {x.dtype}{[*x.shape]}" for path, x in held.items() if hasattr(x, "shape")]
+  rows = jax.tree_util.tree_leaves_with_path(batch)
+  given = [f"batch{jax.tree_util.keystr(path)} {jnp.result_type(x)}{[*jnp.shape(x)]}" for path, x in rows]
+  return f"in the layer {layer.name}\n  its arrays: {few(own) or 'none'}\n  {few(given)}"

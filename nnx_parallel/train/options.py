@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
@@ -31,7 +33,8 @@ class StepOptions:
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
 
   Raises:
-    TrainError: an invalid number of microbatches, or an unknown gradient layout or reduction dtype.
+    TrainError: what is no loss function, an invalid number of microbatches, or an unknown gradient layout or
+      reduction dtype.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -44,6 +47,13 @@ class StepOptions:
   diagnostics: bool = False
 
   def __post_init__(self) -> None:
+    several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
+    for loss_fn in several:
+      if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
+        raise TrainError(
+          f"a step is made from a loss function, and not from {with_article(type(loss_fn).__name__)}.",
+          fix="step = nxp.train_step(loss_fn), then step(model, optimizer, batch).",
+        )
     if self.microbatches < 1:
       raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
     if self.gradients not in (None, "like_parameters", "scattered"):

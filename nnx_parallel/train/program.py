@@ -9,19 +9,20 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.shards import describe
+from nnx_parallel.core.shards import auto_sharding, describe
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
-from nnx_parallel.layout.constrain import default_scope, rules_in_scope, scope_of
+from nnx_parallel.layout.constrain import default_scope, rules_in_scope
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
 from nnx_parallel.train.hold import RELAXED, held, is_refused
@@ -102,31 +103,34 @@ class Structure:
   """The programs of a step for all live objects of one structure; it holds no arrays.
 
   Attributes:
+    places: of the leaves, in the programs.
     reduction: how the last traced program reduces gradients between replicas.
     layers: what the last traced program does with the layers of the loss.
   """
 
-  def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):
-    self.options, self.trains, self.mesh = options, len(binding.names) > 1, binding.mesh
+  def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Any, Placement | None]):
+    self.options, self.trains = options, len(binding.names) > 1
     self.template = binding.template.blank()
-    self.shardings, self.variable_shardings = binding.shardings, binding.variable_shardings
+    self._outside = self.places = places_outside(binding)
+    self._settled = False
+    self.variable_shardings = binding.variable_shardings
     raw = self.template.raw
     self.argument_labels = [*binding.variable_labels, *(binding.labels[i] for i in raw)]
-    self._argument_shardings = [*self.variable_shardings, *(self.shardings[i] for i in raw)]
-    self.scope = scope_of(binding.variables)
     self._placements = placements
     self.reduction, self.layers = "", LayersUsed()
     self._programs: dict[Hashable, Program] = {}
     self._seen: list[Signature] = []
 
-  def program(self, batch: PyTree) -> Program:
-    """The program for batches that are laid out like this one."""
+  def program(self, binding: Binding, batch: Any) -> Program:
+    """The program of these objects for batches that are laid out like this one."""
     # One for each layout: jax compiles again for another one, and may not trace again.
     layouts = tuple([_layout_of(x) for x in jax.tree.leaves(batch)])
     found = self._programs.get(layouts)
     if found is None:
+      self.settle(binding, batch)
       run = self._train(batch_axes_of(batch)) if self.trains else self._evaluate
-      runs = [self.held(run, self._argument_shardings, 2, relaxed) for relaxed in RELAXED]
+      shardings = [self.places.shardings[i] for i in (*self.template.variables, *self.template.raw)]
+      runs = [self._typed(self.held(run, shardings, 2, relaxed), batch) for relaxed in RELAXED]
       found = self._programs[layouts] = Program(runs, self.variable_shardings if self.trains else None)
     return found
 
@@ -143,15 +147,38 @@ class Structure:
     self._seen.append(now)
     return tuple(least)
 
-  def _train(
-    self, axes: tuple[str, ...]
-  ) -> Callable[[list[jax.Array], list[jax.Array], PyTree], list[PyTree]]:
+  def settle(self, binding: Binding, batch: Any) -> None:
+    """Decides on which axes the programs compute."""
+    if self._settled:
+      return
+    self._settled = True
+    losses: Any = self.options.loss_fn
+    losses = [*losses.values()] if isinstance(losses, Mapping) else [losses]
+    self.places = places_of_losses(binding, losses, batch, self.options.outputs)
+
+  def _typed(self, run: Callable[..., Any], batch: Any) -> Callable[..., Any]:
+    """A program on the axes that were decided, with the types of the mesh for its arguments and results."""
+    rows = PartitionSpec(batch_axes_of(batch))
+
+    def specs(results: Any) -> Any:
+      *arrays, metrics = results if self.trains else [results]
+      outputs = self.options.outputs
+      found = {name: rows if name.split("/")[-1] in outputs else PartitionSpec() for name in metrics}
+      if not self.trains:
+        return found
+      shardings = zip(arrays, self.variable_shardings, strict=True)
+      return [*(PartitionSpec() if where is None else where.spec for _, where in shardings), found]
+
+    return with_types(run, self._outside, self.places, specs)
+
+  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
     layout = self.layout(axes)
 
     def train_step(arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> list[PyTree]:
       objects = self.template.build(self.template.join(arrays, raw))
-      with default_scope(self.scope), queries_over(self._positions()):
+      with default_scope(self.places.scope), queries_over(self._positions()):
         metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
+      self.layers.axes = self.places.note
       after = self.template.arrays(objects)
       return [*(after[i] for i in self.template.variables), metrics]
 
@@ -171,25 +198,25 @@ class Structure:
     if options.pipeline is not None:
       check_divides(batch, parts)
       evaluate = with_stages(run, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
-    with default_scope(self.scope), queries_over(self._positions()):
+    with default_scope(self.places.scope), queries_over(self._positions()):
       found = evaluate(self.template.join(arrays, raw), batch)
-    self.layers = used
+    self.layers, used.axes = used, self.places.note
     return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
 
   def _positions(self) -> str | None:
     """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
-    mesh, scope = self.mesh, self.scope
+    mesh, scope = self.places.mesh, self.places.scope
     if mesh is None or scope is None:
       return None
     named = position_axes(RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh))
-    used = {axis for where in self.shardings if where for axis in axes_in(where.spec)}
+    used = {axis for where in self.places.shardings if where for axis in axes_in(where.spec)}
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
   def held(
     self, run: Callable[..., PyTree], shardings: Any, batch_at: int = 1, relaxed: int = 0
   ) -> Callable[..., PyTree]:
     """A program of these arrays with the layouts of their plan held."""
-    mesh, scope = self.mesh, self.scope
+    mesh, scope = self.places.mesh, self.places.scope
     if (
       scope is None and not relaxed and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1
     ):
@@ -201,7 +228,7 @@ class Structure:
 
   def layout(self, axes: tuple[str, ...]) -> Layout:
     """The layout of each gradient, for a batch that is split over `axes`."""
-    pairs = zip(self.template.paths, self.shardings, strict=True)
+    pairs = zip(self.template.paths, self._outside.shardings, strict=True)
     own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}
     split = {key: _scattered(placement, key, own) for key, placement in self._placements.items()}
     in_turn = isinstance(self.options.loss_fn, Mapping)
@@ -212,7 +239,10 @@ class Structure:
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
-    return Layout(self.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
+    gradients = {**own, **scattered}
+    if self.places.mesh != self._outside.mesh:
+      gradients = {path: auto_sharding(where) for path, where in gradients.items()}
+    return Layout(self.places.mesh, gradients, frozenset(scattered), frozenset(used), axes)
 
 
 def is_placed(x: AnyArray) -> bool:

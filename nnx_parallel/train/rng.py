@@ -36,7 +36,7 @@ def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
     >>> import jax, nnx_parallel as nxp
     >>> mesh = nxp.make_mesh(data=4, tensor=2)
     >>> def body(key):
-    ...   return jax.random.uniform(nxp.fold_rng_over_axis(key, "data"), (1, 1))
+    ...   return jax.random.uniform(nxp.parallel.fold_rng_over_axis(key, "data"), (1, 1))
     >>> draw = jax.shard_map(body, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"))
     >>> len(set(draw(jax.random.key(0)).ravel().tolist()))
     4

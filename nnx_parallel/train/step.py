@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
+from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import Compile, Structure, is_placed, logger
@@ -84,7 +87,14 @@ class _Step:
     """
     self._bounds, self._structures = {}, {}
 
-  def _done(self, bound: Bound, news: News, batch: PyTree) -> None:
+  def _joined(self, batch: Any, more: Sequence[Any]) -> tuple[Any, ...]:
+    """One batch of the arrays that a call gave separately."""
+    losses = self.options.loss_fn
+    several = losses.values() if isinstance(losses, Mapping) else [losses]
+    check_several(several, 1 + len(more))
+    return (batch, *more)
+
+  def _done(self, bound: Bound, news: News, batch: Any) -> None:
     """After a call: counts it, and adds to `compiles` what it compiled, if it did."""
     if news is not None:
       self._record(bound, Compile(self.calls, news))
@@ -127,18 +137,24 @@ class TrainStep(_Step):
       optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
         key has no optimizer is not trained.
       batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
-        are laid out by the plan of the models, as `shard_batch` does; where the batch does not divide, each
-        device computes all of it, and a warning says so.
-      *more: an error that shows the call: a batch of several arrays is one tuple or dict.
+        are laid out by the plan of the models, as `shard_batch` does.
+      *more: the rest of a batch of several arrays, for a loss function that takes each as an argument:
+        `step(model, optimizer, x, y)` is `step(model, optimizer, (x, y))`.
 
     Returns:
       Metrics on device, not waited for: `loss`, and what the loss function returned, as means over the batch.
 
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
+      ShardingError: an array of the host that the plan's batch axes cannot split evenly.
     """
-    if batch is _ABSENT or more:
-      raise _wrong_call(batch, more)
+    if batch is _ABSENT:
+      raise TrainError(
+        "a train step needs the model, its optimizer and a batch.",
+        fix="metrics = step(model, optimizer, batch)",
+      )
+    if more:
+      batch = self._joined(batch, more)
     bound = self._bind(model, optimizer)
     batch = bound.placed(batch)
     metrics, news = bound.update(batch)
@@ -248,16 +264,19 @@ class EvalStep(_Step):
     layers: as for a train step.
   """
 
-  def __call__(self, model: Model, batch: PyTree) -> Metrics:
+  def __call__(self, model: Any, batch: Any, *more: Any) -> Metrics:
     """Evaluates one batch; the module stays unchanged, also if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
       batch: a pytree of global arrays with the examples on dim 0.
+      *more: as for a train step: `evaluate(model, x, y)` is `evaluate(model, (x, y))`.
 
     Returns:
       Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
     """
+    if more:
+      batch = self._joined(batch, more)
     bound = self._bind(model)
     batch = bound.placed(batch)
     metrics, news = bound.evaluate(batch)
@@ -280,6 +299,7 @@ def train_step(
   reduction: DTypeLike | None = None,
   pairs: bool = False,
   diagnostics: bool = False,
+  **unknown: Never,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
@@ -297,7 +317,9 @@ def train_step(
   lost: the error has a note, and each later step is a `TrainError`. Restore a checkpoint then.
 
   Args:
-    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. The loss and each
+    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. One that requires
+      several arguments after the model, such as `loss_fn(model, x, y)`, gets the elements of a batch that is
+      a tuple or list; so does `loss_fn(model, *batch)`. The loss and each
       metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
       they are divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient,
       also where it is computed from parameters. For several models trained in turn
@@ -333,13 +355,14 @@ def train_step(
       plain scalar counts for as many as the batch has examples.
     diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
       and `learning_rate`, where the optimizer's state holds it: that of `optax.inject_hyperparams`.
+    **unknown: names of other libraries, for an error that has the name here.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
   Raises:
-    TrainError: a number of microbatches, a remat policy or a layout of gradients that does not exist; or a
-      reduction in a dtype that is not floating.
+    TrainError: a number of microbatches, a remat policy, a layout of gradients or an option that does not
+      exist; or a reduction in a dtype that is not floating.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -353,6 +376,8 @@ def train_step(
     >>> losses[0] > losses[1] > losses[2], len(step.compiles)
     (True, 1)
   """
+  if unknown:
+    raise _unknown_option(next(iter(unknown)))
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   options = StepOptions(
     loss_fn,
@@ -412,7 +437,7 @@ def eval_step(
   """
   if microbatches != 1 and pipeline is None:
     raise TrainError(
-      f"microbatches={microbatches} of an evaluation are those of a pipeline, and it has none.",
+      f"microbatches={microbatches} of an evaluation are the microbatches of a pipeline, and it has none.",
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
@@ -420,15 +445,18 @@ def eval_step(
   return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
 
 
-def _wrong_call(batch: PyTree, more: Sequence[object]) -> TrainError:
-  if batch is _ABSENT:
-    return TrainError(
-      "a train step needs the model, its optimizer and a batch.",
-      fix="metrics = step(model, optimizer, batch)",
-    )
+_ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}
+"""Parts of the names that options have in other libraries."""
+
+
+def _unknown_option(name: str) -> TrainError:
+  options = [one for one in inspect.signature(train_step).parameters if one not in ("loss_fn", "unknown")]
+  near = [there for part, there in _ELSEWHERE.items() if part in name]
+  near += difflib.get_close_matches(name, options, n=1)
   return TrainError(
-    f"a train step takes one batch, and got {1 + len(more)} arguments after the optimizer.",
-    fix="step(model, optimizer, (x, y)), with loss_fn(model, batch) that unpacks x, y = batch",
+    f"train_step has no option {name}.",
+    details=f"options: {', '.join(options)}",
+    fix=f"did you mean {near[0]}=? help(nxp.train_step) explains each." if near else "one of these.",
   )
 
 

@@ -117,7 +117,7 @@ def differentiable(
     if not options.in_one_piece and max(changed, default=-1) >= len(rest):
       raise TrainError(
         f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
-        f" trains: the gradients of {options.microbatches} microbatches would be those of different models.",
+        f" trains: the gradients of {options.microbatches} microbatches would belong to different models.",
         fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
       )
     return traced.jaxpr, changed

@@ -197,7 +197,7 @@ def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
       fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over what was trained."
   which = "the optimizer" if key is None else f"the optimizer of {key!r}"
   raise TrainError(
-    f"the state of {which} is not that of the parameters that it trains: the model, wrt or tx was changed"
+    f"the state of {which} does not fit the parameters that it trains: the model, wrt or tx was changed"
     " after the optimizer was made, or it is another model's.",
     details="\n".join([*lines[:5], *more]),
     fix=fix,

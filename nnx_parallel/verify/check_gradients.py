@@ -15,16 +15,18 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.text import few, number_pattern
+from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
-from nnx_parallel.layout.constrain import scope_of
+from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.train.axes import places_of_losses
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
+from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
 from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.verify.subject import Subject, inner, power_of_two
@@ -95,6 +97,11 @@ def check_gradients(
     >>> bool(nxp.check_gradients(model, batch, lambda model, x: (model(x) ** 2).mean()))
     True
   """
+  if not all(isinstance(item, nnx.Pytree) for item in objects_in(model)):
+    raise TrainError(
+      f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
+      fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
+    )
   return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
@@ -102,13 +109,17 @@ def coarsest_dtype(
   model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter = nnx.Param
 ) -> str:
   """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
-  return coarsest(subject_of(model, batch, loss_fn, wrt).trace, jax.default_backend())
+  subject = subject_of(model, batch, loss_fn, wrt)
+  with subject.places.active():
+    return coarsest(subject.trace, jax.default_backend())
 
 
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding = Binding({"model": model})
-  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, Layout(binding.mesh, {}))
+  places = places_of_losses(binding, [loss_fn], batch)
+  layout, batch = Layout(places.mesh, {}), places.placed(batch)
+  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, layout, places)
 
 
 class Looks:
@@ -248,7 +259,7 @@ class Looks:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       first = str(error).split("\n")[0]
-      self.too_large = f"on each device by itself, whole arrays do not fit: {first}"
+      self.too_large = f"on each device by itself, global arrays do not fit: {first}"
       return None
 
   def _slope(self, seed: np.uint32, factors: np.ndarray, by_device: bool) -> tuple[float, float]:
@@ -291,7 +302,13 @@ class Looks:
     return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
 
 
-def checked(
+def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
+  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
+  with subject.places.active():
+    return _checked(subject, *args, **options)
+
+
+def _checked(
   subject: Subject,
   seed: int = 0,
   directions: int | None = None,
@@ -299,7 +316,6 @@ def checked(
   by_group: bool = False,
   tries: int = 8,
 ) -> GradientCheck:
-  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
@@ -318,7 +334,7 @@ def checked(
     notes += more
   if looks.too_large and looks.too_large != why:
     not_checked.append(looks.too_large)
-  mesh = subject.binding.mesh
+  mesh = subject.places.mesh
   return GradientCheck(
     comparisons=tuple(found),
     losses=losses,
@@ -379,7 +395,7 @@ def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str
   """What a table does not say."""
   notes: list[str] = []
   if by_device and first:
-    notes.append("forward mode is wrong on this layout; the gradients are those of each device on its own")
+    notes.append("forward mode is wrong on this layout; each gradient is computed on each device on its own")
   words = [name for name, rounds in looks.subject.rules.items() if rounds]
   if words and not looks.cannot:
     notes.append(f"{few(words)}: rounds, so that its reverse rule is taken at its word")
@@ -415,9 +431,9 @@ def _remedies(
 
 def _known(subject: Subject) -> list[Fault]:
   """The known faults of XLA that this layout may meet."""
-  mesh: Any = subject.binding.mesh
+  mesh: Any = subject.places.mesh
   model = subject.binding.template.build(subject.arrays)[0]
-  scope = scope_of(subject.binding.variables)
+  scope = subject.places.scope
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
   leaves = [
     LeafPlan(

@@ -15,7 +15,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
-from nnx_parallel.core.text import Shown, text_table
+from nnx_parallel.core.text import Shown, text_table, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.plan import check_plan
 from nnx_parallel.train.options import LossFn
@@ -149,6 +149,12 @@ def check_step(
     (True, 8)
   """
   check_plan(plan, "check_step(plan, None, loss_fn, batch)")
+  second: Any = other
+  if not isinstance(second, nxp.Plan | None):
+    raise nxp.errors.PlanError(
+      f"check_step compares two plans, and the second is {with_article(type(second).__name__)}.",
+      fix="check_step(plan, None, loss_fn, batch) compares with one device.",
+    )
   if other is None:
     names = dict.fromkeys(map(str, plan.mesh.axis_names), 1)
     alone = nxp.make_mesh(names, devices=jax.devices()[:1])

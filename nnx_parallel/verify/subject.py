@@ -18,7 +18,8 @@ from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, PyTree
-from nnx_parallel.layout.constrain import default_scope, mapped_axes, scope_of
+from nnx_parallel.layout.constrain import default_scope, mapped_axes
+from nnx_parallel.train.axes import Places
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, loss_of, slope_of
 from nnx_parallel.train.hold import RELAXED, is_refused
@@ -64,9 +65,10 @@ class Subject:
     options: of the step.
     loss_fn: the loss.
     binding: the live objects: a model, and its optimizer if there is one.
-    batch: one placed batch.
+    batch: one batch, in the layout of the programs.
     wrt: the filter of the Variables that are trained, by the key of their model.
     layout: of the gradients.
+    places: of the arrays in the programs.
     mend: `(program, shardings of its arrays, 1, relaxed) -> program`: what the step does before it compiles.
     relaid: other layouts to try, by position among the trained arrays.
   """
@@ -77,7 +79,8 @@ class Subject:
   batch: PyTree
   wrt: Mapping[Hashable, nnx.filterlib.Filter]
   layout: Layout
-  mend: Callable[..., Callable[..., PyTree]] = lambda program, *_: program
+  places: Places
+  mend: Callable[..., Any] = lambda program, *_: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @property
@@ -86,14 +89,18 @@ class Subject:
 
     They are not kept here: a step copies an array that has another holder, instead of donating it.
     """
-    arrays = self.binding.with_raw(self.binding.read())
+    arrays = self._placed
     for n, where in self.relaid.items():
       arrays[self.positions[n]] = jax.device_put(arrays[self.positions[n]], where)
     return arrays
 
   @property
-  def _abstract(self) -> list[jax.ShapeDtypeStruct]:
-    return [_abstract(x) for x in self.binding.with_raw(self.binding.read())]
+  def _placed(self) -> list[Any]:
+    return self.places.placed(self.binding.with_raw(self.binding.read()))
+
+  @property
+  def _abstract(self) -> list[Any]:
+    return [_abstract(x) for x in self._placed]
 
   @functools.cached_property
   def positions(self) -> list[int]:
@@ -109,7 +116,7 @@ class Subject:
   def leaves(self) -> list[tuple[str, NamedSharding | None, AnyArray]]:
     """Dotted path, layout and abstract value of each trained array."""
     loss, _ = self._pieces(self._abstract)
-    own = self.binding.shardings
+    own = self.places.shardings
     return [
       (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
       for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
@@ -134,9 +141,9 @@ class Subject:
     """`reverse`, without `jax.lax.stop_gradient`."""
     return self._reverse(functools.partial(_changed, without_stops))
 
-  def _reverse(self, change: Callable[[Any], Any]) -> Compiled:
-    def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
-      with default_scope(scope_of(self.binding.variables)):
+  def _reverse(self, change: Callable[[Any], Any]) -> Any:
+    def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
+      with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         loss = loss._replace(objective=change(loss.objective))
         relaid = {loss.paths[n]: where for n, where in self.relaid.items()}
@@ -153,11 +160,11 @@ class Subject:
 
     return self._compiled(reverse)
 
-  def _compiled(self, program: Callable[..., PyTree]) -> Compiled:
-    shardings = [*self.binding.shardings]
+  def _compiled(self, program: Callable[..., Any]) -> Any:
+    shardings = [*self.places.shardings]
     for n, where in self.relaid.items():
       shardings[self.positions[n]] = where
-    mesh: Any = self.binding.mesh
+    mesh: Any = self.places.mesh
     # Numbers that each process of a job can read.
     placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
     runs = dict.fromkeys(self.mend(program, shardings, 1, relaxed) for relaxed in RELAXED)
@@ -167,8 +174,8 @@ class Subject:
   def forward(self) -> Compiled:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
 
-    def forward(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
-      with default_scope(scope_of(self.binding.variables)):
+    def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+      with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
         plain = loss._replace(objective=self._plain(loss.objective))
@@ -181,8 +188,8 @@ class Subject:
   def shifted(self) -> Compiled:
     """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
 
-    def shifted(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
-      with default_scope(scope_of(self.binding.variables)):
+    def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+      with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
         value = loss_of(loss._replace(train=train), batch, self.options.turns)
@@ -224,7 +231,7 @@ class Subject:
 
   def _manual(self, local: Callable[..., PyTree], whole: bool) -> Compiled:
     """Means over the examples of what `local(loss, batch, ...)` sums on each device; whole arrays inside."""
-    mesh: Any = self.binding.mesh
+    mesh: Any = self.places.mesh
     axes = tuple(mesh.axis_names)
     specs = [_spec(x) for x in self.arrays]
     split = PartitionSpec() if whole else PartitionSpec(axes)
@@ -236,7 +243,7 @@ class Subject:
 
     def manual(arrays: list[jax.Array], batch: PyTree, *rest: PyTree) -> PyTree:
       parts = jax.tree.map(lambda x: split if jnp.ndim(x) else PartitionSpec(), batch)
-      with default_scope(scope_of(self.binding.variables)):
+      with default_scope(self.places.scope):
         return jax.shard_map(
           summed,
           mesh=mesh,
@@ -250,17 +257,17 @@ class Subject:
   @property
   def on_one_device(self) -> bool:
     """Whether nothing is partitioned."""
-    mesh = self.binding.mesh
+    mesh = self.places.mesh
     return mesh is None or mesh.size == 1
 
   @functools.cached_property
   def together(self) -> str:
     """Why the devices cannot compute the loss of their own examples; empty where they can."""
-    mesh: Any = self.binding.mesh
+    mesh: Any = self.places.mesh
     if self.on_one_device:
       return "there is one device"
     if AxisType.Explicit in mesh.axis_types:
-      return "the mesh has Explicit axes"
+      return "the model states shardings on Explicit axes"
     if self.options.layers.pipeline is not None:
       return "each computes some of the layers, as a stage of a pipeline"
     shapes = {jnp.shape(x) for x in jax.tree.leaves(self.batch) if jnp.ndim(x)}
@@ -271,7 +278,7 @@ class Subject:
 
     axes = tuple(mesh.axis_names)
     part = jax.tree.map(lambda x: _abstract(x, mesh.size), self.batch)
-    with default_scope(scope_of(self.binding.variables)), mapped_axes(axes):
+    with default_scope(self.places.scope), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
       try:
         found = loss.inspect(part)
@@ -291,7 +298,7 @@ class Subject:
   @functools.cached_property
   def trace(self) -> ClosedJaxpr:
     """The trace of the loss of one part of the batch."""
-    with default_scope(scope_of(self.binding.variables)):
+    with default_scope(self.places.scope):
       batch = jax.tree.map(_abstract, self.batch)
 
       def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same
-from nnx_parallel.cli.main import main
+from nnx_parallel.cli.command import main
 from nnx_parallel.loop.loader import load_recipe
 
 RECIPE = """

@@ -199,6 +199,10 @@ def test_another_optimizer_than_was_saved_may_be_made_anew(tmp_path):
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(1, *nxp.create_sharded_model(plan(optax.adam(1e-2))))
   for other in (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)):
-    with pytest.raises(CheckpointError, match=r'optimizer="fresh"'):
-      checkpointer.restore(plan(other))
+    live = nxp.create_sharded_model(plan(other))
+    for target in (plan(other), live):
+      with pytest.raises(CheckpointError, match="Fix: another optimizer was saved") as error:
+        checkpointer.restore(target)
+    assert 'restore(plan, optimizer="fresh")' in str(error.value)
     checkpointer.restore(plan(other), optimizer="fresh")
+    checkpointer.restore(live[0], optimizer="drop")

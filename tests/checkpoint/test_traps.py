@@ -15,9 +15,9 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
+from nnx_parallel import cli
 from nnx_parallel.checkpoint import array_io, restore, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.cli import main as cli
 from nnx_parallel.errors import CheckpointError
 
 
@@ -25,10 +25,10 @@ def test_a_manifest_of_another_step_is_damage(saved):
   directory, trees = saved
   shutil.copy(directory / "1" / "nnx_parallel.json", directory / "2" / "nnx_parallel.json")
   checkpointer = Checkpointer(directory)
-  with pytest.raises(CheckpointError, match=r"step 2 is damaged: nnx_parallel.json is that of step 1\."):
+  with pytest.raises(CheckpointError, match=r"step 2 is damaged: nnx_parallel.json is from step 1\."):
     checkpointer.restore(target_of(trees[2]))
   assert checkpointer.verify(2) == {
-    "nnx_parallel.json": "step 2 is damaged: nnx_parallel.json is that of step 1."
+    "nnx_parallel.json": "step 2 is damaged: nnx_parallel.json is from step 1."
   }
   assert checkpointer.latest() == 1
   with pytest.warns(UserWarning, match="step 2 was passed over"):

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from nnx_parallel.cli.command import main
 from nnx_parallel.cli.compile import fill
-from nnx_parallel.cli.main import main
 from nnx_parallel.cli.options import parse_rules
 
 RECIPE = """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nnx_parallel import cli
 from nnx_parallel.cli import demo
-from nnx_parallel.cli import main as cli
 
 
 def continued(title="one device", difference=1e-7, misplaced=()):

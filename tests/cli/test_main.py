@@ -12,7 +12,8 @@ import jax
 import pytest
 
 import nnx_parallel as nxp
-from nnx_parallel.cli import main as cli
+from nnx_parallel import cli
+from nnx_parallel.cli import command
 
 
 def run(*arguments, cwd=None):
@@ -56,7 +57,7 @@ def test_every_command_has_help(capsys):
 def test_help_does_not_import_jax():
   script = (
     "import sys\n"
-    "from nnx_parallel.cli.main import make_parser\n"
+    "from nnx_parallel.cli.command import make_parser\n"
     "make_parser().format_help()\n"
     "sys.exit('jax' in sys.modules)"
   )
@@ -175,16 +176,16 @@ def test_the_answer_is_not_yes_when_the_reader_stops_before_it(monkeypatch):
   def cut(*_):
     raise BrokenPipeError
 
-  monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
-  monkeypatch.setattr(cli.sys, "stdout", types.SimpleNamespace(flush=cut, fileno=lambda: 1))
-  monkeypatch.setattr(cli.new, "run", cut)
+  monkeypatch.setattr(command.os, "dup2", lambda *_: None)
+  monkeypatch.setattr(command.sys, "stdout", types.SimpleNamespace(flush=cut, fileno=lambda: 1))
+  monkeypatch.setattr(command.new, "run", cut)
   assert cli.main(["new", "mine.py"]) == 141
-  monkeypatch.setattr(cli.new, "run", lambda _: 3)
+  monkeypatch.setattr(command.new, "run", lambda _: 3)
   assert cli.main(["new", "mine.py"]) == 3
 
 
 def test_a_reader_that_stops_is_no_error():
-  command = f"{sys.executable} -m nnx_parallel.cli.main plan text_lm | head -n 1"
+  command = f"{sys.executable} -m nnx_parallel plan text_lm | head -n 1"
   done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
   assert done.stdout.startswith("mesh data=2")
   assert done.stderr == ""

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from nnx_parallel.cli import main as cli
+from nnx_parallel import cli
 from nnx_parallel.cli import options
-from nnx_parallel.cli.main import make_parser
+from nnx_parallel.cli.command import make_parser
 from nnx_parallel.errors import MeshError, ReportError
 from nnx_parallel.layers import attention, layers
 from nnx_parallel.loop.loader import Recipe

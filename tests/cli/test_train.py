@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nnx_parallel as nxp
-from nnx_parallel.cli import main as cli
+from nnx_parallel import cli
 
 TINY = """
 import jax.numpy as jnp
@@ -137,10 +137,10 @@ def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
   }
   assert cli.main([*common, "--steps", "2", "--microbatches", "2", "--mesh", "data=8"]) == 0
   assert capsys.readouterr().err == (
-    "layout other than that of step 1:\n"
+    "a layout other than at step 1:\n"
     "mesh {'data': 4, 'tensor': 2} -> {'data': 8, 'tensor': 1}\n"
     "per device 164 B -> 292 B\n"
-    "settings other than those of step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
+    "settings changed since step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"
     " steps 1 -> 2\n"
   )
 
@@ -268,7 +268,7 @@ def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
 
 def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
   """In its own process: one that has not started jax, and is told nothing of devices."""
-  command = [sys.executable, "-m", "nnx_parallel.cli.main", "train", tiny, "--mesh", "data=2,tensor=2"]
+  command = [sys.executable, "-m", "nnx_parallel", "train", tiny, "--mesh", "data=2,tensor=2"]
   cache = ["--compilation-cache", "cache", "--microbatches", "2"]
   done = subprocess.run(
     [*command, "--steps", "2", "--quiet", *cache],
@@ -321,7 +321,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny):
     TINY.replace("def tokens(batch):", "def tokens(batch):\n  global n; n += 1\n  if n == 3: end()")
     + "\nimport os, signal\nn = 0\ndef end():\n  os.kill(os.getpid(), signal.SIGTERM)\n"
   )
-  command = [sys.executable, "-m", "nnx_parallel.cli.main", "train"]
+  command = [sys.executable, "-m", "nnx_parallel", "train"]
   common = ["--checkpoint", "ckpt", "--out", "parts", "--steps", "8"]
   done = subprocess.run(
     [*command, "ended.py", *common], env=environment(), capture_output=True, text=True, check=False

@@ -113,13 +113,21 @@ def test_explicit_axes_and_their_auto_twin():
   assert auto_mesh(twin) is twin
 
 
-def test_mixed_axis_types_are_refused():
+def test_one_explicit_axis_makes_a_mesh_explicit():
   devices = np.array(jax.devices()).reshape(2, 4)
   mixed = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
-  with pytest.raises(
-    nxp.errors.MeshError, match=r"mixes axis types[\s\S]*'data': 'Auto'[\s\S]*explicit=True"
-  ):
-    is_explicit(mixed)
+  assert is_explicit(mixed)
+  assert auto_mesh(mixed) == nxp.make_mesh(data=2, tensor=4)
+  assert auto_mesh(mixed.abstract_mesh) == auto_mesh(mixed).abstract_mesh
+  assert nxp.describe_mesh(mixed).startswith(
+    "mesh data=2 x tensor=4 = 8 devices (cpu, Explicit tensor and Auto data axes)"
+  )
+
+
+def test_manual_axes_are_refused():
+  mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Manual,))
+  with pytest.raises(nxp.errors.MeshError, match=r"Manual axes[\s\S]*'data': 'Manual'[\s\S]*make_mesh"):
+    is_explicit(mesh)
 
 
 def test_abstract_meshes_of_any_size():

@@ -20,7 +20,7 @@ def test_arrays_and_keys_of_each_process_come_to_all_devices():
         self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
     model = nxp.create_sharded_model(nxp.plan(Holder, nxp.make_mesh(data=8), nxp.fsdp("data", min_size=1)))
-    found = nxp.to_host(model)
+    found = nxp.hosts.to_host(model)
     assert not model.table.get_value().is_fully_addressable
     assert found["table"].tolist() == list(range(8))
     assert found["key"].tolist() == jax.random.key_data(jax.random.key(3)).tolist()

@@ -225,8 +225,32 @@ def of_window():
 def test_a_cache_that_is_an_argument(layout, explicit):
   axes = LAYOUTS[layout]
   model = nxp.create_sharded_model(Grouped, nxp.make_mesh(axes, explicit=explicit), rules_for(axes)[::2])
-  generate = nxp.generator(NEW, call=Grouped.__call__, cache=ring)
+  generate = nxp.generator(NEW, call=stating if explicit else Grouped.__call__, cache=ring)
   assert rows(generate(model, PROMPTS, lengths=LENGTHS)) == of_window()
+  assert ("Explicit" in str(generate.layers)) == explicit
+
+
+def stating(model, tokens, position, cache):
+  """The same, with a sharding that only Explicit axes take."""
+  whole = jax.reshard(model.head[...], jax.P(None, None, None, None))
+  axis = jax.sharding.get_abstract_mesh().axis_names[0]
+  logits, cache = model(jax.reshard(tokens, jax.P(axis)), position, cache)
+  return logits + 0 * whole.sum(), cache
+
+
+@pytest.mark.parametrize("kind", ["explicit", "mixed"])
+@pytest.mark.parametrize("layout", ["fsdp", "both"])
+def test_a_stock_model_on_explicit_axes(layout, kind):
+  axes, explicit = LAYOUTS[layout], jax.sharding.AxisType.Explicit
+  kinds = [explicit, *[explicit if kind == "explicit" else jax.sharding.AxisType.Auto] * (len(axes) - 1)]
+  mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(*kinds,))
+  model = nxp.create_sharded_model(Model, mesh, rules_for(axes))
+  generate = nxp.generator(NEW, sampling=DRAWN)
+  for _ in range(2):
+    found = generate(model, PROMPTS, lengths=LENGTHS, key=jax.random.key(7))
+    assert rows(found) == expected(DRAWN, ())
+  assert found.tokens.sharding.mesh == mesh
+  assert "computed on Auto axes" in str(generate.layers)
 
 
 def test_padding_on_the_left_and_requests_by_number():

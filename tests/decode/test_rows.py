@@ -281,7 +281,14 @@ def on_explicit_fsdp():
   axes = {"fsdp": 8}
   mesh = nxp.make_mesh(axes, explicit=True)
   model = nxp.create_sharded_model(plain.Grouped, mesh, plain.rules_for(axes)[::2])
-  nxp.generator(1, call=plain.Grouped.__call__, cache=plain.ring, slots=8)(model, plain.PROMPTS)
+  generate = nxp.generator(1, call=stating, cache=plain.ring, slots=8)
+  generate(model, plain.PROMPTS)
+
+
+def stating(model, tokens, position, cache):
+  """A call with a sharding that only Explicit axes take."""
+  jax.reshard(model.embed[...], jax.P(None, "fsdp"))
+  return model(tokens, position, cache)
 
 
 @pytest.mark.parametrize("case", WRONG)

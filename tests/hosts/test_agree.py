@@ -15,21 +15,21 @@ HostError = nxp.errors.HostError
 
 
 def test_one_process_waits_for_nobody():
-  assert nxp.main_process()
-  nxp.barrier("nobody", timeout=0.001)
+  assert nxp.hosts.main_process()
+  nxp.hosts.barrier("nobody", timeout=0.001)
   calls = []
-  assert nxp.once_per_host(lambda: calls.append(1))
+  assert nxp.hosts.once_per_host(lambda: calls.append(1))
   assert calls == [1]
-  found = nxp.broadcast({"text": "run", "array": jnp.arange(3)})
+  found = nxp.hosts.broadcast({"text": "run", "array": jnp.arange(3)})
   assert found["text"] == "run"
   assert type(found["array"]) is np.ndarray
 
 
 def test_what_cannot_be_sent_is_an_error():
   with pytest.raises(HostError, match="no process 1 to broadcast from"):
-    nxp.broadcast(1, source=1)
+    nxp.hosts.broadcast(1, source=1)
   with pytest.raises(HostError, match="value of process 0 cannot be sent"):
-    nxp.broadcast(lambda: 1)
+    nxp.hosts.broadcast(lambda: 1)
 
 
 def test_the_processes_that_the_runtime_names():
@@ -68,31 +68,31 @@ def test_two_processes_agree():
     import socket, time
     from nnx_parallel.hosts import agree
 
-    assert nxp.main_process() == (process == 0)
-    nxp.barrier("both", timeout=30)
+    assert nxp.hosts.main_process() == (process == 0)
+    nxp.hosts.barrier("both", timeout=30)
     if process == 1:
       time.sleep(2)
     try:
-      nxp.barrier("late", timeout=0.3)
+      nxp.hosts.barrier("late", timeout=0.3)
     except nxp.errors.HostError as error:
       print(error)
-    nxp.barrier("late", timeout=30)
+    nxp.hosts.barrier("late", timeout=30)
 
     value = {"text": "run", "array": jax.numpy.arange(3), "shape": np.ones((2, 3))} if process == 1 else None
-    found = nxp.broadcast(value, source=1, timeout=30)
+    found = nxp.hosts.broadcast(value, source=1, timeout=30)
     assert found["text"] == "run" and found["array"].tolist() == [0, 1, 2] and found["shape"].shape == (2, 3)
     whole = put(np.arange(8), nxp.make_mesh(data=8), "data")
     try:
-      nxp.broadcast({"x": whole}, timeout=30)
+      nxp.hosts.broadcast({"x": whole}, timeout=30)
     except nxp.errors.HostError as error:
       print(error)
 
     calls = []
-    print("called", nxp.once_per_host(lambda: calls.append(1), timeout=30), calls)
+    print("called", nxp.hosts.once_per_host(lambda: calls.append(1), timeout=30), calls)
     def fail():
       raise OSError("the disk is full")
     try:
-      nxp.once_per_host(fail, timeout=30)
+      nxp.hosts.once_per_host(fail, timeout=30)
     except OSError as error:
       print("mine:", error)
     except nxp.errors.HostError as error:
@@ -100,16 +100,16 @@ def test_two_processes_agree():
 
     patch(socket, "gethostname", lambda: f"host{process}")
     agree._first_of_host.cache_clear()
-    print("each", nxp.once_per_host(lambda: None, timeout=30))
+    print("each", nxp.hosts.once_per_host(lambda: None, timeout=30))
     agree._first_of_host.cache_clear()
 
     if process == 1:
       time.sleep(2)
     try:
-      nxp.to_host(whole, timeout=0.3)
+      nxp.hosts.to_host(whole, timeout=0.3)
     except nxp.errors.HostError as error:
       print(error)
-    assert nxp.to_host({"x": whole})["x"].tolist() == list(range(8))
+    assert nxp.hosts.to_host({"x": whole})["x"].tolist() == list(range(8))
   """
   first, second = run_two(body)
   for text in (first, second):

@@ -210,11 +210,12 @@ def test_schedulers_that_jax_knows(variables, number, local):
   code = """if True:
     import nnx_parallel as nxp
     seen = nxp.init_distributed(timeout=60)
-    print(seen.index, seen.count, seen.devices, seen.found, nxp.broadcast(f"from {seen.index}", source=1))
-    nxp.barrier("printed", timeout=60)
+    told = nxp.hosts.broadcast(f"from {seen.index}", source=1)
+    print(seen.index, seen.count, seen.devices, seen.found, told)
+    nxp.hosts.barrier("printed", timeout=60)
     if seen.index == 1:
       raise OSError("no disk")
-    nxp.barrier("both", timeout=1)
+    nxp.hosts.barrier("both", timeout=1)
   """
   common = {**os.environ, **variables, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
   common |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_COORDINATOR_PORT": str(free_port())}

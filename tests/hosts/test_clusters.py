@@ -99,7 +99,9 @@ def node(tmp_path):
 def check(tmp_path, done):
   assert done.returncode == 0, done.stdout
   assert "digits, " in done.stdout
-  losses = [record["loss"] for record in nxp.read_metrics(tmp_path / "out/metrics.jsonl") if "loss" in record]
+  losses = [
+    record["loss"] for record in nxp.loop.read_metrics(tmp_path / "out/metrics.jsonl") if "loss" in record
+  ]
   assert len(losses) == 3
   assert nxp.Checkpointer(tmp_path / "run").steps()
 

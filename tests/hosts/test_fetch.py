@@ -24,7 +24,7 @@ def _put(values: np.ndarray, *spec: str | None) -> jax.Array:
 def test_a_tree_keeps_its_structure_and_leaves_that_are_not_arrays():
   values = np.arange(32, dtype=np.float32).reshape(8, 4)
   tree = {"split": _put(values, "data", "fsdp"), "more": [(_put(values), None), "name", 3, values]}
-  found = nxp.to_host(tree)
+  found = nxp.hosts.to_host(tree)
   assert type(found["split"]) is np.ndarray
   np.testing.assert_array_equal(found["split"], values)
   ((whole, nothing), name, number, same) = found["more"]
@@ -36,7 +36,7 @@ def test_a_tree_keeps_its_structure_and_leaves_that_are_not_arrays():
 def test_dtypes_and_typed_keys():
   keys = jax.random.split(jax.random.key(3), 8)
   placed = jax.device_put(keys, NamedSharding(nxp.make_mesh(**MESH), P("data")))
-  found = nxp.to_host({"keys": placed, "half": jnp.ones((), jnp.bfloat16)})
+  found = nxp.hosts.to_host({"keys": placed, "half": jnp.ones((), jnp.bfloat16)})
   np.testing.assert_array_equal(found["keys"], jax.random.key_data(keys))
   assert found["half"].dtype == jnp.bfloat16
   assert found["half"].shape == ()
@@ -57,7 +57,9 @@ def test_modules_optimizers_states_and_variables():
   model, optimizer = nxp.create_sharded_model(plan)
   assert not model.up.kernel.get_value().sharding.is_fully_replicated
   expected = np.asarray(model.up.kernel.get_value())
-  found = nxp.to_host({"model": model, "state": nnx.state(model), "one": model.up.kernel, "opt": optimizer})
+  found = nxp.hosts.to_host(
+    {"model": model, "state": nnx.state(model), "one": model.up.kernel, "opt": optimizer}
+  )
   for kernel in (found["model"]["up"]["kernel"], found["state"]["up"]["kernel"], found["one"]):
     assert type(kernel) is np.ndarray
     np.testing.assert_array_equal(kernel, expected)
@@ -75,12 +77,12 @@ def test_what_was_fetched_outlives_the_donated_step():
   )
   model, optimizer = nxp.create_sharded_model(plan)
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
-  before = nxp.to_host(model)
+  before = nxp.hosts.to_host(model)
   copy = jax.tree.map(np.copy, before)
   for _ in range(3):
     step(model, optimizer, nxp.shard_batch(np.ones((8, 16), np.float32), plan))
   np.testing.assert_array_equal(before["kernel"], copy["kernel"])
-  assert not np.array_equal(nxp.to_host(model)["kernel"], copy["kernel"])
+  assert not np.array_equal(nxp.hosts.to_host(model)["kernel"], copy["kernel"])
 
 
 PROCESS = """
@@ -96,7 +98,7 @@ tree = {
   "keys": keys,
 }
 assert not tree["split"].is_fully_addressable and not keys.is_fully_addressable
-found = nxp.to_host(tree | {"local": jax.numpy.full((2,), process)})
+found = nxp.hosts.to_host(tree | {"local": jax.numpy.full((2,), process)})
 for name in ("split", "whole", "variable"):
   assert type(found[name]) is np.ndarray, name
   np.testing.assert_array_equal(found[name], values, err_msg=name)

@@ -41,11 +41,11 @@ def evaluate():
   return nxp.evaluate(evaluate_step, model, nxp.batches(held_out, plan, global_batch=True))
 
 keeper = nxp.Checkpointer(f"{folder}/ckpt", best="eval_loss")
-with keeper as checkpointer, nxp.MetricsLog(f"{folder}/m.jsonl") as log:
+with keeper as checkpointer, nxp.loop.MetricsLog(f"{folder}/m.jsonl") as log:
   result = nxp.fit(
     nxp.train_step(loss_fn), model, optimizer, placed, steps=steps, plan=plan, checkpointer=checkpointer,
     save_every=4, resume="latest", evaluate=evaluate, eval_every=4,
-    early_stop=nxp.EarlyStop("eval_loss", 1, min_delta=0.05),
+    early_stop=nxp.loop.EarlyStop("eval_loss", 1, min_delta=0.05),
     trackers=[log.write, lambda step, values: seen.append(step)],
   )
 losses = [record["loss"] for record in result.history if "loss" in record]
@@ -68,7 +68,7 @@ def test_two_processes_train_as_one_and_speak_once(tmp_path, monkeypatch):
     assert launch(job, lines.append) == 0, lines  # resumes after the early stop, and is at the end
     found[processes] = {
       "lines": [line.partition("loss")[0].replace(str(folder), "") for line in lines],
-      "steps": [record["step"] for record in nxp.read_metrics(folder / "m.jsonl")],
+      "steps": [record["step"] for record in nxp.loop.read_metrics(folder / "m.jsonl")],
       "files": {path.name for path in folder.iterdir()} - {"1.json"},
       "result": json.loads((folder / "0.json").read_text()),
     }

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import nnx_parallel as nxp
+from nnx_parallel.cli.command import main
 from nnx_parallel.cli.launch import command_of
-from nnx_parallel.cli.main import main
 from nnx_parallel.hosts.launch import NOISE, Job, describe, free_port, launch, worker_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,14 +184,19 @@ def test_a_bar_that_is_redrawn_is_shown_and_a_line_without_an_end_is_cut():
   assert max(map(len, lines)) < 150_000
 
 
-def test_complaints_about_a_killed_process_come_behind_its_name():
-  body = """
+def test_complaints_about_a_killed_process_come_behind_its_name(tmp_path):
+  body = f"""
+    gate = {str(tmp_path / "works")!r}
+    def complain(*_):
+      print("Traceback (most recent call last):", "gloo: connection closed by peer", sep=chr(10), flush=True)
+      os._exit(1)
     if rank == 1:
-      time.sleep(0.5)
+      while not os.path.exists(gate):
+        time.sleep(0.02)
       os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, complain)
     print("works", flush=True)
-    time.sleep(0.4)
-    print("Traceback (most recent call last):", "gloo: connection closed by peer", sep=chr(10), flush=True)
+    open(gate, "w").close()
     time.sleep(60)
   """
   code, lines = launched(body)
@@ -239,7 +244,7 @@ def test_before_the_first_step_nothing_hangs():
 def test_a_loop_with_stop_signals_tells_its_steps(tmp_path, monkeypatch):
   file = tmp_path / "beat"
   monkeypatch.setenv("NNX_PARALLEL_HEARTBEAT", str(file))
-  with nxp.StopSignals() as stop:
+  with nxp.hosts.StopSignals() as stop:
     assert not stop.asked(12)
   assert file.read_text() == "12"
 
@@ -517,7 +522,7 @@ def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsy
   assert "[0] digits, " in output
   assert "[1] " not in output
   assert main(["train", *common, "--devices", "4", "--out", str(tmp_path / "one")]) == 0
-  alone, together = (nxp.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+  alone, together = (nxp.loop.read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
   losses = [[record["loss"] for record in records if "loss" in record] for records in (alone, together)]
   assert losses[0] == pytest.approx(losses[1], rel=1e-5)
   assert len(losses[0]) == 4

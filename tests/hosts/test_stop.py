@@ -20,7 +20,7 @@ def send(number):
 def loop(*, at, number, steps=5):
   """Counts steps; the signal comes in the middle of one of them."""
   made = 0
-  with nxp.StopSignals() as stop:
+  with nxp.hosts.StopSignals() as stop:
     for step in range(1, steps + 1):
       if step == at:
         send(number)
@@ -63,7 +63,7 @@ def test_the_second_interrupt_ends_at_once(capfd):
   done = []
 
   def impatient():
-    with nxp.StopSignals():
+    with nxp.hosts.StopSignals():
       for number in (1, 2):
         send(signal.SIGINT)
         done.append(number)
@@ -79,7 +79,7 @@ def test_a_forked_worker_can_be_ended(former):
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   context = multiprocessing.get_context("fork")
   started = context.Event()
-  with nxp.StopSignals():
+  with nxp.hosts.StopSignals():
     worker = context.Process(target=lambda: (started.set(), time.sleep(30)))
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", DeprecationWarning)  # of forking where jax runs
@@ -95,7 +95,7 @@ def test_the_second_interrupt_ends_nested_blocks_at_once():
   done = []
 
   def nested():
-    with nxp.StopSignals() as outer, nxp.StopSignals():
+    with nxp.hosts.StopSignals() as outer, nxp.hosts.StopSignals():
       for number in (1, 2):
         send(signal.SIGINT)
         done.append((number, outer.asked(number)))
@@ -107,7 +107,7 @@ def test_the_second_interrupt_ends_nested_blocks_at_once():
 
 def test_handlers_set_within_the_block_stay_and_none_swallows_a_signal(former):
   came = []
-  with nxp.StopSignals():
+  with nxp.hosts.StopSignals():
     kept = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *arguments: (came.append("mine"), kept(*arguments)))
   send(signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_handlers_set_within_the_block_stay_and_none_swallows_a_signal(former):
 
 
 def test_a_block_entered_again_has_heard_nothing(former):
-  stop = nxp.StopSignals()
+  stop = nxp.hosts.StopSignals()
   with stop:
     send(signal.SIGTERM)
   with stop:
@@ -127,7 +127,7 @@ def test_a_block_entered_again_has_heard_nothing(former):
 
 def test_an_error_goes_before_the_signal(former):
   def failing():
-    with nxp.StopSignals():
+    with nxp.hosts.StopSignals():
       send(signal.SIGTERM)
       raise ZeroDivisionError
 

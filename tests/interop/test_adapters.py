@@ -79,10 +79,10 @@ def test_adapters_by_path_of_an_unedited_model(weights, tmp_path):
     given = jax.jit(lambda x: qwix.quantize_params(x, model))(nnx.to_pure_dict(nnx.state(base)))
   nnx.update(model, given)
   model, optimizer = nxp.reshard(model, plan, optimizer=optimizer)
-  before = nxp.to_host(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+  before = nxp.hosts.to_host(nnx.state(model, nnx.Not(nnx.LoRAParam)))
   losses = trained(plan, model, optimizer)
   assert losses[-1] < losses[0] - 1
-  after = nxp.to_host(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+  after = nxp.hosts.to_host(nnx.state(model, nnx.Not(nnx.LoRAParam)))
   assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
 
   with nxp.Checkpointer(tmp_path) as checkpointer:
@@ -128,7 +128,7 @@ def test_merged_adapters_of_flax(explicit):
   assert merge_adapters(base, model) == ["down.kernel", "up.kernel"]
   assert base.up.kernel.get_value().sharding == sharding
   x = jnp.ones((4, 8))
-  merged, beside = (nnx.merge(nnx.graphdef(m), nxp.to_host(nnx.state(m)))(x) for m in (base, model))
+  merged, beside = (nnx.merge(nnx.graphdef(m), nxp.hosts.to_host(nnx.state(m)))(x) for m in (base, model))
   np.testing.assert_allclose(merged, beside, rtol=1e-5)
 
 

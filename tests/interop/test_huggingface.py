@@ -16,7 +16,7 @@ import safetensors.numpy
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.cli.main import main
+from nnx_parallel.cli.command import main
 from nnx_parallel.errors import CheckpointError, RecipeError
 from nnx_parallel.interop.dry_run import dry_run_import
 from nnx_parallel.interop.families import from_config

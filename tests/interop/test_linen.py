@@ -123,16 +123,20 @@ def test_steps_compute_what_linen_computes(scan):
     loss, params, state = linen_step(params, state)
     np.testing.assert_allclose(step(model, optimizer, batch)["loss"], loss, rtol=1e-5)
   for ours, theirs in zip(
-    jax.tree.leaves(nxp.to_host(export_linen(model))), jax.tree.leaves(params), strict=True
+    jax.tree.leaves(nxp.hosts.to_host(export_linen(model))), jax.tree.leaves(params), strict=True
   ):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_explicit_axes_need_what_linen_does_not_say():
-  plan = planned(MLP(), inputs(), optax.sgd(0.1), nxp.make_mesh(data=2, model=4, explicit=True))
-  model, optimizer = nxp.create_sharded_model(plan)
-  with pytest.raises(nxp.errors.TrainError, match="a mesh with Auto axes"):
-    nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(inputs(), plan))
+def test_explicit_axes_compute_what_auto_axes_do():
+  losses = []
+  for explicit in (False, True):
+    net = MLP(scan=True, logical=True)
+    plan = planned(net, inputs(), optax.sgd(0.1), nxp.make_mesh(data=2, model=4, explicit=explicit))
+    model, optimizer = nxp.create_sharded_model(plan)
+    step, batch = nxp.train_step(loss_fn), nxp.shard_batch(inputs(), plan)
+    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
+  np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 def test_logical_constraints_of_linen_follow_the_rules_in_scope():
@@ -162,13 +166,13 @@ def test_statistics_dropout_and_remat(tmp_path):
   model, optimizer, losses = trained(plan, x)
   assert len(set(losses)) == 3
   assert model.down["kernel"].sharding.spec == P("model", None)
-  variables = nxp.to_host(export_linen(model))
+  variables = nxp.hosts.to_host(export_linen(model))
   assert np.abs(variables["batch_stats"]["norm"]["mean"]).max() > 0
   np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(model, x), Net().apply(variables, x), rtol=1e-5)
   with nxp.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(3, model, optimizer)
     again = checkpointer.restore(planned(Net(), x, mesh=nxp.make_mesh(data=4, model=2)), optimizer="drop")
-  jax.tree.map(np.testing.assert_array_equal, nxp.to_host(export_linen(again)), variables)
+  jax.tree.map(np.testing.assert_array_equal, nxp.hosts.to_host(export_linen(again)), variables)
 
 
 def saved(tmp_path, kind, variables):

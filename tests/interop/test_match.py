@@ -8,7 +8,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from interop.test_huggingface import PRESETS, RECIPE, REFERENCES, assert_reference, copy, plan_of
-from nnx_parallel.cli.main import main
+from nnx_parallel.cli.command import main
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.huggingface import weight_map_of
 from nnx_parallel.interop.match import match_by_shape

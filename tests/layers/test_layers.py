@@ -103,7 +103,7 @@ def trained(name, mesh, steps=2, **options):
   model, optimizer = nxp.create_sharded_model(plan)
   step, batch = nxp.train_step(loss, **options), nxp.shard_batch(x, plan)
   losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
-  return losses, nxp.to_host(nnx.state(model)), step
+  return losses, nxp.hosts.to_host(nnx.state(model)), step
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_names_that_were_passed_on_are_refused_with_the_argument_to_give():
   with pytest.raises(ShardingError) as caught:
     plan(**KERNEL)
   assert str(caught.value) == (
-    "attn.out.kernel has the query's names, which are not those of its dims.\n"
+    "attn.out.kernel has the query's names, which do not fit its dims.\n"
     "  names ('embed', 'heads', None), shape (4, 4, 16): flax passes kernel_metadata on to it\n"
     "  Fix: MultiHeadAttention(..., out_kernel_metadata={\"out_sharding\": ('heads', None, 'embed')})"
   )

@@ -200,7 +200,7 @@ def test_best_is_the_step_with_the_best_evaluation(tmp_path):
 )
 def test_early_stop(mode, values, last):
   scores = iter(values)
-  stop = nxp.EarlyStop("eval_score", patience=2, mode=mode)
+  stop = nxp.loop.EarlyStop("eval_score", patience=2, mode=mode)
   result = fake([1.0] * 9, evaluate=lambda: {"score": next(scores)}, eval_every=1, early_stop=stop)
   assert (result.step, result.stopped, stop.waited) == (last, "early", 2)
 
@@ -221,7 +221,7 @@ def test_the_data_cursor_cannot_be_overwritten(tmp_path):
 
 
 def test_early_stop_goes_on_after_a_nan():
-  stop = nxp.EarlyStop("eval_score", patience=2)
+  stop = nxp.loop.EarlyStop("eval_score", patience=2)
   assert not any(stop.update({"eval_score": value}) for value in (math.nan, 3.0, 2.0, math.nan, 1.0))
   assert (stop.best, stop.waited) == (1.0, 0)
 
@@ -244,13 +244,13 @@ def test_intervals_that_mean_nothing(options, message):
 
 
 def test_early_stop_needs_a_metric_that_exists():
-  stop = nxp.EarlyStop("eval_lose")
+  stop = nxp.loop.EarlyStop("eval_lose")
   with pytest.raises(
     nxp.errors.TrainError, match=r"no record has the metric 'eval_lose'\.\n  Fix: one of .*eval_loss"
   ):
     fake([1.0] * 9, evaluate=lambda: {"loss": 1.0}, eval_every=2, early_stop=stop)
   with pytest.raises(nxp.errors.TrainError, match=r"mode='least'.* cannot stop a run"):
-    nxp.EarlyStop(mode="least")
+    nxp.loop.EarlyStop(mode="least")
 
 
 def test_the_end_of_the_data():
@@ -545,3 +545,13 @@ def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(c
   jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
   with pytest.raises(nxp.errors.TrainError, match="cannot check the gradients of a function"):
     nxp.fit(lambda *_: {}, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
+
+
+@pytest.mark.parametrize(
+  "step", [lambda model, batch: 0.0, nnx.Linear(2, 2, rngs=nnx.Rngs(0))], ids=["loss", "model"]
+)
+def test_what_is_no_step_is_an_error_with_the_call(step):
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"fit needs a step [\s\S]*fit\(nxp.train_step\(loss_fn\), model"
+  ):
+    nxp.fit(step, None, None, [])

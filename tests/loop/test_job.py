@@ -82,7 +82,7 @@ def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monk
   ]
   assert found[1] == pytest.approx(found[0], rel=1e-6)
   (_, whole, piped) = made
-  assert piped.layers.schedule == nxp.Schedule(stages=2, microbatches=4, layers=4)
+  assert piped.layers.schedule == nxp.parallel.Schedule(stages=2, microbatches=4, layers=4)
   assert whole.layers.schedule is None
 
 

@@ -18,26 +18,26 @@ from nnx_parallel.loop.timing import Goodput
 
 
 def test_pairs_and_plain_numbers_are_weighted_exactly():
-  sums = nxp.MetricSums()
+  sums = nxp.loop.MetricSums()
   assert sums.read() == {}
   sums.add({"b": 1.0, "loss": (jnp.float32(3), jnp.int32(1)), "none": (0.0, 0)}, weight=1)
   assert sums.read() == {"loss": 3.0, "b": 1.0, "none": 0.0}
   sums.add({"b": np.float16(5), "loss": (jnp.bfloat16(1), jnp.int32(3)), "none": (0.0, 0)}, weight=3)
   assert sums.read() == {"loss": 1.0, "b": 4.0, "none": 0.0}
-  alone = nxp.MetricSums()
+  alone = nxp.loop.MetricSums()
   alone.add({"b": 0.1}, weight=3)
   assert alone.read() == {"b": 0.1}  # as it came, not 0.3 / 3
 
 
 def test_many_small_parts_of_low_precision_add_up():
-  sums = nxp.MetricSums()
+  sums = nxp.loop.MetricSums()
   for _ in range(300):
     sums.add({"loss": (jnp.bfloat16(1), jnp.bfloat16(1))})
   assert sums.read() == {"loss": 1.0}  # bfloat16 would stay at 256
 
 
 def test_what_cannot_be_added():
-  sums = nxp.MetricSums()
+  sums = nxp.loop.MetricSums()
   with pytest.raises(nxp.errors.TrainError, match=r"the metric 'rows' is an array, which has no mean here\."):
     sums.add({"rows": jnp.ones(3)})
   sums.add({"loss": 1.0})
@@ -67,7 +67,7 @@ def run():
 def test_two_steps_of_uneven_batches_weigh_what_one_large_batch_does(run, microbatches):
   plan, model, optimizer, data, both = run
   step = nxp.train_step(loss_fn, pairs=True, outputs=("rows",), microbatches=microbatches)
-  sums = nxp.MetricSums()
+  sums = nxp.loop.MetricSums()
   for batch in data:
     metrics = step(model, optimizer, nxp.shard_batch(batch, plan))
     assert metrics.pop("rows").shape == batch["w"].shape
@@ -109,10 +109,10 @@ def test_metrics_of_flax_take_what_steps_return(run):
     found = step(model, optimizer, batch)
     with jax.numpy_dtype_promotion("standard"):  # flax adds bools, int32 and float32
       metrics.update(loss=found["loss"], logits=found["logits"], labels=labels)
-    rows.append(nxp.to_host(found["logits"]).argmax(-1) == 0)
+    rows.append(nxp.hosts.to_host(found["logits"]).argmax(-1) == 0)
     losses.append(float(found["loss"]))
   with jax.numpy_dtype_promotion("standard"):
-    computed = nxp.to_host(metrics.compute())
+    computed = nxp.hosts.to_host(metrics.compute())
   assert computed["accuracy"] == pytest.approx(np.concatenate(rows).mean())
   assert computed["loss"] == pytest.approx(np.mean(losses))
 
@@ -140,7 +140,7 @@ def test_metrics_of_flax_inside_the_compiled_step(run):
 
 
 def test_arrays_are_lists_in_json_lines(tmp_path):
-  with nxp.MetricsLog(tmp_path / "m.jsonl") as log:
+  with nxp.loop.MetricsLog(tmp_path / "m.jsonl") as log:
     log.write(1, {"loss": np.float32(0.5), "rows": np.array([[1, 2], [3, 4]]), "nan": jnp.float32(jnp.nan)})
   assert json.loads(log.path.read_text()) == {"step": 1, "loss": 0.5, "rows": [[1, 2], [3, 4]], "nan": None}
 
@@ -149,7 +149,7 @@ def test_tensorboard_files_hold_what_was_written(tmp_path):
   pytest.importorskip("tensorboardX")
   from tensorboardX.proto.event_pb2 import Event
 
-  with nxp.TensorBoardLog(tmp_path) as log:
+  with nxp.loop.TensorBoardLog(tmp_path) as log:
     log.write(7, {"loss": 0.25, "rows": np.arange(4.0)})
   (file,) = tmp_path.iterdir()
   events = [Event.FromString(data) for data in records_of(file.read_bytes())]
@@ -172,7 +172,7 @@ def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
     nxp.errors.TrainError,
     match=r"tensorboardX is not installed\.\n  Fix: pip install 'nnx-parallel\[tensorboard\]'",
   ):
-    nxp.TensorBoardLog(tmp_path)
+    nxp.loop.TensorBoardLog(tmp_path)
 
 
 def test_goodput_is_the_part_of_the_wall_time_spent_on_steps(monkeypatch):
@@ -185,4 +185,11 @@ def test_goodput_is_the_part_of_the_wall_time_spent_on_steps(monkeypatch):
   goodput.add("step", 5.0)
   now[0] = 9.0
   assert goodput.seconds() == {"compile": 3.0, "step": 5.0, "other": 1.0}
-  assert nxp.FitResult(1, {}, [], "steps", goodput.seconds()).goodput == 5 / 9
+  assert nxp.loop.FitResult(1, {}, [], "steps", goodput.seconds()).goodput == 5 / 9
+
+
+def test_a_loss_in_place_of_a_step_is_an_error_with_the_call():
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"returned a float[\s\S]*nxp.eval_step\(loss_fn, pairs=True\)"
+  ):
+    nxp.evaluate(lambda model, batch: 1.0, None, [np.ones(8)])

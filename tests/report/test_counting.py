@@ -175,7 +175,7 @@ def test_a_kernel_is_counted_by_its_own_estimate_or_listed():
   assert silent.flops == plain.flops
   assert str(silent).endswith("Not counted: 1 x pallas_call.\n")
   layout = nxp.plan(net(), nxp.abstract_mesh(fsdp=8), RULES)
-  assert "Not counted: 1 x pallas_call." in nxp.plan_page(layout, time=silent)
+  assert "Not counted: 1 x pallas_call." in nxp.report.plan_page(layout, time=silent)
 
 
 def test_a_search_lists_what_it_did_not_count():

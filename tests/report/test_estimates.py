@@ -75,7 +75,7 @@ def plan_of(kind, rules=RULES, **axes):
 def test_split_sequences_send_as_much_and_need_less_memory():
   axes = {"data": 1, "fsdp": 2, "tensor": 4}
   plans = [plan_of(Tokens, rules, **axes) for rules in (RULES, RULES.replace(sequence="tensor"))]
-  plain, split = (nxp.predict_time(made, loss, BATCH, chip="cpu") for made in plans)
+  plain, split = (nxp.report.predict_time(made, loss, BATCH, chip="cpu") for made in plans)
   assert split.waiting == pytest.approx(plain.waiting)
   planned = [memory_plan(made, loss, BATCH).need_bytes for made in plans]
   assert planned[1] < planned[0]
@@ -87,7 +87,7 @@ def test_split_sequences_send_as_much_and_need_less_memory():
 def test_tokens_are_exchanged_between_experts():
   rules = RULES.replace(expert="expert", batch=("data", "fsdp", "expert"))
   made = plan_of(Experts, rules, data=1, fsdp=1, expert=8, tensor=1)
-  time, cpu = nxp.predict_time(made, loss, BATCH, chip="cpu"), chip("cpu")
+  time, cpu = nxp.report.predict_time(made, loss, BATCH, chip="cpu"), chip("cpu")
   # Two exchanges of the tokens, forward and back; experts are neither gathered nor summed.
   tokens = EXAMPLES * LENGTH * WIDTH * 4 / 8
   seconds = 4 * (tokens * 7 / 8 / (cpu.link_bandwidth * cpu.links) + 3 * LATENCY)
@@ -110,7 +110,9 @@ def test_offload_takes_the_state_off_the_device_and_pays_at_the_link(zero):
   whole, less = (memory_plan(made, layouts.loss, layouts.batch()) for made in (near, away))
   assert whole.categories["optimizer"] - less.categories["optimizer"] == state == less.host_bytes
   h100 = chip("h100")
-  fast, slow = (nxp.predict_time(made, layouts.loss, layouts.batch(), chip=h100) for made in (near, away))
+  fast, slow = (
+    nxp.report.predict_time(made, layouts.loss, layouts.batch(), chip=h100) for made in (near, away)
+  )
   assert slow.waiting["host"] == 2 * state / h100.host_bandwidth
   assert slow.seconds == pytest.approx(fast.seconds + slow.waiting["host"])
 

@@ -47,7 +47,7 @@ def drawn_bars(figure) -> list[tuple[float, float]]:
 
 
 def test_memory_adds_up_from_bar_to_bar_and_shows_what_is_usable():
-  chip = nxp.chip("v5e")
+  chip = nxp.report.chip("v5e")
   figure = memory_figure({"parameters": 4 * GIB, "optimizer": 8 * GIB, "working memory": 6 * GIB}, chip)
   assert drawn_bars(figure) == [(0, 4), (4, 12), (12, 18)]
   shown = texts(figure)
@@ -58,7 +58,7 @@ def test_memory_adds_up_from_bar_to_bar_and_shows_what_is_usable():
 
 
 def test_what_is_usable_far_away_is_said_in_words():
-  figure = memory_figure({"parameters": 2**20}, nxp.chip("v5e"))
+  figure = memory_figure({"parameters": 2**20}, nxp.report.chip("v5e"))
   assert figure.axes[0].get_xlabel() == "memory per device (MiB); usable: 15.75 GiB, far to the right"
   assert not figure.axes[0].lines
 
@@ -103,7 +103,7 @@ def test_a_large_mesh_is_cut_and_the_rest_is_counted():
 
 def test_empty_subjects_are_drawn_empty():
   idle = dataclasses.replace(TIME, compute=0.0, memory=0.0, overlapped={}, waiting={})
-  assert drawn_bars(memory_figure({"parameters": 0}, nxp.chip("v5e"))) == []
+  assert drawn_bars(memory_figure({"parameters": 0}, nxp.report.chip("v5e"))) == []
   assert drawn_bars(time_figure(idle)) == [(0, 0), (0, 0)]
 
 

@@ -67,7 +67,7 @@ def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
   plan, loss, batch, microbatches, pipeline = kind(4, virtual_stages)
   options = {"microbatches": microbatches, "pipeline": pipeline}
   memory = nxp.memory_plan(plan, loss, batch, **options)
-  time = nxp.predict_time(plan, loss, batch, chip="cpu", **options)
+  time = nxp.report.predict_time(plan, loss, batch, chip="cpu", **options)
   report = nxp.compile_report(nxp.train_step(loss, **options), plan, batch=batch)
   ratio = report.need_bytes / memory.need_bytes
   assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {memory.categories}"
@@ -87,8 +87,8 @@ def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
 
 def test_layers_of_a_stage_compute_in_bubbles_too():
   plan, loss, batch, microbatches, pipeline = stacked(4, 1)
-  time = nxp.predict_time(plan, loss, batch, chip="cpu", microbatches=microbatches, pipeline=pipeline)
-  schedule = nxp.Schedule(4, microbatches, benchmark.LAYERS)
+  time = nxp.report.predict_time(plan, loss, batch, chip="cpu", microbatches=microbatches, pipeline=pipeline)
+  schedule = nxp.parallel.Schedule(4, microbatches, benchmark.LAYERS)
   # Forward, twice that backward, and once again to recompute.
   assert time.model_flops / time.flops == pytest.approx(3 / 4 * (1 - schedule.bubble))
   assert nxp.memory_plan(plan, loss, batch, microbatches=microbatches, pipeline="stage").schedule == schedule
@@ -133,7 +133,7 @@ def test_search_proposes_stages(kind):
   assert len(piped) < len(result.fitting)
   for c in piped:
     layers = DEPTH if kind is separate else benchmark.LAYERS
-    assert c.schedule == nxp.Schedule(c.sizes["stage"], c.microbatches, layers)
+    assert c.schedule == nxp.parallel.Schedule(c.sizes["stage"], c.microbatches, layers)
     row = next(line for line in str(result).splitlines() if line.startswith(c.mesh_text))
     assert "bubble" in row
   best = dataclasses.replace(result, best=min(piped, key=lambda c: c.memory_bytes))

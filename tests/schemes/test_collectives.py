@@ -61,13 +61,13 @@ def test_a_step_by_hand_equals_the_plain_one(layout, check):
 
   def step(model, optimizer, batch):
     def loss(model):
-      return own_loss(nxp.gather_parameters(model, plan, axes), batch)
+      return own_loss(nxp.parallel.gather_parameters(model, plan, axes), batch)
 
     value, grads = nnx.value_and_grad(loss)(model)
     optimizer.update(model, grads)
     return jax.lax.pmean(value, axes)
 
-  by_hand = nnx.jit(nxp.map_shards(step, plan, check_vma=check))
+  by_hand = nnx.jit(nxp.parallel.map_shards(step, plan, check_vma=check))
   model, optimizer = nxp.create_sharded_model(plan)
   other = Net(nnx.Rngs(0))
   plain = nnx.Optimizer(other, optax.adam(1e-2), wrt=nnx.Param)
@@ -86,10 +86,10 @@ def test_what_the_step_by_hand_sends():
   model, batch = nxp.create_sharded_model(plan), {"x": normal(16, 16), "y": jnp.zeros(16, jnp.int32)}
 
   def gradients(model, batch):
-    grads = nnx.grad(lambda m: own_loss(nxp.gather_parameters(m, plan, axes), batch))(model)
+    grads = nnx.grad(lambda m: own_loss(nxp.parallel.gather_parameters(m, plan, axes), batch))(model)
     return grads.layers[0].kernel[...], grads.layers[1].bias[...]
 
-  mapped = nxp.map_shards(gradients, plan, out_specs=(plan["layers.0.kernel"].spec, P()))
+  mapped = nxp.parallel.map_shards(gradients, plan, out_specs=(plan["layers.0.kernel"].spec, P()))
   text = nnx.jit(mapped).lower(model, batch).compile().as_text()
   sent = {(c.kind, c.bytes) for c in collectives(text, sizes)}
   assert {("reduce-scatter", 16 * 32 * 4), ("all-gather", 16 * 32 * 4), ("all-reduce", 3 * 4)} <= sent
@@ -101,9 +101,11 @@ def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
   model = nxp.create_sharded_model(plan)
 
   def masks(model, x):
-    return nxp.fold_rng_over_axis(model, "data")(x)[None]
+    return nxp.parallel.fold_rng_over_axis(model, "data")(x)[None]
 
-  run = nxp.map_shards(masks, plan, in_specs=(None, P()), out_specs=P(("data", "tensor")), check_vma=False)
+  run = nxp.parallel.map_shards(
+    masks, plan, in_specs=(None, P()), out_specs=P(("data", "tensor")), check_vma=False
+  )
   found = np.asarray(nnx.jit(run)(model, jnp.ones(64))).reshape(4, 2, 64)
   assert (found[:, 0] == found[:, 1]).all()
   assert len({row.tobytes() for row in found[:, 0]}) == 4
@@ -113,11 +115,11 @@ def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
 def test_a_module_that_the_plan_is_not_for():
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8))
   with pytest.raises(SchemeError, match=r"not for this Net[\s\S]*not in both"):
-    nxp.map_shards(lambda m: 0, plan)(Net(nnx.Rngs(0)))
+    nxp.parallel.map_shards(lambda m: 0, plan)(Net(nnx.Rngs(0)))
   with pytest.raises(SchemeError, match="2 in_specs for 1 arguments"):
-    nxp.map_shards(lambda m: 0, plan, in_specs=(None, None))(nxp.create_sharded_model(plan))
+    nxp.parallel.map_shards(lambda m: 0, plan, in_specs=(None, None))(nxp.create_sharded_model(plan))
   with pytest.raises(SchemeError, match="not split along 'data' by hand"):
-    nxp.gather_parameters(nxp.create_sharded_model(plan), plan, "data")
+    nxp.parallel.gather_parameters(nxp.create_sharded_model(plan), plan, "data")
 
 
 def test_axes_are_gathered_from_the_minor_one():
@@ -125,7 +127,9 @@ def test_axes_are_gathered_from_the_minor_one():
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(("data", "fsdp"), min_size=8))
   model = nxp.create_sharded_model(plan)
   with pytest.raises(SchemeError, match="cannot be gathered over 'data'"):
-    nxp.map_shards(lambda m: nxp.gather_parameters(m, plan, "data").kernel[...].sum(), plan)(model)
+    nxp.parallel.map_shards(
+      lambda m: nxp.parallel.gather_parameters(m, plan, "data").kernel[...].sum(), plan
+    )(model)
 
 
 @pytest.mark.parametrize(("shape", "columns"), [((8, 6), 16), ((3, 24, 5), 8)])
@@ -141,21 +145,21 @@ def test_rings_of_products(shape, columns, sizes):
   def ring(f, specs, out):
     return jax.shard_map(functools.partial(f, axis="tensor"), mesh=mesh, in_specs=specs, out_specs=out)
 
-  gathered = ring(nxp.all_gather_matmul, (rows, P(None, "tensor")), split)
+  gathered = ring(nxp.parallel.all_gather_matmul, (rows, P(None, "tensor")), split)
   close(gathered(x, w), x @ w)
   close(jax.jit(jax.value_and_grad(lambda x, w: (gathered(x, w) * weights).sum(), (0, 1)))(x, w), plain)
 
   x, w = normal(*shape[:-1], 16), normal(16, columns)
   plain = jax.value_and_grad(lambda x, w: ((x @ w) * weights).sum(), (0, 1))(x, w)
-  scattered = ring(nxp.matmul_reduce_scatter, (split, P("tensor")), rows)
+  scattered = ring(nxp.parallel.matmul_reduce_scatter, (split, P("tensor")), rows)
   close(scattered(x, w), x @ w)
   close(jax.jit(jax.value_and_grad(lambda x, w: (scattered(x, w) * weights).sum(), (0, 1)))(x, w), plain)
 
 
-@pytest.mark.parametrize("f", [nxp.all_gather_matmul, nxp.matmul_reduce_scatter])
+@pytest.mark.parametrize("f", [nxp.parallel.all_gather_matmul, nxp.parallel.matmul_reduce_scatter])
 def test_a_ring_is_n_minus_1_permutes_and_nothing_else(f):
   mesh = nxp.make_mesh(data=2, tensor=4)
-  gathers = f is nxp.all_gather_matmul
+  gathers = f is nxp.parallel.all_gather_matmul
   rows, split = P("tensor"), P(None, "tensor")
   specs, out = ((rows, split), split) if gathers else ((split, rows), rows)
   run = jax.jit(jax.shard_map(functools.partial(f, axis="tensor"), mesh=mesh, in_specs=specs, out_specs=out))
@@ -170,12 +174,12 @@ def test_a_ring_is_n_minus_1_permutes_and_nothing_else(f):
 
 def test_rings_say_what_they_need():
   mesh = nxp.make_mesh(tensor=8)
-  f = functools.partial(nxp.matmul_reduce_scatter, axis="tensor")
+  f = functools.partial(nxp.parallel.matmul_reduce_scatter, axis="tensor")
   f = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "tensor"), P("tensor")), out_specs=P())
   with pytest.raises(SchemeError, match="6 rows cannot be scattered over 8 devices"):
     f(normal(6, 8), normal(8, 2))
   with pytest.raises(SchemeError, match="not split along 'tensor' by hand"):
-    nxp.all_gather_matmul(normal(8, 8), normal(8, 8), "tensor")
+    nxp.parallel.all_gather_matmul(normal(8, 8), normal(8, 8), "tensor")
 
 
 def scaled(x, scale):
@@ -207,7 +211,7 @@ trained.defvjp(
 def test_a_pallas_kernel_on_the_shards_that_logical_names_give(explicit):
   x, scale, weights = normal(16, 8), normal(8), normal(16, 8)
   rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="tensor")
-  kernel = nxp.map_kernel(trained, [("batch", None), (None,)], ("batch", None))
+  kernel = nxp.parallel.map_kernel(trained, [("batch", None), (None,)], ("batch", None))
   close(kernel(x, scale), plain_scaled(x, scale))  # without a mesh
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2, explicit=explicit)
   f = jax.jit(jax.value_and_grad(lambda x, scale: (kernel(x, scale) * weights).sum(), (0, 1)))
@@ -219,9 +223,9 @@ def test_a_pallas_kernel_on_the_shards_that_logical_names_give(explicit):
   assert not collectives(compiled.as_text(), {"data": 2, "fsdp": 2, "tensor": 2})
   with nxp.use_rules(rules, mesh):
     with pytest.raises(ShardingError):
-      nxp.map_kernel(trained, [("rows", None), (None,)], ("rows", None))(x, scale)
+      nxp.parallel.map_kernel(trained, [("rows", None), (None,)], ("rows", None))(x, scale)
     with pytest.raises(SchemeError, match="has a dim 'embed', and no argument has"):
-      nxp.map_kernel(trained, [("batch", None), (None,)], ("batch", "embed"))(x, scale)
+      nxp.parallel.map_kernel(trained, [("batch", None), (None,)], ("batch", "embed"))(x, scale)
 
 
 def test_a_kernel_with_several_results_in_a_train_step():
@@ -239,4 +243,7 @@ def test_a_kernel_with_several_results_in_a_train_step():
 
   mesh, rules = nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=8)
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-  close(losses(nxp.map_kernel(halves, [("batch", None)], [("batch", None), ("batch", None)])), losses(halves))
+  close(
+    losses(nxp.parallel.map_kernel(halves, [("batch", None)], [("batch", None), ("batch", None)])),
+    losses(halves),
+  )

@@ -123,7 +123,7 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
   shards, is_zigzag = case.mesh["context"], case.options["zigzag"]
   *rest, keep = given
   if is_zigzag:
-    rest, keep = nxp.zigzag(rest, shards), nxp.zigzag(keep, shards, dim=-1)
+    rest, keep = nxp.parallel.zigzag(rest, shards), nxp.parallel.zigzag(keep, shards, dim=-1)
   mesh = nxp.make_mesh(case.mesh, explicit=case.explicit)
   tensor, batch = ("tensor" if "tensor" in case.mesh else None), next(iter(case.mesh))
   batch = None if batch == "context" else batch
@@ -132,7 +132,7 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     None if x is None else jax.device_put(x, NamedSharding(mesh, layout))
     for x, layout in zip(rest, layouts, strict=True)
   ]
-  attend = nxp.context_attention(**case.options)
+  attend = nxp.parallel.context_attention(**case.options)
 
   def split(q, k, v, segments, keep):
     return attend(q, k, v, keep, segment_ids=segments)
@@ -141,7 +141,7 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     found = jax.jit(jax.value_and_grad(functools.partial(loss, split), (0, 1, 2), True))(*placed, keep)
   (_, own), own_gradients = jax.tree.map(np.asarray, found)
   if is_zigzag:
-    own, own_gradients = nxp.zigzag((own, own_gradients), shards, inverse=True)
+    own, own_gradients = nxp.parallel.zigzag((own, own_gradients), shards, inverse=True)
   for a, b in zip((own, *own_gradients), (out, *gradients), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
 
@@ -153,7 +153,7 @@ def test_bfloat16_is_as_good_as_that_of_the_whole_sequence(how):
   exact = np.asarray(whole(*(x.astype(jnp.float32) for x in low), causal=True))
   plain = np.asarray(whole(*low, causal=True), np.float32)
   with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
-    found = jax.jit(nxp.context_attention(how=how, causal=True, block=4))(*low)
+    found = jax.jit(nxp.parallel.context_attention(how=how, causal=True, block=4))(*low)
   assert found.dtype == jnp.bfloat16
   assert abs(np.asarray(found, np.float32) - exact).max() <= 1.5 * abs(plain - exact).max()
 
@@ -161,7 +161,7 @@ def test_bfloat16_is_as_good_as_that_of_the_whole_sequence(how):
 def test_without_a_mesh_and_outside_of_jit():
   q, k, v, _, segments = drawn(2, 24, 2)
   wanted = whole(q, k, v, segments, causal=True)
-  attend = nxp.context_attention(causal=True, block=7)
+  attend = nxp.parallel.context_attention(causal=True, block=7)
   np.testing.assert_allclose(attend(*map(jnp.asarray, (q, k, v)), segment_ids=segments), wanted, atol=1e-5)
   layout = NamedSharding(nxp.make_mesh(data=2, context=4), PartitionSpec("data", "context"))
   placed = [jax.device_put(x, layout) for x in (q, k, v, segments)]
@@ -192,7 +192,7 @@ def permuted(program):
 def test_a_ring_sends_each_shard_of_keys_and_values_to_the_seven_others(zigzag):
   length = 64
   shard = 2 * length // 8 * HEADS * WIDTH * 4  # keys and values
-  attend = nxp.context_attention(causal=True, zigzag=zigzag)
+  attend = nxp.parallel.context_attention(causal=True, zigzag=zigzag)
   forward, both = (compiled(attend, length, gradient=gradient) for gradient in (False, True))
   assert permuted(forward) == 7 * shard
   # Backward: keys and values again, and their gradients, which go one further, home. What is sent first both
@@ -204,12 +204,17 @@ def test_a_ring_sends_each_shard_of_keys_and_values_to_the_seven_others(zigzag):
 
 def test_a_windowed_ring_ends_with_the_last_device_that_is_seen():
   shard = 2 * 64 // 8 * HEADS * WIDTH * 4
-  assert permuted(compiled(nxp.context_attention(causal=True, window=8), 64, gradient=False)) == shard
-  assert permuted(compiled(nxp.context_attention(causal=True, window=10), 64, gradient=False)) == 2 * shard
+  assert (
+    permuted(compiled(nxp.parallel.context_attention(causal=True, window=8), 64, gradient=False)) == shard
+  )
+  assert (
+    permuted(compiled(nxp.parallel.context_attention(causal=True, window=10), 64, gradient=False))
+    == 2 * shard
+  )
 
 
 def test_all_to_all_sends_queries_keys_values_and_results_once():
-  program = compiled(nxp.context_attention(how="ulysses", causal=True), 64, gradient=False, heads=8)
+  program = compiled(nxp.parallel.context_attention(how="ulysses", causal=True), 64, gradient=False, heads=8)
   found = collectives(program.as_text(), {"context": 8})
   assert {c.kind for c in found} == {"all-to-all"}
   assert sum(c.total_bytes for c in found) == 4 * 64 // 8 * 8 * WIDTH * 4
@@ -220,7 +225,7 @@ def test_what_other_axes_split_stays_split(how):
   mesh = nxp.make_mesh(data=2, context=2, tensor=2)
   split = NamedSharding(mesh, PartitionSpec("data", "context", "tensor"))
   x = jax.ShapeDtypeStruct((4, 64, 4, 8), np.float32, sharding=split)
-  attend = nxp.context_attention(how=how, causal=True, block=16)
+  attend = nxp.parallel.context_attention(how=how, causal=True, block=16)
   with jax.set_mesh(mesh):
     run = jax.jit(jax.grad(lambda *given: (attend(*given) ** 2).sum(), (0, 1, 2)))
     text = run.lower(x, x, x).compile().as_text()
@@ -230,7 +235,7 @@ def test_what_other_axes_split_stays_split(how):
 
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_temporaries_grow_as_the_length_does_and_not_as_its_square(how):
-  attend = nxp.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
+  attend = nxp.parallel.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
   sizes = [
     compiled(attend, length, gradient=True, heads=8).memory_analysis().temp_size_in_bytes
     for length in (8192, 16384)
@@ -243,9 +248,9 @@ def test_temporaries_grow_as_the_length_does_and_not_as_its_square(how):
 
 def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all():
   length, shards, block = 8 * 32, 8, 4
-  balanced = nxp.context_attention(causal=True, zigzag=True, block=block).tiles(length, shards)
-  straight = nxp.context_attention(causal=True, block=block).tiles(length, shards)
-  every = nxp.context_attention(block=block).tiles(length, shards)
+  balanced = nxp.parallel.context_attention(causal=True, zigzag=True, block=block).tiles(length, shards)
+  straight = nxp.parallel.context_attention(causal=True, block=block).tiles(length, shards)
+  every = nxp.parallel.context_attention(block=block).tiles(length, shards)
   assert (balanced == balanced[:1]).all()
   assert balanced.sum() == straight.sum()
   tiles = length // block
@@ -271,22 +276,22 @@ ERRORS = {
 def test_what_cannot_be_computed_is_refused(case):
   call, message = ERRORS[case]
   with jax.set_mesh(nxp.make_mesh(data=2, context=4)), pytest.raises(SchemeError, match=message):
-    call(nxp.context_attention(), jnp.ones((2, 10, HEADS, WIDTH)))
+    call(nxp.parallel.context_attention(), jnp.ones((2, 10, HEADS, WIDTH)))
 
 
 def test_options_and_meshes_that_are_none_are_refused():
   with pytest.raises(SchemeError, match="how='both'"):
-    nxp.context_attention(how="both")
+    nxp.parallel.context_attention(how="both")
   with pytest.raises(SchemeError, match="window=0"):
-    nxp.context_attention(window=0)
+    nxp.parallel.context_attention(window=0)
   with pytest.raises(SchemeError, match="pad them to 24"):
-    nxp.zigzag(np.arange(20), 4, dim=0)
+    nxp.parallel.zigzag(np.arange(20), 4, dim=0)
   x = jnp.ones((2, 8, 3, WIDTH))
   with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
     with pytest.raises(SchemeError, match="no axis 'ring'"):
-      nxp.context_attention("ring")(x, x, x)
+      nxp.parallel.context_attention("ring")(x, x, x)
     with pytest.raises(SchemeError, match="cannot share 3 heads"):
-      nxp.context_attention(how="ulysses")(x, x, x)
+      nxp.parallel.context_attention(how="ulysses")(x, x, x)
 
 
 # Models.
@@ -360,10 +365,10 @@ MODELS = {
 @pytest.mark.parametrize("case", MODELS)
 def test_training_equals_one_device(case):
   shape, options, step_options, remat = MODELS[case]
-  attend = nxp.context_attention(causal=True, block=4, **options)
+  attend = nxp.parallel.context_attention(causal=True, block=4, **options)
   batch = sequences()
   if options.get("zigzag"):
-    batch = nxp.zigzag(batch, shape["context"])
+    batch = nxp.parallel.zigzag(batch, shape["context"])
   batch_axis = "data" if "data" in shape else "fsdp"
   fallback = nxp.fsdp("fsdp", min_size=0) if "fsdp" in shape else nxp.replicate()
   rules = [nxp.LogicalRules(batch=batch_axis, seq="context"), INPUTS, fallback]
@@ -389,12 +394,12 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
   q, k, v, w, segments = drawn(2, 256, kv_heads)
   segments = segments if segmented else None
-  attend = nxp.context_attention(how="ulysses", fused=True, **options)
+  attend = nxp.parallel.context_attention(how="ulysses", fused=True, **options)
   given = {name: x for name, x in options.items() if name != "zigzag"}
   shards = axes["context"]
 
   def turned(x, **how):
-    return nxp.zigzag(x, shards, **how) if options.get("zigzag") and x is not None else x
+    return nxp.parallel.zigzag(x, shards, **how) if options.get("zigzag") and x is not None else x
 
   def split(q, k, v):
     q, k, v, ids = (turned(x) for x in (q, k, v, segments))
@@ -414,11 +419,11 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
 
 def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
   monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
-  attend = nxp.context_attention(how="ulysses", fused=True)
+  attend = nxp.parallel.context_attention(how="ulysses", fused=True)
   for axes, length in (({"context": 4, "tensor": 2}, 256), ({"data": 2, "context": 4}, 40)):
     q, k, v, _, _ = drawn(2, length, 4)
     with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):
       assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
       np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
   with pytest.raises(SchemeError, match="a ring merges what it sees of each shard"):
-    nxp.context_attention(fused=True)
+    nxp.parallel.context_attention(fused=True)

@@ -56,7 +56,7 @@ def drawn(tokens, experts, seed=0):
 
 
 def loss(layer, top_k, parameters, x, router, w):
-  routing = nxp.route(x @ router, top_k)
+  routing = nxp.parallel.route(x @ router, top_k)
   result = layer(gated, parameters, x, routing)
   y, dropped = result if isinstance(result, tuple) else (result, 0)
   value = jnp.sum(y * w) + 0.1 * routing.auxiliary_loss + 0.01 * routing.z_loss
@@ -79,9 +79,9 @@ def check(found, wanted):
 
 
 LAYERS = {
-  "capacity": functools.partial(nxp.experts, capacity=8.0),
-  "dropless": functools.partial(nxp.experts, block=4),
-  "rounds": functools.partial(nxp.experts, block=3, buffer=0.5),
+  "capacity": functools.partial(nxp.parallel.experts, capacity=8.0),
+  "dropless": functools.partial(nxp.parallel.experts, block=4),
+  "rounds": functools.partial(nxp.parallel.experts, block=3, buffer=0.5),
 }
 BY_DATA, BY_TENSOR, BY_FSDP = (
   {"data": 2, "expert": 4},
@@ -122,7 +122,7 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(case):
 
 def test_without_a_mesh_and_outside_of_jit():
   parameters, x, router, _ = drawn((7, 3), 4)
-  routing = nxp.route(x @ router, 2)
+  routing = nxp.parallel.route(x @ router, 2)
   wanted = dense(gated, parameters, x, routing)
   for layer in LAYERS.values():
     y, dropped = layer(gated, parameters, jnp.asarray(x), routing)
@@ -130,7 +130,9 @@ def test_without_a_mesh_and_outside_of_jit():
     assert int(dropped) == 0
   mesh = nxp.make_mesh(data=2, expert=4)
   placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-  y, _ = nxp.experts(gated, jax.device_put(parameters, NamedSharding(mesh, PartitionSpec())), placed, routing)
+  y, _ = nxp.parallel.experts(
+    gated, jax.device_put(parameters, NamedSharding(mesh, PartitionSpec())), placed, routing
+  )
   np.testing.assert_allclose(y, wanted, atol=1e-5)
 
 
@@ -152,8 +154,8 @@ def counting(**options):
   @jax.jit
   def counted(experts):
     weights = jnp.ones(experts.shape)
-    routing = nxp.Routing(weights, experts, 0.0, 0.0, jnp.zeros(EXPERTS, jnp.int32))
-    return nxp.experts(mark, marks, jnp.zeros((TOKENS, 1)), routing, **options)
+    routing = nxp.parallel.Routing(weights, experts, 0.0, 0.0, jnp.zeros(EXPERTS, jnp.int32))
+    return nxp.parallel.experts(mark, marks, jnp.zeros((TOKENS, 1)), routing, **options)
 
   def run(experts):
     with jax.set_mesh(nxp.make_mesh(MESH)):
@@ -220,7 +222,7 @@ def test_an_expert_that_gets_all_tokens_takes_rounds_and_gradients_stay_right():
   given[2][0] = np.linspace(30, 0, 8)
   plain = with_gradients(dense, 2)(*given)
   with jax.set_mesh(nxp.make_mesh(MESH)):
-    found = with_gradients(functools.partial(nxp.experts, block=4, buffer=1.0), 2)(*given)
+    found = with_gradients(functools.partial(nxp.parallel.experts, block=4, buffer=1.0), 2)(*given)
   assert int(found[0][1][2].max()) == 16
   check(found, plain)
 
@@ -229,8 +231,8 @@ def test_dropped_choices_have_no_gradient():
   experts = np.zeros((TOKENS, 1), np.int32)
 
   def summed(weights, x):
-    routing = nxp.Routing(weights, experts, 0.0, 0.0, jnp.zeros(EXPERTS, jnp.int32))
-    y, dropped = nxp.experts(mark, np.eye(EXPERTS, dtype=np.float32), x, routing, capacity=4.0)
+    routing = nxp.parallel.Routing(weights, experts, 0.0, 0.0, jnp.zeros(EXPERTS, jnp.int32))
+    y, dropped = nxp.parallel.experts(mark, np.eye(EXPERTS, dtype=np.float32), x, routing, capacity=4.0)
     return y.sum(), dropped
 
   with jax.set_mesh(nxp.make_mesh(MESH)):
@@ -247,7 +249,7 @@ def test_dropped_choices_have_no_gradient():
 def test_bfloat16_is_as_good_as_that_of_one_device(layer):
   parameters, x, router, _ = drawn((16,), 4)
   low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (parameters, jnp.asarray(x)))
-  routing = nxp.route(x @ router, 2)
+  routing = nxp.parallel.route(x @ router, 2)
   exact = dense(gated, *jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low), routing)
   plain = dense(gated, *low, routing).astype(jnp.float32)
   with jax.set_mesh(nxp.make_mesh(MESH)):
@@ -261,14 +263,14 @@ def test_inside_a_shard_map_over_the_batch():
   mesh = nxp.make_mesh(MESH)
 
   def local(x, parameters):
-    return nxp.experts(gated, parameters, x, nxp.route(x @ router, 2))[0]
+    return nxp.parallel.experts(gated, parameters, x, nxp.parallel.route(x @ router, 2))[0]
 
   specs = PartitionSpec("data"), PartitionSpec()
   run = jax.shard_map(
     local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names={"data"}, check_vma=False
   )
   y = jax.jit(run)(x, parameters)
-  np.testing.assert_allclose(y, dense(gated, parameters, x, nxp.route(x @ router, 2)), atol=1e-5)
+  np.testing.assert_allclose(y, dense(gated, parameters, x, nxp.parallel.route(x @ router, 2)), atol=1e-5)
 
 
 # What is sent.
@@ -290,7 +292,7 @@ def compiled(layer, mesh, tokens=256, experts=8, top_k=2):
     def expert(p, rows):
       return jax.nn.silu(rows @ p[0]) @ p[1]
 
-    y, _ = layer(expert, parameters, x, nxp.route(logits, top_k))
+    y, _ = layer(expert, parameters, x, nxp.parallel.route(logits, top_k))
     return (y.astype(jnp.float32) ** 2).sum()
 
   with jax.set_mesh(mesh):
@@ -304,7 +306,7 @@ def sent(program, mesh, kind):
 
 def test_a_capacity_sends_its_slots_there_and_back_and_their_gradients():
   mesh = nxp.make_mesh(data=2, expert=4)
-  program = compiled(functools.partial(nxp.experts, capacity=1.25), mesh)
+  program = compiled(functools.partial(nxp.parallel.experts, capacity=1.25), mesh)
   slots = 8 * math.ceil(1.25 * 256 // 8 * 2 / 8)
   assert sent(program, mesh, "all-to-all") == [(("expert",), slots * 16 * 4)] * 4
   assert {c.kind for c in collectives(program.as_text(), dict(mesh.shape))} == {"all-to-all", "all-reduce"}
@@ -314,7 +316,7 @@ def test_a_capacity_sends_its_slots_there_and_back_and_their_gradients():
 
 def test_a_round_sends_tokens_twice_forward_and_three_times_backward():
   mesh = nxp.make_mesh(data=2, expert=4)
-  program = compiled(functools.partial(nxp.experts, buffer=1.5, block=16), mesh)
+  program = compiled(functools.partial(nxp.parallel.experts, buffer=1.5, block=16), mesh)
   slots = 4 * math.ceil(1.5 * 256 // 8 * 2 / 4)
   wanted = [slots * 4] * 2 + [slots * 16 * 4] * 5  # the weights of the choices, and the tokens
   assert sent(program, mesh, "all-to-all") == [(("expert",), size) for size in wanted]
@@ -341,7 +343,7 @@ def test_a_router_gathers_no_tokens():
   )
 
   def run(logits):
-    routing = nxp.route(logits, 2)
+    routing = nxp.parallel.route(logits, 2)
     return routing.weights.sum() + routing.auxiliary_loss + routing.z_loss
 
   program = jax.jit(jax.value_and_grad(run)).lower(logits).compile()
@@ -393,7 +395,7 @@ def test_a_router_chooses_the_best_and_weighs_them_by_their_scores(score, normal
     "top_groups": groups[1],
   }
   with jax.set_mesh(nxp.make_mesh(MESH)):
-    found = jax.jit(functools.partial(nxp.route, top_k=3, **options))(logits)
+    found = jax.jit(functools.partial(nxp.parallel.route, top_k=3, **options))(logits)
   given = (
     found.experts.reshape(-1, 3),
     found.weights.reshape(-1, 3),
@@ -403,17 +405,17 @@ def test_a_router_chooses_the_best_and_weighs_them_by_their_scores(score, normal
   )
   for a, b in zip(given, routed(logits, 3, **options), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5)
-  slope = jax.grad(lambda bias: nxp.route(logits, 3, **(options | {"bias": bias})).weights.sum())(
+  slope = jax.grad(lambda bias: nxp.parallel.route(logits, 3, **(options | {"bias": bias})).weights.sum())(
     jnp.asarray(bias)
   )
   assert not slope.any()
 
 
 def test_even_loads_have_the_loss_one_and_equal_scores_choose_different_experts():
-  routing = nxp.route(jnp.zeros((4, 6)), 6)
+  routing = nxp.parallel.route(jnp.zeros((4, 6)), 6)
   assert sorted(routing.experts[0].tolist()) == list(range(6))
   assert float(routing.auxiliary_loss) == pytest.approx(1)
-  masked = nxp.route(jnp.array([[0.0, -jnp.inf, -jnp.inf]]), 3)
+  masked = nxp.parallel.route(jnp.array([[0.0, -jnp.inf, -jnp.inf]]), 3)
   assert sorted(masked.experts[0].tolist()) == [0, 1, 2]
 
 
@@ -425,8 +427,8 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
   x[~mask] = 100
 
   def losses(x, router, mask, w):
-    routing = nxp.route(x @ router, 2, groups=4, top_groups=2, mask=mask)
-    y, dropped = nxp.experts(gated, parameters, x, routing, block=3)
+    routing = nxp.parallel.route(x @ router, 2, groups=4, top_groups=2, mask=mask)
+    y, dropped = nxp.parallel.experts(gated, parameters, x, routing, block=3)
     return jnp.sum(jnp.where(mask[..., None], y * w, 0)) + routing.auxiliary_loss + routing.z_loss, (
       y,
       routing,
@@ -434,7 +436,7 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
     )
 
   def alone(router):
-    routing = nxp.route(x[mask] @ router, 2, groups=4, top_groups=2)
+    routing = nxp.parallel.route(x[mask] @ router, 2, groups=4, top_groups=2)
     y = dense(gated, parameters, x[mask], routing)
     return jnp.sum(y * w[mask]) + routing.auxiliary_loss + routing.z_loss, (y, routing)
 
@@ -453,7 +455,7 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
   assert not np.asarray(routing.weights)[~mask].any()
   assert not np.asarray(y)[~mask].any()
   assert int(dropped) == 0
-  nothing = nxp.route(jnp.ones((2, 4)), 1, mask=jnp.zeros(2, bool))
+  nothing = nxp.parallel.route(jnp.ones((2, 4)), 1, mask=jnp.zeros(2, bool))
   assert (float(nothing.auxiliary_loss), float(nothing.z_loss), int(nothing.load.sum())) == (0, 0, 0)
 
 
@@ -462,8 +464,8 @@ def test_a_bias_that_follows_the_loads_balances_them():
 
   @jax.jit
   def next_bias(bias):
-    routing = nxp.route(logits, 2, score="sigmoid", bias=bias)
-    return nxp.balanced_bias(bias, routing.load, 0.005), routing.load
+    routing = nxp.parallel.route(logits, 2, score="sigmoid", bias=bias)
+    return nxp.parallel.balanced_bias(bias, routing.load, 0.005), routing.load
 
   bias, loads = jnp.zeros(8), []
   for _ in range(200):
@@ -486,9 +488,9 @@ ERRORS = [
 
 @pytest.mark.parametrize(("shape", "logits", "options", "message"), ERRORS)
 def test_what_does_not_fit_is_refused(shape, logits, options, message):
-  given = {"up": jnp.zeros(shape)}, jnp.zeros((8, 4)), nxp.route(jnp.zeros(logits), 2)
+  given = {"up": jnp.zeros(shape)}, jnp.zeros((8, 4)), nxp.parallel.route(jnp.zeros(logits), 2)
   with jax.set_mesh(nxp.make_mesh(MESH)), pytest.raises(SchemeError, match=message):
-    nxp.experts(lambda p, rows: rows @ p["up"], *given, **options)
+    nxp.parallel.experts(lambda p, rows: rows @ p["up"], *given, **options)
 
 
 @pytest.mark.parametrize(
@@ -504,12 +506,14 @@ def test_what_does_not_fit_is_refused(shape, logits, options, message):
 )
 def test_options_of_a_router_that_are_none_are_refused(top_k, options, message):
   with pytest.raises(SchemeError, match=message):
-    nxp.route(jnp.zeros((2, 4)), top_k, **options)
+    nxp.parallel.route(jnp.zeros((2, 4)), top_k, **options)
 
 
 def test_an_axis_that_is_manual_already_is_refused():
   def local(x):
-    return nxp.experts(mark, jnp.eye(EXPERTS), x, nxp.route(x @ jnp.ones((1, EXPERTS)), 1))[0]
+    return nxp.parallel.experts(mark, jnp.eye(EXPERTS), x, nxp.parallel.route(x @ jnp.ones((1, EXPERTS)), 1))[
+      0
+    ]
 
   run = jax.shard_map(local, mesh=nxp.make_mesh(expert=8), in_specs=PartitionSpec("expert"), out_specs=None)
   with pytest.raises(SchemeError, match="over 'expert': this code is mapped"):
@@ -536,8 +540,8 @@ class Sparse(nnx.Module):
     self.layer = layer
 
   def __call__(self, x):
-    routing = nxp.route(self.router(x), 2, bias=self.bias[...])
-    self.bias[...] = nxp.balanced_bias(self.bias[...], routing.load, 0.01)
+    routing = nxp.parallel.route(self.router(x), 2, bias=self.bias[...])
+    self.bias[...] = nxp.parallel.balanced_bias(self.bias[...], routing.load, 0.01)
     parameters = {"up": self.up, "gate": self.gate, "down": self.down}
     y = self.layer(two_products, parameters, x, routing)
     y = y[0] if isinstance(y, tuple) else y

@@ -71,7 +71,7 @@ def test_values_and_gradients_are_those_of_the_layers(
   with jax.set_mesh(nxp.make_mesh(data=2, stage=4, explicit=explicit)):
     found = jax.jit(
       lambda *args: value_and_gradients(
-        lambda w, x, seen, other: nxp.pipeline(layer, w, x, seen, other, **options), *args
+        lambda w, x, seen, other: nxp.parallel.pipeline(layer, w, x, seen, other, **options), *args
       )
     )(*args)
   close(found, value_and_gradients(one_by_one, *args))
@@ -89,7 +89,7 @@ def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> 
   args = given(8, 32)
 
   def piped(w: Any, *args: Any) -> Any:
-    return nxp.pipeline(layer, w, *args, microbatches=8, virtual_stages=virtual_stages)
+    return nxp.parallel.pipeline(layer, w, *args, microbatches=8, virtual_stages=virtual_stages)
 
   with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
     found = jax.jit(lambda *args: value_and_gradients(piped, *args))(*args)
@@ -97,10 +97,10 @@ def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> 
 
 
 def test_the_schedule_is_the_one_of_theory() -> None:
-  plan = nxp.Schedule(stages=4, microbatches=8, layers=16)
+  plan = nxp.parallel.Schedule(stages=4, microbatches=8, layers=16)
   assert plan.bubble == pytest.approx(3 / (8 + 3))
-  assert nxp.Schedule(4, 8, 16, 2).bubble == pytest.approx(3 / (2 * 8 + 3))
-  for some in (plan, nxp.Schedule(4, 8, 16, 2), nxp.Schedule(2, 4, 9, 3)):
+  assert nxp.parallel.Schedule(4, 8, 16, 2).bubble == pytest.approx(3 / (2 * 8 + 3))
+  for some in (plan, nxp.parallel.Schedule(4, 8, 16, 2), nxp.parallel.Schedule(2, 4, 9, 3)):
     ticks, stages = np.ix_(range(some.ticks), range(some.stages))
     works, microbatch, repeat = some.item(ticks, stages)
     done = collections.Counter(
@@ -129,7 +129,7 @@ def test_a_tick_sends_activations_only() -> None:
 
   def piped(axes: Any) -> Any:
     def f(w: Any, *args: Any) -> Any:
-      return nxp.pipeline(layer, w, *args, microbatches=8, batch_axes=axes)
+      return nxp.parallel.pipeline(layer, w, *args, microbatches=8, batch_axes=axes)
 
     return jax.jit(lambda *args: value_and_gradients(f, *args))
 
@@ -166,9 +166,9 @@ def test_errors_say_what_fits() -> None:
       ({"microbatches": 4, "virtual_stages": 2}, "2 chunks"),
     ):
       with pytest.raises(SchemeError, match=message):
-        nxp.pipeline(layer, *args, **options)
+        nxp.parallel.pipeline(layer, *args, **options)
   with pytest.raises(SchemeError, match="stacked"):
-    nxp.pipeline(layer, {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, *args[1:], microbatches=4)
+    nxp.parallel.pipeline(layer, {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, *args[1:], microbatches=4)
 
 
 class Block(nnx.Module):

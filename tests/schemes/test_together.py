@@ -63,7 +63,7 @@ print(len(jax.devices()), max(differences(runs.one, runs.run({SIXTEEN}))) <= 1e-
 
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_context_attention_in_a_pipeline(how):
-  attend = nxp.context_attention(causal=True, how=how, block=4)
+  attend = nxp.parallel.context_attention(causal=True, how=how, block=4)
   weights = jax.random.normal(jax.random.key(0), (4, 3, 8, 8)) / 8
   x = jax.random.normal(jax.random.key(1), (4, 16, 8))
 
@@ -75,7 +75,7 @@ def test_context_attention_in_a_pipeline(how):
     return (jax.lax.scan(lambda x, w: (layer(w, x), None), x, weights)[0] ** 2).sum()
 
   def piped(weights, x):
-    return (nxp.pipeline(layer, weights, x, microbatches=2) ** 2).sum()
+    return (nxp.parallel.pipeline(layer, weights, x, microbatches=2) ** 2).sum()
 
   wanted = jax.value_and_grad(one, (0, 1))(weights, x)
   with jax.set_mesh(nxp.make_mesh(data=2, context=2, stage=2)):

@@ -90,7 +90,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(mesh, case, parts, expli
   given = {("ignore_index" if name == "ignore" else name): value for name, value in options.items()}
   mesh = nxp.make_mesh(MESHES[mesh], explicit=explicit)
   with jax.set_mesh(mesh):
-    f = lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels, parts=parts, **given)
+    f = lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels, parts=parts, **given)
     close(with_gradients(f, weights)(x, head), wanted)
 
 
@@ -98,7 +98,7 @@ def test_without_a_mesh_and_without_an_axis():
   x, head, labels = arrays(37, batch=8)
   weights = normal(*labels.shape)
   wanted = with_gradients(lambda x, w: whole(x, w, labels), weights)(x, head)
-  f = with_gradients(lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels, parts=2), weights)
+  f = with_gradients(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels, parts=2), weights)
   close(f(x, head), wanted)
   with nxp.use_rules(nxp.LogicalRules(), nxp.make_mesh(MESHES["no tensor"])):
     close(f(x, head), wanted)
@@ -110,14 +110,14 @@ def test_tokens_of_any_shape_and_batches_that_do_not_divide():
     x, head = normal(*shape, 8), normal(8, 37)
     wanted = optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)
     with jax.set_mesh(nxp.make_mesh(data=4, tensor=2)):
-      close(nxp.vocabulary_cross_entropy(x, head, labels, parts=4), wanted)
+      close(nxp.parallel.vocabulary_cross_entropy(x, head, labels, parts=4), wanted)
 
 
 def test_positions_over_a_context_axis():
   x, head, labels = arrays(37, seq=6)
   rules = nxp.LogicalRules(batch="data", seq="context")
   with nxp.use_rules(rules, nxp.make_mesh(data=2, context=2, tensor=2)):
-    f = jax.jit(lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels))
+    f = jax.jit(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels))
     losses = f(x, head)
   assert losses.sharding.spec == P("data", "context")
   close(losses, whole(x, head, labels))
@@ -135,7 +135,7 @@ def test_bfloat16_is_as_near_as_whole_logits_in_bfloat16():
 
   plain = halved(lambda x, w: whole(x, w, labels).astype(jnp.float32))
   with jax.set_mesh(nxp.make_mesh(data=2, tensor=4)):
-    ours = halved(lambda x, w: nxp.vocabulary_cross_entropy(x, w, labels, parts=2))
+    ours = halved(lambda x, w: nxp.parallel.vocabulary_cross_entropy(x, w, labels, parts=2))
   assert all(own <= 1.5 * other + 1e-3 for own, other in zip(ours, plain, strict=True)), (ours, plain)
 
 
@@ -143,22 +143,22 @@ def test_a_label_that_is_no_column_gives_nan_and_no_number():
   x, head, labels = arrays(37)
   labels = labels.at[0, 0].set(37).at[1, 1].set(-1)
   with jax.set_mesh(nxp.make_mesh(data=2, tensor=4)):
-    losses = np.asarray(nxp.vocabulary_cross_entropy(x, head, labels))
+    losses = np.asarray(nxp.parallel.vocabulary_cross_entropy(x, head, labels))
   assert np.argwhere(np.isnan(losses)).tolist() == [[0, 0], [1, 1]]
 
 
 def test_what_does_not_fit_is_an_error():
   x, head, labels = arrays(32)
-  entropy = functools.partial(nxp.vocabulary_cross_entropy, x, head, labels)
+  entropy = functools.partial(nxp.parallel.vocabulary_cross_entropy, x, head, labels)
   for call, message in (
-    (lambda: nxp.vocabulary_cross_entropy(x, head.T, labels), "do not fit"),
+    (lambda: nxp.parallel.vocabulary_cross_entropy(x, head.T, labels), "do not fit"),
     (lambda: entropy(parts=0), "parts=0"),
     (lambda: entropy(vocab_size=33), "vocab_size=33"),
-    (lambda: nxp.vocabulary_embedding(head[0], labels), "no rows"),
+    (lambda: nxp.parallel.vocabulary_embedding(head[0], labels), "no rows"),
   ):
     with pytest.raises(SchemeError, match=message):
       call()
-  body = functools.partial(nxp.vocabulary_cross_entropy, labels=labels)
+  body = functools.partial(nxp.parallel.vocabulary_cross_entropy, labels=labels)
   mesh = nxp.make_mesh(data=2, tensor=4)
   with pytest.raises(SchemeError, match="mapped over that axis already"):
     jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, head)
@@ -170,7 +170,7 @@ def test_inside_a_shard_map_over_the_batch():
 
   options = {"out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
   specs = P("data"), P(), P("data")
-  mapped = jax.shard_map(nxp.vocabulary_cross_entropy, mesh=mesh, in_specs=specs, **options)
+  mapped = jax.shard_map(nxp.parallel.vocabulary_cross_entropy, mesh=mesh, in_specs=specs, **options)
   close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
 
 
@@ -188,9 +188,9 @@ def test_a_look_up_is_that_of_the_whole_table(mesh, rows, explicit):
   table, ids, weights = normal(rows, 8), jnp.asarray(RANDOM.integers(0, rows, (8, 5))), normal(8, 5, 8)
   wanted = jax.value_and_grad(lambda t: (t[ids] * weights).sum())(table)
   with jax.set_mesh(nxp.make_mesh(MESHES[mesh], explicit=explicit)):
-    f = jax.jit(jax.value_and_grad(lambda t: (nxp.vocabulary_embedding(t, ids) * weights).sum()))
+    f = jax.jit(jax.value_and_grad(lambda t: (nxp.parallel.vocabulary_embedding(t, ids) * weights).sum()))
     close(f(table), wanted)
-    outside = nxp.vocabulary_embedding(table, jnp.array([[0, rows], [-1, 1]]))
+    outside = nxp.parallel.vocabulary_embedding(table, jnp.array([[0, rows], [-1, 1]]))
   assert np.isnan(np.asarray(outside)).all(-1).tolist() == [[False, True], [True, False]]
 
 
@@ -212,9 +212,9 @@ def plain_loss(model, batch):
 
 
 def scheme_loss(model, batch):
-  x = jnp.tanh(model.layer(nxp.vocabulary_embedding(model.embed.embedding, batch["x"])))
+  x = jnp.tanh(model.layer(nxp.parallel.vocabulary_embedding(model.embed.embedding, batch["x"])))
   head = model.embed.embedding[...].T if model.head is None else model.head.kernel
-  return nxp.vocabulary_cross_entropy(x, head, batch["y"], parts=2).mean()
+  return nxp.parallel.vocabulary_cross_entropy(x, head, batch["y"], parts=2).mean()
 
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", vocab="tensor")
@@ -301,6 +301,6 @@ def test_a_look_up_moves_no_table():
   table = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=tables)
   ids = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=tokens)
   with jax.set_mesh(mesh):
-    text = jax.jit(nxp.vocabulary_embedding).lower(table, ids).compile().as_text()
+    text = jax.jit(nxp.parallel.vocabulary_embedding).lower(table, ids).compile().as_text()
   (found,) = collectives(text, sizes)
   assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("tensor",), 4 * 4 * 16 * 4)

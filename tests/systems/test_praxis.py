@@ -77,7 +77,7 @@ def test_steps_return_what_a_single_device_returns():
   for plan in (alone, partition()):
     model, optimizer = nxp.create_sharded_model(plan)
     step = nxp.train_step(loss_fn, outputs=("per_example",))
-    results.append(nxp.to_host(step(model, optimizer, nxp.shard_batch(batch_of(), plan))))
+    results.append(nxp.hosts.to_host(step(model, optimizer, nxp.shard_batch(batch_of(), plan))))
   assert results[0]["per_example"].shape == (16,)
   assert results[0]["accuracy_by_class"].shape == (CLASSES,)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)

@@ -33,7 +33,11 @@ def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog)
   assert not caplog.records
   step(model, optimizer, nxp.shard_batch(batch, plan))
   assert len(step.compiles) == 1
-  step(model, optimizer, {"x": batch["x"][:60]})
+  with pytest.raises(nxp.errors.ShardingError, match=r"\['x'\] has 60 examples, which 8 [\s\S]*of 56 or 64"):
+    step(model, optimizer, {"x": batch["x"][:60]})
+  bare = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+  bare.kernel[...], bare.bias[...] = model.kernel[...], model.bias[...]  # on a mesh, without a plan
+  nxp.eval_step(lambda model, batch: (model(batch["x"]) ** 2).mean())(bare, batch)
   assert "batch['x'] is on no mesh, so every device computes all of its examples" in caplog.text
   assert "nxp.shard_batch(batch, plan)" in caplog.text
   flops = [

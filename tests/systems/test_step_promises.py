@@ -117,12 +117,14 @@ def test_the_mend_that_the_error_names_works():
 def test_the_layer_that_explicit_axes_stop_is_named():
   plan, model, optimizer = make(explicit=True)
   with pytest.raises(nxp.errors.TrainError) as error:
-    nxp.train_step(loss_fn)(model, optimizer, batch_of(plan))
+    nxp.train_step(lambda model, x: loss_fn(model, jax.reshard(x, jax.P("data"))))(
+      model, optimizer, batch_of(plan)
+    )
   text = str(error.value)
   assert text.startswith("down (Linear, line")
-  assert "does not give the sharding of its result, which this mesh with Explicit axes needs" in text
+  assert "does not give the sharding of its result, and other operations of the model state theirs" in text
   assert "Contracting dimensions are sharded" in text
-  assert "Fix: a mesh with Auto axes (nxp.make_mesh without explicit=True)" in text
+  assert "Fix: out_sharding=... for that operation too" in text
 
 
 def test_a_zero_stage_that_splits_nothing_says_so():

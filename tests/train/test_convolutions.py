@@ -246,6 +246,6 @@ def test_the_plan_notes_a_depthwise_kernel_that_is_split_as_the_batch() -> None:
 
   assert notes() == (
     "conv.kernel: depthwise kernels split by channels over fsdp, as the batch, so a step sends activations"
-    " instead of weights; keep them whole: a path rule of None, or a larger min_size",
+    " instead of weights; replicate them: a path rule of None, or a larger min_size",
   )
   assert notes(nxp.PathRules([("conv.kernel", None)])) == ()

@@ -118,7 +118,7 @@ def test_positions_are_split_between_layers(axes, positions, options):
     step, batch = nxp.train_step(decoders.loss, **options), nxp.shard_batch(tokens, plan)
     losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
     memory = step.compiled(model, optimizer, batch).memory_analysis().temp_size_in_bytes
-    found.append((losses, nxp.to_host(nnx.state(model)), memory))
+    found.append((losses, nxp.hosts.to_host(nnx.state(model)), memory))
   (losses, state, whole), (split_losses, split_state, parts) = found
   np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), split_state, state)
@@ -203,7 +203,7 @@ def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient()
   rng = np.random.default_rng(0)
   kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
   placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
-  found = jax.jit(nxp.with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
+  found = jax.jit(nxp.verify.with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
   np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
 
 

@@ -175,7 +175,7 @@ def test_the_reports_refuse_what_a_step_refuses():
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.memory_plan(plan, loss_fn, batch, remat="full")
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
-    nxp.predict_time(plan, loss_fn, batch, remat="full", chip="v5e")
+    nxp.report.predict_time(plan, loss_fn, batch, remat="full", chip="v5e")
   with pytest.raises(nxp.errors.TrainError, match=NO_LAYER):
     nxp.with_layers(loss_fn, remat="full")(nxp.create_sharded_model(plan)[0], batch_of(plan))
 

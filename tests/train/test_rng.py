@@ -104,10 +104,10 @@ def test_data_shards_differ_and_model_shards_agree(kind):
     restored = lambda key: key
   same = drawn(lambda t: draw(restored(t)), target)
   assert (same == same[0, 0]).all()  # the trap: every shard draws the same
-  found = drawn(lambda t: draw(nxp.fold_rng_over_axis(restored(t), "data")), target)
+  found = drawn(lambda t: draw(nxp.parallel.fold_rng_over_axis(restored(t), "data")), target)
   assert (found[:, 0] == found[:, 1]).all()
   assert len({row.tobytes() for row in found[:, 0]}) == 4
-  both = drawn(lambda t: draw(nxp.fold_rng_over_axis(restored(t), ("data", "tensor"))), target)
+  both = drawn(lambda t: draw(nxp.parallel.fold_rng_over_axis(restored(t), ("data", "tensor"))), target)
   assert len({row.tobytes() for row in both.reshape(8, 16)}) == 8
 
 
@@ -117,7 +117,7 @@ def test_streams_split_over_layers_are_folded_one_by_one():
   graphdef, state = nnx.split(stream)
 
   def draw(state):
-    return jax.vmap(uniform)(nxp.fold_rng_over_axis(nnx.merge(graphdef, state), "data").key[...])
+    return jax.vmap(uniform)(nxp.parallel.fold_rng_over_axis(nnx.merge(graphdef, state), "data").key[...])
 
   found = drawn(draw, state)
   assert len({row.tobytes() for row in found[:, 0].reshape(12, 16)}) == 12
@@ -128,7 +128,7 @@ def test_a_module_without_streams_is_returned_as_it_is():
   module = nnx.Dict(w=plain)
 
   def body(x):
-    assert nxp.fold_rng_over_axis(module, "data") is module
+    assert nxp.parallel.fold_rng_over_axis(module, "data") is module
     return x
 
   drawn(body, jnp.zeros(16))
@@ -141,7 +141,7 @@ def test_the_module_keeps_its_keys_and_its_counters_advance():
   @nnx.jit
   @nnx.shard_map(mesh=nxp.make_mesh(MESH), in_specs=(P(), P("data")), out_specs=P("data"))
   def drop(dropout, x):
-    return nxp.fold_rng_over_axis(dropout, "data")(x)
+    return nxp.parallel.fold_rng_over_axis(dropout, "data")(x)
 
   first, second = (np.asarray(drop(dropout, jnp.ones((4, 32)))) for _ in range(2))
   assert len({row.tobytes() for row in [*first, *second]}) == 8
@@ -156,7 +156,7 @@ def manual_step(mesh):
   def step(model, optimizer, x):
     @nnx.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
     def gradients(model, x):
-      loss, grads = nnx.value_and_grad(loss_fn)(nxp.fold_rng_over_axis(model, "data"), x)
+      loss, grads = nnx.value_and_grad(loss_fn)(nxp.parallel.fold_rng_over_axis(model, "data"), x)
       return jax.lax.pmean(loss, "data"), jax.tree.map(lambda g: g / 8, grads)
 
     loss, grads = gradients(model, x)
@@ -184,6 +184,6 @@ def test_what_cannot_be_folded():
   with pytest.raises(
     nxp.errors.TrainError, match=r"cannot fold over 'data': .* not split along that axis by hand\."
   ):
-    nxp.fold_rng_over_axis(jax.random.key(0), "data")
+    nxp.parallel.fold_rng_over_axis(jax.random.key(0), "data")
   with pytest.raises(nxp.errors.TrainError, match=r"cannot fold a int over an axis: it is no PRNG key\."):
-    nxp.fold_rng_over_axis(3, "data")
+    nxp.parallel.fold_rng_over_axis(3, "data")

@@ -366,7 +366,7 @@ MISTAKES = {
   ),
   "two batches": (
     lambda step, model, optimizer: step(model, optimizer, X, X),
-    "a train step takes one batch, and got 2 arguments after the optimizer",
+    "the step got 2 arrays after its objects, and its loss function takes one batch",
     "step(model, optimizer, (x, y))",
   ),
   "no examples": (
@@ -420,7 +420,8 @@ def with_options(**options):
 
 
 def with_mask(plan, model, optimizer):
-  batch = {"x": np.ones((8, 8)), "y": np.ones((8, 8)), "mask": np.ones((6, 6))}
+  mask = jax.device_put(np.ones((6, 6)), jax.NamedSharding(plan.mesh, P()))
+  batch = {"x": np.ones((8, 8)), "y": np.ones((8, 8)), "mask": mask}
   return nxp.train_step(loss_fn, microbatches=4)(model, optimizer, batch)
 
 
@@ -480,8 +481,13 @@ WRONG_LOSSES = {
   ),
   "two arrays": (
     lambda model, x, y: x.sum(),
-    r"the loss function takes \(model, x, y\)",
-    "loss_fn(model, *batch)",
+    r"the loss function takes \(model, x, y\), and the batch is one array",
+    "step(model, optimizer, x, y)",
+  ),
+  "none": (
+    lambda model: 0.0,
+    r"the loss function takes \(model\), [\s\S]*too many",
+    "def loss_fn(model, batch)",
   ),
 }
 
@@ -494,12 +500,88 @@ def test_a_loss_function_of_other_arguments_is_named(loss, message, fix):
   assert fix in str(error.value).split("Fix: ")[1]
 
 
+def squared(model, x, y):
+  return ((model(x) - y) ** 2).mean()
+
+
+def test_a_loss_of_several_arrays_gets_the_elements_of_a_tuple():
+  _, plan, model, optimizer = small()
+  x, y = nxp.shard_batch((np.ones((16, 8), np.float32), np.zeros((16, 8), np.float32)), plan)
+  expected = float(squared(model, x, y))
+  for loss in (squared, lambda model, *batch: squared(model, *batch), functools.partial(squared)):
+    evaluate = nxp.eval_step(loss)
+    for found in (evaluate(model, x, y), evaluate(model, (x, y)), evaluate(model, [x, y])):
+      assert float(found["loss"]) == pytest.approx(expected, rel=1e-6)
+  whole = nxp.eval_step(lambda model, batch, weight=1.0: weight * squared(model, *batch))
+  assert float(whole(model, (x, y))["loss"]) == pytest.approx(expected, rel=1e-6)
+  steps = [nxp.train_step(squared, microbatches=2, remat=None), nxp.train_step(nxp.with_layers(squared))]
+  losses = [float(step(model, optimizer, *batch)["loss"]) for step in steps for batch in ((x, y), ((x, y),))]
+  assert losses[0] == pytest.approx(expected, rel=1e-6)
+  assert losses == sorted(losses, reverse=True)
+  assert [len(step.compiles) for step in steps] == [1, 1]
+
+
+def test_all_that_take_a_loss_and_a_batch_take_several_arrays_as_a_tuple():
+  _, plan, model, optimizer = small()
+  batch = nxp.shard_batch((X, 2 * X), plan)
+  step = nxp.train_step(squared)
+  assert nxp.check_gradients(model, batch, squared)
+  assert step.check_gradients(model, optimizer, batch)
+  assert nxp.check_step(plan, None, squared, (X, 2 * X))
+  structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+  unpacked = lambda model, batch: squared(model, *batch)
+  assert str(nxp.memory_plan(plan, squared, structs)) == str(nxp.memory_plan(plan, unpacked, structs))
+  assert step.lower(plan, batch=batch).compile().memory_analysis() is not None
+  assert nxp.compile_report(step, plan, batch=batch).collectives
+  fitted = nxp.fit(nxp.train_step(squared), model, optimizer, [batch] * 2, steps=2, progress=False)
+  assert len(fitted.history) == 2
+
+
+@pytest.mark.parametrize("loss", [loss_fn, lambda model, x, y=None: squared(model, x, y)])
+def test_separate_arrays_for_a_loss_of_one_batch_are_an_error(loss):
+  _, plan, model, optimizer = small()
+  x = nxp.shard_batch(X, plan)
+  with pytest.raises(nxp.errors.TrainError, match=r"got 2 arrays .* takes one batch") as error:
+    nxp.train_step(loss)(model, optimizer, x, x)
+  assert "def loss_fn(model, x, y), without defaults" in str(error.value)
+  with pytest.raises(nxp.errors.TrainError, match=r"got 2 arrays .* takes one batch"):
+    nxp.eval_step(loss)(model, x, x)
+
+
+def test_too_many_arrays_for_a_loss_are_an_error():
+  _, plan, model, optimizer = small()
+  x = nxp.shard_batch(X, plan)
+  with pytest.raises(nxp.errors.TrainError, match=r"\(model, x, y\), [\s\S]* the 3 arrays of a tuple"):
+    nxp.train_step(squared)(model, optimizer, x, x, x)
+
+
 def test_an_error_inside_a_layer_names_the_layer():
   plan, model, optimizer = make()
   batch = {name: x[:, :4] for name, x in data(plan).items()}
   with pytest.raises(TypeError, match="dot_general") as error:
     nxp.train_step(loss_fn)(model, optimizer, batch)
-  assert any("in the layer up (Linear, line" in note for note in error.value.__notes__)
+  (note,) = [note for note in error.value.__notes__ if note.startswith("in the layer")]
+  assert note.startswith("in the layer up (Linear, line")
+  assert "its arrays: bias float32[16], kernel float32[8, 16]\n" in note
+  assert "batch['x'] float32[16, 4], batch['y'] float32[16, 4]" in note
+
+
+@pytest.mark.parametrize(
+  ("name", "here"),
+  [
+    ("gradient_accumulation_steps", "microbatches"),
+    ("microbatch", "microbatches"),
+    ("checkpointing", "remat"),
+  ],
+)
+def test_an_option_of_another_library_is_an_error_that_has_its_name_here(name, here):
+  with pytest.raises(nxp.errors.TrainError, match=rf"no option {name}\.[\s\S]*did you mean {here}="):
+    nxp.train_step(loss_fn, **{name: 4})
+
+
+def test_a_step_of_what_is_no_loss_function_is_an_error():
+  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from a Linear"):
+    nxp.train_step(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
 def test_a_call_after_compiled_is_listed_and_a_new_layout_of_the_batch_says_so_with_microbatches():

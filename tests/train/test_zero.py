@@ -206,20 +206,30 @@ def test_an_unknown_layout_of_gradients():
     nxp.train_step(loss_fn, gradients="sliced")
 
 
-def test_a_line_search_on_explicit_axes_is_refused():
+def line_search(*, explicit, states=None):
+  """The losses of steps that search along a line, on a model that may state a sharding."""
   rules = nxp.LogicalRules(batch="data")
-  mesh = nxp.make_mesh(data=8, explicit=True)
+  mesh = nxp.make_mesh(data=8, explicit=explicit)
 
   def linear():
     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
   plan = nxp.plan(linear, mesh, rules, optimizer=optax.lbfgs(), zero=1)
   model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  step = nxp.train_step(lambda model, x: (model(x if states is None else jax.reshard(x, states)) ** 2).mean())
+  x = nxp.shard_batch(np.arange(64, dtype=np.float32).reshape(8, 8) / 64, plan)
+  return [float(step(model, optimizer, x)["loss"]) for _ in range(2)]
+
+
+def test_a_line_search_on_explicit_axes():
+  np.testing.assert_allclose(line_search(explicit=True), line_search(explicit=False), rtol=1e-6)
+
+
+def test_a_line_search_of_a_model_that_states_shardings_is_refused():
   with pytest.raises(
     nxp.errors.TrainError, match=r"does not work with ZeRO on Explicit axes(.|\n)*Fix: .*zero=0"
   ):
-    step(model, optimizer, nxp.shard_batch(np.ones((8, 8), np.float32), plan))
+    line_search(explicit=True, states=jax.P("data"))
 
 
 def test_a_stage_that_has_no_axes_is_an_error_and_not_a_no_op():

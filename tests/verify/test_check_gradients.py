@@ -406,7 +406,17 @@ def test_padded_and_tied_leaves_and_explicit_axes():
   with jax.set_mesh(mesh):
     found = nxp.check_gradients(model, nxp.shard_batch(np.ones((16, 16), np.float32), plan), loss_fn)
   assert found
-  assert "the mesh has Explicit axes" in str(found)
+  assert "by each device on its own" in str(found)
+
+
+def test_shardings_that_a_loss_states_on_explicit_axes():
+  mesh = nxp.make_mesh(data=8, explicit=True)
+  plan = nxp.plan(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh, nxp.replicate())
+  model = nxp.create_sharded_model(plan)
+  x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
+  found = nxp.check_gradients(model, x, lambda model, x: loss_fn(model, jax.reshard(x, jax.P("data"))))
+  assert found
+  assert "the model states shardings on Explicit axes" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -533,3 +543,13 @@ def test_a_loss_with_a_shard_map_over_the_batch_is_checked_without_the_devices_o
   found = check(lambda: Block(None, split), shape=(8, 16))
   assert found
   assert "the loss takes all examples only: shard_map applied to the function 'sin'" in str(found)
+
+
+def test_arguments_in_another_order_are_an_error_with_the_call():
+  loss = lambda model, x: model(x).sum()
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"live models, and got a function[\s\S]*\(model, batch, loss_fn\)"
+  ):
+    nxp.check_gradients(loss, jnp.ones((8, 8)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+  with pytest.raises(nxp.errors.TrainError, match="from a loss function, and not from an ArrayImpl"):
+    nxp.check_gradients(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), loss, jnp.ones((8, 8)))

@@ -123,7 +123,7 @@ def convolved(kernel, x):
 def test_a_kernel_gradient_that_is_summed_too_often_is_found(mended):
   mesh = mesh_of(data=2, model=4)
   step = jax.grad(convolved)
-  step = nxp.with_correct_convolutions(step, mesh) if mended else step
+  step = nxp.verify.with_correct_convolutions(step, mesh) if mended else step
   found = report(step, array(mesh, P(), 3, 1, 4), array(mesh, P("data"), 8, 6, 4))
   if mended:
     assert (found.faults, found.results.unknown) == ((), {})

@@ -34,7 +34,6 @@ from nnx_parallel.layers.layers import (
   with_stages,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layout.constrain import Scope, scoped
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.resolve import shard_counts
@@ -50,7 +49,9 @@ from nnx_parallel.report.estimate.propagate import (
   Split,
   unsplit,
 )
+from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.gradients import check_divides
+from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.options import Gradients, is_scattered
 from nnx_parallel.train.update import apply
 
@@ -206,7 +207,7 @@ class StepTrace:
 def trace_step(
   plan: Plan,
   loss: LossFn,
-  batch: PyTree,
+  batch: Any,
   *,
   remat: Policy = "as written",
   layers: str | None = None,
@@ -250,7 +251,7 @@ def trace_step(
 def trace_workload(
   plan: Plan,
   loss: LossFn,
-  batch: PyTree,
+  batch: Any,
   *,
   remat: Policy = "as written",
   layers: str | None = None,
@@ -333,7 +334,7 @@ def workload_of(
   )
 
 
-def finds_layers(plan: Plan, loss: LossFn, batch: PyTree, layers: str | None = None) -> bool:
+def finds_layers(plan: Plan, loss: LossFn, batch: Any, layers: str | None = None) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
   return has_layers(jax.make_jaxpr(_flat_loss(plan, with_marks(loss, layers), batch))(*_structs(plan, batch)))
 
@@ -424,15 +425,15 @@ def _structs(
 
 
 def _flat_loss(
-  plan: Plan, loss: LossFn, batch: PyTree, options: LayerOptions | None = None
-) -> Callable[..., PyTree]:
+  plan: Plan, loss: LossFn, batch: Any, options: LayerOptions | None = None
+) -> Callable[..., Any]:
   """The loss as a function of flat arrays."""
   graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
   by_path: Any = dict(nnx.to_flat_state(state))
   paths, structure, rows = _order(plan)[0], jax.tree.structure(batch), plan.of("model")
   # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
   # one here, so that each dim divides; sizes are used when the workload is evaluated.
-  mesh, scope = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1)), _scope(plan, options)
+  mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
 
   def live(path: Path, x: AnyArray) -> Leaf:
     leaf = by_path[path]
@@ -444,19 +445,13 @@ def _flat_loss(
   def flat(trained: list[jax.Array], rest: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
     values = zip(paths, (*trained, *rest), strict=True)
     made = nnx.from_flat_state(cast(Any, [(path, live(path, x)) for path, x in values]))
-    with nnx.use_eager_sharding(False), scoped(scope):
+    with nnx.use_eager_sharding(False):
       module = nnx.merge(graphdef, made)
       with contextlib.nullcontext() if options is None else options.marking(module):
-        result = loss(module, jax.tree.unflatten(structure, inputs))
+        result = call_loss(loss, module, jax.tree.unflatten(structure, inputs))
     return result[0] if isinstance(result, tuple) else result
 
-  return flat
-
-
-def _scope(plan: Plan, options: LayerOptions | None) -> Scope:
-  """The plan's rules; a pipeline lays out its arrays by types on Explicit axes, which are not followed."""
-  scope = plan.activation_rules
-  return scope if options is None else dataclasses.replace(scope, mesh=abstract_mesh(axis_sizes(plan.mesh)))
+  return on_fitting_axes(flat, plan.activation_rules)
 
 
 def _with_stages(
@@ -468,10 +463,9 @@ def _with_stages(
     piped = with_stages(
       lambda model, part: flat(*model, part), options, microbatches, lambda _: ({}, ()), used
     )
-    with scoped(_scope(plan, options)):
-      return piped((trained, rest), inputs)
+    return piped((trained, rest), inputs)
 
-  return staged
+  return on_fitting_axes(staged, plan.activation_rules)
 
 
 def _trace_update(plan: Plan) -> ClosedJaxpr | None:

@@ -269,7 +269,7 @@ def search(
   if max_microbatches < 1:
     raise ReportError(
       f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
-      fix="max_microbatches=1 for whole batches only.",
+      fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
@@ -477,7 +477,7 @@ class _Task:
 def compile_candidate(
   candidate: Candidate,
   loss: LossFn,
-  batch: PyTree,
+  batch: Any,
   topology: str,
   machine: Machine,
   layers: str | None = None,

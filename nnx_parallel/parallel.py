@@ -1,0 +1,38 @@
+"""Schemes to call in a model: pipelines, context, experts, sharded vocabularies, collectives."""
+
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from nnx_parallel.layers.pipeline import Schedule
+  from nnx_parallel.schemes.collectives import (
+    all_gather_matmul,
+    gather_parameters,
+    map_kernel,
+    map_shards,
+    matmul_reduce_scatter,
+  )
+  from nnx_parallel.schemes.context import context_attention, zigzag
+  from nnx_parallel.schemes.experts import experts
+  from nnx_parallel.schemes.pipeline import pipeline
+  from nnx_parallel.schemes.routing import Routing, balanced_bias, route
+  from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+  from nnx_parallel.train.rng import fold_rng_over_axis
+
+__all__ = [
+  "Routing",
+  "Schedule",
+  "all_gather_matmul",
+  "balanced_bias",
+  "context_attention",
+  "experts",
+  "fold_rng_over_axis",
+  "gather_parameters",
+  "map_kernel",
+  "map_shards",
+  "matmul_reduce_scatter",
+  "pipeline",
+  "route",
+  "vocabulary_cross_entropy",
+  "vocabulary_embedding",
+  "zigzag",
+]

@@ -1,0 +1,146 @@
+"""Which axes a program computes on: Auto ones, unless its model states shardings that Auto ones refuse.
+
+On Explicit axes the sharding of an array is part of its type, and each operation must know that of its
+result. Layers of flax, and most models, do not say it. So a program takes its arrays off the Explicit axes,
+computes on the same devices with Auto axes, and gives its results their types again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from nnx_parallel.core.mesh import auto_mesh, is_explicit
+from nnx_parallel.core.shards import auto_sharding, on_auto_axes
+from nnx_parallel.layout.constrain import Scope, default_scope, scoped
+from nnx_parallel.train.binding import Binding
+from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.losses import terms
+from nnx_parallel.train.options import LossFn
+
+_REFUSED = "Auto"
+"""What jax's errors name where a sharding that only Explicit axes take is stated on Auto axes."""
+
+
+class Places(NamedTuple):
+  """The layout of arrays as a program sees them.
+
+  Attributes:
+    mesh: of all arrays; None on one device.
+    shardings: of each array, if it has one.
+    scope: of the plan, if there is one.
+    note: which axes the program computes on, and why; empty on a mesh without Explicit axes.
+  """
+
+  mesh: Any
+  shardings: list[NamedSharding | None]
+  scope: Scope | None
+  note: str = ""
+
+  def on_auto_axes(self) -> Places:
+    """The same places on Auto axes."""
+    if self.mesh is None or not is_explicit(self.mesh):
+      return self
+    scope = self.scope and self.scope.on_auto_axes()
+    shardings = [auto_sharding(where) for where in self.shardings]
+    return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
+
+  def active(self) -> contextlib.AbstractContextManager[Any]:
+    """Makes the mesh of the program the active one, if another one is."""
+    nothing = self.mesh is None or jax.sharding.get_abstract_mesh().empty
+    return contextlib.nullcontext() if nothing else jax.set_mesh(self.mesh)
+
+  def placed(self, tree: Any) -> Any:
+    """Arrays outside of a program on its mesh: the same buffers under another type; or abstract arrays."""
+
+    def moved(x: Any) -> Any:
+      where = getattr(x, "sharding", None)
+      if not isinstance(where, NamedSharding) or not is_explicit(where.mesh):
+        return x
+      where = auto_sharding(where)
+      abstract = isinstance(x, jax.ShapeDtypeStruct)
+      return x.update(sharding=where) if abstract else jax.device_put(x, where)
+
+    return tree if self.mesh is None or is_explicit(self.mesh) else jax.tree.map(moved, tree)
+
+
+def places_of_losses(
+  binding: Binding, losses: Sequence[LossFn], batch: Any, outputs: Sequence[str] = ()
+) -> Places:
+  """The places in a program of some losses of these objects."""
+
+  def forward(arrays: list[Any], batch: Any) -> Any:
+    models = binding.template.build(arrays)[0]
+    return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
+
+  arrays = binding.with_raw(binding.read())
+  return places_inside(places_outside(binding), forward, arrays, batch)
+
+
+def places_outside(binding: Binding) -> Places:
+  """The places of live objects."""
+  return Places(binding.mesh, binding.shardings, binding.scope)
+
+
+def places_inside(outside: Places, run: Callable[..., Any], *args: Any) -> Places:
+  """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
+
+  Errors of any other kind are those of the program too, which explains them.
+  """
+  inside = outside.on_auto_axes()
+  if inside is outside:
+    return outside
+  try:
+    jax.eval_shape(on_auto_axes(run_in(inside, run), outside.mesh), *args)
+  except (TypeError, ValueError) as error:
+    return stating(outside, error) or inside
+  return inside
+
+
+def run_in(places: Places, run: Callable[..., Any]) -> Callable[..., Any]:
+  """`run` in the scope of a program."""
+
+  def scoped(*args: Any) -> Any:
+    with default_scope(places.scope):
+      return run(*args)
+
+  return scoped
+
+
+def stating(outside: Places, error: BaseException) -> Places | None:
+  """The places of a program that states shardings; None if that is not what its trace on Auto axes raised."""
+  if not _is_stated(error):
+    return None
+  said = str(error).split("\n")[0].split(" This error occurs at")[0]
+  return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
+
+
+def on_fitting_axes(run: Callable[..., Any], scope: Scope) -> Callable[..., Any]:
+  """`run`, of abstract arrays without types, in a scope on Auto axes; or as it is, if it states shardings."""
+
+  def fitting(*args: Any) -> Any:
+    try:
+      with scoped(scope.on_auto_axes()):
+        return run(*args)
+    except (TypeError, ValueError) as error:
+      if not _is_stated(error):
+        raise
+    with scoped(scope):
+      return run(*args)
+
+  return fitting
+
+
+def _is_stated(error: BaseException) -> bool:
+  return _REFUSED in str(error)
+
+
+def with_types(
+  run: Callable[..., Any], outside: Places, inside: Places, specs: Callable[[Any], Any]
+) -> Callable[..., Any]:
+  """A program of arrays in the layout `outside` that computes `inside`; `specs` as in `on_auto_axes`."""
+  return run if inside.mesh == outside.mesh else on_auto_axes(run, outside.mesh, specs)
