@@ -23,7 +23,8 @@ if TYPE_CHECKING:
   from nnx_parallel.layers.pipeline import Pipeline
   from nnx_parallel.loop.loader import Recipe
 
-Commands = Any  # of argparse, which has no public name for it
+Commands = Any
+"""The subcommands of a parser; argparse has no public name for their class."""
 Sizes = dict[str, int]
 Rules = dict[str, tuple[str, ...]]
 NO = 3  # the exit code of a command whose answer is no: does not fit, differs, damaged

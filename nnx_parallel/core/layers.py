@@ -14,6 +14,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, value_of
 from nnx_parallel.core.text import format_array
+from nnx_parallel.core.types import Model
 
 _NUMBER = re.compile(r"\d+$")
 
@@ -39,7 +40,7 @@ class Layers:
     return f"{len(self.paths)} x {self.kind} at {self.pattern}{unlike}"
 
 
-def find_layers(model: object, pattern: str | None = None) -> tuple[Layers, ...]:
+def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
   """The layers of a model, outermost first; layers inside a layer are not searched.
 
   Layers are two or more modules of one class that have a matrix among their Variables, and are the elements
@@ -54,8 +55,7 @@ def find_layers(model: object, pattern: str | None = None) -> tuple[Layers, ...]
     Groups of layers, in the order of the model.
 
   Example:
-    >>> import numpy as np
-  from flax import nnx
+    >>> from flax import nnx
     >>> rngs = nnx.Rngs(0)
     >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=rngs) for _ in range(3)], nnx.Linear(4, 2, rngs=rngs))
     >>> for layers in find_layers(model):
@@ -92,7 +92,7 @@ def _depth(row: tuple[Path, object]) -> int:
   return len(row[0])
 
 
-def modules_of(model: object) -> Iterator[tuple[Path, nnx.Module]]:
+def modules_of(model: Model) -> Iterator[tuple[Path, nnx.Module]]:
   """Every module but lists and dicts of modules, each once."""
   parts = dict(enumerate(model)) if isinstance(model, (tuple, list)) else model
   roots = parts.items() if isinstance(parts, dict) else [(None, model)]

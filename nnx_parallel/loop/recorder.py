@@ -1,4 +1,4 @@
-"""AnyMetrics in `fit`: read a step late, shown, recorded and tracked; early stopping."""
+"""Metrics in `fit`: read a step late, shown, recorded and tracked; early stopping."""
 
 from __future__ import annotations
 
