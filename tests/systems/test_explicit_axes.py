@@ -138,6 +138,14 @@ def test_scopes_in_use_and_arrays_of_the_host():
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
 
 
+def test_a_plan_on_mixed_axes_is_read_again_and_compiled_for_a_machine():
+  plan, batch, loss = planned("decoder", "mixed")
+  again = nxp.Plan.from_json(plan.to_json())
+  assert again.mesh.axis_types == plan.mesh.axis_types
+  report = nxp.compile_report(nxp.train_step(loss), plan, batch=batch, topology="cpu:8")
+  assert report.need_bytes == nxp.compile_report(nxp.train_step(loss), plan, batch=batch).need_bytes
+
+
 def test_a_step_is_lowered_on_an_abstract_mesh():
   plan = nxp.plan(Decoder, nxp.abstract_mesh(FSDP, explicit=True), SHARDED, optimizer=optax.adam(1e-2))
   batch = jax.ShapeDtypeStruct((16, 8), jnp.int32)
