@@ -20,7 +20,7 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import is_explicit, make_mesh
+from nnx_parallel.core.mesh import explicit_axes, make_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -92,7 +92,7 @@ def export_program(
   mesh = places.mesh
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
-    "explicit": mesh is not None and is_explicit(mesh),
+    "explicit": mesh is not None and explicit_axes(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
     "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,

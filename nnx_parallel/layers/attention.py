@@ -289,8 +289,8 @@ def _way(attention: Attention) -> _Way:
       f"attention={attention!r} needs a mesh axis that splits the positions.",
       details=f"mesh {dict(mesh.shape)}"
       + (f", whose axis {axis!r} is {kinds[axis].name}" if axis in kinds else ""),
-      fix="nxp.make_mesh(data=2, context=4), not explicit, and nxp.presets.context(), or a rule for `seq` on"
-      " an axis that splits no weight.",
+      fix="nxp.make_mesh(data=2, context=4), and nxp.presets.context(), or a rule for `seq` on an axis that"
+      " splits no weight; on Explicit axes, a model that states no shardings.",
     )
   return _Way(attention, block, kernel, None, 1)
 

@@ -192,7 +192,7 @@ def plan_with_traces(
 
 def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   """Refuses options that do not go together, before any work is done."""
-  is_explicit(mesh)  # refuses mixed axis types
+  is_explicit(mesh)  # refuses what is no mesh, and Manual axes
   tx, uneven, memory = (
     options.get("optimizer"),
     options.get("uneven", "error"),

@@ -17,7 +17,7 @@ from nnx_parallel.core import hlo
 from nnx_parallel.core.figures import picture_of
 from nnx_parallel.core.hlo_devices import Labels
 from nnx_parallel.core.jaxprs import nbytes
-from nnx_parallel.core.mesh import axis_sizes, is_explicit
+from nnx_parallel.core.mesh import axis_sizes, explicit_axes
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.text import Paged, text_of
 from nnx_parallel.core.types import PyTree
@@ -401,7 +401,7 @@ def _placed(plan: Plan, text: str | None) -> Plan:
         fix="compile_report(..., topology='tpu:v5e:4x4'), or 'cpu:8' for simulated devices.",
       )
     return plan
-  mesh = topology_mesh(text, explicit=is_explicit(plan.mesh), **axis_sizes(plan.mesh))
+  mesh = topology_mesh(text, explicit=explicit_axes(plan.mesh), **axis_sizes(plan.mesh))
   leaves = tuple(dataclasses.replace(leaf, mesh=mesh) for leaf in plan.leaves)
   return dataclasses.replace(plan, mesh=mesh, leaves=leaves)
 

@@ -22,7 +22,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -129,12 +129,12 @@ def _has(module: str) -> bool:
   return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
-def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
+def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes: int) -> Mesh:
   """A mesh over the devices of a named machine, ordered for its links.
 
   Args:
     text: the machine, e.g. `"tpu:v5p:4x4x4*2"` (two slices), `"gpu:h100:2x8"` (hosts x GPUs) or `"cpu:8"`.
-    explicit: makes the axes Explicit; Auto otherwise.
+    explicit: as in `make_mesh`.
     **axes: axis name -> size; one size may be -1: the remaining devices. The first axes are outermost,
       between slices.
 

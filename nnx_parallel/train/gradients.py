@@ -373,7 +373,7 @@ def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str,
   if layout.scattered:
     return (), "gradients are scattered into the layout of the optimizer state"
   if AxisType.Explicit in layout.mesh.axis_types:
-    return (), "the mesh has Explicit axes"
+    return (), "the model states shardings on Explicit axes"
   if not layout.batch:
     return (), "no mesh axis splits every array of the batch"
   axes = tuple(axis for axis in layout.batch if axis not in layout.used and layout.mesh.shape[axis] > 1)

@@ -124,6 +124,16 @@ def test_one_explicit_axis_makes_a_mesh_explicit():
   )
 
 
+def test_some_axes_are_explicit():
+  mesh = nxp.make_mesh(data=2, tensor=4, explicit=("tensor",))
+  assert mesh.axis_types == (AxisType.Auto, AxisType.Explicit)
+  assert nxp.abstract_mesh(data=2, tensor=4, explicit=["tensor"]).axis_types == mesh.axis_types
+  with pytest.raises(
+    nxp.errors.MeshError, match=r"explicit names 'mlp', which is no axis(.|\n)*explicit=True"
+  ):
+    nxp.make_mesh(data=2, tensor=4, explicit=("mlp",))
+
+
 def test_manual_axes_are_refused():
   mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Manual,))
   with pytest.raises(nxp.errors.MeshError, match=r"Manual axes[\s\S]*'data': 'Manual'[\s\S]*make_mesh"):
