@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.errors import CheckpointError
@@ -53,7 +54,7 @@ def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DTypeLike) -> str:
   """`"float32"`, or `"key<fry>"` for typed PRNG keys.
 
   Example:
@@ -63,7 +64,7 @@ def dtype_name(dtype: Any) -> str:
   return str(dtype) if is_key(dtype) else str(np.dtype(dtype))
 
 
-def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
+def encoding_of(shape: tuple[int, ...], dtype: DTypeLike, *, path: str) -> str:
   """Names the encoding of an array: `plain`, `empty`, `bits`, `small` or `key:<implementation>`.
 
   Raises:
@@ -92,7 +93,7 @@ def encoding_of(shape: tuple[int, ...], dtype: Any, *, path: str) -> str:
 
 
 def encode(leaf: Array, encoding: str) -> Array:
-  """Gives the array that is stored for a leaf with one element or more; undone by `decode`."""
+  """The array that is stored for a leaf with one or more elements; `decode` undoes it."""
   if encoding.startswith("key:"):
     return jax.random.key_data(leaf)
   if encoding == PLAIN:
@@ -126,7 +127,7 @@ def decode(stored: Array, encoding: str, dtype: str) -> Array:
 
 
 def stored_form(
-  shape: tuple[int, ...], dtype: Any, encoding: str, sharding: Sharding | None
+  shape: tuple[int, ...], dtype: DTypeLike, encoding: str, sharding: Sharding | None
 ) -> jax.ShapeDtypeStruct:
   """The global shape, dtype and sharding under which a leaf is stored and read."""
   if encoding == EMPTY:
@@ -147,7 +148,7 @@ def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
   """The dims of a stored array after the leaf's, and the bytes of its elements.
 
   Raises:
-    ValueError: an unknown name, or an encoding of other dtypes.
+    ValueError: an unknown name, or an encoding for other dtypes.
   """
   has_keys = dtype.startswith("key<")
   if has_keys and encoding == EMPTY:
@@ -204,7 +205,7 @@ def read_json(value: Json, depth: int = 0) -> Any:
   """Undoes `check_json`.
 
   Raises:
-    ValueError: what it never writes.
+    ValueError: a value that it never writes.
   """
   if depth > 2 * _DEEPEST:  # a tuple takes two levels
     raise ValueError("values are nested too deeply")
@@ -224,26 +225,26 @@ def key_dtype(implementation: str) -> Any:
   """The dtype of typed PRNG keys of `threefry2x32` and the like.
 
   Raises:
-    ValueError: jax has none of that name.
+    ValueError: jax has no implementation of that name.
   """
   return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
-def key_encoding(dtype: Any) -> str:
+def key_encoding(dtype: DTypeLike) -> str:
   """`key:threefry2x32` and the like, for the dtype of typed PRNG keys."""
   names: list[str] = []
 
   def note(key: jax.Array) -> None:
     names.append(str(jax.random.key_impl(key)))
 
-  # jax.random.key_impl takes keys only; a traced one has a dtype and costs nothing.
+  # jax.random.key_impl takes only keys; a traced key has a dtype and costs nothing.
   jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
   return f"key:{names[0]}"
 
 
-def _word(dtype: Any, encoding: str) -> Any:
+def _word(dtype: DTypeLike, encoding: str) -> Any:
   return jnp.uint8 if encoding == BITS else _small_word(dtype)
 
 
-def _small_word(dtype: Any) -> Any:
+def _small_word(dtype: DTypeLike) -> Any:
   return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8

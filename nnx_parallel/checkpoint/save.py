@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 from etils import epath
@@ -22,11 +21,12 @@ from nnx_parallel.checkpoint.relayout import without_padding
 from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded
+from nnx_parallel.core.types import Leaf
 from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Files up to this size are hashed: all of the metadata, none of the large arrays.
+# Files up to this size are hashed: all of the metadata, but no large arrays.
 _HASHED_BYTES = 1 << 20
 
 
@@ -62,7 +62,7 @@ class Request:
   overwrite: bool
 
 
-def encode(roots: Mapping[str, Mapping[str, Any]]) -> Content:
+def encode(roots: Mapping[str, Mapping[str, Leaf]]) -> Content:
   """Checks and encodes Variables, arrays and JSON values, given by item and path.
 
   Raises:
@@ -101,7 +101,7 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step, replacing one that exists; the caller has locked the storage.
+  """Starts writing a step, and replaces an existing step; the caller has locked the storage.
 
   In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
 
@@ -129,7 +129,7 @@ def write(
         step,
         f"{content.nbytes:,}",
         f"{copies:,}",
-        f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
+        f", and {content.cut_bytes:,} bytes in addition to the padded arrays" if content.cut_bytes else "",
       )
       wait = array_io.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
@@ -173,7 +173,7 @@ def write(
   return finish
 
 
-def _encode_leaf(item: str, path: str, leaf: Any) -> tuple[LeafRecord, Array | None]:
+def _encode_leaf(item: str, path: str, leaf: Leaf) -> tuple[LeafRecord, Array | None]:
   name, value = f"{item}/{path}", value_of(leaf)
   if isinstance(value, jax.Array) and value.is_deleted():
     raise CheckpointError(

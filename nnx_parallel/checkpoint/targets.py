@@ -1,4 +1,4 @@
-"""Reads what users pass to `save` and `restore` into tables of leaves."""
+"""Reads the arguments of `save` and `restore` into tables of leaves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import plain_path, set_arrays, value_of, variables
 from nnx_parallel.core.padding import is_padded
+from nnx_parallel.core.types import AnyArray, Leaf, Model, PyTree
 from nnx_parallel.create.constructor import construct
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import CheckpointError
@@ -37,7 +38,7 @@ class Remap(Protocol):
   """Makes leaves of a target from other saved leaves, such as a `WeightMap`."""
 
   def through(self, target: Target) -> Target:
-    """A target of the saved leaves, whose `build` makes those of the given target."""
+    """A target of the saved leaves, whose `build` makes the leaves of the given target."""
     ...
 
 
@@ -57,9 +58,9 @@ def read(
       concrete arrays; or a pair of such a target and its optimizer.
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
-    item: the item that the target stands for.
-    record: of the step; distinguishes a tree of two from a pair.
-    choose: a filter of nnx for the leaves of the model; None takes them all.
+    item: the item that the target represents.
+    record: the manifest of the step; distinguishes a tree of two from a pair.
+    choose: a filter of nnx for the leaves of the model; None takes all leaves.
 
   Raises:
     CheckpointError: options that the target cannot honour, a leaf without a sharding, or a filter that
@@ -76,7 +77,7 @@ def read(
     found = _plan_target(plans[0], optimizer) if target is plans[0] else _plans_target(target, optimizer)
     root: Any = jax.tree.map(lambda plan: plan.abstract_model, target)
   else:
-    roots: dict[str, Any] = {item: target}
+    roots: dict[str, Model] = {item: target}
     if item == "model" and _is_pair(target, record):
       pair: Any = target
       roots = {"model": pair[0], "optimizer": pair[1]}
@@ -98,7 +99,7 @@ def read(
   )
 
 
-def _plans_in(target: object) -> list[Any]:
+def _plans_in(target: object) -> list[Plan[Any]]:
   leaves = jax.tree.leaves(target, is_leaf=_is_node)
   plans = [leaf for leaf in leaves if isinstance(leaf, Plan)]
   if plans and len(plans) < len(leaves):
@@ -110,7 +111,7 @@ def _plans_in(target: object) -> list[Any]:
   return plans
 
 
-def _check_options(target: object, plans: list[Any], optimizer: str, as_numpy: bool) -> None:
+def _check_options(target: object, plans: list[Plan[Any]], optimizer: str, as_numpy: bool) -> None:
   one_of("optimizer", optimizer, OPTIMIZER)
   if callable(target) and not has_nodes(target):
     raise CheckpointError(
@@ -124,7 +125,7 @@ def _check_options(target: object, plans: list[Any], optimizer: str, as_numpy: b
   if optimizer == "fresh" and all(plan.tx is None for plan in plans):
     raise CheckpointError(
       'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',
-      fix='restore(plan, optimizer="fresh"); or optimizer="drop", beside an optimizer that was just made.',
+      fix='restore(plan, optimizer="fresh"); or optimizer="drop", with an optimizer that was just made.',
     )
   if as_numpy and (is_plan or has_nodes(target)):
     raise CheckpointError(
@@ -134,7 +135,7 @@ def _check_options(target: object, plans: list[Any], optimizer: str, as_numpy: b
 
 
 def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
-  """Splits `only` into patterns and a filter of nnx; one of them is None."""
+  """Splits `only` into patterns and a filter of nnx; one of the two is None."""
   if only is None or isinstance(only, str):
     return only, None
   if not isinstance(only, Iterable):
@@ -144,7 +145,7 @@ def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
 
 
 def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Leaves]:
-  """The leaves that `save` writes, by item: the optimizer's, and the model's or those that `only` names."""
+  """The leaves that `save` writes, by item: the optimizer's, and the model's that `only` selects."""
   leaves = flatten(model)[0]
   if not leaves:
     raise CheckpointError(
@@ -165,7 +166,7 @@ def as_saved(record: Manifest, item: str | None = None) -> Target:
   """A target of numpy arrays (and keys on the first CPU) for everything in a step, or in one item of it."""
   items = {name: saved for name, saved in record.items.items() if item in (None, name)}
 
-  def build(found: Found) -> Any:
+  def build(found: Found) -> PyTree:
     made = {name: found.get(name, {}) for name in items}
     return made if item is None else made[item]
 
@@ -205,7 +206,7 @@ def _plan_target(plan: Plan, optimizer: str) -> Target:
     for root in roots
   }
 
-  def build(found: Found) -> Any:
+  def build(found: Found) -> PyTree:
     arrays: dict[Root, dict[Any, Any]] = {}
     for leaf in plan.leaves:
       text = _text(leaf.path)
@@ -219,7 +220,7 @@ def _plan_target(plan: Plan, optimizer: str) -> Target:
   return Target(wanted, {}, build)
 
 
-def _plans_target(tree: Any, optimizer: str) -> Target:
+def _plans_target(tree: PyTree, optimizer: str) -> Target:
   """The target of a tuple or dict of plans: the models, or (models, optimizers)."""
   rows, structure = jax.tree_util.tree_flatten_with_path(tree)
   parts = [(_text(plain_path(keys)), _plan_target(plan, optimizer)) for keys, plan in rows]
@@ -228,8 +229,8 @@ def _plans_target(tree: Any, optimizer: str) -> Target:
     for root, leaves in part.leaves.items():
       wanted.setdefault(root, {}).update({_below(name, text): leaf for text, leaf in leaves.items()})
 
-  def build(found: Found) -> Any:
-    def of(name: str, part: Target) -> Any:
+  def build(found: Found) -> PyTree:
+    def of(name: str, part: Target) -> PyTree:
       return {
         root: {text: found[root][full] for text in leaves if (full := _below(name, text)) in found[root]}
         for root, leaves in part.leaves.items()
@@ -239,7 +240,7 @@ def _plans_target(tree: Any, optimizer: str) -> Target:
     made = [part.build(of(name, part)) for name, part in parts]
     pairs = [one if isinstance(one, tuple) else (one, None) for one in made]
     models, optimizers = (structure.unflatten(side) for side in zip(*pairs, strict=True))
-    if isinstance(optimizers, dict):  # a model that is not trained has none
+    if isinstance(optimizers, dict):  # a model that is not trained has no optimizer
       optimizers = {name: one for name, one in optimizers.items() if one is not None}
     return models if all(one is None for _, one in pairs) else (models, optimizers)
 
@@ -267,19 +268,19 @@ def _is_pair(target: object, record: Manifest | None) -> bool:
   return not flatten(target)[0].keys() <= {*saved.leaves, *saved.values}
 
 
-def _tree_target(roots: Mapping[str, Any], *, as_numpy: bool) -> Target:
+def _tree_target(roots: Mapping[str, PyTree], *, as_numpy: bool) -> Target:
   tables = {item: flatten(root) for item, root in roots.items()}
   wanted = {item: _abstract(leaves, item=item, as_numpy=as_numpy) for item, (leaves, _) in tables.items()}
   plain = {item: tuple(path for path in tables[item][0] if path not in wanted[item]) for item in roots}
 
-  def build(found: Found) -> Any:
+  def build(found: Found) -> PyTree:
     made = [rebuild(found.get(item, {})) for item, (_, rebuild) in tables.items()]
     return made[0] if len(made) == 1 else tuple(made)
 
   return Target(wanted, plain, build)
 
 
-def _chosen(leaves: Mapping[str, Any], choose: Any) -> Leaves:
+def _chosen(leaves: Mapping[str, Leaf], choose: Any) -> Leaves:
   predicate = nnx.filterlib.to_predicate(choose)
   chosen = {path: leaf for path, leaf in leaves.items() if predicate(paths.parse(path), leaf)}  # pyright: ignore[reportArgumentType]
   if not chosen:
@@ -293,15 +294,15 @@ def _chosen(leaves: Mapping[str, Any], choose: Any) -> Leaves:
 
 
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
-  """Gives the leaves of a tree by path as text, and a function that puts values in their place.
+  """The leaves of a tree by path as text, and a function that puts values in their place.
 
   Args:
-    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and any other registered pytree of
+    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and other registered pytrees of
       these, of arrays and of JSON values; None is not a leaf.
 
   Returns:
-    The leaves (a Variable that is there twice at its first path only), and a function that takes new values
-    of some or all of them. It fills Variables in place, and copies the containers around other leaves.
+    The leaves (a Variable that occurs twice, at its first path only), and a function that takes new values of
+    some or all leaves. It fills Variables in place, and copies the containers of other leaves.
 
   Example:
     >>> leaves, rebuild = flatten({"a": [1, 2], "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
@@ -329,7 +330,7 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
       leaves[name], table[name] = leaf, (path, leaf)
     tables.append((node, table))
 
-  def rebuild(values: Mapping[str, Any]) -> Any:
+  def rebuild(values: Mapping[str, AnyArray]) -> PyTree:
     return jax.tree_util.tree_unflatten(structure, [_fill(node, table, values) for node, table in tables])
 
   return leaves, rebuild
@@ -350,7 +351,7 @@ def _leaves_of(node: Any) -> Mapping[Any, Any]:
   return variables(node) if isinstance(node, nnx.Pytree) else {(): node}
 
 
-def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, Any]) -> Any:
+def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, AnyArray]) -> PyTree:
   raw: dict[Any, Any] = {}
   for name, (path, leaf) in table.items():
     if name not in values:
@@ -369,8 +370,8 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
   return raw[()]
 
 
-def _abstract(leaves: Mapping[str, Any], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
-  """The shape, dtype and sharding of each leaf that is an array; others are left out.
+def _abstract(leaves: Mapping[str, Leaf], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
+  """The shape, dtype and sharding of each leaf that is an array; other leaves are left out.
 
   Raises:
     CheckpointError: a leaf without a sharding, unless `as_numpy`.

@@ -1,16 +1,16 @@
-"""What each operation of a trace does with the dims of its arrays: one table, read by all that follow dims.
+"""How each operation of a trace treats the dims of its arrays: one table for all code that follows dims.
 
 An operation is described as an einsum of named factors, the form of the sharding rules of Shardy: a product
 of matrices is `ab,bc->ac`. A dim of an operand and a dim of a result that share a factor are the same dim:
-the operation treats each position along it alike, so a block of the operands gives the same block of the
+the operation treats all positions along it alike, so a block of the operands gives the same block of the
 results. A factor that no result has is reduced: the results of its blocks are added up, or combined as the
-name of the operation says. The other cases are marked in the text of a `DimMap`:
+name of the operation says. Other cases are marked in the text of a `DimMap`:
 
 - `A`, upper case: the dim is the same, but the operation mixes its positions, or picks some of them: the dim
   of a `cumsum`, a `sort` or a `concatenate`, a window, the looked-up dim of a `gather` (which no result has).
-  A layout can stay; blocks cannot be computed apart.
+  Its layout can stay, but its blocks cannot be computed separately.
 - `a+`: the major part of a dim that a reshape splits or merges. `moved` says where other parts go.
-- `_`: a dim that nothing else shares: of size 1 and broadcast, made by the operation, or not followed.
+- `_`: a dim without a partner: of size 1 and broadcast, made by the operation, or not followed.
 
 Sources: Shardy, https://openxla.org/shardy/sharding_representation; GSPMD, arXiv:2105.04663.
 """
@@ -21,11 +21,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from nnx_parallel.core.jaxprs import opened, programs
+from nnx_parallel.core.types import JaxprEqn, Var
 
 Factors = tuple[int | None, ...]
 """The factor of each dim of an array."""
@@ -76,7 +76,7 @@ class DimMap:
   Attributes:
     operands: the factors of each operand.
     results: the factors of each result.
-    mixed: factors along which positions are not treated alike.
+    mixed: the factors along which positions are not treated alike.
     major: factors that are only the major part of some of their dims, in a reshape.
   """
 
@@ -106,8 +106,8 @@ class DimMap:
     return "->".join(",".join(map(text, arrays)) for arrays in (self.operands, self.results))
 
 
-def dim_map(eqn: Any) -> DimMap | None:
-  """What an operation does with dims; None for calls, loops, kernels, and operations that are not listed."""
+def dim_map(eqn: JaxprEqn) -> DimMap | None:
+  """How an operation treats dims; None for calls, loops, kernels, and operations that are not listed."""
   rule = _RULES.get(eqn.primitive.name)
   return None if rule is None else rule(eqn)
 
@@ -119,13 +119,13 @@ def moved(
 
   Args:
     dim: a dim before the reshape, which is `outer x length x rest`.
-    outer: the size of what comes before the part in the dim.
+    outer: the size of the dim before the part.
     length: the size of the part.
     before: the shape.
     after: the new shape.
 
   Returns:
-    The new dim, and what comes before the part in it; None if the reshape splits the part.
+    The new dim, and the size before the part in it; None if the reshape splits the part.
 
   Example:
     >>> moved(1, 1, 6, (4, 6), (24,))
@@ -147,11 +147,11 @@ def same_majors(before: Sequence[int], after: Sequence[int]) -> list[int | None]
   return [starts.get(math.prod(before[:d])) if size != 1 else None for d, size in enumerate(before)]
 
 
-def _shapes(variables: Iterable[Any]) -> list[tuple[int, ...]]:
+def _shapes(variables: Iterable[Var]) -> list[tuple[int, ...]]:
   return [tuple(getattr(v.aval, "shape", ())) for v in variables]
 
 
-def _mapped(eqn: Any, *operands: Sequence[int | None], mixed: Iterable[int] = ()) -> DimMap:
+def _mapped(eqn: JaxprEqn, *operands: Sequence[int | None], mixed: Iterable[int] = ()) -> DimMap:
   """The map of an operation with one result, whose dims are the factors 0, 1, ...; others have none."""
   shapes = _shapes(eqn.invars)
   rest = [(None,) * len(shape) for shape in shapes[len(operands) :]]
@@ -159,8 +159,8 @@ def _mapped(eqn: Any, *operands: Sequence[int | None], mixed: Iterable[int] = ()
   return DimMap((*map(tuple, operands), *rest), (tuple(range(len(out))),), frozenset(mixed))
 
 
-def _alike(eqn: Any, mixed: Iterable[int] = ()) -> DimMap:
-  """Operands and results with the same dims; others (scalars) have none, nor have dims that are broadcast."""
+def _alike(eqn: JaxprEqn, mixed: Iterable[int] = ()) -> DimMap:
+  """Operands and results with equal dims; other operands (scalars) and broadcast dims have no factors."""
   befores, afters = _shapes(eqn.invars), _shapes(eqn.outvars)
   mixed = frozenset(mixed)
   whole = afters[0]
@@ -174,49 +174,49 @@ def _alike(eqn: Any, mixed: Iterable[int] = ()) -> DimMap:
   return DimMap(tuple(map(factors, befores)), tuple(map(factors, afters)), mixed)
 
 
-def _elementwise(eqn: Any) -> DimMap | None:
+def _elementwise(eqn: JaxprEqn) -> DimMap | None:
   ranks = {len(shape) for shape in _shapes(eqn.invars)} - {0}
   # A bitcast to another width changes the rank.
   return _alike(eqn) if ranks <= {len(shape) for shape in _shapes(eqn.outvars)} else None
 
 
-def _custom_derivative(eqn: Any) -> DimMap | None:
+def _custom_derivative(eqn: JaxprEqn) -> DimMap | None:
   """A function with its own derivative is in the table where it is elementwise (`jax.nn.relu`)."""
   inner = [e for body in programs(eqn) for e in opened(body).eqns]
   return _elementwise(eqn) if all(e.primitive.name in ELEMENTWISE for e in inner) else None
 
 
-def _identity(eqn: Any) -> DimMap:
-  """Each result is one of the operands."""
+def _identity(eqn: JaxprEqn) -> DimMap:
+  """Each result equals one of the operands."""
   counts = itertools.count()
   own = [tuple(itertools.islice(counts, len(shape))) for shape in _shapes(eqn.invars)]
   return DimMap(tuple(own), tuple(own[: len(eqn.outvars)]))
 
 
-def _mixing(key: str) -> Callable[[Any], DimMap]:
+def _mixing(key: str) -> Callable[[JaxprEqn], DimMap]:
   """Operations whose parameter `key` names the dims that they mix."""
 
-  def rule(eqn: Any) -> DimMap:
-    dims: Any = np.atleast_1d(eqn.params[key])  # a number, also of NumPy, or a tuple
+  def rule(eqn: JaxprEqn) -> DimMap:
+    dims: Iterable[int] = np.atleast_1d(eqn.params[key])  # a number, also of NumPy, or a tuple
     rank = len(eqn.invars[0].aval.shape)
     return _alike(eqn, [int(d) % rank for d in dims])
 
   return rule
 
 
-def _resized(eqn: Any) -> DimMap:
+def _resized(eqn: JaxprEqn) -> DimMap:
   """Slices and updates: a dim whose size differs between an operand and the result is mixed."""
   (out,) = _shapes(eqn.outvars)
   shapes = [shape for shape in _shapes(eqn.invars) if len(shape) == len(out)]
   return _alike(eqn, [d for d, sizes in enumerate(zip(out, *shapes, strict=True)) if len({*sizes}) > 1])
 
 
-def _pad(eqn: Any) -> DimMap:
+def _pad(eqn: JaxprEqn) -> DimMap:
   config = eqn.params["padding_config"]
   return _alike(eqn, [d for d, padding in enumerate(config) if tuple(padding) != (0, 0, 0)])
 
 
-def _windows(eqn: Any) -> DimMap:
+def _windows(eqn: JaxprEqn) -> DimMap:
   """Pooling, and its gradient."""
   keys = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
   sizes = [eqn.params[key] for key in keys if eqn.params.get(key)]
@@ -225,10 +225,10 @@ def _windows(eqn: Any) -> DimMap:
   return _alike(eqn, [d for d in rank if tuple(pads[d]) != (0, 0) or any(own[d] != 1 for own in sizes)])
 
 
-def _leading(count: Callable[[Any], int]) -> Callable[[Any], DimMap]:
-  """Operations on the last `count` dims of their first operand: those before them are a batch."""
+def _leading(count: Callable[[JaxprEqn], int]) -> Callable[[JaxprEqn], DimMap]:
+  """Operations on the last `count` dims of their first operand: earlier dims are a batch."""
 
-  def rule(eqn: Any) -> DimMap:
+  def rule(eqn: JaxprEqn) -> DimMap:
     first = len(eqn.invars[0].aval.shape) - count(eqn)
 
     def factors(shape: tuple[int, ...]) -> Factors:
@@ -239,7 +239,7 @@ def _leading(count: Callable[[Any], int]) -> Callable[[Any], DimMap]:
   return rule
 
 
-def _iota(eqn: Any) -> DimMap:
+def _iota(eqn: JaxprEqn) -> DimMap:
   along = eqn.params["dimension"]
   return DimMap(
     tuple((None,) * len(shape) for shape in _shapes(eqn.invars)),
@@ -247,43 +247,43 @@ def _iota(eqn: Any) -> DimMap:
   )
 
 
-def _reduction(eqn: Any) -> DimMap:
+def _reduction(eqn: JaxprEqn) -> DimMap:
   rank, gone = len(eqn.invars[0].aval.shape), eqn.params["axes"]
   kept = itertools.count()
   lost = itertools.count(rank - len(gone))
   return _mapped(eqn, [next(lost) if d in gone else next(kept) for d in range(rank)])
 
 
-def _squeeze(eqn: Any) -> DimMap:
+def _squeeze(eqn: JaxprEqn) -> DimMap:
   kept, gone = itertools.count(), eqn.params["dimensions"]
   return _mapped(eqn, [None if d in gone else next(kept) for d in range(len(eqn.invars[0].aval.shape))])
 
 
-def _transpose(eqn: Any) -> DimMap:
+def _transpose(eqn: JaxprEqn) -> DimMap:
   order = list(eqn.params["permutation"])
   return _mapped(eqn, [order.index(d) for d in range(len(order))])
 
 
-def _broadcast(eqn: Any) -> DimMap:
+def _broadcast(eqn: JaxprEqn) -> DimMap:
   before, after = eqn.invars[0].aval.shape, eqn.params["shape"]
   pairs = zip(before, eqn.params["broadcast_dimensions"], strict=True)
   return _mapped(eqn, [to if size == after[to] else None for size, to in pairs])
 
 
-def _stack(eqn: Any) -> DimMap:
+def _stack(eqn: JaxprEqn) -> DimMap:
   axis, rank = eqn.params["axis"], len(eqn.invars[0].aval.shape)
   found = _mapped(eqn, *[[d + (d >= axis) for d in range(rank)]] * len(eqn.invars))
   return dataclasses.replace(found, results=(tuple(None if d == axis else d for d in found.results[0]),))
 
 
-def _unstack(eqn: Any) -> DimMap:
+def _unstack(eqn: JaxprEqn) -> DimMap:
   axis, rank = eqn.params["axis"], len(eqn.invars[0].aval.shape)
   kept = tuple(d for d in range(rank) if d != axis)
   own = tuple(None if d == axis else d for d in range(rank))
   return DimMap((own,), (kept,) * len(eqn.outvars))
 
 
-def _reshape(eqn: Any) -> DimMap:
+def _reshape(eqn: JaxprEqn) -> DimMap:
   """Dims at which the products of the sizes before them agree are the same, if only their major parts."""
   before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
   own = same_majors(before, after)
@@ -293,11 +293,11 @@ def _reshape(eqn: Any) -> DimMap:
   return DimMap((tuple(own), *rest), (shared,), major=frozenset(major))
 
 
-def _dot(eqn: Any) -> DimMap:
+def _dot(eqn: JaxprEqn) -> DimMap:
   return _product(eqn, *eqn.params["dimension_numbers"])
 
 
-def _ragged_dot(eqn: Any) -> DimMap | None:
+def _ragged_dot(eqn: JaxprEqn) -> DimMap | None:
   """Rows of the left operand in groups, each with a separate right operand: a layer of experts."""
   numbers = eqn.params["ragged_dot_dimension_numbers"]
   summed, shared = numbers.dot_dimension_numbers
@@ -309,12 +309,12 @@ def _ragged_dot(eqn: Any) -> DimMap | None:
 
 
 def _product(
-  eqn: Any,
+  eqn: JaxprEqn,
   summed: Sequence[Sequence[int]],
   shared: Sequence[Sequence[int]],
   groups: Sequence[int] = (),
 ) -> DimMap:
-  """The result has the dims of both, then the other dims of the left, and of the right operand."""
+  """The result has the shared dims, then the other dims of the left, and of the right operand."""
   (rank,) = (len(shape) for shape in _shapes(eqn.outvars))
   free = itertools.count(len(shared[0]))
   sides: list[list[int | None]] = []
@@ -326,8 +326,8 @@ def _product(
   return _mapped(eqn, *sides)
 
 
-def _convolution(eqn: Any) -> DimMap:
-  """Windows along the space dims; groups of channels, or of the batch, mix those."""
+def _convolution(eqn: JaxprEqn) -> DimMap:
+  """Windows along the space dims; groups of channels, or of the batch, mix these dims."""
   numbers, params = eqn.params["dimension_numbers"], eqn.params
   (batch, channel, *space), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
   out_batch, out_channel, *out_space = numbers.out_spec
@@ -345,7 +345,7 @@ def _convolution(eqn: Any) -> DimMap:
   return _mapped(eqn, [image[d] for d in range(rank)], [kernel.get(d) for d in range(rank)], mixed=mixed)
 
 
-def _gather(eqn: Any) -> DimMap:
+def _gather(eqn: JaxprEqn) -> DimMap:
   """A look-up: the dims of the indices, and the dims of the table that are neither indexed nor cut."""
   numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
   (table, indices), (out,) = _shapes(eqn.invars[:2]), _shapes(eqn.outvars)
@@ -368,8 +368,8 @@ def _gather(eqn: Any) -> DimMap:
   return dataclasses.replace(found, results=(tuple(None if d in cut else d for d in range(len(out))),))
 
 
-def _scatter(eqn: Any) -> DimMap:
-  """An update of rows of a table: the indices' dims are summed over, or one is chosen."""
+def _scatter(eqn: JaxprEqn) -> DimMap:
+  """An update of rows of a table: the indices' dims are summed over, or one row is chosen."""
   numbers = eqn.params["dimension_numbers"]
   table, indices, updates = _shapes(eqn.invars[:3])
   dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -394,7 +394,7 @@ def _scatter(eqn: Any) -> DimMap:
   )
 
 
-_RULES: Mapping[str, Callable[[Any], DimMap | None]] = {
+_RULES: Mapping[str, Callable[[JaxprEqn], DimMap | None]] = {
   **dict.fromkeys(ELEMENTWISE, _elementwise),
   **dict.fromkeys(IDENTITIES, _identity),
   **dict.fromkeys(CUMULATIVE, _mixing("axis")),

@@ -1,4 +1,4 @@
-"""Named arguments of optax updates: some take any, some none, some only certain names."""
+"""Named arguments of optax updates: some updates take any name, some none, some only certain names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 from typing import Any, cast
 
 import optax
+
+from nnx_parallel.core.types import PyTree
 
 
 def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -23,7 +25,7 @@ def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformati
   if any(p.kind is p.VAR_KEYWORD for p in names.values()):
     return inner
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+  def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
     known = {name: value for name, value in extra.items() if name in names}
     return cast(Any, inner).update(grads, state, params, **known)
 

@@ -1,20 +1,20 @@
-"""Interprets traces (jaxprs): one walk through the operations of a program, whatever is wanted of them.
+"""Interprets traces (jaxprs): one walk through the operations of a program, for every purpose.
 
-A rule says what happens to an operation. Where it gives `DEFAULT`, the walk goes on by itself:
-- `interpret` runs a program with arrays, or with values that stand for arrays. Default: the operation itself.
-- `facts_of` follows what is known of values, without values. Default: what the operation's own programs say;
-  a loop is walked until what it carries stays the same.
+A rule says what happens to an operation. If it returns `DEFAULT`, the walk handles the operation:
+- `interpret` runs a program with arrays, or with values that represent arrays. Default: the operation itself.
+- `facts_of` propagates facts about values, without values. Default: the facts from the operation's own
+  programs; a loop is walked until the facts of its carry stay the same.
 - `Interpreter` does both, also inside calls, checkpoints, loops, branches, custom rules and `shard_map`:
-  their programs are traced anew under the rule. `rewritten` is that for a rule without facts.
+  their programs are traced again under the rule. `rewritten` does this for a rule without facts.
 
-How the programs inside an operation are connected with it is known in one place, `wiring`.
+Only `wiring` knows how the programs inside an operation are connected with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 import jax
 from jax.core import ShapedArray
@@ -33,32 +33,33 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
   traced,
 )
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, P, Program, Value, Var
 
 F = TypeVar("F")
 ROUNDS = 64
-"""How often a loop is walked at most, until what is known of its carry stays the same."""
+"""The maximum number of walks of a loop, until the facts of its carry stay the same."""
 DEFAULT: Any = object()
-"""What a rule gives for an operation that it leaves to the walk."""
-Values = dict[Any, Any]
-Rule = Callable[[Any, list[Any]], Sequence[Any]]
+"""The result of a rule for an operation that it leaves to the walk."""
+Values: TypeAlias = dict[Var, Value]
+Rule: TypeAlias = Callable[[JaxprEqn, list[Value]], Sequence[Value]]
 """`(operation, values of its inputs) -> values of its results`, or `DEFAULT`."""
 
 
-def _same(x: Any) -> Any:
+def _same(x: Value) -> Value:
   return x
 
 
-def is_literal(var: Any) -> bool:
+def is_literal(var: Var) -> TypeGuard[core.Literal]:
   """Whether an input of an operation is a number that is written in the program."""
   return isinstance(var, core.Literal)
 
 
-def read(var: Any, values: Mapping[Any, Any], lift: Callable[[Any], Any] = _same) -> Any:
+def read(var: Var, values: Mapping[Value, Value], lift: Callable[[jax.Array], Value] = _same) -> Value:
   """The value of an input of an operation; `lift` makes such a value of an array, for literals."""
   return lift(var.val) if isinstance(var, core.Literal) else values[var]
 
 
-def values_of(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _same) -> Values:
+def values_of(jaxpr: Program, inputs: Sequence[Value], lift: Callable[[jax.Array], Value] = _same) -> Values:
   """The values of a program's constants and of its first inputs, or all, by variable."""
   body = opened(jaxpr)
   values: Values = dict(zip(body.constvars, map(lift, constants(jaxpr)), strict=True))
@@ -66,19 +67,21 @@ def values_of(jaxpr: Any, inputs: Sequence[Any], lift: Callable[[Any], Any] = _s
   return values
 
 
-def walk(eqns: Iterable[Any], values: Values, step: Rule, lift: Callable[[Any], Any] = _same) -> None:
-  """Adds the results of operations, in order, to `values`: what `step` gives for each of them."""
+def walk(
+  eqns: Iterable[JaxprEqn], values: Values, step: Rule, lift: Callable[[jax.Array], Value] = _same
+) -> None:
+  """Adds the results of operations, in order, to `values`: the results of `step` for each operation."""
   for eqn in eqns:
     results = step(eqn, [read(var, values, lift) for var in eqn.invars])
     values.update(zip(eqn.outvars, results, strict=True))
 
 
 def run_operations(
-  eqns: Iterable[Any], values: Values, rule: Rule = bind, lift: Callable[[Any], Any] = _same
+  eqns: Iterable[JaxprEqn], values: Values, rule: Rule = bind, lift: Callable[[jax.Array], Value] = _same
 ) -> None:
   """Runs operations in order, with the source line and name stack of each; adds their results to `values`."""
 
-  def step(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def step(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     with placed(eqn):
       found = rule(eqn, inputs)
       return bind(eqn, inputs) if found is DEFAULT else found
@@ -87,25 +90,25 @@ def run_operations(
 
 
 def interpret(
-  jaxpr: Any, inputs: Sequence[Any], rule: Rule = bind, lift: Callable[[Any], Any] = _same
-) -> list[Any]:
+  jaxpr: Program, inputs: Sequence[Value], rule: Rule = bind, lift: Callable[[jax.Array], Value] = _same
+) -> list[Value]:
   """The results of a program, one operation at a time.
 
   Args:
     jaxpr: the program, closed or not.
-    inputs: one value for each of its inputs.
+    inputs: one value for each input of the program.
     rule: gives the results of an operation, or `DEFAULT`, which runs the operation itself on arrays.
-    lift: makes such a value of an array, for literals and constants.
+    lift: makes a value from an array, for literals and constants.
   """
   values = values_of(jaxpr, inputs, lift)
   run_operations(opened(jaxpr).eqns, values, rule, lift)
   return [read(var, values, lift) for var in opened(jaxpr).outvars]
 
 
-def flattened(jaxpr: Any, opens: Callable[[Any], bool]) -> Any:
+def flattened(jaxpr: Program, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
   """A closed jaxpr with the operations of some calls in their place."""
 
-  def rule(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     return interpret(called(eqn), inputs, rule) if opens(eqn) else DEFAULT
 
   return traced(lambda *inputs: interpret(jaxpr, inputs, rule), jaxpr)
@@ -116,14 +119,14 @@ class Inner:
   """A program that an operation runs.
 
   Attributes:
-    key: the parameter of the operation that holds it; the branches of a cond have one.
+    key: the parameter of the operation that holds it; the branches of a cond share one parameter.
     program: the program, closed or not.
     inputs: for each input of the program, the position of the operation's input that it reads.
     gives: whether the operation returns the program's results; a while does not return its condition.
   """
 
   key: str
-  program: Any
+  program: Program
   inputs: Sequence[int]
   gives: bool = True
 
@@ -133,7 +136,7 @@ class Wiring:
   """How the programs that an operation runs are connected with it.
 
   Attributes:
-    inner: the programs; none of an operation that JAX runs as one piece (a kernel).
+    inner: the programs; empty for an operation that JAX runs as one unit (a kernel).
     carried: in a loop, a result -> the input that it is in the next step.
     rows: inputs that a scan reads row by row.
     stacked: results that a scan makes row by row.
@@ -145,7 +148,7 @@ class Wiring:
   stacked: Collection[int] = ()
 
 
-def wiring(eqn: Any) -> Wiring:
+def wiring(eqn: JaxprEqn) -> Wiring:
   """How the programs inside an operation are connected with it."""
   name, params, count = eqn.primitive.name, params_of(eqn), len(eqn.invars)
   if name == "scan":
@@ -168,38 +171,38 @@ def wiring(eqn: Any) -> Wiring:
 
 @dataclasses.dataclass(frozen=True)
 class Facts(Generic[F]):
-  """What is known of values, and how it goes through operations, loops and branches.
+  """Facts about values, and how they propagate through operations, loops and branches.
 
   Attributes:
-    constant: what is known of an array that stands in the program, given the array.
-    follow: `(operation, facts of its inputs) -> facts of its results`. It may give `DEFAULT` for an operation
-      that runs programs: what is known of the results of these.
-    join: a join in the sense of lattices (of equal facts the same, in any order, and soon no more): what is
-      known of a value that is one of two: the results of two branches, or what a loop carries
-      first and what it carries after a step.
-    row: what is known of a row in a scan, given the scan and what is known of all rows.
-    stack: the same in the other direction.
+    constant: the fact of a constant array of the program, given the array.
+    follow: `(operation, facts of its inputs) -> facts of its results`. For an operation that runs programs it
+      may return `DEFAULT`: the facts of the results of these programs.
+    join: a join in the sense of lattices (equal facts give the same fact, in any order, and it soon stops
+      growing): the fact of a value that is one of two: the results of two branches, or the first carry of a
+      loop and the carry after a step.
+    row: the fact of a row in a scan, given the scan and the fact of all rows.
+    stack: the inverse: the fact of all rows, given the fact of a row.
   """
 
-  constant: Callable[[Any], F]
-  follow: Callable[[Any, list[F]], Sequence[F]]
+  constant: Callable[[jax.Array], F]
+  follow: Callable[[JaxprEqn, list[F]], Sequence[F]]
   join: Callable[[F, F], F]
-  row: Callable[[Any, F], F] = lambda _, fact: fact
-  stack: Callable[[Any, F], F] = lambda _, fact: fact
+  row: Callable[[JaxprEqn, F], F] = lambda _, fact: fact
+  stack: Callable[[JaxprEqn, F], F] = lambda _, fact: fact
 
 
 NO_FACTS: Facts[None] = Facts(lambda _: None, lambda eqn, _: [None] * len(eqn.outvars), lambda *_: None)
 
 
-def facts_of(jaxpr: Any, inputs: Sequence[F], facts: Facts[F]) -> dict[Any, F]:
-  """What is known of each variable of a program, given what is known of its inputs."""
+def facts_of(jaxpr: Program, inputs: Sequence[F], facts: Facts[F]) -> dict[Var, F]:
+  """The fact of each variable of a program, given the facts of its inputs."""
   known = values_of(jaxpr, inputs, facts.constant)
   walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
   return known
 
 
-def facts_after(eqn: Any, inputs: Sequence[F], facts: Facts[F]) -> Sequence[F]:
-  """What is known of the results of an operation."""
+def facts_after(eqn: JaxprEqn, inputs: Sequence[F], facts: Facts[F]) -> Sequence[F]:
+  """The facts of the results of an operation."""
 
   def inside(inner: Inner, inputs: list[F]) -> list[F]:
     known = facts_of(inner.program, inputs, facts)
@@ -210,16 +213,16 @@ def facts_after(eqn: Any, inputs: Sequence[F], facts: Facts[F]) -> Sequence[F]:
 
 
 def through(
-  eqn: Any, inputs: Sequence[F], inside: Callable[[Inner, list[F]], Sequence[F]], facts: Facts[F]
+  eqn: JaxprEqn, inputs: Sequence[F], inside: Callable[[Inner, list[F]], Sequence[F]], facts: Facts[F]
 ) -> list[F]:
-  """What is known of the results of an operation that runs programs.
+  """The facts of the results of an operation that runs programs.
 
   Args:
     eqn: the operation.
-    inputs: what is known of its inputs.
-    inside: what is known of the results of one of its programs, given what is known of the inputs. For a loop
-      it is asked until what the loop carries stays the same, and `join` has to let it; its last answers hold.
-    facts: how they go through loops and branches.
+    inputs: the facts of its inputs.
+    inside: the facts of the results of one of its programs, given the facts of the inputs. For a loop it is
+      called until the facts of the carry stay the same, which `join` has to ensure; the last result counts.
+    facts: how facts propagate through loops and branches.
   """
   wires, known = wiring(eqn), list(inputs)
   for _ in range(ROUNDS):
@@ -231,7 +234,9 @@ def through(
       break
     known = [met.get(n, fact) for n, fact in enumerate(known)]
   else:
-    raise RuntimeError(f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is no join")
+    raise RuntimeError(
+      f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is not a join"
+    )
   joined = results[0]
   for others in results[1:]:
     joined = [facts.join(a, b) for a, b in zip(joined, others, strict=True)]
@@ -244,25 +249,29 @@ def through(
 
 
 class Interpreter(Generic[F]):
-  """Runs programs with a fact beside each value, also inside the programs that operations run.
+  """Runs programs with a fact for each value, also inside the programs that operations run.
 
-  Each of these is traced anew, once for each combination of facts. What cannot be traced anew runs as it is:
-  see `is_walked`. The derivative of a custom rule stays as it is.
+  Each of these programs is traced again, once for each combination of facts. A program that cannot be traced
+  again runs as it is: see `is_walked`. The derivative of a custom rule stays as it is.
 
   Args:
     rule: `(operation, values of its inputs, their facts) -> (values of its results, their facts)`; or
       `DEFAULT`: the operation as it is, but its programs under this rule.
-    facts: how facts go through operations, loops and branches.
+    facts: how facts propagate through operations, loops and branches.
   """
 
-  def __init__(self, rule: Callable[[Any, list[Any], list[F]], Any], facts: Facts[F]):
+  def __init__(self, rule: Callable[[JaxprEqn, list[Value], list[F]], Any], facts: Facts[F]):
     self._rule, self._facts = rule, facts
-    self._done: dict[Hashable, tuple[Any, list[F], Any]] = {}  # with the program, so that its id stays
+    self._done: dict[
+      Hashable, tuple[Program, list[F], Program]
+    ] = {}  # with the program, so that its id stays
 
-  def __call__(self, jaxpr: Any, inputs: Sequence[Any], facts: Sequence[F]) -> tuple[list[Any], list[F]]:
-    """The results of a program, and what is known of them."""
+  def __call__(
+    self, jaxpr: Program, inputs: Sequence[Value], facts: Sequence[F]
+  ) -> tuple[list[Value], list[F]]:
+    """The results of a program, and their facts."""
 
-    def step(eqn: Any, pairs: list[tuple[Any, F]]) -> list[tuple[Any, F]]:
+    def step(eqn: JaxprEqn, pairs: list[tuple[Value, F]]) -> list[tuple[Value, F]]:
       inputs, facts = [x for x, _ in pairs], [fact for _, fact in pairs]
       found = self._rule(eqn, inputs, facts)
       return list(zip(*(self.default(eqn, inputs, facts) if found is DEFAULT else found), strict=True))
@@ -271,25 +280,27 @@ class Interpreter(Generic[F]):
     found = interpret(jaxpr, pairs, step, lambda x: (x, self._facts.constant(x)))
     return [x for x, _ in found], [fact for _, fact in found]
 
-  def default(self, eqn: Any, inputs: list[Any], facts: list[F]) -> tuple[Sequence[Any], Sequence[F]]:
-    """The results of an operation with its programs under the rule, and what is known of them."""
+  def default(
+    self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]
+  ) -> tuple[Sequence[Value], Sequence[F]]:
+    """The results of an operation with its programs under the rule, and their facts."""
     if not is_walked(eqn):
       return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
     if eqn.primitive.name == "shard_map":
       return self._mapped(eqn, inputs, facts)
-    new: dict[Inner, Any] = {}
+    new: dict[Inner, Program] = {}
 
     def inside(inner: Inner, facts: list[F]) -> list[F]:
       new[inner], found = self._retraced(inner.program, facts)
       return found
 
     found = through(eqn, facts, inside, self._facts)
-    changed = {inner.key: program for inner, program in new.items()}
+    changed: dict[str, Any] = {inner.key: program for inner, program in new.items()}
     if "branches" in changed:
       changed["branches"] = tuple(new.values())
     return bind(eqn, inputs, **changed), found
 
-  def _retraced(self, program: Any, facts: list[F]) -> tuple[Any, list[F]]:
+  def _retraced(self, program: Program, facts: list[F]) -> tuple[Program, list[F]]:
     key = id(program), *facts
     if key not in self._done:
       function, found = self._function(program, facts)
@@ -297,7 +308,7 @@ class Interpreter(Generic[F]):
       self._done[key] = opened(made) if opened(program) is program else made, found, program
     return self._done[key][:2]
 
-  def _mapped(self, eqn: Any, inputs: list[Any], facts: list[F]) -> tuple[Sequence[Any], list[F]]:
+  def _mapped(self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]) -> tuple[Sequence[Value], list[F]]:
     params = eqn.params
     function, found = self._function(params["jaxpr"], facts)
     mapped = jax.shard_map(
@@ -310,18 +321,18 @@ class Interpreter(Generic[F]):
     )
     return mapped(*inputs), found
 
-  def _function(self, program: Any, facts: list[F]) -> tuple[Callable[..., list[Any]], list[F]]:
-    """A program as a function of arrays, and what is known of its results once it has been traced."""
+  def _function(self, program: Program, facts: list[F]) -> tuple[Callable[..., list[Value]], list[F]]:
+    """A program as a function of arrays, and the facts of its results once it has been traced."""
     found: list[F] = []
 
-    def function(*inputs: Any) -> list[Any]:
+    def function(*inputs: Value) -> list[Value]:
       results, found[:] = self(program, inputs, facts)
       return results
 
     return function, found
 
 
-def is_walked(eqn: Any) -> bool:
+def is_walked(eqn: JaxprEqn) -> bool:
   """Whether an operation runs programs that can be traced anew: they take arrays only.
 
   A custom rule that JAX keeps in an object (`call_hi_primitive`) can't.
@@ -331,10 +342,10 @@ def is_walked(eqn: Any) -> bool:
   return bool(inner) and arrays and all(some.key != "traced" for some in inner)
 
 
-def rewritten(jaxpr: Any, rule: Rule) -> Any:
+def rewritten(jaxpr: Program, rule: Rule) -> ClosedJaxpr:
   """The closed jaxpr of a program under a rule, also inside calls, loops, branches and custom rules."""
 
-  def paired(eqn: Any, inputs: list[Any], _: list[None]) -> Any:
+  def paired(eqn: JaxprEqn, inputs: list[Value], _: list[None]) -> Sequence[Value]:
     found = rule(eqn, inputs)
     return found if found is DEFAULT else (found, [None] * len(eqn.outvars))
 
@@ -342,22 +353,22 @@ def rewritten(jaxpr: Any, rule: Rule) -> Any:
   return traced(lambda *inputs: interpreter(jaxpr, inputs, [None] * len(inputs))[0], jaxpr)
 
 
-def forwarded(jaxpr: Any) -> list[int | None]:
+def forwarded(jaxpr: Program) -> list[int | None]:
   """For each output, the position of the input that it is equal to; None for computed outputs.
 
   Also through calls, checkpoints, loops and branches: `nnx.remat` and `nnx.scan` return every Variable that
-  they got. What a custom rule returns has another gradient.
+  they receive. The result of a custom rule has another gradient.
   """
   known = facts_of(jaxpr, range(len(opened(jaxpr).invars)), _POSITIONS)
   return [read(var, known, _POSITIONS.constant) for var in opened(jaxpr).outvars]
 
 
-def _returned(eqn: Any, _: Any) -> Any:
+def _returned(eqn: JaxprEqn, _: object) -> Any:
   inside = eqn.primitive.name in (*CALLS, "scan", "while", "cond") or is_checkpoint(eqn)
   return DEFAULT if inside else [None] * len(eqn.outvars)
 
 
-_POSITIONS: Facts[Any] = Facts(
+_POSITIONS: Facts[Hashable] = Facts(
   constant=lambda _: None,
   follow=_returned,
   join=lambda a, b: a if a == b else None,
@@ -366,22 +377,23 @@ _POSITIONS: Facts[Any] = Facts(
 )
 
 
-def without_copies(jaxpr: Any) -> Any:
-  """A jaxpr, closed or not, that reads what an operation returns of its inputs as these inputs.
+def without_copies(jaxpr: P) -> P:
+  """A jaxpr, closed or not, that reads inputs directly where an operation returns them unchanged.
 
-  `nnx.jit` returns every Variable that it gets.
+  `nnx.jit` returns every Variable that it receives.
   """
-  if opened(jaxpr) is not jaxpr:
-    return jaxpr.replace(jaxpr=without_copies(opened(jaxpr)))
-  same: dict[Any, Any] = {}
+  inner = opened(jaxpr)
+  if inner is not jaxpr:
+    return jaxpr.replace(jaxpr=without_copies(inner))
+  same: dict[Var, Var] = {}
 
-  def seen(some: Sequence[Any]) -> list[Any]:
+  def seen(some: Sequence[Var]) -> list[Var]:
     return [var if is_literal(var) else same.get(var, var) for var in some]
 
-  eqns: list[Any] = []
+  eqns: list[JaxprEqn] = []
   for eqn in jaxpr.eqns:
     inputs = seen(eqn.invars)
     eqns.append(eqn.replace(invars=inputs))
     positions: Sequence[Any] = facts_after(eqn, range(len(inputs)), _POSITIONS)
     same.update((out, inputs[n]) for out, n in zip(eqn.outvars, positions, strict=True) if n is not None)
-  return jaxpr.replace(eqns=eqns, outvars=seen(jaxpr.outvars))
+  return jaxpr.replace(eqns=eqns, outvars=seen(inner.outvars))

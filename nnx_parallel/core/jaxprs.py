@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,20 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding
 
+from nnx_parallel.core.types import (
+  AnyArray,
+  Aval,
+  ClosedJaxpr,
+  Jaxpr,
+  JaxprEqn,
+  P,
+  Program,
+  PyTree,
+  Value,
+  Var,
+)
+
+T = TypeVar("T")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
 _OBJECT = "_prim"
@@ -30,58 +44,59 @@ class ScanCounts:
   constants: int
   carried: int
 
-  def split(self, some: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+  def split(self, some: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """The constants, the carried values and the rows among the inputs, or something of each input."""
     first = self.constants + self.carried
     return [*some[: self.constants]], [*some[self.constants : first]], [*some[first:]]
 
 
-def params_of(eqn: Any) -> Any:
-  """The parameters of an operation, also of one that jax keeps in an object: `jax_remat3` and its like."""
+def params_of(eqn: JaxprEqn) -> dict[str, Any]:
+  """The parameters of an operation, even if jax keeps them in an object: `jax_remat3` and similar."""
   held = eqn.params.get(_OBJECT)
   return eqn.params if held is None else held.params
 
 
-def changed_params(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
-  """The parameters of an operation itself, with some of those that `params_of` gives changed."""
+def changed_params(eqn: JaxprEqn, changed: Mapping[str, Any]) -> dict[str, Any]:
+  """The original parameters of an operation, with changes to some parameters of `params_of`."""
   held = eqn.params.get(_OBJECT)
   if held is None or not changed:
     return {**eqn.params, **changed}
   return {_OBJECT: type(held)(**{**held.params, **changed})}
 
 
-def is_checkpoint(eqn: Any) -> bool:
+def is_checkpoint(eqn: JaxprEqn) -> bool:
   """Whether an operation is a `jax.checkpoint`."""
   return eqn.primitive.name in _CHECKPOINTS or (_OBJECT in eqn.params and "policy" in params_of(eqn))
 
 
-def is_call(eqn: Any) -> bool:
+def is_call(eqn: JaxprEqn) -> bool:
   """Whether an operation calls a program and does nothing else, as `jax.jit` does."""
   return eqn.primitive.name in CALLS
 
 
-def opened(jaxpr: Any) -> Any:
+def opened(jaxpr: Program) -> Jaxpr:
   """The jaxpr itself, closed or not."""
-  return getattr(jaxpr, "jaxpr", jaxpr)
+  inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+  return inner
 
 
-def constants(jaxpr: Any) -> Sequence[Any]:
+def constants(jaxpr: Program) -> Sequence[jax.Array]:
   """The constants that a closed jaxpr carries."""
   return getattr(jaxpr, "consts", ())
 
 
-def as_function(jaxpr: Any) -> Callable[..., Sequence[Any]]:
+def as_function(jaxpr: Program) -> Callable[..., Sequence[jax.Array]]:
   """A jaxpr as a function of flat arrays."""
-  inner = opened(jaxpr)
+  inner: Any = opened(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
 
 
-def placed(eqn: Any) -> contextlib.AbstractContextManager[None]:
-  """Gives what is traced in its body the source line and the name stack of an operation.
+def placed(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+  """Gives operations that are traced in its body the source line and the name stack of an operation.
 
-  Else every operation of a loss that is evaluated again would seem to come from a line of this package.
-  JAX cuts the user's lines off what is inside its own jitted functions (`jnp.take`): that has their caller's.
+  Otherwise every operation of a loss that is evaluated again would seem to come from a line of this package.
+  JAX drops the user's lines inside its own jitted functions (`jnp.take`): these get their caller's line.
   """
   source = eqn.source_info
   names = source_info_util.current_name_stack() + source.name_stack
@@ -89,15 +104,15 @@ def placed(eqn: Any) -> contextlib.AbstractContextManager[None]:
   return source_info_util.user_context(of.traceback, name_stack=names)
 
 
-def place_of(eqn: Any) -> str:
+def place_of(eqn: JaxprEqn) -> str:
   """The user's line of an operation, with its function."""
   return source_info_util.summarize(eqn.source_info)
 
 
-def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
+def bind(eqn: JaxprEqn, inputs: Sequence[Value], **changed: Any) -> Sequence[jax.Array]:
   """The results of an operation for other inputs, with some of its parameters changed.
 
-  Inside a `shard_map`, its axes are manual for operations that were traced outside of it too.
+  Inside a `shard_map`, its axes are also manual for operations that were traced outside of it.
   """
   active = jax.sharding.get_abstract_mesh()
   inside = AxisType.Manual in active.axis_types
@@ -109,14 +124,16 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
   return results if eqn.primitive.multiple_results else [results]
 
 
-def called(eqn: Any) -> Any:
+def called(eqn: JaxprEqn) -> Any:
   """The program that an operation holds (a call, a checkpoint, a custom rule), or None."""
   params = params_of(eqn)
-  found = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None)
+  found: Any = next(
+    (params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "traced") if key in params), None
+  )
   return opened(found) if "traced" in params else found
 
 
-def programs(eqn: Any) -> list[Any]:
+def programs(eqn: JaxprEqn) -> list[Program]:
   """The programs that an operation holds: a scan's body, a cond's branches, an inner `jit`."""
   values = [
     x for value in params_of(eqn).values() for x in (value if isinstance(value, (tuple, list)) else (value,))
@@ -124,8 +141,8 @@ def programs(eqn: Any) -> list[Any]:
   return [x for x in values if hasattr(opened(x), "eqns")]
 
 
-def equations(jaxpr: Any, enters: Callable[[Any], bool] = lambda _: True) -> Iterator[Any]:
-  """Every equation of a jaxpr, those of inner jaxprs included, or of the inner jaxprs of some equations."""
+def equations(jaxpr: Program, enters: Callable[[JaxprEqn], bool] = lambda _: True) -> Iterator[JaxprEqn]:
+  """Every equation of a jaxpr, and of its inner jaxprs, or of the inner jaxprs of some equations."""
   for eqn in opened(jaxpr).eqns:
     yield eqn
     if enters(eqn):
@@ -133,81 +150,82 @@ def equations(jaxpr: Any, enters: Callable[[Any], bool] = lambda _: True) -> Ite
         yield from equations(program, enters)
 
 
-def inner_equations(eqn: Any) -> Iterator[Any]:
+def inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
   """Every equation of the programs that an operation holds."""
   for program in programs(eqn):
     yield from equations(program)
 
 
-def gradient_of(eqn: Any) -> Any:
+def gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
   """The trace of the gradient of one operation, by its own rules."""
-  fixed = eqn.params.get("num_consts", 0)  # what a rule closes over has no gradient
+  fixed = eqn.params.get("num_consts", 0)  # constants of a rule have no gradient
 
-  def gradient(given: list[Any]) -> list[Any]:
-    def run(*xs: Any) -> Any:
+  def gradient(given: list[jax.Array]) -> list[jax.Array]:
+    def run(*xs: jax.Array) -> list[jax.Array]:
       return [*bind(eqn, [*given[:fixed], *xs])]
 
     out, back = jax.vjp(run, *given[fixed:])
-    slopes: Any = [x if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in out]
+    slopes: list[Any] = [x if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in out]
     found = zip(given[fixed:], back(slopes), strict=True)
     return [slope for x, slope in found if is_inexact(x)]
 
   return jax.make_jaxpr(gradient)([var.aval for var in eqn.invars])
 
 
-def rules(jaxpr: Any) -> Iterator[Any]:
+def rules(jaxpr: Program) -> Iterator[JaxprEqn]:
   """The operations of a trace, and of its inner programs, that have a gradient by `jax.custom_vjp`.
 
-  Not those of a `shard_map`: without it they can't be traced.
+  Rules inside a `shard_map` are left out: they cannot be traced without it.
   """
 
-  def is_one(eqn: Any) -> bool:
+  def is_one(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn)
 
-  def enters(eqn: Any) -> bool:
+  def enters(eqn: JaxprEqn) -> bool:
     return not is_one(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
 
   return filter(is_one, equations(jaxpr, enters))
 
 
-def has_rule(eqn: Any) -> bool:
-  """Whether an operation has a gradient of its own, by `jax.custom_jvp` or `jax.custom_vjp`."""
+def has_rule(eqn: JaxprEqn) -> bool:
+  """Whether an operation has a custom gradient, by `jax.custom_jvp` or `jax.custom_vjp`."""
   return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")) or "traced" in params_of(eqn)
 
 
-def among(var: Any, some: Container[Any]) -> bool:
-  """Whether an input or result of an operation is one of some variables; a literal is none."""
+def among(var: Var, some: Container[Var]) -> bool:
+  """Whether an input or result of an operation is one of some variables; a literal is not."""
   return not isinstance(var, core.Literal) and var in some
 
 
-def dependents(jaxpr: Any, first: Iterable[Any]) -> set[Any]:
-  """Some variables of a program, or of a list of its operations, and those that depend on them."""
+def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set[Var]:
+  """Some variables of a program, or of a list of its operations, and the variables that depend on them."""
   found = {*first}
-  for eqn in getattr(opened(jaxpr), "eqns", jaxpr):
+  eqns: Any = getattr(jaxpr, "eqns", jaxpr)
+  for eqn in eqns:
     if any(among(var, found) for var in eqn.invars):
       found.update(eqn.outvars)
   return found
 
 
-def is_tracer(x: Any) -> bool:
-  """Whether a value is one of a trace."""
+def is_tracer(x: object) -> bool:
+  """Whether a value is a tracer."""
   return isinstance(x, Tracer)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: AnyArray) -> bool:
   """Whether an array may have a gradient."""
   return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def nbytes(x: Any) -> int:
+def nbytes(x: AnyArray) -> int:
   """Bytes of an array, abstract or not."""
   return math.prod(x.shape) * x.dtype.itemsize
 
 
-def scan_counts(eqn: Any) -> ScanCounts:
+def scan_counts(eqn: JaxprEqn) -> ScanCounts:
   """Counts constants and carried values by rank: a row has one more dim outside the loop than inside.
 
-  The parameters with these counts have other names in other versions.
+  The parameters with these counts have different names in different versions.
   """
   inner = opened(eqn.params["jaxpr"])
   rows = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, inner.invars, strict=True))
@@ -215,11 +233,11 @@ def scan_counts(eqn: Any) -> ScanCounts:
   return ScanCounts(len(eqn.invars) - rows - carried, carried)
 
 
-def _rank(var: Any) -> int:
+def _rank(var: Var) -> int:
   return len(var.aval.shape)
 
 
-def struct(aval: Any) -> jax.ShapeDtypeStruct:
+def struct(aval: Aval) -> jax.ShapeDtypeStruct:
   """The shape and dtype of a variable, and its sharding on Explicit axes."""
   where = getattr(aval, "sharding", None)
   explicit = where is not None and AxisType.Explicit in where.mesh.axis_types
@@ -228,7 +246,7 @@ def struct(aval: Any) -> jax.ShapeDtypeStruct:
   )
 
 
-def traced(function: Callable[..., Any], like: Any) -> Any:
+def traced(function: Callable[..., PyTree], like: Program) -> ClosedJaxpr:
   """The closed jaxpr of a function of flat arrays with the types of the inputs of another."""
   avals = [var.aval for var in opened(like).invars]
   # In a `shard_map` a type also says over which axes values differ.
@@ -236,25 +254,28 @@ def traced(function: Callable[..., Any], like: Any) -> Any:
 
 
 def call_equation(
-  function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], like: Any
-) -> Any:
-  """An operation that computes variables of a trace from others by a function, traced once.
+  function: Callable[..., Sequence[jax.Array]], inputs: Sequence[Var], outputs: Sequence[Var], like: JaxprEqn
+) -> JaxprEqn:
+  """An operation that computes variables of a trace from other variables by a function, traced once.
 
   Args:
-    function: of flat arrays.
+    function: a function of flat arrays.
     inputs: variables of the trace.
     outputs: the variables that it makes.
     like: the operation whose place in the source it takes.
   """
   jitted = jax.jit(function, inline=False)
+  eqn: Any
   (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
   return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
 
 
-def operations_behind(eqns: Sequence[Any], wanted: Iterable[Any], *, effects: bool = False) -> list[Any]:
-  """The operations, in order, that some variables need; and those with effects, if asked for."""
+def operations_behind(
+  eqns: Sequence[JaxprEqn], wanted: Iterable[Var], *, effects: bool = False
+) -> list[JaxprEqn]:
+  """The operations, in order, that some variables need; on request, also operations with effects."""
   used = {var for var in wanted if not isinstance(var, core.Literal)}
-  kept: list[Any] = []
+  kept: list[JaxprEqn] = []
   for eqn in reversed(eqns):
     if (effects and eqn.effects) or not used.isdisjoint(eqn.outvars):
       kept.append(eqn)
@@ -262,8 +283,9 @@ def operations_behind(eqns: Sequence[Any], wanted: Iterable[Any], *, effects: bo
   return kept[::-1]
 
 
-def without_unused(jaxpr: Any) -> Any:
+def without_unused(jaxpr: P) -> P:
   """A jaxpr, closed or not, without the operations whose results nobody reads."""
-  if opened(jaxpr) is not jaxpr:
-    return jaxpr.replace(jaxpr=without_unused(opened(jaxpr)))
-  return jaxpr.replace(eqns=operations_behind(jaxpr.eqns, jaxpr.outvars, effects=True))
+  inner = opened(jaxpr)
+  if inner is not jaxpr:
+    return jaxpr.replace(jaxpr=without_unused(inner))
+  return jaxpr.replace(eqns=operations_behind(inner.eqns, inner.outvars, effects=True))

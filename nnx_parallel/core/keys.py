@@ -1,4 +1,4 @@
-"""Hashable stand-ins for programs: equal only if the programs are."""
+"""Hashable keys for programs: equal only if the programs are equal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.extend import core
 
 from nnx_parallel.core.jaxprs import constants, gradient_of, has_rule, inner_equations, is_tracer, opened
 from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.types import JaxprEqn, Program, Var
 
 # How to differentiate a call: functions that differ by identity in each trace.
 _DERIVATIVES = (
@@ -21,13 +22,13 @@ _DERIVATIVES = (
 )
 
 
-def identity(jaxpr: Any) -> Hashable:
-  """What tells a program from others, with constants by value, and gradients that have rules of their own."""
+def identity(jaxpr: Program) -> Hashable:
+  """The identity of a jaxpr, with constants by value, and gradients that have custom rules."""
   return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
 
 
-def value_of_constant(x: Any) -> Hashable:
-  """The type and the bytes of an array; of a tracer, which one it is."""
+def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
+  """The type and the bytes of an array; for a tracer, its identity."""
   if is_tracer(x):
     return id(x)
   if is_key(jnp.result_type(x)):
@@ -36,19 +37,22 @@ def value_of_constant(x: Any) -> Hashable:
 
 
 class Keys:
-  """Stand-ins for the static parts of programs.
+  """Keys for the static parts of programs.
 
   Args:
-    of_constant: the one of a constant that a program carries.
-    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; else they are left out.
-    shared: whether equal inner programs get a number, so that keys of one object only are compared.
+    of_constant: the key of a constant that a program carries.
+    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left
+      out.
+    shared: whether equal inner programs get a number, so that only keys of one object can be compared.
   """
 
   def __init__(
-    self, of_constant: Callable[[Any], Hashable] = id, *, rules: bool = False, shared: bool = True
+    self, of_constant: Callable[[jax.Array], Hashable] = id, *, rules: bool = False, shared: bool = True
   ):
     self._of_constant, self._rules, self._shared = of_constant, rules, shared
-    self._bodies: dict[tuple[int, bool], tuple[Any, Hashable]] = {}  # with the program, so that its id stays
+    self._bodies: dict[
+      tuple[int, bool], tuple[Program, Hashable]
+    ] = {}  # with the program, so that its id stays
     self._numbers: dict[Hashable, int] = {}
     self._in_rule = False
 
@@ -56,9 +60,9 @@ class Keys:
     """Those of the static parameters of an operation."""
     return tuple((k, self.of(v)) for k, v in sorted(params.items()) if k not in _DERIVATIVES)
 
-  def _params(self, eqn: Any) -> Hashable:
+  def _params(self, eqn: JaxprEqn) -> Hashable:
     before = self._in_rule
-    # A rule inside of these can't be traced by itself: it may use an axis of the mesh.
+    # A rule inside of these cannot be traced separately: it may use an axis of the mesh.
     self._in_rule = before or eqn.primitive.name in ("shard_map", "pallas_call")
     try:
       return self.params(eqn.params)
@@ -66,16 +70,16 @@ class Keys:
       self._in_rule = before
 
   def context(self, context: Any) -> Hashable:
-    """The one of the configuration that an operation was traced under."""
+    """The key of the configuration that an operation was traced under."""
     return context.compute_type, context.threefry_partitionable, self.of(context.xla_metadata)
 
-  def literal(self, literal: Any) -> Hashable:
-    """The one of a number in a program."""
+  def literal(self, literal: core.Literal) -> Hashable:
+    """The key of a number in a program."""
     return str(literal.aval), np.asarray(literal.val).tobytes()
 
   def of(self, value: Any) -> Hashable:
-    """The one of a program, or of another parameter."""
-    if hasattr(opened(value), "eqns"):  # a program, or one that is traced
+    """The key of a program, or of another parameter."""
+    if hasattr(opened(value), "eqns"):  # a program, or a traced program
       place = id(value), self._in_rule
       if place not in self._bodies:  # jax traces equal calls once, so most bodies are the same object
         key = self._body(value)
@@ -97,11 +101,11 @@ class Keys:
     try:
       hash(value)
     except TypeError:
-      # What cannot be hashed equals nothing but itself: not grouped, and still right.
+      # An unhashable value equals only itself: it is not grouped, but the result is still right.
       return type(value), id(value)
     return type(value), value
 
-  def _body(self, body: Any) -> Hashable:
+  def _body(self, body: Program) -> Hashable:
     jaxpr = opened(body)
     numbers = {value: i for i, value in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     shapes = [str(value.aval) for value in numbers]
@@ -112,9 +116,9 @@ class Keys:
     rules = tuple(self._rule(eqn) for eqn in jaxpr.eqns) if self._rules and not self._in_rule else ()
     return tuple(shapes), code, results, tuple(map(self._of_constant, constants(body))), rules
 
-  def _rule(self, eqn: Any) -> Hashable:
-    """The gradient of an operation that has one of its own."""
-    # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
+  def _rule(self, eqn: JaxprEqn) -> Hashable:
+    """The gradient of an operation that has a custom gradient."""
+    # A rule in a shard_map cannot be traced outside of it, but the gradient of the full shard_map can.
     mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
     if not (has_rule(eqn) or mapped):
       return None
@@ -125,15 +129,19 @@ class Keys:
       self._in_rule = False
 
   def code(
-    self, eqns: Iterable[Any], numbers: dict[Any, int], inputs: list[Any], fixed: Callable[[Any], bool]
+    self,
+    eqns: Iterable[JaxprEqn],
+    numbers: dict[Var, int],
+    inputs: list[Var],
+    fixed: Callable[[JaxprEqn], bool],
   ) -> Hashable:
-    """What operations do, with numbers in place of variables.
+    """A key of operations, with numbers in place of variables.
 
     Args:
       eqns: the operations.
-      numbers: the number of each variable that is known; those of the others are added.
-      inputs: gets the variables that no operation makes, and the literals that are none of the program.
-      fixed: whether the literals of an operation are part of what it does.
+      numbers: the number of each known variable; numbers of other variables are added.
+      inputs: receives the variables that no operation makes, and the literals that are not of the program.
+      fixed: whether the literals of an operation are part of its key.
     """
     code: list[Hashable] = []
     for eqn in eqns:

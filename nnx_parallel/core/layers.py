@@ -1,4 +1,4 @@
-"""Finds the layers of a module: what repeats in it."""
+"""Finds the layers of a module: its repeated parts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.nodes import Path, array_leaves, iter_nodes, path_str, value_of
 from nnx_parallel.core.text import format_array
+from nnx_parallel.core.types import Model
 
 _NUMBER = re.compile(r"\d+$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """Modules of one class and structure beside each other: the blocks of a model.
+  """Adjacent modules of one class and structure: the blocks of a model.
 
   Attributes:
     pattern: their dotted paths, with `*` for the number.
     kind: the name of their class.
     paths: where they are, in order.
-    unlike: how their Variables differ from those of layers before them with the same pattern and class.
+    unlike: how their Variables differ from earlier layers with the same pattern and class.
   """
 
   pattern: str
@@ -38,12 +40,12 @@ class Layers:
     return f"{len(self.paths)} x {self.kind} at {self.pattern}{unlike}"
 
 
-def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
-  """The layers of a model, outermost first; inside a layer none are looked for.
+def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
+  """The layers of a model, outermost first; layers inside a layer are not searched.
 
-  Layers are two or more modules of one class with a matrix among their Variables that are the elements of a
-  list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Those with Variables of equal
-  paths, types, shapes and dtypes are one group, and one of the groups has two or more.
+  Layers are two or more modules of one class that have a matrix among their Variables, and are the elements
+  of a list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Modules with Variables
+  of equal paths, types, shapes and dtypes form a group, and at least one group has two or more modules.
 
   Args:
     model: a module, live or abstract, or a tuple or dict of them.
@@ -66,13 +68,13 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   found: list[Layers] = []
   taken: set[Path] = set()
   for depth, same_depth in itertools.groupby(sorted(modules, key=_depth), _depth):
-    beside: dict[Any, list[tuple[Path, Any]]] = {}
+    beside: dict[tuple[str, type[nnx.Module]], list[tuple[Path, nnx.Module]]] = {}
     for path, module in same_depth:
       name = _pattern(path) if pattern is None else _matched(path, pattern)
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         beside.setdefault((name, type(module)), []).append((path, module))
     for (name, kind), members in beside.items():
-      groups: dict[Any, list[Path]] = {}
+      groups: dict[_Structure, list[Path]] = {}
       for path, module in members:
         groups.setdefault(_structure(module), []).append(path)
       # Parts of different widths are stages, which have layers inside.
@@ -86,11 +88,11 @@ def find_layers(model: Any, pattern: str | None = None) -> tuple[Layers, ...]:
   return tuple(sorted(found, key=lambda layers: order[layers.paths[0]]))
 
 
-def _depth(row: tuple[Path, Any]) -> int:
+def _depth(row: tuple[Path, object]) -> int:
   return len(row[0])
 
 
-def modules_of(model: Any) -> Iterator[tuple[Path, Any]]:
+def modules_of(model: Model) -> Iterator[tuple[Path, nnx.Module]]:
   """Every module but lists and dicts of modules, each once."""
   parts = dict(enumerate(model)) if isinstance(model, (tuple, list)) else model
   roots = parts.items() if isinstance(parts, dict) else [(None, model)]
@@ -103,7 +105,7 @@ def modules_of(model: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _pattern(path: Path) -> str | None:
-  """The path with `*` for the number at its end; None where it has none."""
+  """The path with `*` for the number at its end; None if it has no number."""
   if not path:
     return None
   last = str(path[-1])
@@ -115,14 +117,17 @@ def _matched(path: Path, pattern: str) -> str | None:
   return pattern if fnmatch.fnmatchcase(path_str(path), pattern) else None
 
 
-def _structure(module: Any) -> Any:
+_Structure = tuple[tuple[Path, type, tuple[int, ...], np.dtype[Any]], ...]
+
+
+def _structure(module: object) -> _Structure:
   """Path, type, shape and dtype of each Variable."""
   arrays = {path: (leaf, value_of(leaf)) for path, leaf in array_leaves(module).items()}
   return tuple((path, type(leaf), value.shape, value.dtype) for path, (leaf, value) in arrays.items())
 
 
-def _unlike(structure: Any, other: Any) -> str:
-  """The first Variable of a structure that another one does not have, or has in another form."""
+def _unlike(structure: _Structure, other: _Structure) -> str:
+  """The first Variable of a structure that is missing in another structure, or has another form there."""
   more = [row for row in structure if row not in other] or [row for row in other if row not in structure]
   if not more:
     return "another order of Variables"
@@ -131,5 +136,5 @@ def _unlike(structure: Any, other: Any) -> str:
   return text if more[0] in structure else f"there {text}"
 
 
-def _has_matrix(structure: Any) -> bool:
+def _has_matrix(structure: _Structure) -> bool:
   return any(len(shape) > 1 for _, _, shape, _ in structure)

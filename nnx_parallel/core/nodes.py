@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.padding import PADDED, logical_kind
+from nnx_parallel.core.types import AnyArray, Leaf, State, Variable
 from nnx_parallel.errors import ShardingError
 
 Path = tuple[Hashable, ...]
 Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
-"""Metadata key with the user's annotation, and the one that creation wrote in its place for flax:
+"""Metadata key with the user's annotation, and the annotation that creation wrote for flax:
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
 """Metadata key with the plan's rules for activations; see `constrain.Scope`."""
@@ -29,7 +30,7 @@ FLAX_PREFIX = "_pytree__"
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
-"""Metadata keys that mean a layout in other code, and nothing to flax."""
+"""Metadata keys that are a layout in other code, but mean nothing to flax."""
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
@@ -51,17 +52,17 @@ def path_str(path: Path) -> str:
   return ".".join(map(str, path))
 
 
-def plain_path(path: Sequence[Any]) -> Path:
+def plain_path(path: Sequence[object]) -> Path:
   """Converts a path of `jax.tree_util` to the plain parts of a plan's paths."""
 
-  def part(key: Any) -> Any:
-    # A pytree may be registered with keys of its own: strings, for example.
+  def part(key: object) -> Hashable:
+    # A pytree may be registered with custom keys, for example strings.
     return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
   return tuple(map(part, path))
 
 
-def iter_nodes(module: Any) -> Iterator[tuple[Path, Any]]:
+def iter_nodes(module: object) -> Iterator[tuple[Path, object]]:
   """Yields path and object of modules (any `nnx.Pytree`) and Variables: a fast `nnx.iter_graph`.
 
   In flax's order, children first. A shared object is yielded at each of its paths, its children only once.
@@ -69,7 +70,7 @@ def iter_nodes(module: Any) -> Iterator[tuple[Path, Any]]:
   yield from _iter_nodes(module, (), set())
 
 
-def _iter_nodes(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+def _iter_nodes(node: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, object]]:
   if isinstance(node, nnx.Pytree) and id(node) not in seen:
     seen.add(id(node))
     attributes: list[tuple[Any, Any]] = [
@@ -87,11 +88,11 @@ def _iter_nodes(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
   yield path, node
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: Leaf) -> bool:
   return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
-def variables(module: Any) -> dict[Path, Any]:
+def variables(module: object) -> dict[Path, Leaf]:
   """The Variables and raw arrays of a module by path, in flax's order; tied Variables at their first path.
 
   The Variables are the module's own, not copies.
@@ -99,16 +100,16 @@ def variables(module: Any) -> dict[Path, Any]:
   return dict(nnx.to_flat_state(nnx.state(module)))
 
 
-def array_leaves(module: Any) -> dict[Path, Any]:
-  """`variables`, without those that hold no array but `None` or optax's `MaskedNode`."""
+def array_leaves(module: object) -> dict[Path, Leaf]:
+  """`variables`, except Variables that hold no array but `None` or optax's `MaskedNode`."""
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
 
 
-def merge(graphdef: Any, state: Any) -> Any:
+def merge(graphdef: nnx.GraphDef[Any], state: State) -> Any:
   """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays.
 
-  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
-  There it is marked as data.
+  flax takes a struct inside a tuple, dict or other pytree for a static value, and so would lose it. This
+  function marks it as data.
   """
   node, flat = nnx.merge(graphdef, state), dict(nnx.to_flat_state(state))
   structs = {path for path, leaf in flat.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -119,10 +120,10 @@ def merge(graphdef: Any, state: Any) -> Any:
   return nnx.merge(graphdef, nnx.from_flat_state(marked))
 
 
-def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, Any]) -> None:
+def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, AnyArray]) -> None:
   """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy.
 
-  So is any other container that is no module; `nnx.update` refuses tuples and dataclasses.
+  Other containers that are not modules are also copied; `nnx.update` rejects tuples and dataclasses.
 
   Example:
     >>> from flax import nnx
@@ -143,7 +144,7 @@ def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, Any]) -> None:
       setattr(node, name, nnx.data(new))
 
 
-def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
+def aliases(module: object) -> dict[Path, tuple[Path, ...]]:
   """The other paths of tied Variables and shared submodules, by path in `variables(module)`.
 
   Example:
@@ -173,17 +174,17 @@ def aliases(module: Any) -> dict[Path, tuple[Path, ...]]:
   return result
 
 
-def value_of(leaf: Any) -> Any:
+def value_of(leaf: Leaf) -> AnyArray:
   """The array (or `ShapeDtypeStruct`) of a Variable, or the leaf itself when it is a raw array."""
   return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def kind_of(leaf: Any) -> str:
+def kind_of(leaf: Leaf) -> str:
   """The Variable's type name, or `array` for a raw array."""
   return logical_kind(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
 
 
-def is_rng(leaf: Any) -> bool:
+def is_rng(leaf: Leaf) -> bool:
   """Whether this leaf is RNG state (a key or a counter), which is always replicated."""
   if isinstance(leaf, nnx.RngState):
     return True
@@ -196,7 +197,7 @@ def is_key(dtype: Any) -> bool:
   return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
+def declared(leaf: Leaf, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   """The user's names on a Variable (None without annotation), and its own `sharding_rules`.
 
   Reads every key that flax has used (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
@@ -220,7 +221,7 @@ def declared(leaf: Any, *, where: str) -> tuple[Names | None, dict[str, Any]]:
   return names, rules
 
 
-def annotation(variable: nnx.Variable[Any]) -> tuple[str, Any] | None:
+def annotation(variable: Variable) -> tuple[str, Any] | None:
   """The metadata key and value (names or spec) of a Variable's annotation; None without one."""
   metadata = cast(Mapping[str, Any], variable.get_metadata())
   found = next(((key, metadata[key]) for key in _NAME_KEYS if metadata.get(key) is not None), None)
@@ -256,7 +257,7 @@ def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
   return result
 
 
-def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
+def _to_names(value: Leaf, ndim: int, *, where: str, key: str) -> Names:
   if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
     raise ShardingError(
       f"{where}: {key} must be one name (or None) for each dim, not {value!r}.",
@@ -272,7 +273,7 @@ def _to_names(value: Any, ndim: int, *, where: str, key: str) -> Names:
   return (*names, *([None] * (ndim - len(names))))
 
 
-def _to_entry(entry: Any, *, where: str, key: str) -> Entry:
+def _to_entry(entry: object, *, where: str, key: str) -> Entry:
   if entry is None or isinstance(entry, str):
     return entry
   if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):

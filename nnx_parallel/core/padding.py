@@ -3,11 +3,11 @@
 A padded Variable is a subclass of the Variable's type (so that filters such as `nnx.Param` match it). Its raw
 value has the storage shape; its `get_value`, `[...]`, `.shape` and operators have the logical shape. Inside a
 compiled program on Auto axes the slice is free: the shards of the stored array are already the shards of the
-logical one, and no collective is added (measured: equal collectives and temporaries, and equal numbers).
-Gradients have zeros in the padding, because that is the transpose of a slice.
+logical array, and no collective is added (measured: equal collectives and temporaries, and equal numbers).
+Gradients have zeros in the padding, because the transpose of a slice does this.
 
-Optimizers see logical shapes too (`logical_transformation`), so that means over a parameter, as in Adafactor,
-and thresholds on its size are those of one device.
+Optimizers also see logical shapes (`logical_transformation`), so that means over a parameter, as in
+Adafactor, and thresholds on its size equal the values on one device.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.types import AnyArray, PyTree, Variable
 from nnx_parallel.errors import ShardingError
 
 PADDED = "padded_shape"
 """Metadata key of a padded Variable: `(logical shape, storage shape)`."""
-# Attributes of the stored array; all others are those of the logical array.
+# Attributes of the stored array; all other attributes belong to the logical array.
 _STORED_ATTRIBUTES = frozenset(
   ("dtype", "ndim", "sharding", "addressable_shards", "is_deleted", "delete", "block_until_ready", "devices")
 )
 
 
-def is_padded(variable: Any) -> bool:
+def is_padded(variable: object) -> bool:
   """Whether a Variable is stored with padding."""
   return isinstance(variable, nnx.Variable) and variable.has_metadata(PADDED)
 
 
-def logical_kind(variable: nnx.Variable[Any]) -> type[nnx.Variable[Any]]:
+def logical_kind(variable: Variable) -> type[Variable]:
   """The user's type of a Variable: `nnx.Param` for a padded `nnx.Param`."""
   kind = type(variable)
   return kind.__bases__[0] if is_padded(variable) else kind
 
 
-def pad_variable(
-  variable: nnx.Variable[Any], array: Any, storage_shape: tuple[int, ...]
-) -> nnx.Variable[Any]:
+def pad_variable(variable: Variable, array: AnyArray, storage_shape: tuple[int, ...]) -> Variable:
   """A padded Variable with the type, metadata and (global) shape of another.
 
   Args:
@@ -72,30 +71,30 @@ def pad_variable(
 
 
 @functools.cache
-def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
-  def get_value(self: Any, **index: Any) -> Any:
+def _padded_type(kind: type[Variable]) -> type[Variable]:
+  def get_value(self: Variable, **index: Any) -> AnyArray:
     return _logical_variable(self).get_value(**index)
 
-  def set_value(self: Any, value: Any, **index: Any) -> None:
+  def set_value(self: Variable, value: AnyArray, **index: Any) -> None:
     changed = _logical_variable(self)
     changed.set_value(value, **index)
     _store(self, changed.get_raw_value())
 
-  def shape(self: Any) -> tuple[int, ...]:
+  def shape(self: Variable) -> tuple[int, ...]:
     return _limits(tuple(self.get_raw_value().shape), *self.get_metadata(PADDED))
 
-  def get_attribute(self: Any, name: str) -> Any:
+  def get_attribute(self: Variable, name: str) -> Any:
     if name == "_read":  # nobody has read it yet
       return None
     if name in _STORED_ATTRIBUTES or self.has_metadata(name):
       return kind.__getattr__(self, name)
     return getattr(_logical_variable(self), name)
 
-  def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+  def deepcopy(self: Variable, memo: dict[int, Any]) -> Any:
     # Found here, not on the array: else a deep copy of a module would hold bare logical arrays.
     return self.copy(copy.deepcopy(self.get_raw_value(), memo))
 
-  def reduce(self: Any) -> tuple[Any, ...]:
+  def reduce(self: Variable) -> tuple[Any, ...]:
     return _rebuild, (kind, self.__getstate__())
 
   members = {
@@ -113,20 +112,20 @@ def _padded_type(kind: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
   return make(f"Padded{kind.__name__}", (kind,), members)
 
 
-def _rebuild(kind: type[nnx.Variable[Any]], state: dict[str, Any]) -> Any:
+def _rebuild(kind: type[Variable], state: dict[str, Any]) -> Any:
   padded: Any = _padded_type(kind)
   made = padded.__new__(padded)
   made.__setstate__(state)
   return made
 
 
-def _logical_variable(variable: Any) -> nnx.Variable[Any]:
+def _logical_variable(variable: Variable) -> Variable:
   """The Variable with its original type and logical shape: hooks and overrides of that type apply."""
   metadata = {k: v for k, v in variable.get_metadata().items() if k not in (PADDED, "ref")} | {"ref": False}
   return cast(Any, logical_kind(variable)).from_metadata(_logical_array(variable), metadata)
 
 
-def _logical_array(variable: Any) -> Any:
+def _logical_array(variable: Variable) -> AnyArray:
   """The array without the padding: one object for all reads of an unchanged Variable, as in flax.
 
   Libraries such as Qwix find the Variable of an operand by the identity of its array. The Variable does not
@@ -146,7 +145,7 @@ def _logical_array(variable: Any) -> Any:
   return value
 
 
-def _store(variable: Any, value: Any) -> None:
+def _store(variable: Variable, value: AnyArray) -> None:
   logical, storage = variable.get_metadata(PADDED)
   raw = variable.get_raw_value()
   if not isinstance(value, jax.Array) and not hasattr(value, "shape"):
@@ -166,8 +165,8 @@ def _store(variable: Any, value: Any) -> None:
     variable.set_raw_value(stored)
 
 
-def crop(value: Any, logical: tuple[int, ...], storage: tuple[int, ...]) -> Any:
-  """Cuts an array of the storage shape to the logical shape; one of the logical shape is returned unchanged.
+def crop(value: AnyArray, logical: tuple[int, ...], storage: tuple[int, ...]) -> AnyArray:
+  """Cuts an array of the storage shape to the logical shape; an array of the logical shape stays unchanged.
 
   The array may have lost or gained dims under `vmap` or `scan`. Values without a shape are returned
   unchanged; any other shape is an error, because the position of the padding is unknown.
@@ -176,7 +175,7 @@ def crop(value: Any, logical: tuple[int, ...], storage: tuple[int, ...]) -> Any:
   if shape is None or shape == logical:
     return value
   limits = _limits(tuple(shape), logical, storage)
-  if not isinstance(value, (jax.Array, np.ndarray)):  # abstract, or what flax prints for an array
+  if not isinstance(value, (jax.Array, np.ndarray)):  # abstract, or the object that flax prints for an array
     return jax.ShapeDtypeStruct(limits, value.dtype)
   return _gather_cut_dims(value, limits)[tuple(slice(limit) for limit in limits)]
 
@@ -203,12 +202,12 @@ def _limits(shape: tuple[int, ...], logical: tuple[int, ...], storage: tuple[int
     return options.pop()
   raise ShardingError(
     f"a padded array of shape {storage} (logical {logical}) has the shape {shape} here.",
-    details="so it is not clear which dim is padded" if options else "which is neither of the two",
+    details="so the padded dim is unknown" if options else "which is neither of the two",
     fix="map over another dim, or plan with uneven='replicate' for this array.",
   )
 
 
-def _gather_cut_dims(value: Any, limits: tuple[int, ...]) -> Any:
+def _gather_cut_dims(value: AnyArray, limits: tuple[int, ...]) -> AnyArray:
   # With sharding in types an uneven dim cannot be split, so there it is gathered first; on Auto axes the
   # compiler keeps the shards.
   sharding = jax.typeof(value).sharding
@@ -221,7 +220,7 @@ def _gather_cut_dims(value: Any, limits: tuple[int, ...]) -> Any:
   return jax.sharding.reshard(value, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
 
 
-def pad(value: Any, shape: tuple[int, ...]) -> Any:
+def pad(value: AnyArray, shape: tuple[int, ...]) -> AnyArray:
   """Appends zeros to each dim of an array up to `shape` (global storage shape, elements)."""
   if tuple(value.shape) == shape:
     return value
@@ -229,7 +228,7 @@ def pad(value: Any, shape: tuple[int, ...]) -> Any:
   return jnp.pad(value, widths)
 
 
-def _pad_like(value: Any, like: Any) -> Any:
+def _pad_like(value: AnyArray, like: AnyArray) -> AnyArray:
   padded = pad(value, tuple(like.shape))
   if isinstance(padded, Tracer):
     target = jax.typeof(like).sharding
@@ -240,7 +239,7 @@ def _pad_like(value: Any, like: Any) -> Any:
 
 
 def logical_transformation(
-  tx: optax.GradientTransformation, parameters: Any
+  tx: optax.GradientTransformation, parameters: PyTree
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps an optimizer so that it computes at logical shapes on padded arrays.
 
@@ -259,7 +258,7 @@ def logical_transformation(
 
   parameter_shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(parameters)]
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+  def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
     stored_grads, stored_state = jax.tree.leaves(grads), jax.tree.leaves(state)
     structure = jax.tree.structure(grads)
     cut = functools.partial(_cut, shapes=parameter_shapes)
@@ -272,13 +271,13 @@ def logical_transformation(
   return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
 
 
-def _cut(tree: Any, shapes: list[tuple[int, ...]]) -> Any:
+def _cut(tree: PyTree, shapes: list[tuple[int, ...]]) -> PyTree:
   leaves, structure = jax.tree.flatten(tree)
   cut = [crop(leaf, shape, tuple(leaf.shape)) for leaf, shape in zip(leaves, shapes, strict=True)]
   return jax.tree.unflatten(structure, cut)
 
 
-def _fill(tree: Any, stored: list[Any]) -> Any:
+def _fill(tree: PyTree, stored: list[AnyArray]) -> PyTree:
   leaves, structure = jax.tree.flatten(tree)
   full = [_pad_like(leaf, like) for leaf, like in zip(leaves, stored, strict=True)]
   return jax.tree.unflatten(structure, full)

@@ -1,42 +1,48 @@
 """Evaluates a part of a trace tile by tile: for blocks of one or two of its dims.
 
 A program that makes a large array and reduces it need not hold it: each operation maps dims of its result to
-dims of its operands, so a block of the result needs blocks of the operands only. Tiles are followed back to
-values that are small, or that an operation without such a map makes (leaves), which are sliced.
+dims of its operands, so a block of the result needs only blocks of the operands. Tiles are followed back to
+small values, or to results of operations without such a map (leaves), which are sliced.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.dims import IDENTITIES, MATRIX, PRODUCTS, SCATTERS, DimMap, dim_map, moved
 from nnx_parallel.core.jaxprs import bind, struct
+from nnx_parallel.core.types import Aval, Jaxpr, JaxprEqn, Var
 
-Labels = tuple[tuple[Any, int, int], ...]
+DimName: TypeAlias = Any
+"""The name of a dim that is cut into blocks: any key of a dict."""
+Places: TypeAlias = Mapping[DimName, Any]
+"""For each named dim, the number of a block: an int, or an array in a loop."""
+Labels: TypeAlias = tuple[tuple[DimName, int, int], ...]
 """`(name of a dim, dim of an array, factor)`: the array's dim is factor x the named dim x the rest."""
-Node = tuple[Any, Labels]
+Node: TypeAlias = tuple[Var, Labels]
 """A variable of a trace, and which of its dims are named."""
 _WHOLE = SCATTERS | MATRIX | {"fft"} | (PRODUCTS - {"dot_general"}) | (IDENTITIES - {"sharding_constraint"})
-"""Operations that are not computed for each tile: they cost much, or lay out the whole array."""
+"""Operations that are not computed for each tile: they cost much, or lay out the full array."""
 
 
 class Untiled(Exception):
   """An operation that cannot be evaluated for a block of a dim; `eqn` is the operation."""
 
-  def __init__(self, eqn: Any):
+  def __init__(self, eqn: JaxprEqn):
     super().__init__(described(eqn))
     self.eqn = eqn
 
 
-def described(eqn: Any) -> str:
+def described(eqn: JaxprEqn) -> str:
   """An operation and the type of its result."""
   return " -> ".join([eqn.primitive.name, *(var.aval.str_short() for var in eqn.outvars[:1])])
 
@@ -45,43 +51,43 @@ def described(eqn: Any) -> str:
 class Grid:
   """Blocks of named dims.
 
-  The last block ends where its dim ends, so it may overlap the one before: what is `fresh` counts.
+  The last block ends where its dim ends, so it may overlap the previous block: only `fresh` positions count.
 
   Attributes:
-    lengths: of the named dims.
-    blocks: lengths of the blocks of some of them.
-    parts: the number of equal parts of some of them, each of which is cut into blocks by itself.
+    lengths: the lengths of the named dims.
+    blocks: the block lengths of some of them.
+    parts: the number of equal parts of some of them; each part is cut into blocks separately.
   """
 
-  lengths: Mapping[Any, int]
-  blocks: Mapping[Any, int]
-  parts: Mapping[Any, int] = dataclasses.field(default_factory=dict[Any, int])
+  lengths: Mapping[DimName, int]
+  blocks: Mapping[DimName, int]
+  parts: Mapping[DimName, int] = dataclasses.field(default_factory=dict[DimName, int])
 
   @classmethod
-  def even(cls, lengths: Mapping[Any, int], block: int, parts: Mapping[Any, int]) -> Grid:
+  def even(cls, lengths: Mapping[DimName, int], block: int, parts: Mapping[DimName, int]) -> Grid:
     """A grid of equal blocks of at most `block` of each of the dims that are in `parts`."""
     each = {name: lengths[name] // n for name, n in parts.items()}
     return cls(lengths, {name: -(-n // -(-n // block)) for name, n in each.items()}, parts)
 
-  def tiles(self) -> dict[Any, Any]:
+  def tiles(self) -> dict[DimName, jax.Array]:
     """The number of the block of each dim, for all tiles: rows of a scan."""
     counts = [*map(self.count, self.blocks)]
     return dict(zip(self.blocks, map(jnp.ravel, jnp.indices(counts, dtype=jnp.int32)), strict=True))
 
-  def count(self, name: Any) -> int:
+  def count(self, name: DimName) -> int:
     """The number of blocks of a dim."""
     parts = self.parts.get(name, 1)
     return parts * -(-self.lengths[name] // parts // self.blocks[name])
 
-  def starts(self, name: Any) -> np.ndarray:
+  def starts(self, name: DimName) -> np.ndarray:
     """Where the blocks of a dim start."""
     parts, size = self.parts.get(name, 1), self.blocks[name]
     part = self.lengths[name] // parts
     within = np.minimum(np.arange(self.count(name) // parts) * size, part - size)
     return (np.arange(parts)[:, None] * part + within).reshape(-1)
 
-  def fresh(self, tile: Any, labels: Labels, places: Mapping[Any, Any], other: float = 0.0) -> Any:
-    """A tile with another number in place of what an earlier tile has too."""
+  def fresh(self, tile: jax.Array, labels: Labels, places: Places, other: float = 0.0) -> jax.Array:
+    """A tile with another number at positions that an earlier tile has too."""
     for name, dim, factor in labels:
       if name in self.blocks and self.lengths[name] // self.parts.get(name, 1) % self.blocks[name]:
         size, length = self.blocks[name], tile.shape[dim]
@@ -92,12 +98,12 @@ class Grid:
         tile = jax.lax.select(new, tile, jnp.full_like(tile, other))
     return tile
 
-  def indices(self, name: Any, places: Mapping[Any, Any]) -> Any:
+  def indices(self, name: DimName, places: Places) -> jax.Array:
     """Where the elements of a block are in the dim."""
     return self._start(name, places)[0] + jnp.arange(self.blocks[name])
 
-  def _start(self, name: Any, places: Mapping[Any, Any]) -> tuple[Any, Any]:
-    """Where a block starts, and where what no block before it has starts."""
+  def _start(self, name: DimName, places: Places) -> tuple[jax.Array, jax.Array]:
+    """The start of a block, and the start of the positions that no earlier block has."""
     parts, size, place, ahead = self.parts.get(name, 1), self.blocks[name], places[name], 0
     length, count = self.lengths[name] // parts, self.count(name) // parts
     if parts > 1:
@@ -113,14 +119,14 @@ class Grid:
     return tuple(found)
 
   def untiled(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
-    """The shape of an array, of that of a tile."""
+    """The shape of an array, given the shape of a tile."""
     found = list(shape)
     for name, dim, _ in labels:
       if name in self.blocks:
         found[dim] = found[dim] // self.blocks[name] * self.lengths[name]
     return tuple(found)
 
-  def take(self, x: Any, labels: Labels, places: Mapping[Any, Any]) -> Any:
+  def take(self, x: jax.Array, labels: Labels, places: Places) -> jax.Array:
     """A tile of an array."""
     for name, dim, factor in labels:
       if name in self.blocks:
@@ -133,7 +139,7 @@ class Grid:
           x = part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return x
 
-  def put(self, x: Any, part: Any, labels: Labels, places: Mapping[Any, Any]) -> Any:
+  def put(self, x: jax.Array, part: jax.Array, labels: Labels, places: Places) -> jax.Array:
     """The array with a tile replaced."""
     sliced = [label for label in labels if label[0] in self.blocks]
     if not sliced:
@@ -148,7 +154,7 @@ class Grid:
     whole = jax.lax.dynamic_update_slice_in_dim(x.reshape(split), part.reshape(split_part), start, dim + 1)
     return whole.reshape(x.shape)
 
-  def _split(self, shape: Sequence[int], name: Any, dim: int, factor: int) -> tuple[int, ...]:
+  def _split(self, shape: Sequence[int], name: DimName, dim: int, factor: int) -> tuple[int, ...]:
     length = self.lengths[name]
     return (*shape[:dim], factor, length, shape[dim] // factor // length, *shape[dim + 1 :])
 
@@ -166,14 +172,14 @@ class Tiles:
     parts: node -> its operation, and the labels of its operands.
   """
 
-  def __init__(self, body: Any, grid: Grid, leaf: Callable[[Any, Labels], bool]):
+  def __init__(self, body: Jaxpr, grid: Grid, leaf: Callable[[Var, Labels], bool]):
     self.grid, self._leaf = grid, leaf
     self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
     self.leaves: dict[Node, None] = {}
-    self.parts: dict[Node, tuple[Any, list[Labels]]] = {}
+    self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}
 
-  def need(self, var: Any, labels: Labels, strict: Callable[[Any], bool] = lambda _: False) -> None:
-    """Makes a value one of those that are evaluated.
+  def need(self, var: Var, labels: Labels, strict: Callable[[Var], bool] = lambda _: False) -> None:
+    """Adds a value to the evaluated values.
 
     Raises:
       Untiled: an operation that must be evaluated tile by tile (`strict`) cannot be.
@@ -194,11 +200,11 @@ class Tiles:
         return
     self.leaves[var, labels] = None
 
-  def made(self, var: Any) -> Any:
+  def made(self, var: Var) -> JaxprEqn | None:
     """The operation that makes a value, or None."""
     return self._made.get(var)
 
-  def value(self, var: Any, labels: Labels, known: dict[Node, Any], places: Mapping[Any, Any]) -> Any:
+  def value(self, var: Var, labels: Labels, known: dict[Node, jax.Array], places: Places) -> jax.Array:
     """A tile of a value, from the tiles that are known, to which it is added."""
     if isinstance(var, core.Literal):
       return var.val
@@ -210,7 +216,9 @@ class Tiles:
       known.update({(out, labels): x for out, x in zip(eqn.outvars, results, strict=True)})
     return known[var, labels]
 
-  def _tile(self, eqn: Any, labels: Labels, inputs: list[Any], places: Mapping[Any, Any]) -> Sequence[Any]:
+  def _tile(
+    self, eqn: JaxprEqn, labels: Labels, inputs: list[jax.Array], places: Places
+  ) -> Sequence[jax.Array]:
     name = eqn.primitive.name
     shape = self.grid.shape(eqn.outvars[0].aval.shape, labels)
     if name == "iota":
@@ -238,11 +246,11 @@ class Tiles:
     return bind(eqn, inputs)
 
 
-def pulled(eqn: Any, labels: Labels, lengths: Mapping[Any, int]) -> list[Labels]:
-  """The labels that the operands of an operation need for those of its result.
+def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> list[Labels]:
+  """The labels that the operands of an operation need, given the labels of its result.
 
   Raises:
-    Untiled: a block of the result is no function of blocks of the operands.
+    Untiled: a block of the result is not a function of blocks of the operands.
   """
   labels = tuple(label for label in labels if lengths[label[0]] > 1)
   dims = {dim for _, dim, _ in labels}
@@ -268,10 +276,10 @@ def pulled(eqn: Any, labels: Labels, lengths: Mapping[Any, int]) -> list[Labels]
   ]
 
 
-def pushed(eqn: Any, operand: int, labels: Labels, lengths: Mapping[Any, int]) -> Labels:
-  """The labels of an operation's result for those of an operand.
+def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName, int]) -> Labels:
+  """The labels of an operation's result, given the labels of an operand.
 
-  Dims that it sums over lose theirs, and so do those that a reshape splits.
+  Dims that it sums over lose their labels, and so do dims that a reshape splits.
 
   Raises:
     Untiled: the operation has no map of its dims.
@@ -288,40 +296,42 @@ def pushed(eqn: Any, operand: int, labels: Labels, lengths: Mapping[Any, int]) -
   return ordered(kept)
 
 
-def ordered(labels: Any) -> Labels:
-  """Labels in the order that makes equal ones equal."""
+def ordered(labels: Iterable[tuple[DimName, int, int]]) -> Labels:
+  """Labels in a canonical order."""
   return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))
 
 
 def gradients(
-  part: Callable[..., Sequence[Any]],
-  inputs: Sequence[tuple[Any, Labels]],
-  others: Sequence[tuple[Any, Labels]],
-  cotangents: Sequence[tuple[Any, Labels]],
+  part: Callable[..., Sequence[jax.Array]],
+  inputs: Sequence[tuple[jax.Array, Labels]],
+  others: Sequence[tuple[jax.Array, Labels]],
+  cotangents: Sequence[tuple[jax.Array, Labels]],
   grid: Grid,
-) -> list[Any]:
-  """The cotangents of arrays of which a program reads tiles, summed over all tiles in float32.
+) -> list[jax.Array]:
+  """The cotangents of arrays that a program reads in tiles, summed over all tiles in float32.
 
-  Tiles are visited in nested loops over the blocks, outermost those that most of the arrays have. The sum of
-  an array that has them is held in float32 for one block at a time.
+  Tiles are visited in nested loops over the blocks; the blocks that most arrays have are outermost. The sum
+  of an array that has these blocks is held in float32 for one block at a time.
 
   Args:
     part: `(places, tiles of others, *tiles of inputs) -> tiles of results`.
     inputs: the arrays with a gradient.
-    others: those without.
-    cotangents: of the results.
-    grid: of the tiles.
+    others: the arrays without a gradient.
+    cotangents: the cotangents of the results.
+    grid: the grid of the tiles.
   """
 
-  def has(name: Any, labels: Labels) -> bool:
+  def has(name: DimName, labels: Labels) -> bool:
     return any(name == other for other, _, _ in labels)
 
-  def wide(x: Any, names: Sequence[Any], labels: Labels) -> Any:
+  def wide(x: jax.Array, names: Sequence[DimName], labels: Labels) -> jax.Array:
     """The array as it is summed over the blocks of the first name: in float32, unless it has them."""
     summed = bool(names) and not has(names[0], labels)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if summed else x
 
-  def added(totals: Sequence[Any], names: Sequence[Any], places: dict[Any, Any]) -> list[Any]:
+  def added(
+    totals: Sequence[jax.Array], names: Sequence[DimName], places: dict[DimName, jax.Array]
+  ) -> list[jax.Array]:
     """The sums after the tiles of all blocks of some names."""
     if not names:
       fixed = [grid.take(x, labels, places) for x, labels in others]
@@ -332,7 +342,7 @@ def gradients(
     name, *rest = names
     owns = [tuple(label for label in own if label[0] == name) for _, own in inputs]
 
-    def body(totals: list[Any], block: Any) -> tuple[list[Any], None]:
+    def body(totals: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
       at = {**places, name: block}
       tiles = [grid.take(x, own, at) for x, own in zip(totals, owns, strict=True)]
       tiles = [wide(x, rest, own) for x, (_, own) in zip(tiles, inputs, strict=True)]
@@ -347,27 +357,27 @@ def gradients(
   return [g.astype(x.dtype) for g, (x, _) in zip(found, inputs, strict=True)]
 
 
-def tied(xs: Sequence[Any]) -> list[Any]:
+def tied(xs: Sequence[jax.Array]) -> list[jax.Array]:
   """The same arrays, each of which depends on all of them.
 
-  The derivative of a scan computes ahead of it what depends on its constants alone: a mask of equal layers
-  would be broadcast, and kept, for all tiles at once.
+  The derivative of a scan computes values that depend only on its constants ahead of the scan: a mask of
+  equal layers would be broadcast, and kept, for all tiles at once.
   """
   token = sum((x[:0].sum().astype(jnp.float32) for x in xs if x.ndim), jnp.zeros(()))
   return [jax.lax.optimization_barrier((x, token))[0] for x in xs]
 
 
-def filled(aval: Any, value: Any, dtype: Any) -> Any:
-  """An array of one value, with the shape of a variable, and its sharding on Explicit axes."""
+def filled(aval: Aval, value: float, dtype: DTypeLike) -> jax.Array:
+  """A constant array, with the shape of a variable, and its sharding on Explicit axes."""
   return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)
 
 
-def finite(largest: Any) -> Any:
-  """Maxima of exponents, with 0 for those of rows without any: `-inf - -inf` would be NaN."""
+def finite(largest: jax.Array) -> jax.Array:
+  """Maxima of exponents, with 0 for empty rows: `-inf - -inf` would be NaN."""
   return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
 
 
-def _blocks(eqn: Any, dims: Collection[int] = ()) -> DimMap:
+def _blocks(eqn: JaxprEqn, dims: Collection[int] = ()) -> DimMap:
   """The map of an operation, of whose result a block along some dims is made from blocks of the operands."""
   found, name = dim_map(eqn), eqn.primitive.name
   if found is None or name in _WHOLE or len({*found.results}) > 1:
@@ -381,6 +391,6 @@ def _blocks(eqn: Any, dims: Collection[int] = ()) -> DimMap:
   return found
 
 
-def _whole(eqn: Any, dim: int) -> bool:
+def _whole(eqn: JaxprEqn, dim: int) -> bool:
   """Whether a slice keeps all of a dim."""
   return eqn.invars[0].aval.shape[dim] == eqn.outvars[0].aval.shape[dim]

@@ -10,6 +10,7 @@ from flax import nnx
 from nnx_parallel.core.axes import Entry, axes_in
 from nnx_parallel.core.nodes import DECLARED, SCOPE, Names, Path, declared, merge
 from nnx_parallel.core.padding import pad_variable
+from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan
@@ -21,8 +22,8 @@ R = TypeVar("R")
 def instantiate(plan: Plan[R], arrays: Mapping[Root, Arrays]) -> R:
   """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
 
-  Each Variable keeps the user's annotation and gets what flax needs to apply it without an active mesh:
-  `mesh`, and `sharding_rules` with the axes that were resolved.
+  Each Variable keeps the user's annotation and gets the metadata that flax needs to apply it without an
+  active mesh: `mesh`, and `sharding_rules` with the resolved axes.
   """
   model = _merge(plan, "model", arrays)
   if plan.tx is None:
@@ -38,8 +39,8 @@ def _merge(plan: Plan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
   found, rows = arrays.get(root, {}), plan.of(root)
   labels = stack_labels(rows.values()) if root == "model" else {}
   # Where the model goes, a step finds the rules for its activations.
-  scope: dict[str, Any] = {SCOPE: plan.activation_rules} if root == "model" else {}
-  leaves: list[tuple[Path, Any]] = []
+  scope: dict[str, object] = {SCOPE: plan.activation_rules} if root == "model" else {}
+  leaves: list[tuple[Path, Leaf]] = []
   for path, abstract_leaf in nnx.to_flat_state(abstract.state):
     if path not in rows:
       leaves.append((path, abstract_leaf))  # it holds no array: None, or optax's MaskedNode
@@ -51,7 +52,9 @@ def _merge(plan: Plan, root: Root, arrays: Mapping[Root, Arrays]) -> Any:
   return merge(abstract.graphdef, nnx.from_flat_state(cast(Any, leaves)))
 
 
-def _bind(abstract_leaf: Any, array: Any, row: LeafPlan, first_dim: str | None, scope: dict[str, Any]) -> Any:
+def _bind(
+  abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, first_dim: str | None, scope: dict[str, object]
+) -> Leaf:
   if not isinstance(abstract_leaf, nnx.Variable):
     return array
   updates: dict[str, Any] = {"eager_sharding": True, **scope}

@@ -12,6 +12,7 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
+from nnx_parallel.core.types import AnyArray, Leaf, Variable
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -20,9 +21,8 @@ from nnx_parallel.layout.plan import Plan, check_plan
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises an error unless a live module and its optimizer have the planned layout.
 
-  Shape, dtype, devices, spec and memory kind of each array are compared, the bytes on each device, and the
-  sharding that flax would derive from the Variable's metadata: the one that later computations constrain it
-  to.
+  It compares the shape, dtype, devices, spec and memory kind of each array, the bytes on each device, and the
+  sharding that flax would derive from the Variable's metadata, to which later computations constrain it.
 
   Args:
     model: the live module.
@@ -30,7 +30,7 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
     optimizer: its optimizer; left out of the comparison when None.
 
   Raises:
-    LayoutMismatchError: names every leaf that differs, with what was planned and what was found.
+    LayoutMismatchError: names every leaf that differs, with the planned and the found layout.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -83,8 +83,8 @@ def differences(
   return wrong, extra
 
 
-def _difference(leaf: LeafPlan, live: Any) -> str:
-  """How one leaf differs from the plan; empty if it does not."""
+def _difference(leaf: LeafPlan, live: Leaf) -> str:
+  """How a leaf differs from the plan; empty if it does not differ."""
   planned = f"{leaf.name}: planned {format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}"
   planned += f" in {leaf.memory_kind}" if leaf.on_host else ""
   if live is None:
@@ -104,7 +104,7 @@ def _difference(leaf: LeafPlan, live: Any) -> str:
   return ""
 
 
-def _as_planned(value: Any, leaf: LeafPlan) -> bool:
+def _as_planned(value: AnyArray, leaf: LeafPlan) -> bool:
   return (
     isinstance(value, jax.Array)
     and value.shape == leaf.storage_shape
@@ -113,7 +113,7 @@ def _as_planned(value: Any, leaf: LeafPlan) -> bool:
   )
 
 
-def _derived(variable: nnx.Variable[Any]) -> NamedSharding | None:
+def _derived(variable: Variable) -> NamedSharding | None:
   metadata = variable.get_metadata()
   rules = dict(metadata.get("sharding_rules") or ())
   spec = tuple(rules.get(name, name) if isinstance(name, str) else name for name in metadata["out_sharding"])

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.decode.turns import Turns
 
@@ -30,7 +31,7 @@ class _Rows(NamedTuple):
   """Where rows are, dim 0 of all arrays."""
 
   token: jax.Array
-  """What they read next."""
+  """The next tokens that they read."""
   found: jax.Array
   """The tokens that they have written, `(rows, limit)`."""
   counts: jax.Array
@@ -43,9 +44,9 @@ class Generated(NamedTuple):
 
   Attributes:
     tokens: int32 `(batch, max_new_tokens)`, global: the new tokens of each row, then zeros. With `nxp.Beams`
-      `(batch, beams, max_new_tokens)`, the best one first.
-    lengths: int32, as `tokens` without its last dim: how many tokens are new, the stop token included.
-    scores: float32, as `lengths`: those of the beams; None without.
+      `(batch, beams, max_new_tokens)`, the best beam first.
+    lengths: int32, as `tokens` without its last dim: the number of new tokens, including the stop token.
+    scores: float32, as `lengths`: the scores of the beams; None without beams.
   """
 
   tokens: jax.Array
@@ -55,28 +56,28 @@ class Generated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """What all loops share.
+  """Common to all loops.
 
-  Attributes:
+  limit: the maximum number of new tokens of a row.
     limit: the most new tokens of a row.
     stops: tokens that end a row.
-    prefill: the most tokens of a prompt that are read at once.
-    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last of
-      them, `(rows, vocabulary)`. Over slots, `position` is that of each row.
+    prefill: the maximum number of prompt tokens that are read at once.
+    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last
+      token, `(rows, vocabulary)`. Over slots, `position` has an entry for each row.
     rows: lays out an array whose dim 0 is the batch.
     whole: replicates an array.
-    kept: lays out what is kept of each row: its tokens, and how many there are.
+    kept: lays out the stored results of each row: its tokens, and their number.
     logits: lays out logits `(rows, ..., vocabulary)`.
   """
 
   limit: int
   stops: tuple[int, ...]
   prefill: int
-  forward: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-  rows: Callable[[Any], Any]
-  whole: Callable[[Any], Any]
-  kept: Callable[[Any], Any]
-  logits: Callable[[Any], Any]
+  forward: Callable[[jax.Array, jax.Array, PyTree], tuple[jax.Array, PyTree]]
+  rows: Callable[[PyTree], PyTree]
+  whole: Callable[[PyTree], PyTree]
+  kept: Callable[[PyTree], PyTree]
+  logits: Callable[[PyTree], PyTree]
 
   def stopped(self, tokens: jax.Array) -> jax.Array:
     """Which of the tokens end a row."""
@@ -89,15 +90,15 @@ class Loop:
     """Whether a row may still write. Whether all have ended takes an all-reduce for each token."""
     return ~jnp.all(rows.ended) if self.stops else step < last
 
-  def read_together(self, prompts: jax.Array, lengths: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Reads what all prompts have, `prefill` tokens at once, but for the last token of the shortest."""
+  def read_together(self, prompts: jax.Array, lengths: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+    """Reads the positions that all prompts share, `prefill` at once, except the last of the shortest."""
     position = jnp.zeros((), jnp.int32)
     part = min(self.prefill, prompts.shape[-1] - 1)
     if part <= 1:
       return position, state
     end = (lengths.min() - 1) // part * part
 
-    def read(carry: Any) -> Any:
+    def read(carry: PyTree) -> PyTree:
       position, state = carry
       tokens = self.rows(jax.lax.dynamic_slice_in_dim(prompts, position, part, -1))
       return position + part, self.forward(tokens, position, state)[1]
@@ -105,11 +106,11 @@ class Loop:
     return jax.lax.while_loop(lambda carry: carry[0] < end, read, (position, state))
 
 
-def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: Any) -> tuple[Any, Generated]:
+def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> tuple[PyTree, Generated]:
   """Continues all prompts at once; `position` is the same for all rows."""
   last = asked.lengths.max() + loop.limit - 1
 
-  def one(carry: Any) -> Any:
+  def one(carry: PyTree) -> PyTree:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
     return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
@@ -124,7 +125,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   """Continues as many groups of prompts as there are stages, one on each; all arrays are `[groups, ...]`.
 
   In a tick, group `tick % stages` enters the first stage with its next token, and the next group leaves the
-  last one, with the logits of its own.
+  last stage with its logits.
   """
   groups = asked.prompts.shape[0]
   first = jnp.zeros((), jnp.int32)
@@ -134,11 +135,11 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
     passes = (asked.lengths.min() - 1) // part
     first = passes * part
 
-    def tokens_of(group: Any, number: Any) -> tuple[jax.Array, jax.Array]:
+    def tokens_of(group: jax.Array | int, number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
       position = loop.whole(number * part)
       return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, part, -1), position
 
-    def read(carry: Any) -> Any:
+    def read(carry: PyTree) -> PyTree:
       tick, going = carry
       entering, leaving = _in_and_out(tick, groups)
       return tick + 1, turns(going, tick, tokens_of(*entering), tokens_of(*leaving), passes)[1]
@@ -149,7 +150,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
   begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
 
-  def one(carry: Any) -> Any:
+  def one(carry: PyTree) -> PyTree:
     tick, rows, going = carry
     (enters, number), (leaves, done) = _in_and_out(tick, groups)
     entering, before = rows.token[enters], jax.tree.map(lambda x: x[leaves], rows)
@@ -166,7 +167,9 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   return Generated(rows.found, rows.counts)
 
 
-def _in_and_out(tick: Any, groups: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _in_and_out(
+  tick: jax.Array, groups: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
   """The groups that enter and leave in a tick, each with the number of its pass."""
   return (tick % groups, tick // groups), ((tick + 1) % groups, jnp.maximum(tick + 1 - groups, 0) // groups)
 
@@ -198,7 +201,7 @@ def _advanced(
 
 
 def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
-  """The tokens at a position, or at those of each row. Clamped: past the widest prompt no row reads."""
+  """The tokens at one position, or at a position for each row; no row reads past the widest prompt."""
   column = jnp.minimum(position, prompts.shape[1] - 1)
   if not column.ndim:
     return jax.lax.dynamic_index_in_dim(prompts, column, 1, keepdims=False)
@@ -209,19 +212,19 @@ class _Slots(NamedTuple):
   """The loop over slots. All but the state is small, and replicated."""
 
   request: jax.Array
-  """The row of the prompts that a slot works on; their number, where none is left."""
+  """The prompt that a slot works on; the number of prompts, if no prompt is left."""
   position: jax.Array
   """Tokens that its cache has read."""
   rows: _Rows
-  state: Any
+  state: PyTree
   done: Generated
-  """What the requests that have ended got."""
+  """The results of the requests that have ended."""
   following: jax.Array
   """The next request that no slot has begun."""
 
 
-def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Generated:
-  """Continues any number of prompts in as many slots as `fresh` has rows: one that ends takes the next."""
+def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Generated:
+  """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts."""
   asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
   requests, width = asked.prompts.shape
   slots = jax.tree.leaves(fresh)[0].shape[0]
@@ -274,15 +277,15 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: Any) -> Genera
   return jax.lax.while_loop(lambda s: (s.request < requests).any(), one, begin).done
 
 
-def _chosen(rows: jax.Array, new: Any, old: Any) -> Any:
-  """Row by row, the new state or the old one."""
+def _chosen(rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+  """For each row, the new state or the old state."""
   return jax.vmap(lambda row, *states: jax.tree.map(functools.partial(jnp.where, row), *states))(
     rows, new, old
   )
 
 
 class _Hypotheses(NamedTuple):
-  """Beams of each row; `tokens` is `(batch, beams, limit)`, the others `(batch, beams)`."""
+  """Beams of each row; `tokens` is `(batch, beams, limit)`, other arrays are `(batch, beams)`."""
 
   scores: jax.Array
   tokens: jax.Array
@@ -294,17 +297,17 @@ class _Hypotheses(NamedTuple):
     return _Hypotheses(*(_taken(x, which) for x in self)), which
 
 
-def by_beams(loop: Loop, beams: Beams, asked: Asked, state: Any) -> Generated:
-  """Keeps the likeliest beginnings of each row: those that have ended beside those that go on.
+def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated:
+  """Keeps the likeliest beams of each row, both finished and unfinished.
 
-  The state has dims `(batch, beams)`. A row ends when no beginning that goes on can get a better score than
-  those that have ended.
+  The state has dims `(batch, beams)`. A row ends when no unfinished beam can reach a better score than the
+  finished beams.
   """
   prompts, lengths = asked.prompts, asked.lengths
   batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
   position, state = loop.read_together(_repeated(prompts, kept), lengths, state)
 
-  def one(carry: Any) -> Any:
+  def one(carry: PyTree) -> PyTree:
     position, tokens, alive, done, counts, ended, state = carry
     logits, state = loop.forward(tokens[..., None], position, state)
     chances = rows(jax.nn.log_softmax(loop.logits(logits).astype(jnp.float32), axis=-1))
@@ -340,7 +343,7 @@ def by_beams(loop: Loop, beams: Beams, asked: Asked, state: Any) -> Generated:
   zeros = jnp.zeros((batch, kept), jnp.int32)
   none = jnp.full((batch, kept), -jnp.inf)
   empty = _Hypotheses(none, jnp.zeros((batch, kept, limit), jnp.int32), zeros)
-  # The beams of a row are equal until its first own token, so one of them has them all.
+  # The beams of a row are equal until its first own token, so only one of them may continue.
   alive = empty._replace(scores=none.at[:, 0].set(0.0))
   start = jnp.zeros((batch,), jnp.int32)
   tokens = _repeated(_column(prompts, position)[:, None], kept)[..., 0]

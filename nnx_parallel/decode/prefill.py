@@ -1,17 +1,20 @@
-"""Lets the attentions of flax read several tokens of a prompt at once: by themselves they take one."""
+"""Lets the attentions of flax read several tokens of a prompt at once; unchanged, they read one."""
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnx_parallel.core.types import AnyArray, PyTree
 
-def read_several(model: Any) -> None:
+
+def read_several(model: nnx.Module) -> None:
   """Changes a copy of a model, made for one trace: its attentions write all positions into their caches."""
   for _, node in nnx.iter_modules(model):
     if isinstance(node, nnx.MultiHeadAttention) and node.decode and node.cached_key is not None:
@@ -27,7 +30,7 @@ def _reading(kind: type) -> type:
 class _ReadsSeveral(nnx.MultiHeadAttention):
   """An attention that is called as in training, and attends to its cache."""
 
-  def __call__(self, *args: Any, **options: Any) -> Any:
+  def __call__(self, *args: PyTree, **options: PyTree) -> PyTree:
     attend = self.attention_fn
     self.decode, self.attention_fn = False, functools.partial(_through_cache, self, attend)
     try:
@@ -37,8 +40,14 @@ class _ReadsSeveral(nnx.MultiHeadAttention):
 
 
 def _through_cache(
-  node: Any, attend: Any, query: Any, key: Any, value: Any, mask: Any = None, **options: Any
-) -> Any:
+  node: Any,
+  attend: Callable[..., jax.Array],
+  query: jax.Array,
+  key: AnyArray,
+  value: jax.Array,
+  mask: jax.Array | None = None,
+  **options: object,
+) -> jax.Array:
   count, length = key.shape[-3], node.cached_key.shape[-3]
   index = node.cache_index[...]
   zero = jnp.zeros((), index.dtype)

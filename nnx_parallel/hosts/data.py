@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
 from nnx_parallel.layout.batch import check_split
@@ -19,13 +20,13 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
 
-def shard_batch(batch: Any, plan: Plan, *, global_batch: bool = False) -> Any:
+def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyTree:
   """Places one batch on the devices. The `batch` rule shards dim 0 of each array.
 
   In a job of several processes each passes its own share: the examples for its own devices. The global batch
-  is all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis that
-  does not split the batch runs across them) pass the same share. Nothing is sent or compared, so all shares
-  must have the same shapes.
+  consists of all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis
+  that does not split the batch runs across them) pass the same share. Nothing is sent or compared, so all
+  shares must have the same shapes.
 
   Args:
     batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. A global `jax.Array` is
@@ -50,7 +51,7 @@ def shard_batch(batch: Any, plan: Plan, *, global_batch: bool = False) -> Any:
   check_plan(plan, "shard_batch(batch, plan)")
   _check_devices(plan)
 
-  def place(path: Any, leaf: Any) -> jax.Array:
+  def place(path: Any, leaf: Leaf) -> jax.Array:
     name = f"batch{jax.tree_util.keystr(path)}"
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       return jax.device_put(leaf, NamedSharding(plan.mesh, plan.batch_spec(leaf.ndim)))
@@ -68,7 +69,7 @@ def _check_devices(plan: Plan) -> None:
     )
 
 
-def _host_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
+def _host_array(name: str, leaf: Leaf) -> np.ndarray:
   """A leaf as an array of numbers in this machine's byte order; HDF5 and FITS files may have another."""
   array = np.asarray(leaf)
   if array.dtype != np.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
@@ -80,7 +81,7 @@ def _host_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _placed(name: str, array: Any, plan: Plan, *, global_batch: bool) -> jax.Array:
+def _placed(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> jax.Array:
   shape = tuple(array.shape)
   sizes = axis_sizes(plan.mesh)
   spec = plan.batch_spec(len(shape))
@@ -108,7 +109,7 @@ def _own_counts(sharding: NamedSharding, counts: tuple[int, ...]) -> tuple[int, 
   return tuple(len(own) if count > 1 else 1 for own, count in zip(starts, counts, strict=True))
 
 
-def _own_rows(length: int, ranks: set[int], plan: Plan) -> np.ndarray[Any, Any]:
+def _own_rows(length: int, ranks: set[int], plan: Plan) -> np.ndarray:
   """The rows of a global batch that devices of this process hold, of arrays of these ranks."""
   sizes, own = axis_sizes(plan.mesh), set[int]()
   for rank in ranks:
@@ -121,16 +122,14 @@ def _own_rows(length: int, ranks: set[int], plan: Plan) -> np.ndarray[Any, Any]:
   return np.array(sorted(own))
 
 
-def _from_rows(
-  name: str, host: np.ndarray[Any, Any], length: int, rows: np.ndarray[Any, Any], plan: Plan
-) -> jax.Array:
+def _from_rows(name: str, host: np.ndarray, length: int, rows: np.ndarray, plan: Plan) -> jax.Array:
   """A global array of `length` rows, of which `host` has these."""
   shape, sizes = (length, *host.shape[1:]), axis_sizes(plan.mesh)
   sharding = NamedSharding(plan.mesh, plan.batch_spec(host.ndim))
   counts = shard_counts(sharding.spec, host.ndim, sizes)
   check_split(name, shape, sharding.spec, sizes, counts, counts)
 
-  def part(index: Any) -> np.ndarray[Any, Any]:
+  def part(index: Any) -> np.ndarray:
     first, end, _ = index[0].indices(length)
     at = int(np.searchsorted(rows, first))
     return host[at : at + end - first][(slice(None), *index[1:])]
@@ -139,7 +138,7 @@ def _from_rows(
 
 
 def batches(
-  source: Iterable[Any] | Samples,
+  source: Iterable[PyTree] | Samples,
   plan: Plan,
   *,
   batch: int | None = None,
@@ -148,14 +147,14 @@ def batches(
   threads: int = 8,
   prefetch: int = 2,
   global_batch: bool = False,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
   """Places each batch of `source` on the devices, a few batches ahead of the step.
 
   With `batch`, the source has samples by their global index: a `grain.MapDataset`, a Grain
   `RandomAccessDataSource`, or a list. Batch `k` has the samples from `start + k * batch` on, for any number
-  of devices and processes; threads read and stack them in the background, on each process only those that its
-  devices hold (and the first, for its shapes). To continue on other devices, pass as `start` how many samples
-  were used.
+  of devices and processes. Background threads read and stack the samples; each process reads only the samples
+  of its devices (and the first sample, for its shapes). To continue on other devices, pass the number of used
+  samples as `start`.
 
   When the source fails, the batches before the failure are yielded first.
 
@@ -168,10 +167,11 @@ def batches(
     last: a last batch with fewer samples is left out (`"drop"`), filled up with copies of the last sample
       (`"pad"`: samples are dicts, and each batch gets a `"mask"`, bool (batch,), false for copies), or
       yielded as it is, where the mesh axes can split it (`"keep"`).
-    threads: how many samples are read at a time; 1 for a source that is not thread-safe.
-    prefetch: how many batches are placed ahead, and, with `batch`, as many more read ahead (one at least).
-    global_batch: each process's source gives global batches; as for `shard_batch`. With `batch` it has no
-      meaning.
+    threads: the number of samples that are read at a time; 1 for a source that is not thread-safe.
+    prefetch: the number of batches that are placed ahead; with `batch`, as many more are read ahead (at least
+      one).
+    global_batch: each process's source gives global batches; as for `shard_batch`. It has no meaning with
+      `batch`.
 
   Returns:
     An iterator of placed batches, in order.
@@ -216,10 +216,10 @@ def batches(
   ranks = {rank + 1 for rank in jax.tree.leaves(shapes)}
   rows = {length: _own_rows(length, ranks, plan) for length in lengths}
 
-  def place(share: tuple[int, Any]) -> Any:
+  def place(share: tuple[int, Any]) -> PyTree:
     length, tree = share
 
-    def leaf(path: Any, value: Any) -> jax.Array:
+    def leaf(path: Any, value: PyTree) -> jax.Array:
       name = f"batch{jax.tree_util.keystr(path)}"
       return _from_rows(name, _host_array(name, value), length, rows[length], plan)
 
@@ -228,8 +228,8 @@ def batches(
   return _ahead(sampler.read(rows, threads=threads, ahead=max(prefetch, 1)), place, prefetch)
 
 
-def _ahead(host: Iterator[Any], place: Callable[[Any], Any], prefetch: int) -> Iterator[Any]:
-  queue: deque[Any] = deque()
+def _ahead(host: Iterator[PyTree], place: Callable[[PyTree], PyTree], prefetch: int) -> Iterator[PyTree]:
+  queue: deque[PyTree] = deque()
   while True:
     try:
       queue.append(place(next(host)))

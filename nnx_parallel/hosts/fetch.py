@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.hosts.agree import barrier
 
 
-def to_host(tree: Any, *, timeout: float = 600) -> Any:
+def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
   """Fetches every array of `tree` as a complete numpy array, on every process.
 
   Arrays with shards on other processes are gathered, so all processes must call this with the same tree, in
@@ -22,7 +21,7 @@ def to_host(tree: Any, *, timeout: float = 600) -> Any:
   Args:
     tree: a pytree of global arrays: metrics, gradients, a state; or a module or an optimizer, whose state is
       fetched. Leaves that are not arrays are returned as they are.
-    timeout: seconds to wait for the other processes, where something is gathered.
+    timeout: the time to wait for the other processes, in seconds, if an array is gathered.
 
   Returns:
     The same pytree with numpy arrays of the global shapes; nested dicts by path for a module, an optimizer or
@@ -49,11 +48,11 @@ def to_host(tree: Any, *, timeout: float = 600) -> Any:
   return jax.tree.map(lambda x: next(fetched) if _is_here(x) else _gathered(x), arrays)
 
 
-def _is_nnx(node: Any) -> bool:
+def _is_nnx(node: object) -> bool:
   return isinstance(node, (nnx.Pytree, nnx.State, nnx.Variable))
 
 
-def _held(node: Any) -> Any:
+def _held(node: PyTree) -> PyTree:
   if isinstance(node, nnx.Variable):
     return node.get_raw_value()
   if isinstance(node, nnx.Pytree):
@@ -61,17 +60,17 @@ def _held(node: Any) -> Any:
   return nnx.to_pure_dict(node) if isinstance(node, nnx.State) else node
 
 
-def _array_of(leaf: Any) -> Any:
+def _array_of(leaf: Leaf) -> AnyArray:
   if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.random.key_data(leaf)
   return leaf
 
 
-def _is_here(leaf: Any) -> bool:
+def _is_here(leaf: Leaf) -> bool:
   return isinstance(leaf, jax.Array) and (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _gathered(leaf: Any) -> Any:
+def _gathered(leaf: Leaf) -> AnyArray:
   if not isinstance(leaf, jax.Array):
     return leaf
   return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

@@ -1,6 +1,6 @@
 """Weight maps for models of Hugging Face: tables by family, found from `config.json`.
 
-The tables are data: `huggingface.toml`. Their paths are those of `nnx_parallel.interop.families`.
+The tables are data: `huggingface.toml`. Their paths are the paths of `nnx_parallel.interop.families`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.safetensors import Tensor, read_tensors
 from nnx_parallel.interop.weights import Rule, WeightMap, is_real
+
+ConfigJson: TypeAlias = Mapping[str, Any]
+"""The settings of a `config.json`, or a part of them."""
 
 CONFIG = "config.json"
 TABLES = Path(__file__).with_name("huggingface.toml")
@@ -126,10 +129,8 @@ def _matching(file: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
   return [array for name, array in arrays.items() if pattern.fullmatch(name)]
 
 
-def _tied(
-  table: Mapping[str, Any], config: Mapping[str, Any], arrays: Mapping[str, Tensor]
-) -> dict[str, bool]:
-  """Whether stored arrays that the model ties to others equal them, by name."""
+def _tied(table: Mapping[str, Any], config: ConfigJson, arrays: Mapping[str, Tensor]) -> dict[str, bool]:
+  """Whether stored arrays that the model ties to other arrays equal them, by name."""
   found: dict[str, bool] = {}
   for name, other in table.get("tied", ()):
     other = _renamed(table, arrays, other)
@@ -151,10 +152,10 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-  """What `config.json` holds.
+  """The contents of `config.json`.
 
   Raises:
-    CheckpointError: there is none, or it cannot be read.
+    CheckpointError: the file is missing, or cannot be read.
   """
   try:
     found = json.loads((folder / CONFIG).read_text())
@@ -168,7 +169,7 @@ def read_config(folder: Path) -> dict[str, Any]:
   return found
 
 
-def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _table(config: ConfigJson, folder: Path) -> dict[str, Any]:
   tables = tomllib.loads(TABLES.read_text())
   family = config.get("model_type")
   for table in tables.values():
@@ -178,11 +179,11 @@ def _table(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
   raise CheckpointError(
     f"{folder} is of the family {family!r}, which has no table here.",
     details=f"families with a table: {', '.join(known)}",
-    fix="write WeightMap(Rule(...), ...) for it, or have one guessed (match_by_shape, --match).",
+    fix="write WeightMap(Rule(...), ...) for it, or let one be guessed (match_by_shape, --match).",
   )
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
+def _head_size(config: ConfigJson) -> int:
   """The size of a head, with the defaults of transformers."""
   family = config["model_type"]
   width, heads = (768, 12) if family in ("bert", "vit") else (4096, 32)

@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.core.nodes import is_key, plain_path
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import WeightMap
 
@@ -44,14 +45,14 @@ def restore_orbax(
   Args:
     path: the folder of the step.
     target: as for `Checkpointer.restore`.
-    item: which of its trees, when it holds several.
+    item: the item that holds the model, if there are several.
     prefix: where the model is inside the tree, for example `"params"`.
-    optimizer: `"drop"`; `"fresh"` for a new one beside the model; or `"restore"`, when the target has one.
-    optimizer_item: which tree holds the optimizer, when that is another.
-    optimizer_prefix: where the optimizer is inside the tree: what holds `step` and `opt_state`.
+    optimizer: `"drop"`; `"fresh"` for a new optimizer; or `"restore"`, if the target has an optimizer.
+    optimizer_item: the item that holds the optimizer, if it is another item.
+    optimizer_prefix: the place of the optimizer inside the tree: the node that holds `step` and `opt_state`.
     skip: patterns of paths, in the target or under the prefix, to leave alone.
-    weight_map: how its arrays become leaves, when the model has another structure: `linen_names(plan)`.
-    byte_budget: most bytes in flight.
+    weight_map: how its arrays become leaves, if the model has another structure: `linen_names(plan)`.
+    byte_budget: the maximum number of bytes in flight.
 
   Returns:
     As `Checkpointer.restore`.
@@ -96,9 +97,9 @@ def restore_orbax(
       f"cannot restore {step_dir}: it does not fit the target.",
       details="\n".join([*diff.problems(), f"saved: {', '.join([*names][:8])}"]),
       fix='if the model is inside another tree: prefix="params", and for the optimizer optimizer_item= or '
-      "optimizer_prefix=; what may stay out: skip=[...].",
+      "optimizer_prefix=; leaves to leave out: skip=[...].",
     )
-  found: dict[str, dict[str, Any]] = {}
+  found: dict[str, dict[str, AnyArray]] = {}
   for root in goal.leaves:
     name, rows, structure = trees[places[root][0]]
     matches = {tables[root][match.saved_path]: match for match in diff.matches if match.item == root}
@@ -110,11 +111,11 @@ def restore_orbax(
   return goal.build(found)
 
 
-def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, Any]:
+def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, TreeDef]:
   """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree.
 
   Raises:
-    CheckpointError: not an Orbax checkpoint, or several items and none named.
+    CheckpointError: not an Orbax checkpoint, or several items but no name.
   """
   with array_io.quiet():
     try:
@@ -143,7 +144,7 @@ def _keys(prefix: str) -> Keys:
 
 
 def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
-  """The leaves under a prefix by their paths as text, without those under the prefixes of others."""
+  """The leaves under a prefix by their paths as text, without leaves under the prefixes of other trees."""
   away = [other for other in others if len(other) > len(start)]
   inside = [
     keys
@@ -159,7 +160,7 @@ def _text(keys: Keys) -> str:
   return paths.format(tuple(int(part) if part.isdecimal() else part for part in parts))
 
 
-def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
+def _record(leaf: Leaf, wanted: TargetLeaf | None) -> LeafRecord:
   """A leaf as a manifest would describe it. Keys were saved as keys, or as their data."""
   shape, dtype, kind = tuple(leaf.shape), leaf.dtype, encoding.PLAIN
   if is_key(dtype):
@@ -172,23 +173,23 @@ def _record(leaf: Any, wanted: TargetLeaf | None) -> LeafRecord:
   return LeafRecord("", shape, encoding.dtype_name(dtype), kind, "", 0)
 
 
-def _placed(array: Any, match: LeafPair) -> Any:
-  """Makes a leaf of what was read. Orbax returns typed keys, although its metadata describes their data."""
+def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
+  """Makes a leaf of a stored array. Orbax returns typed keys, although its metadata describes their data."""
   if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
 
 
-def _load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int, pad: bool) -> Any:
+def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
   """Reads some arrays of one item by Orbax, each process its own shards.
 
   Args:
     step_dir: the step.
     item: the item's name.
-    tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
-      `PLACEHOLDER` in place of those that are not wanted.
-    byte_budget: most bytes in flight.
-    pad: whether arrays may be larger than the stored ones; the rest is zero.
+    tree: the wanted shape, dtype and sharding in place of each array, without a sharding for a numpy array;
+      `PLACEHOLDER` in place of unwanted arrays.
+    byte_budget: the maximum number of bytes in flight.
+    pad: whether arrays may be larger than the stored arrays; the rest is zero.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
@@ -196,7 +197,7 @@ def _load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int
   context = ocp.Context()
   context.memory_options.read_concurrent_bytes = max(byte_budget, largest + 1)
   context.array_options.loading.enable_padding_and_truncation = pad
-  # Each process reads alone: the others must not wait for one that cannot read a file.
+  # Each process reads independently: the others must not wait for a process that cannot read a file.
   me = jax.process_index()
   context.multiprocessing_options.primary_host = me
   context.multiprocessing_options.active_processes = {me}
@@ -205,14 +206,14 @@ def _load(step_dir: epath.Path, item: str | None, tree: Any, *, byte_budget: int
     try:
       return ocp.load(step_dir, abstract, checkpointable_name=item)
     except Exception as error:
-      # Orbax wraps what TensorStore raised while it read a shard in a bare `Exception`.
+      # Orbax wraps the error that TensorStore raised while it read a shard in a bare `Exception`.
       if type(error) is not Exception or error.__cause__ is None:
         raise
       cause = error.__cause__
-    raise cause  # not above, where the two would be each other's cause
+    raise cause  # not above, where the two errors would be each other's cause
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: Leaf) -> AnyArray:
   # np.empty reserves addresses, not memory.
   is_host = isinstance(leaf, jax.ShapeDtypeStruct) and not leaf.sharding
   return np.empty(leaf.shape, leaf.dtype) if is_host else leaf

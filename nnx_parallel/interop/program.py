@@ -1,7 +1,7 @@
 """A program with its layout in one file, for a process that lacks the source of its model.
 
-`jax.export` does the work. The file is a zip of what it serializes and of `layout.json`, which has the mesh
-axes and the paths of the Variables: weights come from a checkpoint.
+`jax.export` does the work. The file is a zip of its serialized program and of `layout.json`, which has the
+mesh axes and the paths of the Variables. The weights come from a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import export
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import is_explicit, make_mesh
+from nnx_parallel.core.mesh import explicit_axes, make_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.constrain import default_scope
@@ -32,21 +33,21 @@ from nnx_parallel.train.binding import Binding
 
 def export_program(
   file: str | os.PathLike[str],
-  function: Callable[..., Any],
+  function: Callable[..., PyTree],
   model: nnx.Module,
-  *args: Any,
+  *args: PyTree,
   platforms: Sequence[str] | None = None,
 ) -> None:
-  """Writes a compiled function of a model, with the layout that the model has, and without its weights.
+  """Writes a compiled function of a model, with the layout that the model has, but without its weights.
 
   Args:
-    file: where to write it; replaced where it is there.
+    file: the file to write; an existing file is replaced.
     function: `function(model, *args)`, which returns arrays in tuples, lists and dicts. It may change
-      Variables, such as a cache. Or what `nxp.generator` made.
+      Variables, such as a cache. Or the result of `nxp.generator`.
     model: a live module, on any mesh.
-    *args: arrays, or `ShapeDtypeStruct`s, with shardings where they are to be split; all global. Of a
+    *args: arrays, or `ShapeDtypeStruct`s, with shardings if they are to be split; all global. For a
       generator: the prompts.
-    platforms: such as `("tpu",)`; by default that of the model's devices.
+    platforms: such as `("tpu",)`; by default the platform of the model's devices.
 
   Raises:
     CheckpointError: the module `flatbuffers`, which `jax.export` writes with, is not installed.
@@ -79,7 +80,7 @@ def export_program(
   leaves, args = places.placed(leaves), places.placed(args)
   changes: list[int] = []
 
-  def outputs(changing: list[Any], fixed: list[Any], *args: Any) -> Any:
+  def outputs(changing: list[AnyArray], fixed: list[AnyArray], *args: PyTree) -> PyTree:
     found, after = run(_joined(changing, fixed, changes), *args)
     return found, [after[i] for i in changes]
 
@@ -91,7 +92,7 @@ def export_program(
   mesh = places.mesh
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
-    "explicit": mesh is not None and is_explicit(mesh),
+    "explicit": mesh is not None and explicit_axes(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
     "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
@@ -104,11 +105,11 @@ def export_program(
 
 
 def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None) -> Served:
-  """Reads what `export_program` wrote; the source of the model is not needed.
+  """Reads the file of `export_program`; the source of the model is not needed.
 
   Args:
     file: the file.
-    devices: JAX devices, as many as the program was written for; by default the first ones.
+    devices: JAX devices, as many as the program was written for; by default the first devices.
 
   Returns:
     The program, without weights.
@@ -139,37 +140,39 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
 
 
 class Served:
-  """A program of a model whose source is not here; made by `load_program`.
+  """A program of a model without its source; made by `load_program`.
 
   Attributes:
     mesh: its mesh; None for one device.
     args: the arguments of a call, as `ShapeDtypeStruct`s.
   """
 
-  def __init__(self, exported: Any, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
+  def __init__(self, exported: export.Exported, mesh: Mesh | None, device: Any, layout: dict[str, Any]):
     self.mesh, self._changes = mesh, layout["changes"]
     self._paths = [tuple(path) for path in layout["paths"]]
 
-    def struct(x: Any, where: Any) -> Any:
+    def struct(x: AnyArray, where: Sharding | None) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    def named(entries: Sequence[Sequence[str]]) -> Any:
+    def named(entries: Sequence[Sequence[str]]) -> Sharding:
       spec = PartitionSpec(*(entry_of(tuple(axes)) for axes in entries))
       return SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, spec)
 
     count = len(exported.in_avals)
     read = [None] * count if mesh is None else exported.in_shardings_jax(mesh)
-    # What the program does not read, such as a cache that it empties, has no sharding there.
+    # Inputs that the program does not read, such as a cache that it empties, have no sharding there.
     structs = [struct(x, where or named([])) for x, where in zip(exported.in_avals, read, strict=True)]
     (changing, fixed, *args), _ = jax.tree.unflatten(exported.in_tree, structs)
-    self.args: tuple[Any, ...] = tuple(args)
+    self.args: tuple[PyTree, ...] = tuple(args)
     leaves = _joined(changing, fixed, self._changes)
     specs = layout["specs"]
-    self._leaves: list[Any] = [struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)]
+    self._leaves: list[AnyArray] = [
+      struct(x, named(entries)) for x, entries in zip(leaves, specs, strict=True)
+    ]
     self._jitted: Any = jax.jit(exported.call, donate_argnums=0)
 
   @property
-  def weights(self) -> dict[str, Any]:
+  def weights(self) -> dict[str, PyTree]:
     """The Variables as a nested dict, like `nnx.to_pure_dict(nnx.state(model))`.
 
     Returns:
@@ -177,12 +180,13 @@ class Served:
     """
     return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
 
-  def load(self, weights: Any) -> Served:
+  def load(self, weights: PyTree) -> Served:
     """Gives the program its weights.
 
     Args:
       weights: arrays of the same paths and global shapes, in a nested dict such as
-        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. What lies elsewhere is moved.
+        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. Arrays with another layout are
+        moved.
 
     Returns:
       The program itself.
@@ -206,15 +210,15 @@ class Served:
     self._leaves = [_placed(flat[path], x.sharding) for path, x in wanted.items()]
     return self
 
-  def __call__(self, *args: Any) -> Any:
-    """Runs the program; Variables that it changes are those of the next call.
+  def __call__(self, *args: PyTree) -> PyTree:
+    """Runs the program; the next call uses the Variables that it changes.
 
     Args:
-      *args: as `args` says; from the host or elsewhere, they are moved to their layout. Those of a generator
-        are prompts, lengths, numbers of requests and a key.
+      *args: as `args` says; host arrays and arrays with another layout are moved. For a generator: prompts,
+        lengths, numbers of requests and a key.
 
     Returns:
-      What the function returned, global; of a generator a dict of the fields of `nxp.Generated`.
+      The result of the function, global; for a generator a dict of the fields of `nxp.Generated`.
 
     Raises:
       CheckpointError: the weights have not been loaded.
@@ -229,7 +233,7 @@ class Served:
 
 
 def _of_module(binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:
-  """`function` of a model's raw arrays and Variables; returns what it did and those it changed, by number."""
+  """`function` of raw arrays and Variables; returns its result and the changed arrays, by number."""
 
   def run(raw: list[Any], leaves: list[Any], *args: Any) -> Any:
     arrays = binding.template.join(leaves, raw)
@@ -241,24 +245,26 @@ def _of_module(binding: Binding, function: Callable[..., Any]) -> Callable[..., 
   return run
 
 
-def _split(leaves: Sequence[Any], changes: Sequence[int]) -> tuple[list[Any], list[Any]]:
-  """The leaves that a program changes, whose memory it may take, and the others."""
+def _split(leaves: Sequence[AnyArray], changes: Sequence[int]) -> tuple[list[AnyArray], list[AnyArray]]:
+  """The leaves that a program changes, whose memory it may take, and the other leaves."""
   return [leaves[i] for i in changes], [x for i, x in enumerate(leaves) if i not in {*changes}]
 
 
-def _joined(changing: Sequence[Any], fixed: Sequence[Any], changes: Sequence[int]) -> list[Any]:
+def _joined(
+  changing: Sequence[AnyArray], fixed: Sequence[AnyArray], changes: Sequence[int]
+) -> list[AnyArray]:
   found, others = dict(zip(changes, changing, strict=True)), iter(fixed)
   count = len(changing) + len(fixed)
   return [found[i] if i in found else next(others) for i in range(count)]
 
 
-def _entries(sharding: Any) -> list[list[str]]:
+def _entries(sharding: Sharding | None) -> list[list[str]]:
   """A spec as JSON."""
   return [list(axes_of(entry)) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
 
 
-def _abstract(x: Any) -> Any:
-  def struct(x: Any) -> Any:
+def _abstract(x: PyTree) -> PyTree:
+  def struct(x: AnyArray) -> jax.ShapeDtypeStruct:
     own = getattr(x, "sharding", None)
     kept = own if isinstance(own, NamedSharding) else None
     return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=kept)
@@ -266,7 +272,7 @@ def _abstract(x: Any) -> Any:
   return jax.tree.map(struct, x)
 
 
-def _placed(x: Any, where: Any) -> Any:
+def _placed(x: AnyArray, where: Sharding | None) -> AnyArray:
   return x if getattr(x, "sharding", None) == where else jax.device_put(x, where)
 
 

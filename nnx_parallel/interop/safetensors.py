@@ -26,6 +26,7 @@ from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import encoding, multihost, storage
 from nnx_parallel.core.nodes import is_key, value_of
+from nnx_parallel.core.types import DType
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import (
   Group,
@@ -69,18 +70,18 @@ class Tensor:
   file: Path
   begin: int
   shape: Shape
-  dtype: np.dtype[Any]
+  dtype: DType
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
+  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
     """Copies a part of the array out of the file."""
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
-  def write(self, index: tuple[slice, ...], values: np.ndarray[Any, Any]) -> None:
-    """Writes a part of the array, one run of consecutive bytes after the other.
+  def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
+    """Writes a part of the array, one run of consecutive bytes after another.
 
-    A memory map would write whole pages, and overwrite what other processes write to the same file.
+    A memory map would write full pages, and overwrite the bytes of other processes in the same file.
     """
     if not values.size:
       return
@@ -145,7 +146,7 @@ def import_safetensors(
 
   Args:
     path: see `read_tensors`.
-    plan: the layout; when it has an optimizer, a fresh one is made.
+    plan: the layout; if it has an optimizer, a new optimizer is made.
     weight_map: how arrays of the file become leaves; None: names are paths.
     skip: patterns of paths that the files do not have; these leaves are initialised.
 
@@ -225,7 +226,7 @@ def write_folder(
 
   @contextlib.contextmanager
   def together() -> Generator[None]:
-    """A block of the export; an error on one process ends it on all."""
+    """A block of the export; an error on one process ends it on all processes."""
     with multihost.together(), storage.friendly_errors(f"export to {final.name}", final.parent):
       yield
 
@@ -283,7 +284,7 @@ def _require_new(final: Path) -> None:
 def _to_write(
   groups: Iterable[Group], leaves: Mapping[str, _Leaf]
 ) -> tuple[list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
-  """The groups, tied ones together, and the arrays of the file."""
+  """The groups, with tied leaves in one group, and the arrays of the file."""
   families: dict[tuple[str, ...], list[Group]] = {}
   specs: dict[str, jax.ShapeDtypeStruct] = {}
   for found in groups:
@@ -363,7 +364,7 @@ def _file_names(index: Path) -> dict[str, str]:
     names = json.loads(index.read_text())["weight_map"]
     for tensor, file in names.items():
       if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or os.sep in file:
-        raise ValueError(f"{tensor} is not in a file beside it, but in {file!r}")
+        raise ValueError(f"{tensor} is not in a file of the same folder, but in {file!r}")
     return names
   except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
     raise CheckpointError(

@@ -18,7 +18,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import flattened
@@ -48,9 +49,11 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.keys import identity
 from nnx_parallel.core.tiles import (
+  DimName,
   Grid,
   Labels,
   Node,
+  Places,
   Tiles,
   Untiled,
   described,
@@ -58,6 +61,7 @@ from nnx_parallel.core.tiles import (
   ordered,
   pushed,
 )
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
@@ -69,8 +73,8 @@ from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blockwise", "fused", "ring", "ulysses"]
 Attention = AttentionName | int | None
-"""`"blockwise"`, or the length of the blocks; `"fused"`: a kernel where there is one; `"ring"`, `"ulysses"`:
-by blocks too, over the axis that splits positions; None: as written."""
+"""`"blockwise"`, or the block length; `"fused"`: a fused kernel where JAX has a suitable kernel; `"ring"`,
+`"ulysses"`: blockwise too, over the mesh axis that shards positions; None: as written."""
 WORDS: tuple[AttentionName, ...] = ("blockwise", "fused", "ring", "ulysses")
 OVER_AXIS = ("ring", "ulysses")
 BLOCK = 512
@@ -96,10 +100,11 @@ class _Found:
   """The attentions of a program.
 
   Attributes:
-    taken: for each that is computed another way, why it has no kernel.
-    left: why each of the others is computed as it is written.
-    kept: those that were taken whose weights are read elsewhere too, so that all of them exist.
-    reasons: why softmaxes are no attentions.
+    taken: for each attention that is rewritten, why it does not use a fused kernel.
+    left: for each attention that stays as written, why.
+    kept: the rewritten attentions whose weights are also read elsewhere, so that the full weights still
+      exist.
+    reasons: why some softmaxes are not attentions.
   """
 
   taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
@@ -108,7 +113,7 @@ class _Found:
   reasons: list[str] = dataclasses.field(default_factory=list[str])
 
   def add(self, other: _Found) -> None:
-    """Adds those of another program."""
+    """Adds the attentions of another program."""
     self.taken += other.taken
     self.left += other.left
     self.kept += other.kept
@@ -116,7 +121,7 @@ class _Found:
 
   @property
   def counts(self) -> str:
-    """How many were taken, of how many, and why the others were not."""
+    """How many attentions were rewritten, out of how many, and why the rest were not."""
     count = len(self.taken)
     text = f"{count} of {count + len(self.left)} found" if self.left else f"{count} found"
     if self.left:
@@ -134,23 +139,23 @@ class _Softmax:
   Attributes:
     exp: the exponential.
     largest: the maximum over the keys.
-    order: the dims of what it is the maximum of, for each of those of the scores.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
     total: the sum over the keys.
     sink: a logit of each row that belongs to no key, or None.
     cuts: the maximum and the sum, a sink included.
     product: of the weights and the values.
     side: which operand of the product the weights are.
-    labels: dims of the weights, and of the product's result, in terms of those of the scores.
-    zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
+    labels: the dims of the weights and of the product's result, as dims of the scores.
+    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
-  exp: Any
-  largest: Any
+  exp: JaxprEqn
+  largest: JaxprEqn
   order: tuple[int, ...]
-  total: Any
-  sink: Any
-  cuts: tuple[Any, Any]
-  product: Any
+  total: JaxprEqn
+  sink: Var | None
+  cuts: tuple[Var, Var]
+  product: JaxprEqn
   side: int
   labels: tuple[Labels, Labels]
   zeros_too: bool
@@ -162,7 +167,7 @@ class _Softmax:
 
   @property
   def turned(self) -> list[int]:
-    """The dims of the maximum, for each of those of the sum."""
+    """For each dim of the sum, the matching dim of the maximum."""
     kept = [d for d in range(len(self.order)) if d not in self.summed]
     return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
 
@@ -185,8 +190,8 @@ class _Way:
     asked: the option.
     block: the length of the blocks.
     kernel: the fused kernel, if it is used.
-    axis: the mesh axis whose devices share it; None: it is computed as if there were one device.
-    size: of the axis.
+    axis: the mesh axis whose devices share the attention; None: the rewrite assumes one device.
+    size: the size of the axis.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
@@ -209,10 +214,10 @@ class _Way:
 
 
 def check_attention(attention: Attention) -> Attention:
-  """The option itself.
+  """Returns the option unchanged.
 
   Raises:
-    TrainError: it is none.
+    TrainError: the option is not valid.
   """
   if (
     attention is None
@@ -227,11 +232,11 @@ def check_attention(attention: Attention) -> Attention:
   )
 
 
-def by_blocks(jaxpr: Any, attention: Attention) -> tuple[Any, str]:
-  """The trace of a loss with its attention by blocks or a kernel, and a line that says what was found.
+def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, str]:
+  """The trace of a loss with blockwise or fused attention, and a line that reports the attentions found.
 
   Raises:
-    TrainError: none is found; with an option of `OVER_AXIS`, one of them cannot be shared by the devices.
+    TrainError: the loss has no attention; or, with an option of `OVER_AXIS`, the devices cannot share one.
   """
   way, found = _way(attention), _Found()
   changed = _changed(jaxpr, way, found, {})
@@ -284,18 +289,18 @@ def _way(attention: Attention) -> _Way:
       f"attention={attention!r} needs a mesh axis that splits the positions.",
       details=f"mesh {dict(mesh.shape)}"
       + (f", whose axis {axis!r} is {kinds[axis].name}" if axis in kinds else ""),
-      fix="nxp.make_mesh(data=2, context=4), not explicit, and nxp.presets.context(), or a rule for `seq` on"
-      " an axis that splits no weight.",
+      fix="nxp.make_mesh(data=2, context=4), and nxp.presets.context(), or a rule for `seq` on an axis that"
+      " splits no weight; on Explicit axes, a model that states no shardings.",
     )
   return _Way(attention, block, kernel, None, 1)
 
 
-def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, _Found]]) -> Any:
-  """The program with its attention computed another way. Equal layers get one program, which is made once."""
+def _changed(jaxpr: Program, way: _Way, found: _Found, layers: dict[Hashable, tuple[Program, _Found]]) -> Any:
+  """The program with its attention rewritten. Equal layers share one rewritten program."""
   flat = with_sinks_apart(as_quotients(without_shifts(flattened(jaxpr, is_opened))), is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
-  eqns: dict[int, Any] = {}
+  eqns: dict[int, JaxprEqn] = {}
   matches: list[_Softmax] = []
   here = _Found()
   left: dict[int, str] = {}  # by product
@@ -343,7 +348,7 @@ def _changed(jaxpr: Any, way: _Way, found: _Found, layers: dict[Any, tuple[Any, 
   return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
 
 
-def _exists(body: Any, match: _Softmax, remaining: set[int]) -> bool:
+def _exists(body: Jaxpr, match: _Softmax, remaining: set[int]) -> bool:
   """Whether the exponentials of an attention are among the operations that remain, or its scores."""
   if id(match.exp) in remaining:
     return True
@@ -360,20 +365,20 @@ def _exists(body: Any, match: _Softmax, remaining: set[int]) -> bool:
   return False
 
 
-def _form(body: Any, exp: Any) -> str:
-  """How a softmax is written that is followed by a product, and is none of those that are known."""
+def _form(body: Jaxpr, exp: JaxprEqn) -> str:
+  """Describes a softmax that is followed by a product but does not match a known form."""
   if _largest(body, exp) is None:
-    return "what is subtracted from its scores is not their maximum (but another number, or nothing)"
+    return "it does not subtract the maximum from its scores (but another number, or nothing)"
   return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 
-def _inner(value: Any, *args: Any) -> Any:
+def _inner(value: Value, *args: Value) -> Value:
   if isinstance(value, tuple):
     return tuple(_inner(item, *args) for item in value)
   return _changed(value, *args) if hasattr(opened(value), "eqns") else value
 
 
-def is_opened(eqn: Any) -> bool:
+def is_opened(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call whose operations may be part of an attention."""
   name = eqn.primitive.name
   if has_rule(eqn) and "bwd" not in params_of(eqn):  # jax.nn.softmax
@@ -382,7 +387,7 @@ def is_opened(eqn: Any) -> bool:
   return name in CALLS and not is_marked(eqn)
 
 
-def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
+def _attentions(body: Jaxpr, exp: JaxprEqn, reasons: list[str]) -> list[_Softmax]:
   """The products of values with the softmax that an exponential belongs to."""
   top = _largest(body, exp)
   if top is None:
@@ -392,15 +397,15 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
   axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
   lengths, named = named_dims(shape)
   # The powers of the exponential and of its sum in a value.
-  powers: dict[Any, tuple[int, int]] = {scores: (1, 0)}
-  labels: dict[Any, Labels] = {scores: named}
-  totals: list[Any] = []
+  powers: dict[Var, tuple[int, int]] = {scores: (1, 0)}
+  labels: dict[Var, Labels] = {scores: named}
+  totals: list[JaxprEqn] = []
   total: Any = None
   found: list[_Softmax] = []
-  zeros: set[Any] = set()
+  zeros: set[Var] = set()
   problems: list[str] = []
-  selected: set[Any] = set()  # weights of which some were replaced: a row of them may be all zeros
-  spoiled: set[Any] = set()  # what depends on weights in another way
+  selected: set[Var] = set()  # weights of which some were replaced: a row of them may be all zeros
+  spoiled: set[Var] = set()  # what depends on weights in another way
   for eqn in body.eqns:
     if not eqn.outvars or any(among(var, spoiled) for var in eqn.invars):
       spoiled.update(eqn.outvars)
@@ -441,7 +446,7 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
         selected.add(out)
     except Untiled:
       spoiled.update(eqn.outvars)
-      if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
+      if name not in ("log", "add", "max"):  # from a log-sum-exp, which is not an attention
         note = (
           " (a logit that belongs to no key, an attention sink, is cut off so)" if name == "slice" else ""
         )
@@ -456,26 +461,26 @@ def _attentions(body: Any, exp: Any, reasons: list[str]) -> list[_Softmax]:
 
 @dataclasses.dataclass(frozen=True)
 class _Top:
-  """What is subtracted from scores before the exponential.
+  """The value that is subtracted from scores before the exponential.
 
   Attributes:
     largest: the maximum over the keys.
-    order: the dims of what it is the maximum of, for each of those of the scores.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
     cut: the maximum, a sink included.
     sink: a logit of each row that belongs to no key, or None.
     shift: the operand of the subtraction.
     made: the operation of each value.
   """
 
-  largest: Any
+  largest: JaxprEqn
   order: tuple[int, ...]
-  cut: Any
-  sink: Any
-  shift: Any
-  made: Mapping[Any, Any]
+  cut: Var
+  sink: Var | None
+  shift: Var
+  made: Mapping[Var, JaxprEqn]
 
-  def is_sum(self, eqn: Any, totals: Sequence[Any]) -> bool:
-    """Whether an operation adds the sink's exponential to the sum of the others."""
+  def is_sum(self, eqn: JaxprEqn, totals: Sequence[JaxprEqn]) -> bool:
+    """Whether an operation adds the sink's exponential to the sum of the other exponentials."""
     sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
     if len(sums) != 1:
       return False
@@ -483,10 +488,11 @@ class _Top:
     below = self.made.get(exp.invars[0]) if exp is not None and exp.primitive.name == "exp" else None
     if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
       return False
-    return origin(below.invars[0], self.made) is origin(self.sink, self.made)
+    sink: Any = self.sink
+    return origin(below.invars[0], self.made) is origin(sink, self.made)
 
 
-def _largest(body: Any, exp: Any) -> _Top | None:
+def _largest(body: Jaxpr, exp: JaxprEqn) -> _Top | None:
   """The maximum that is subtracted before an exponential, or None."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   difference = made.get(exp.invars[0])
@@ -511,7 +517,7 @@ def _largest(body: Any, exp: Any) -> _Top | None:
   return None
 
 
-def _is_where_finite(eqn: Any, made: Mapping[Any, Any]) -> bool:
+def _is_where_finite(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> bool:
   """Whether a selection is the value, and 0 where that is not finite."""
   if len(eqn.invars) != 3 or any(isinstance(var, core.Literal) for var in eqn.invars[::2]):
     return False
@@ -523,16 +529,16 @@ def _is_where_finite(eqn: Any, made: Mapping[Any, Any]) -> bool:
   return is_test and _is_zero(other, set())
 
 
-def _order_of(var: Any, scores: Any, made: Mapping[Any, Any]) -> tuple[int, ...] | None:
-  """The dims of a value, for each of those of the scores, which it is in another order; None: it is not."""
+def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
+  """For each dim of the scores, the matching dim of a transposed copy; None: the value is not such a copy."""
   (first, dims), (second, wanted) = (_turned_back(x, made) for x in (var, scores))
   if first is second:
     return tuple(dims.index(d) for d in wanted)
   return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
 
 
-def _turned_back(var: Any, made: Mapping[Any, Any]) -> tuple[Any, tuple[int, ...]]:
-  """What a value is in another order of its dims and another dtype, and its dims, for each of the value's."""
+def _turned_back(var: Var, made: Mapping[Var, JaxprEqn]) -> tuple[Var, tuple[int, ...]]:
+  """Follows a value back through casts and transposes: the source, and its dim for each dim of the value."""
   dims = tuple(range(len(var.aval.shape)))
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     name = eqn.primitive.name
@@ -545,14 +551,14 @@ def _turned_back(var: Any, made: Mapping[Any, Any]) -> tuple[Any, tuple[int, ...
 
 
 def _joined(
-  eqn: Any, operands: Sequence[int], labels: Mapping[Any, Labels], lengths: Mapping[Any, int]
+  eqn: JaxprEqn, operands: Sequence[int], labels: Mapping[Var, Labels], lengths: Mapping[DimName, int]
 ) -> Labels:
   """The labels of a result of exponentials and their sums, which must lie along the same dims.
 
   Raises:
-    Untiled: they lie along others, or the operation does not say where.
+    Untiled: the dims differ, or the operation does not say where they go.
   """
-  found: dict[Any, tuple[int, int]] = {}
+  found: dict[DimName, tuple[int, int]] = {}
   for n in operands:
     for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):
       if found.setdefault(name, (dim, factor)) != (dim, factor):
@@ -560,12 +566,12 @@ def _joined(
   return tuple((name, *place) for name, place in found.items())
 
 
-def _is_zero(var: Any, zeros: set[Any]) -> bool:
+def _is_zero(var: Var, zeros: set[Var]) -> bool:
   return not var.val if isinstance(var, core.Literal) and not jnp.ndim(var.val) else var in zeros
 
 
-def _power(eqn: Any, own: list[Any], zeros: set[Any]) -> tuple[int, int] | None:
-  """The powers in a result, of an operation that multiplies or selects; None for others."""
+def _power(eqn: JaxprEqn, own: list[tuple[int, int] | None], zeros: set[Var]) -> tuple[int, int] | None:
+  """The powers in the result of an operation that multiplies or selects; None for other operations."""
   name = eqn.primitive.name
   if name in _SCALES:
     return own[0]
@@ -583,7 +589,7 @@ def _power(eqn: Any, own: list[Any], zeros: set[Any]) -> tuple[int, int] | None:
 
 
 def _placed(
-  product: Any, side: int, labels: Labels, axes: set[int], lengths: dict[int, int]
+  product: JaxprEqn, side: int, labels: Labels, axes: set[int], lengths: dict[int, int]
 ) -> Labels | None:
   """The labels of a product's result, if it sums over just the keys."""
   met: Any = meeting(product)
@@ -597,13 +603,13 @@ def _placed(
   return pushed(product, side, labels, lengths)
 
 
-def _replaced(body: Any, match: _Softmax, way: _Way) -> tuple[Any, str | None]:
-  """The operation that computes an attention, or None where one block holds it all; and why no kernel does.
+def _replaced(body: Jaxpr, match: _Softmax, way: _Way) -> tuple[JaxprEqn | None, str | None]:
+  """The blockwise or fused operation of an attention, or None for a single block; and why it has no kernel.
 
-  The reason is None where a kernel does.
+  The reason is None where the fused kernel is used.
 
   Raises:
-    _NotAttention: it is none, or cannot be computed by blocks.
+    _NotAttention: the match is not an attention, or it cannot be computed blockwise.
   """
   if way.kernel is None:
     return _blocked(body, match, way), ""
@@ -615,11 +621,11 @@ def _replaced(body: Any, match: _Softmax, way: _Way) -> tuple[Any, str | None]:
     return _blocked(body, match, way), f"{_softmax(match)}: {problem}"
 
 
-def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
-  """The operation that computes an attention by blocks; None where one block holds it all.
+def _blocked(body: Jaxpr, match: _Softmax, way: _Way) -> JaxprEqn | None:
+  """The operation that computes an attention blockwise; None if one block holds the attention.
 
   Raises:
-    _NotAttention: it is none, or cannot be, by the devices that must share it.
+    _NotAttention: the match is not an attention, or the devices cannot share it.
   """
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
@@ -650,7 +656,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   tiles.need(values, _of_values(match, share))
   _check_leaves(body, tiles, scores, {row, column}, cut)
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
-  if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
+  if any(label is not None and label[2] > 1 for label in split):  # the minor of several labels in a dim
     if way.is_over_axis:
       raise _NotByBlocks(f"{_softmax(match)}: its queries, keys or heads are the minor part of a dim")
     return _blocked(body, match, dataclasses.replace(way, axis=None, size=1))
@@ -659,7 +665,7 @@ def _blocked(body: Any, match: _Softmax, way: _Way) -> Any:
   return _Program(body, match, tiles, ends, (values, _of_values(match, share)), share).equation()
 
 
-def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: Share, depends: Any) -> bool:
+def _is_leaf(tiles: Tiles, var: Var, own: Labels, share: Share, depends: set[Var]) -> bool:
   """Whether a value is sliced, rather than computed for each tile."""
   if var in depends or {share.row, share.column} <= {name for name, _, _ in own}:
     return False
@@ -672,7 +678,7 @@ def _is_leaf(tiles: Tiles, var: Any, own: Labels, share: Share, depends: Any) ->
   return True
 
 
-def _shared(match: _Softmax, way: _Way, lengths: Mapping[Any, int], row: int, column: int) -> Share:
+def _shared(match: _Softmax, way: _Way, lengths: Mapping[DimName, int], row: int, column: int) -> Share:
   """The part of an attention that each device computes; all of it, unless devices share it evenly.
 
   Raises:
@@ -699,11 +705,11 @@ def _softmax(match: _Softmax) -> str:
   return f"softmax of {match.exp.outvars[0].aval.str_short()}"
 
 
-def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
-  """The dim of the scores that is heads: the last that weights and values share, after that of the examples.
+def _heads(match: _Softmax, way: _Way, lengths: Mapping[DimName, int]) -> int:
+  """The heads' dim of the scores: the last dim that weights and values share, after the examples' dim.
 
   Raises:
-    _NotByBlocks: there is none, or devices cannot share it evenly.
+    _NotByBlocks: there is no such dim, or devices cannot share it evenly.
   """
   shape = match.exp.outvars[0].aval.shape
   shared = meeting(match.product).shared[match.side]  # pyright: ignore[reportOptionalMemberAccess]
@@ -718,8 +724,8 @@ def _heads(match: _Softmax, way: _Way, lengths: Mapping[Any, int]) -> int:
   return names[-1]
 
 
-def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: set[Any]) -> None:
-  """Refuses scores that no product makes, and parts of them that would be made whole or of whole scores."""
+def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: set[Var]) -> None:
+  """Refuses scores that are not a product, and parts of them that need all scores or are computed in full."""
   text = f"softmax of {scores.aval.str_short()}"
   meets = [
     eqn
@@ -733,10 +739,11 @@ def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: se
   depends = dependents(body, own)
   for eqn, _ in tiles.parts.values():
     if eqn.primitive.name in _JUMPS and any(among(var, depends) for var in eqn.invars):
-      # A tile rounds its scores in another way: what equals the other operand may be found above or below it.
+      # A tile rounds its scores differently: values equal to the other operand may end up above or below it.
       first = next(var for var in own if eqn.outvars[0] in dependents(body, {var}))
+      maker: Any = tiles.made(first)
       raise _NotByBlocks(
-        f"{text}: {described(eqn)} compares its scores with {described(tiles.made(first))}, which is computed"
+        f"{text}: {described(eqn)} compares its scores with {described(maker)}, which is computed"
         " from all of a row"
       )
   for var, labels in tiles.leaves:
@@ -753,18 +760,19 @@ def _check_leaves(body: Any, tiles: Tiles, scores: Any, names: set[int], cut: se
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-  """What a tile of an attention that was found computes, from tiles of the leaves.
+  """The computation of one tile of an attention, from tiles of its leaves.
 
   Attributes:
-    body: the program that the attention is found in.
+    body: the program that contains the attention.
     match: the attention.
     tiles: its operations.
-    ends: the nodes that are evaluated: what the maximum is of, the exponentials, what is summed, the weights.
+    ends: the nodes to evaluate: the input of the maximum, the exponentials, the input of the sum, the
+      weights.
     values: the node of the values.
-    share: what each device computes.
+    share: the part that each device computes.
   """
 
-  body: Any
+  body: Jaxpr
   match: _Softmax
   tiles: Tiles
   ends: Sequence[Node]
@@ -773,12 +781,12 @@ class _Program:
 
   @functools.cached_property
   def nodes(self) -> list[Node]:
-    """The leaves, those with gradients first."""
+    """The leaves; leaves with gradients come first."""
     leaves = [node for node in self.tiles.leaves if node[0] not in self.match.cuts]
     return sorted(leaves, key=lambda node: not is_inexact(node[0].aval))
 
   @property
-  def wide(self) -> Any:
+  def wide(self) -> DTypeLike:
     """The dtype of the running result."""
     return jnp.promote_types(self.match.product.outvars[0].aval.dtype, jnp.float32)
 
@@ -789,7 +797,7 @@ class _Program:
     return tuple((name, kept.index(name), 1) for name in self.share.names if name in kept)
 
   @functools.cached_property
-  def _order(self) -> list[Any]:
+  def _order(self) -> list[DimName]:
     return _order(self.match, {name: None for name, _, _ in self.match.labels[1]})
 
   def attention(self, seen: np.ndarray | None, *, fills: bool = False) -> TileAttention:
@@ -808,7 +816,7 @@ class _Program:
       zeros_too=self.match.zeros_too or fills,
     )
 
-  def largest(self, tiles: Sequence[Any], places: Mapping[Any, Any]) -> Any:
+  def largest(self, tiles: Sequence[jax.Array], places: Places) -> jax.Array:
     """The maxima of a tile's scores over its keys."""
     node, labels = self.ends[0]
     known = dict(zip(self.nodes, tiles, strict=True))
@@ -817,8 +825,8 @@ class _Program:
     return tile.max(self.match.largest.params["axes"]).transpose(self.match.turned)
 
   def weighed(
-    self, tiles: Sequence[Any], largest: Any, total: Any, places: Mapping[Any, Any]
-  ) -> tuple[Any, Any]:
+    self, tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Places
+  ) -> tuple[jax.Array, jax.Array]:
     """The product of a tile's weights, and the sums of its exponentials."""
     match, (_, (scores, own), summed, weights) = self.match, self.ends
     known = dict(zip(self.nodes, tiles, strict=True))
@@ -831,7 +839,7 @@ class _Program:
     made = bind(match.product, pair if match.side == 0 else pair[::-1], preferred_element_type=self.wide)
     return made[0].astype(self.wide), part.astype(self.wide).sum(match.summed)
 
-  def spread(self, x: Any, shape: Sequence[int]) -> Any:
+  def spread(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """A number for each row, with the dims of the product's result."""
     placed = {name: dim for name, dim, _ in self.match.labels[1]}
     factors = {name: factor for name, _, factor in self.match.labels[1]}
@@ -844,16 +852,17 @@ class _Program:
 
   @functools.cached_property
   def hidden(self) -> tuple[np.ndarray, float]:
-    """Which tiles the mask hides wholly, and a number below which a row sees nothing; `-inf` if that is NaN.
+    """Which tiles the mask hides completely, and a number below which a row sees nothing (`-inf` for NaN).
 
-    A row that sees nothing is the mean of the values if what hides a score is finite, and the weights are
-    nothing but exponentials over their sum. Where tiles are hidden by different finite numbers, a row that
-    sees nothing weighs those with the larger one, so that all of them are computed.
+    A row that sees nothing is the mean of the values if hidden scores are finite and the weights are
+    exponentials over their sum. Where different finite numbers hide the tiles, a row that sees nothing gives
+    weight to the scores with the larger number, so no tile is skipped.
     """
     names = self.share.row, self.share.column
     bounds = Hidden(self.body, self.tiles.grid, *names)
     scores, labels = self.ends[1]
-    difference = self.tiles.made(self.tiles.made(scores).invars[0])
+    quotient: Any = self.tiles.made(scores)
+    difference: Any = self.tiles.made(quotient.invars[0])
     most = np.maximum(bounds.most(*self.ends[0]), bounds.most(difference.invars[0], labels))
     hidden = most <= HIDDEN
     fill = float(most[hidden].max(initial=-math.inf))
@@ -875,7 +884,7 @@ class _Program:
         todo += made.invars
     return True
 
-  def mean(self, values: Any) -> Any:
+  def mean(self, values: jax.Array) -> jax.Array:
     """The mean of the values, as the result of the product for a row of equal weights."""
     product, side = self.match.product, self.match.side
     weights, met = product.invars[side].aval, meeting(product)
@@ -892,14 +901,14 @@ class _Program:
     mean = values.mean(over, dtype=self.wide, keepdims=True).astype(values.dtype)
     return bind(product, [one, mean] if side == 0 else [mean, one])[0]
 
-  def equation(self) -> Any:
+  def equation(self) -> JaxprEqn:
     """The operation that computes the attention."""
     order, (hidden, fill) = self._order, self.hidden
     assert order
     attention = self.attention(~hidden, fills=math.isfinite(fill))
     product, values = self.match.product, self.match.product.invars[1 - self.match.side]
 
-    def attention_by_blocks(*given: Any) -> list[Any]:
+    def attention_by_blocks(*given: jax.Array) -> list[jax.Array]:
       sink = None if self.match.sink is None else given[len(self.nodes)].transpose(self.match.turned)
       result, largest = attention(*given[: len(self.nodes)], sink=sink)
       if math.isfinite(fill):
@@ -930,7 +939,7 @@ def _wholes(labels: Labels, dims: Sequence[int]) -> list[int]:
   return [name for name, dim, _ in labels if dim in dims and isinstance(name, int)]
 
 
-def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
+def _order(match: _Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
   """The dims of a sum over the keys, or their factors, as far as the result of the product has them.
 
   Raises:
@@ -938,7 +947,7 @@ def _order(match: _Softmax, placed: Mapping[Any, Any]) -> list[Any]:
   """
   scores = match.exp.outvars[0].aval
   names, labels = named_dims(scores.shape)
-  found: list[Any] = []
+  found: list[DimName] = []
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
     if not own or any(name not in placed for name in own):

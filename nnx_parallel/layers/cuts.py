@@ -1,9 +1,8 @@
-"""Slices of logits as slices of the weights: what a padded vocabulary has too many is not computed."""
+"""Slices weights instead of logits: the padded columns of a vocabulary are not computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.extend import core
@@ -12,19 +11,20 @@ from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import DEFAULT, interpret
 from nnx_parallel.core.jaxprs import among, bind, opened, traced, without_unused
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Value, Var
 
 
-def with_cut_weights(flat: Any) -> Any:
-  """A closed flat program in which columns of a product that are sliced off are not computed.
+def with_cut_weights(flat: ClosedJaxpr) -> ClosedJaxpr:
+  """A closed flat program that does not compute the columns of a product that are sliced off.
 
-  It has other operations only where `product[..., :n]`, or that of the product with a bias or in another
-  dtype, is all that is read of the product's columns.
+  The program changes only where `product[..., :n]`, or the same slice of the product after a bias or a cast,
+  is the only read of the product's columns.
   """
   made = {out: eqn for eqn in opened(flat).eqns for out in eqn.outvars}
-  values: dict[Any, Any] = {}
-  cuts: list[Any] = []
+  values: dict[Var, jax.Array] = {}
+  cuts: list[JaxprEqn] = []
 
-  def sliced(var: Any, dim: int, start: int, stop: int) -> Any:
+  def sliced(var: Var, dim: int, start: int, stop: int) -> jax.Array | None:
     """A part of a value, computed from the columns of a product; None: it is not of a product."""
     eqn = made.get(var)
     if eqn is not None and eqn.primitive.name == "dot_general" and (place := _column_of(eqn, dim)):
@@ -40,7 +40,7 @@ def with_cut_weights(flat: Any) -> Any:
     if part is None:
       return None
 
-    def operand(x: Any) -> Any:
+    def operand(x: Var) -> jax.Array:
       if isinstance(x, core.Literal):
         return x.val
       is_along = x.aval.ndim == var.aval.ndim and x.aval.shape[dim] == var.aval.shape[dim]
@@ -48,7 +48,7 @@ def with_cut_weights(flat: Any) -> Any:
 
     return bind(eqn, [part if x is before[0] else operand(x) for x in eqn.invars])[0]
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     values.update((x, y) for x, y in zip(eqn.invars, inputs, strict=True) if not isinstance(x, core.Literal))
     cut = _cut_of(eqn) if eqn.primitive.name == "slice" else None
     found = None if cut is None else sliced(eqn.invars[0], *cut)
@@ -61,7 +61,7 @@ def with_cut_weights(flat: Any) -> Any:
   return without_unused(program) if cuts else flat
 
 
-def _cut_of(eqn: Any) -> tuple[int, int, int] | None:
+def _cut_of(eqn: JaxprEqn) -> tuple[int, int, int] | None:
   """The only dim that a slice cuts, and where; None for several, or with strides."""
   shape, params = eqn.invars[0].aval.shape, eqn.params
   bounds = zip(params["start_indices"], params["limit_indices"], shape, strict=True)
@@ -70,7 +70,7 @@ def _cut_of(eqn: Any) -> tuple[int, int, int] | None:
   return cut[0] if len(cut) == 1 and {*strides} == {1} else None
 
 
-def _column_of(product: Any, dim: int) -> tuple[int, int] | None:
+def _column_of(product: JaxprEqn, dim: int) -> tuple[int, int] | None:
   """The operand of a product that has a dim of its result, the weights, and its dim there."""
   met = meeting(product)
   if met is None or dim < len(met.shared[0]) + len(met.free[0]):

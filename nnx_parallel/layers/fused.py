@@ -1,8 +1,8 @@
-"""Computes an attention that was found in a trace by the fused kernel that JAX has for a chip.
+"""Computes an attention from a trace with the fused kernel that JAX has for the chip.
 
-The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys; it
-is mapped over the batch and the heads, and placed on the mesh by `jax.shard_map`: a kernel is a program of
-one device. An attention of another form is blockwise.
+The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys. It
+is mapped over the batch and the heads, and `jax.shard_map` places it on the mesh, because a kernel runs on
+one device. Attentions of other forms are blockwise.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.flow import Meeting, meeting
 from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, struct
 from nnx_parallel.core.tiles import Grid, Tiles, described
+from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
@@ -43,8 +44,14 @@ class NotFused(Exception):
 
 
 def splash_attention(
-  query: Any, key: Any, value: Any, mask: Any, cap: float | None, *, interpret: bool = False
-) -> Any:
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array | None,
+  cap: float | None,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
   """The kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
   Raises:
@@ -66,28 +73,28 @@ def splash_attention(
 
 
 def splash_sequence(
-  query: Any,
-  key: Any,
-  value: Any,
-  segments: Any,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segments: jax.Array | None,
   *,
   causal: bool,
   window: int | None,
   interpret: bool = False,
-) -> Any:
-  """The same kernel for the attention of a sequence to itself, whose masks it makes by itself.
+) -> jax.Array:
+  """The same kernel for the attention of a sequence to itself; it builds its masks from the arguments.
 
   Args:
-    query: `[heads, length, features]`; they share the head of the keys.
+    query: `[heads, length, features]`; all heads share one head of the keys.
     key: `[length, features]`.
     value: `[length, out]`.
-    segments: integers `[length]`: a position sees those with the same one; or None.
+    segments: integers `[length]`: a position sees positions with the same integer; None: no segments.
     causal: a query sees no later position.
-    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too.
-    interpret: run it on any platform, slowly.
+    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
+    interpret: run the kernel on any platform, slowly.
 
   Raises:
-    NotFused: it has no blocks for this length.
+    NotFused: the kernel has no block size for this length.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -115,15 +122,14 @@ def _block_sizes(rows: int, columns: int) -> Any:
   return splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
-def _padded(x: Any) -> Any:
+def _padded(x: jax.Array) -> jax.Array:
   """With features that fill the lanes of the chip."""
   return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),))
 
 
 KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
-"""The kernel of each platform that has one that can be compiled for a machine that is not here.
-
-The GPU's, cuDNN's, can only be lowered where its library is.
+"""The kernel of each platform whose kernel can be compiled without the device. The GPU kernel (cuDNN) can
+only be lowered where its library is installed.
 """
 SEQUENCES: dict[str, Kernel] = {"tpu": splash_sequence}
 """The same for the attention of a sequence to itself."""
@@ -134,20 +140,19 @@ class _Scores:
   """The scores of an attention: a product of queries and keys, scaled, capped and masked.
 
   Attributes:
-    product: of queries and keys.
-    dims: its dims, for each of those of the scores.
-    scale: of the product.
+    product: the product of queries and keys.
+    dims: for each dim of the scores, the dim of the product.
+    scale: the scale of the product.
     cap: `cap * tanh(x / cap)` of the scaled product, or None.
-    masks: booleans, their dims for each of those of the scores, and whether a product is kept where they are
-      true.
-    fill: what products that are not kept become.
+    masks: booleans, their dim for each dim of the scores, and whether a product is kept where they are true.
+    fill: the value that replaces products that are not kept.
   """
 
-  product: Any
+  product: JaxprEqn
   dims: tuple[int, ...]
   scale: float
   cap: float | None
-  masks: tuple[tuple[Any, tuple[int, ...], bool], ...]
+  masks: tuple[tuple[Var, tuple[int, ...], bool], ...]
   fill: float
 
 
@@ -158,14 +163,15 @@ class _Form:
   Attributes:
     scores: the scores.
     inputs: query, key and value.
-    orders: for each, its dims: those of the batch, others of the query, then length and features.
-    shared: how many dims are of the batch, heads included.
+    orders: for each input, its dims: first the batch dims, then other dims of the query, then length and
+      features.
+    shared: the number of batch dims, heads included.
     order: the dims of the result, in terms of the dims of the kernels' results.
     row, column: the dims of the scores that are queries and keys.
   """
 
   scores: _Scores
-  inputs: tuple[Any, Any, Any]
+  inputs: tuple[Var, Var, Var]
   orders: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
   shared: int
   order: tuple[int, ...]
@@ -174,7 +180,7 @@ class _Form:
 
 
 def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
-  """The kernel for the devices of the mesh in scope, or for the default ones."""
+  """The kernel for the devices of the mesh in scope; without a mesh, for the default devices."""
   scope = scope_in_use()
   meshes = [None if scope is None else scope.mesh, jax.sharding.get_abstract_mesh()]
   devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
@@ -182,7 +188,7 @@ def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
   return kernels.get(jax.default_backend() if device is None else device.platform)
 
 
-def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
+def by_kernel(body: Jaxpr, match: Any, kernel: Kernel) -> JaxprEqn:
   """The operation that computes an attention by a kernel, given its softmax.
 
   The scale is applied to the queries, in their dtype.
@@ -195,7 +201,7 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   masks, leaves = _mask(body, match, form)
   out = match.product.outvars[0]
 
-  def attention_by_kernel(*arrays: Any) -> list[Any]:
+  def attention_by_kernel(*arrays: jax.Array) -> list[jax.Array]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
     wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
     query = (wide * form.scores.scale).astype(query.dtype)
@@ -213,15 +219,15 @@ def by_kernel(body: Any, match: Any, kernel: Kernel) -> Any:
   return call_equation(attention_by_kernel, [*form.inputs, *leaves], match.product.outvars, match.product)
 
 
-def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
-  """What is done with the product of queries and keys, from the softmax back to it."""
+def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
+  """Reads back from the softmax to the product of queries and keys."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
   if _uncast(largest, made, ("stop_gradient",))[0] is not _uncast(var, made)[0]:
-    raise NotFused("a maximum of other values than its scores is subtracted")
+    raise NotFused("it subtracts a maximum that is not of its scores")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
-  masks: list[tuple[Any, tuple[int, ...], bool]] = []
+  masks: list[tuple[Var, tuple[int, ...], bool]] = []
   fills: set[float] = set()
   while (eqn := made.get(var)) is not None and eqn.primitive.name != "dot_general":
     name, inputs = eqn.primitive.name, eqn.invars
@@ -240,7 +246,7 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
     elif name == "select_n" and cap is None and _is_mask(inputs[0], var):
       low = {n: x * factor for n, x in enumerate(numbers) if n and x is not None and x * factor <= _FILL}
       if len(low) != 1:
-        raise NotFused(f"its scores go through {described(eqn)}, which is no mask")
+        raise NotFused(f"its scores go through {described(eqn)}, which is not a mask")
       ((side, fill),) = low.items()
       masks.append((inputs[0], dims, side == 1))
       fills.add(fill)
@@ -254,8 +260,8 @@ def _scores(match: Any, made: Mapping[Any, Any]) -> _Scores:
   return _Scores(eqn, dims, factor * (cap or 1.0), cap, tuple(masks), min(fills, default=0.0))
 
 
-def _weights(match: Any, made: Mapping[Any, Any]) -> tuple[int, ...]:
-  """The dims of the weights, in terms of those of the scores."""
+def _weights(match: Any, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
+  """The dims of the weights, as dims of the scores."""
   var, dims = _uncast(match.product.invars[match.side], made)
   eqn, exponentials = made[var], _uncast(match.exp.outvars[0], made)
   if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) != exponentials:
@@ -309,7 +315,7 @@ def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
     raise NotFused(f"{described(dot)} and {described(match.product)} pair other dims")
   row = max(others, key=sizes.__getitem__, default=column)
   if row == column or sizes[row] == 1 or sizes[column] == 1:
-    raise NotFused("there is one query, or one key")
+    raise NotFused("there is only one query, or one key")
   groups = [name for name in others if name != row]
   value = dict(zip(summed.shared[of_values], shared, strict=True))
   value |= {summed.summed[of_values][0]: column, summed.free[of_values][0]: _FEATURES}
@@ -326,8 +332,8 @@ def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
   )
 
 
-def _names(met: Any, side: int, names: Mapping[int, int]) -> dict[int, int]:
-  """The dims of an operand of the product of queries and keys -> those of the scores."""
+def _names(met: Meeting, side: int, names: Mapping[int, int]) -> dict[int, int]:
+  """Maps the dims of an operand of the product of queries and keys to the dims of the scores."""
   first = len(met.shared[0]) + (len(met.free[0]) if side else 0)
   found = {dim: names[place] for place, dim in enumerate(met.shared[side])}
   found |= {dim: names[first + n] for n, dim in enumerate(met.free[side])}
@@ -339,14 +345,16 @@ def _order(dims: Mapping[int, int], wanted: Sequence[int]) -> tuple[int, ...]:
   return tuple(found[name] for name in wanted)
 
 
-def _is_cast(eqn: Any) -> bool:
+def _is_cast(eqn: JaxprEqn) -> bool:
   """Whether an operation changes nothing but a floating dtype."""
   casts = eqn.primitive.name in ("convert_element_type", "copy")
   return casts and is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
 
 
-def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> tuple[Any, tuple[int, ...]]:
-  """The variable that one is before its casts, transposes and some other operations, and the dims of that."""
+def _uncast(
+  var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()
+) -> tuple[Var, tuple[int, ...]]:
+  """The variable before casts, transposes and some other operations, and its dims."""
   dims = tuple(range(len(var.aval.shape)))
   while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
     if made[var].primitive.name == "transpose":
@@ -355,12 +363,12 @@ def _uncast(var: Any, made: Mapping[Any, Any], others: Sequence[str] = ()) -> tu
   return var, dims
 
 
-def _is_mask(var: Any, scores: Any) -> bool:
+def _is_mask(var: Var, scores: Var) -> bool:
   return var.aval.dtype == jnp.bool_ and var.aval.shape == scores.aval.shape
 
 
-def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
-  """The one number that a value consists of, if the trace says it."""
+def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
+  """The number that fills a constant value, if the trace shows it."""
   if isinstance(var, core.Literal):
     return float(var.val) if jnp.ndim(var.val) == 0 else None
   eqn = made.get(var)
@@ -377,7 +385,9 @@ def _number(var: Any, made: Mapping[Any, Any]) -> float | None:
     )
 
 
-def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, Any]], list[Any]]:
+def _mask(
+  body: Jaxpr, match: Any, form: _Form
+) -> tuple[Callable[..., tuple[jax.Array | None, jax.Array | None]], list[Var]]:
   """A function of its leaves that gives the mask of queries by keys, and which of its rows keep a key."""
   sizes = match.exp.outvars[0].aval.shape
   lengths = {name: size for name, size in enumerate(sizes) if size > 1}
@@ -398,7 +408,7 @@ def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, 
       raise NotFused("its mask differs between examples or heads")
   leaves = [*tiles.leaves]
 
-  def masks(arrays: Sequence[Any]) -> tuple[Any, Any]:
+  def masks(arrays: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
     if not ends:
       return None, None
     known, places = dict(zip(leaves, arrays, strict=True)), dict.fromkeys(grid.blocks, 0)
@@ -416,10 +426,12 @@ def _mask(body: Any, match: Any, form: _Form) -> tuple[Callable[..., tuple[Any, 
   return masks, [var for var, _ in leaves]
 
 
-def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask: Any) -> Any:
+def _placed(
+  form: _Form, kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> jax.Array:
   """The kernel on each device's examples and heads."""
 
-  def local(query: Any, key: Any, value: Any, *mask: Any) -> Any:
+  def local(query: jax.Array, key: jax.Array, value: jax.Array, *mask: jax.Array) -> jax.Array:
     run: Any = functools.partial(kernel, mask=mask[0] if mask else None, cap=form.scores.cap)
     for _ in range(query.ndim - 2 - form.shared):
       run = jax.vmap(run, in_axes=(0, None, None))
@@ -437,7 +449,7 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
   split = _split(query.shape[:-2], free)
   splits = [split, *[split[: form.shared]] * 2, *[[]] * len(masks)]
   arrays = [query, key, value, *masks]
-  if explicit:  # the compiler moves what other axes split
+  if explicit:  # the compiler moves the dims that other axes shard
     own = [PartitionSpec(*(tuple(a for a in axes if a in explicit) for axes in dims)) for dims in splits]
     arrays = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, own, strict=True)]
   specs = [PartitionSpec(*dims) for dims in splits]
@@ -448,9 +460,9 @@ def _placed(form: _Form, kernel: Kernel, query: Any, key: Any, value: Any, mask:
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-  """The mesh axes of each dim: the batch's of the first; the others of the first after it that they divide.
+  """The mesh axes of each dim: batch axes on the first, each other axis on the first later dim it divides.
 
-  The compiler moves what is laid out otherwise.
+  The compiler moves arrays with another layout.
   """
   scope = scope_in_use()
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)

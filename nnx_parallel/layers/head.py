@@ -1,10 +1,10 @@
-"""Chunked cross-entropy: a model's head and its loss by chunks of the head's columns, without an edit.
+"""Chunked cross-entropy: computes a model's head and its loss in chunks of columns, without an edit.
 
-The head is the last product of the trace of a loss whose result goes through a softmax. What is done with
-its columns, the logits, is rewritten so that they are only ever summed, compared or looked up row by row:
-`exp(x - max)` is `exp(x)` times a number of the row, and so are a log-softmax and its products with targets.
-These statistics are computed for one chunk of the columns after another, forward and backward, so that the
-logits never exist at once. Each chunk of the weights is read once in each direction.
+The head is the last product in the trace of a loss whose result goes through a softmax. The operations on its
+columns, the logits, are rewritten so that they only sum, compare or look up values row by row: `exp(x - max)`
+is `exp(x)` times a number per row, and so are a log-softmax and its products with targets. These statistics
+are computed one chunk of columns at a time, forward and backward, so that the full logits never exist. Each
+chunk of the weights is read once in each direction.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import flattened, interpret
@@ -36,6 +37,7 @@ from nnx_parallel.core.tiles import (
   Grid,
   Labels,
   Node,
+  Places,
   Tiles,
   Untiled,
   described,
@@ -44,6 +46,18 @@ from nnx_parallel.core.tiles import (
   gradients,
   pushed,
   tied,
+)
+from nnx_parallel.core.types import (
+  AnyArray,
+  Aval,
+  ClosedJaxpr,
+  Jaxpr,
+  JaxprEqn,
+  Program,
+  PyTree,
+  TreeDef,
+  Value,
+  Var,
 )
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import is_opened
@@ -63,21 +77,21 @@ def check_chunks(chunks: int | None) -> None:
   """Checks the option.
 
   Raises:
-    TrainError: it is no positive number.
+    TrainError: it is not a positive number.
   """
   if chunks is not None and (type(chunks) is not int or chunks < 1):
     raise TrainError(
-      f"loss_chunks={chunks!r} is not a positive number.", fix="loss_chunks=8; None: in one piece."
+      f"loss_chunks={chunks!r} is not a positive number.", fix="loss_chunks=8; None: not chunked."
     )
 
 
-def in_chunks(jaxpr: Any, chunks: int) -> tuple[Any, str]:
+def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   """The closed trace of a loss with its head computed in chunks, and a line that says so.
 
   Raises:
-    TrainError: no head is found, or what is done with its logits cannot be evaluated by chunks.
+    TrainError: the loss has no head, or operations on its logits cannot be computed in chunks.
   """
-  flat: Any = with_cut_weights(flattened(jaxpr, is_opened))
+  flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, is_opened))
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -98,7 +112,7 @@ def in_chunks(jaxpr: Any, chunks: int) -> tuple[Any, str]:
   line = f"the head and the loss of each token in {count} chunks of the {length} columns"
   if count < chunks:
     why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "chunks are of equal length"
-    line += f" (of {chunks} that were asked for: {why})"
+    line += f" (of {chunks} requested: {why})"
   if others:
     whole_heads = ", ".join(map(described, others))
     line += f"; the last of {1 + len(others)} heads only, as written: {whole_heads}"
@@ -122,16 +136,16 @@ def _shards(length: int) -> tuple[int, int]:
   return shards, 1 if shards % apart else apart
 
 
-def _head(body: Any, chunks: int) -> tuple[Any, list[Any]]:
-  """The last product that makes logits, and the others."""
+def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
+  """The last product that makes logits, and the earlier such products."""
   softmaxes = Softmaxes(body)
-  found: dict[int, Any] = {}
+  found: dict[int, JaxprEqn] = {}
   for eqn in body.eqns:
     if eqn.primitive.name == "exp" and not softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape)):
       product = softmaxes.product_before(eqn)
       if product is not None:
         found[id(product)] = product
-  # A router makes logits too, and what comes after it depends on them.
+  # A router makes logits too, and the later operations depend on them.
   outs = {product.outvars[0] for product in found.values()}
   heads = [p for p in found.values() if not outs & (dependents(body, {p.outvars[0]}) - {p.outvars[0]})]
   heads = [eqn for eqn in body.eqns if any(eqn is head for head in heads)]
@@ -140,21 +154,21 @@ def _head(body: Any, chunks: int) -> tuple[Any, list[Any]]:
   count = sum(eqn.primitive.name == "dot_general" for eqn in body.eqns)
   raise TrainError(
     f"loss_chunks={chunks} finds no head in the loss.",
-    details="a head is a product whose columns all go through a softmax, one that no product with values"
+    details="a head is a product whose columns all go through a softmax, and that no product with values"
     f" follows; the loss has {count} products outside of its layers, scans and checkpoints, and no head",
     fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_chunks out.",
   )
 
 
-def _columns(body: Any, product: Any) -> int:
+def _columns(body: Jaxpr, product: JaxprEqn) -> int:
   """The dim of a product's result that the softmax sums over."""
   logits = product.outvars[0]
   shape, size = logits.aval.shape, logits.aval.size
-  problems: list[Any] = []
+  problems: list[JaxprEqn | None] = []
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
-    problem: Any = None
-    labels: dict[Any, Labels] = {logits: ((_COLUMNS, dim, 1),)}
-    exponentials: set[Any] = set()
+    problem: JaxprEqn | None = None
+    labels: dict[Var, Labels] = {logits: ((_COLUMNS, dim, 1),)}
+    exponentials: set[Var] = set()
     for eqn in body.eqns:
       side = next((n for n, var in enumerate(eqn.invars) if among(var, labels)), None)
       if side is None:
@@ -173,18 +187,18 @@ def _columns(body: Any, product: Any) -> int:
       elif (
         eqn.primitive.name == "reduce_sum"
         and among(eqn.invars[0], exponentials)
-        and size // 2 <= eqn.invars[0].aval.size <= size  # of most tokens: the last one has no target
+        and size // 2 <= eqn.invars[0].aval.size <= size  # most tokens: the last token has no target
       ):
         return dim
     problems.append(problem)
   raise Untiled(next(filter(None, problems), product))
 
 
-# A statistic of the columns: a number, or a few, for each row. That of all columns is that of their chunks,
-# combined. The columns are the last dim, which stays, with size 1.
+# A statistic of the columns is one number, or a few, per row. The statistics of the chunks combine to the
+# statistic of all columns. The columns are the last dim, which stays, with size 1.
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: jax.Array) -> DTypeLike:
   return jnp.promote_types(x.dtype, jnp.float32) if is_inexact(x) else x.dtype
 
 
@@ -196,35 +210,35 @@ class _Sum:
   start = (0,)
   derived = 0
 
-  def of(self, x: Any) -> list[Any]:
+  def of(self, x: jax.Array) -> list[jax.Array]:
     return [x.sum(-1, keepdims=True, dtype=_wide(x))]
 
-  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
     return [a[0] + b[0]]
 
-  def part(self, _: Sequence[Any], x: Any) -> list[Any]:
+  def part(self, _: Sequence[jax.Array], x: jax.Array) -> list[jax.Array]:
     return self.of(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Exponentials:
-  """The maximum of an array, and the sum of `exp(it - maximum)`, times another array if one is given."""
+  """The maximum of an array, and the sum of `exp(it - maximum)`, optionally times another array."""
 
   stale = (-math.inf, 0)
   start = (-math.inf, 0)
   derived = 1
 
-  def of(self, power: Any, *factor: Any) -> list[Any]:
+  def of(self, power: jax.Array, *factor: jax.Array) -> list[jax.Array]:
     # The derivative by the maximum is 0 in all, and `part` leaves it out too.
     largest = jax.lax.stop_gradient(power.astype(_wide(power)).max(-1, keepdims=True))
     return [largest, *self.part([largest], power, *factor)]
 
-  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
     largest = jnp.maximum(a[0], b[0])
     base = finite(largest)
     return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
 
-  def part(self, known: Sequence[Any], power: Any, *factor: Any) -> list[Any]:
+  def part(self, known: Sequence[jax.Array], power: jax.Array, *factor: jax.Array) -> list[jax.Array]:
     found = jnp.exp(power.astype(_wide(power)) - finite(known[0]))
     return [math.prod((x.astype(found.dtype) for x in factor), start=found).sum(-1, keepdims=True)]
 
@@ -237,18 +251,19 @@ class _Largest:
   stale = (-math.inf,)
   start = (-math.inf, 0)
 
-  def of(self, x: Any) -> list[Any]:
+  def of(self, x: jax.Array) -> list[jax.Array]:
     largest = x.max(-1, keepdims=True)
     if self.derived is None:
       return [largest]
     return [largest, (x == largest).sum(-1, keepdims=True, dtype=x.dtype)]
 
-  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
     largest = jnp.maximum(a[0], b[0])
     counts = [jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b) if len(x) > 1]
-    return [largest, sum(counts)] if counts else [largest]
+    total: Any = sum(counts)
+    return [largest, total] if counts else [largest]
 
-  def part(self, known: Sequence[Any], x: Any) -> list[Any]:
+  def part(self, known: Sequence[jax.Array], x: jax.Array) -> list[jax.Array]:
     if self.derived is None:
       return []
     equal = jnp.where(x == known[0], x / known[1], jnp.zeros_like(x))
@@ -264,7 +279,7 @@ class _Best:
   start = (-math.inf, 0)
   derived = 0
 
-  def of(self, x: Any, columns: Any) -> list[Any]:
+  def of(self, x: jax.Array, columns: jax.Array) -> list[jax.Array]:
     if self.count == 1:
       best, places = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
     else:
@@ -272,12 +287,12 @@ class _Best:
     columns = columns + jnp.zeros_like(x, dtype=columns.dtype)
     return [best, jnp.take_along_axis(columns, places, -1)]
 
-  def combined(self, a: list[Any], b: list[Any]) -> list[Any]:
+  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
     pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
-    ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, that of the first column
+    ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, the first column
     return [-ordered[0][..., : self.count], ordered[1][..., : self.count]]
 
-  def part(self, known: Sequence[Any], x: Any, columns: Any) -> list[Any]:
+  def part(self, known: Sequence[jax.Array], x: jax.Array, columns: jax.Array) -> list[jax.Array]:
     chosen = (jnp.where(columns == known[1][..., n : n + 1], x, jnp.zeros_like(x)) for n in range(self.count))
     return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
 
@@ -287,19 +302,19 @@ _Kind = _Sum | _Exponentials | _Largest | _Best
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-  """A product of what has columns and what has none: `exp(power + shift) * factor * share`.
+  """A product of terms with and without columns: `exp(power + shift) * factor * share`.
 
   Attributes:
     power: an array with columns; None: there is no exponential.
-    shift: a number of each row.
+    shift: a number per row.
     factor: an array with columns; None: 1.
-    share: a number of each row; None: 1.
+    share: a number per row; None: 1.
   """
 
-  power: Any = None
-  shift: Any = None
-  factor: Any = None
-  share: Any = None
+  power: jax.Array | None = None
+  shift: jax.Array | float | None = None
+  factor: jax.Array | None = None
+  share: jax.Array | float | None = None
 
   def times(self, other: _Term) -> _Term:
     return _Term(
@@ -309,18 +324,18 @@ class _Term:
       _both(jnp.multiply, self.share, other.share),
     )
 
-  def mapped(self, change: Callable[[Any], Any], *names: str) -> _Term:
+  def mapped(self, change: Callable[[jax.Array], jax.Array], *names: str) -> _Term:
     """With some of its parts changed."""
     parts = {name: getattr(self, name) for name in names}
     return dataclasses.replace(self, **{name: None if x is None else change(x) for name, x in parts.items()})
 
-  def value(self) -> Any:
+  def value(self) -> AnyArray:
     """As one array."""
     power = None if self.power is None else jnp.exp(_both(jnp.add, self.power, self.shift))
     return _both(jnp.multiply, _both(jnp.multiply, power, self.factor), self.share)
 
 
-def _both(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+def _both(operation: Callable[[jax.Array, jax.Array], jax.Array], a: AnyArray, b: AnyArray) -> AnyArray:
   return b if a is None else a if b is None else operation(a, b)
 
 
@@ -337,7 +352,7 @@ class _Logits:
     (first, *more) = self.terms
     return not more and first.factor is not None and first.power is None and first.share is None
 
-  def value(self, aval: Any) -> Any:
+  def value(self, aval: Aval) -> jax.Array:
     """As one array."""
     found = functools.reduce(jnp.add, [term.value() for term in self.terms])
     return jnp.broadcast_to(found, aval.shape).astype(aval.dtype)
@@ -347,10 +362,10 @@ class _Logits:
 class _Statistic:
   """A value that depends on a statistic."""
 
-  value: Any
+  value: jax.Array
 
 
-def _array(x: Any) -> Any:
+def _array(x: Value) -> jax.Array:
   return x.value if isinstance(x, _Statistic) else x
 
 
@@ -365,16 +380,16 @@ class _Rewriting:
     apart: how many groups of columns have an own gradient of the head's input, until the last chunk.
   """
 
-  def __init__(self, flat: Any, product: Any, labels: Labels, grid: Grid, apart: int):
+  def __init__(self, flat: ClosedJaxpr, product: JaxprEqn, labels: Labels, grid: Grid, apart: int):
     self._flat, self._product, self._labels, self._grid, self._apart = flat, product, labels, grid, apart
     # The variables whose gradients a program needs, if it is differentiated.
     passing = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     behind = operations_behind(passing, flat.jaxpr.outvars)
     self._derived = {out for eqn in behind for out in eqn.outvars}
     self._kinds: dict[str, _Kind] = {}
-    self._made: dict[Any, Any] = {}
+    self._made: dict[Hashable, tuple[tuple[jax.Array, ...], list[jax.Array]]] = {}
 
-  def body(self) -> Any:
+  def body(self) -> ClosedJaxpr:
     """The closed trace of the loss with its statistics computed by chunks.
 
     Raises:
@@ -382,17 +397,17 @@ class _Rewriting:
       Untiled: an operation that needs them all.
     """
 
-    def is_call(eqn: Any) -> bool:
+    def is_call(eqn: JaxprEqn) -> bool:
       return is_opened(eqn) and eqn.params.get("name") not in self._kinds
 
-    def products(body: Any) -> list[Any]:
+    def products(body: Jaxpr) -> list[JaxprEqn]:
       return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
 
     number = next(n for n, eqn in enumerate(products(self._flat.jaxpr)) if eqn is self._product)
     new = flattened(traced(self._results, self._flat), is_call)
     return new.replace(jaxpr=self._in_levels(new.jaxpr, products(new.jaxpr)[number]))
 
-  def _results(self, *inputs: Any) -> list[Any]:
+  def _results(self, *inputs: jax.Array) -> list[jax.Array]:
     """The results of the loss."""
     found = interpret(self._flat, inputs, self._run)
     logits = self._product.outvars[0].aval
@@ -405,7 +420,7 @@ class _Rewriting:
         )
     return [_array(x) for x in found]
 
-  def _run(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def _run(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if eqn is self._product:
       return [_Logits([_Term(factor=bind(eqn, inputs)[0])], self._labels)]
     logits = [n for n, x in enumerate(inputs) if isinstance(x, _Logits)]
@@ -430,11 +445,11 @@ class _Rewriting:
     ]
     return [_Logits([_Term(factor=x)], own) for x in bind(eqn, values)]
 
-  def _terms(self, eqn: Any, inputs: list[Any], labels: Labels) -> list[_Term] | None:
+  def _terms(self, eqn: JaxprEqn, inputs: list[Value], labels: Labels) -> list[_Term] | None:
     """The terms of a result, of an operation that keeps such a form."""
     name, dim = eqn.primitive.name, labels[0][1]
 
-    def of(x: Any) -> list[_Term]:
+    def of(x: Value) -> list[_Term]:
       if isinstance(x, _Logits):
         return x.terms
       x = _array(x)
@@ -462,7 +477,7 @@ class _Rewriting:
       return [functools.reduce(_Term.times, (_Term(term.factor, term.share) for term in of(inputs[0])))]
     return None
 
-  def _reduced(self, eqn: Any, inputs: list[Any]) -> Any:
+  def _reduced(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
     """A result without columns."""
     name, x = eqn.primitive.name, inputs[0]
     if name == "dot_general":
@@ -473,7 +488,7 @@ class _Rewriting:
     if is_pick(eqn) and not isinstance(inputs[1], _Logits):
       indices = _array(inputs[1])
 
-      def pick(x: Any) -> Any:
+      def pick(x: jax.Array) -> jax.Array:
         whole = jnp.broadcast_to(x, given.shape)
         return picked(eqn, whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
 
@@ -487,9 +502,9 @@ class _Rewriting:
       return bind(eqn, [self._of(kind, dim, x.value(given))[0]])[0]
     raise Untiled(eqn)
 
-  def _total(self, terms: list[_Term], aval: Any, dim: int) -> Any:
+  def _total(self, terms: list[_Term], aval: Aval, dim: int) -> jax.Array:
     """The sum of terms over the columns, which stay with size 1."""
-    found: list[Any] = []
+    found: list[jax.Array] = []
     for term in terms:
       if term.power is not None:
         factors = () if term.factor is None else (term.factor,)
@@ -503,8 +518,8 @@ class _Rewriting:
     shape = [1 if d == dim else size for d, size in enumerate(aval.shape)]
     return jnp.broadcast_to(functools.reduce(jnp.add, found), shape).astype(aval.dtype)
 
-  def _product_over_columns(self, eqn: Any, inputs: list[Any]) -> Any:
-    """A product that sums over the columns, such as that of targets and a log-softmax, as a sum."""
+  def _product_over_columns(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
+    """A product that sums over the columns, such as targets times a log-softmax, as a sum."""
     met: Any = meeting(eqn)
     side = next(n for n, x in enumerate(inputs) if isinstance(x, _Logits))
     x, other, aval = inputs[side], inputs[1 - side], eqn.invars[side].aval
@@ -521,8 +536,8 @@ class _Rewriting:
     kept = [*met.shared[side], *met.free[side]]
     return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
 
-  def _best(self, eqn: Any, x: _Logits) -> list[Any]:
-    """The largest elements and their columns, or the column of the largest one."""
+  def _best(self, eqn: JaxprEqn, x: _Logits) -> list[_Statistic]:
+    """The largest elements and their columns, or the column of the largest element."""
     aval, dim = eqn.invars[0].aval, x.labels[0][1]
     alone = eqn.primitive.name == "argmax"
     best = _Best(1 if alone else eqn.params["k"])
@@ -535,14 +550,14 @@ class _Rewriting:
     places = places.astype(eqn.outvars[-1].aval.dtype)
     return [_Statistic(places.squeeze(dim))] if alone else [_Statistic(values), _Statistic(places)]
 
-  def _of(self, kind: _Kind, dim: int, *xs: Any) -> list[Any]:
+  def _of(self, kind: _Kind, dim: int, *xs: jax.Array) -> list[jax.Array]:
     """A statistic, as a call that is found again in the trace."""
     key = kind, dim, *map(id, xs)
     if key not in self._made:
       name = f"{_NAME}{len(self._kinds)}"
       self._kinds[name] = kind
 
-      def statistic(*xs: Any) -> list[Any]:
+      def statistic(*xs: jax.Array) -> list[jax.Array]:
         return kind.of(*xs)
 
       statistic.__name__ = name
@@ -550,11 +565,11 @@ class _Rewriting:
       self._made[key] = xs, [jnp.moveaxis(x, -1, dim) for x in results]
     return self._made[key][1]
 
-  def _in_levels(self, body: Any, product: Any) -> Any:
-    """The program with its statistics computed by chunks, those that depend on others after these."""
+  def _in_levels(self, body: Jaxpr, product: JaxprEqn) -> Jaxpr:
+    """The program with its statistics in chunks; a statistic comes after the statistics it depends on."""
     depends, size = dependents(body, {*product.outvars}), product.outvars[0].aval.size
 
-    def leaf(var: Any, own: Labels) -> bool:
+    def leaf(var: Var, own: Labels) -> bool:
       return not own or var in product.invars or (var not in depends and 2 * var.aval.size < size)
 
     calls = [eqn for eqn in body.eqns if eqn.params.get("name") in self._kinds]
@@ -571,8 +586,8 @@ class _Rewriting:
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
-      ahead: list[Any] = []
-      rest: list[Any] = []
+      ahead: list[JaxprEqn] = []
+      rest: list[JaxprEqn] = []
       for eqn in body.eqns:
         if eqn not in now:
           (rest if any(among(var, after) for var in eqn.invars) else ahead).append(eqn)
@@ -592,13 +607,13 @@ class _Apart:
     side: which of them is its input.
   """
 
-  product: Any
+  product: JaxprEqn
   count: int
   out: Node
   given: list[Node]
   side: int
 
-  def value(self, x: Any, weights: Any) -> Any:
+  def value(self, x: jax.Array, weights: jax.Array) -> jax.Array:
     """The result for copies of the input and all columns of a part."""
     ((_, dim, _),) = self.given[1 - self.side][1]
     groups = weights.reshape(*weights.shape[:dim], self.count, -1, *weights.shape[dim + 1 :])
@@ -608,8 +623,8 @@ class _Apart:
     return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
 
 
-def _apart(tiles: Tiles, product: Any, count: int) -> _Apart | None:
-  """None for one group, for groups of one column, or where the input has no gradient."""
+def _apart(tiles: Tiles, product: JaxprEqn, count: int) -> _Apart | None:
+  """None for one group, for groups of one column, or if the input has no gradient."""
   out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
   given = list(zip(product.invars, wanted, strict=True))
   side = next((n for n, (_, own) in enumerate(given) if not own), None)
@@ -620,50 +635,50 @@ def _apart(tiles: Tiles, product: Any, count: int) -> _Apart | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Statistics:
-  """Some statistics, computed by chunks of the columns, as a function of flat arrays.
+  """Some statistics, computed in chunks of the columns, as a function of flat arrays.
 
   Attributes:
-    tiles: of what they are computed from.
-    kinds: theirs.
-    ends: what each of them takes.
-    calls: the operations in whose place they stand.
-    apart: the head, where devices have gradients of its input of their own.
+    tiles: the operations that the statistics are computed from.
+    kinds: the kind of each statistic.
+    ends: the inputs of each statistic.
+    calls: the operations that the statistics replace.
+    apart: the head, if each device has its own gradient of the head's input.
   """
 
   tiles: Tiles
   kinds: Sequence[_Kind]
   ends: Sequence[Sequence[Node]]
-  calls: Sequence[Any]
+  calls: Sequence[JaxprEqn]
   apart: _Apart | None
 
   @functools.cached_property
   def leaves(self) -> list[Node]:
-    """What the function takes; first what has a gradient."""
+    """The arguments of the function; arguments with gradients come first."""
     return sorted(self.tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
 
   @property
   def _floats(self) -> int:
     return sum(is_inexact(var.aval) for var, _ in self.leaves)
 
-  def function(self) -> Callable[..., Sequence[Any]]:
+  def function(self) -> Callable[..., Sequence[jax.Array]]:
     """The function, with a gradient that computes the tiles again."""
 
     @jax.custom_vjp
-    def statistics(*given: Any) -> list[list[Any]]:
+    def statistics(*given: jax.Array) -> list[list[jax.Array]]:
       return self._forward(*given)
 
-    def with_kept(*given: Any) -> tuple[list[list[Any]], Any]:
+    def with_kept(*given: jax.Array) -> tuple[list[list[jax.Array]], PyTree]:
       found = self._forward(*given)
       return found, (given, found)
 
     statistics.defvjp(with_kept, self._backward)
 
-    def loss_in_chunks(*given: Any) -> list[Any]:
+    def loss_in_chunks(*given: jax.Array) -> list[jax.Array]:
       return jax.tree.leaves(statistics(*given))
 
     return loss_in_chunks
 
-  def _taken(self, known: dict[Node, Any], places: Any) -> Iterator[tuple[_Kind, list[Any]]]:
+  def _taken(self, known: dict[Node, jax.Array], places: Places) -> Iterator[tuple[_Kind, list[jax.Array]]]:
     """Each kind, with the tiles that it takes."""
     for kind, wanted in zip(self.kinds, self.ends, strict=True):
       xs = [self.tiles.value(var, own, known, places) for var, own in wanted]
@@ -673,11 +688,11 @@ class _Statistics:
         [x if stale is None else self.tiles.grid.fresh(x, own, places, stale) for x, (_, own), stale in rows],
       )
 
-  def _forward(self, *arrays: Any) -> list[Any]:
+  def _forward(self, *arrays: jax.Array) -> list[list[jax.Array]]:
     rows = self.tiles.grid.tiles()
     *given, row = tied([*arrays, *rows.values()])
 
-    def body(state: list[list[Any]], places: Any) -> tuple[list[list[Any]], None]:
+    def body(state: list[list[jax.Array]], places: Places) -> tuple[list[list[jax.Array]], None]:
       pairs = zip(self.leaves, given, strict=True)
       known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
       taken = zip(self._taken(known, places), state, strict=True)
@@ -689,7 +704,7 @@ class _Statistics:
     ]
     return jax.lax.scan(body, start, {_COLUMNS: row})[0]
 
-  def _backward(self, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+  def _backward(self, kept: PyTree, cotangent: PyTree) -> tuple[jax.Array | None, ...]:
     given, found = kept
     kinds = zip(self.kinds, cotangent, strict=True)
     arriving = [(g[kind.derived], ()) for kind, g in kinds if kind.derived is not None]
@@ -707,8 +722,10 @@ class _Statistics:
       results[copied] = results[copied].sum(0)
     return (*results, *[None] * len(rest))
 
-  def _part(self, form: Any, places: Any, fixed: Sequence[Any], *inputs: Any) -> list[Any]:
-    """What a chunk of the columns adds to the statistics, given those of all columns."""
+  def _part(
+    self, form: TreeDef, places: Places, fixed: Sequence[jax.Array], *inputs: jax.Array
+  ) -> list[jax.Array]:
+    """The contribution of a chunk of columns to the statistics, given the statistics of all columns."""
     apart, count = self.apart, len(self.leaves) - self._floats
     known = dict(zip(self.leaves, (*inputs, *fixed[:count]), strict=True))
     if apart is not None:

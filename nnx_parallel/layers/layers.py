@@ -1,7 +1,7 @@
-"""Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
+"""Changes which activations a loss saves for its backward pass, layer by layer, without an edit.
 
-Layers are found in the trace: the call of each module that `find_layers` finds, the body of each scan, and
-each part that is already under `jax.checkpoint`. A model that has none of them is an error.
+Layers are found in the trace: each call of a module that `find_layers` finds, each scan body, and each part
+that is already under `jax.checkpoint`. A model without any of them is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from nnx_parallel.core.layers import Layers, find_layers
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Program, PyTree, TreeDef, Value
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
@@ -58,6 +59,7 @@ from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
+T = TypeVar("T")
 RematName = Literal["as written", "none", "dots", "full", "offload"]
 REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
 MARK_LAYERS = (
@@ -67,13 +69,13 @@ MARK_LAYERS = (
 AUTO_LAYERS = 4
 """The fewest layers of a scan with `scan_layers="auto"`: stacked weights are a copy in each step."""
 _WHAT_IS_A_LAYER = (
-  "a layer is one of several modules of one class and structure beside each other (in a list, or as"
-  " attributes that end in numbers), the body of a scan, or what is under nnx.remat"
+  "a layer is one of several adjacent modules of one class and structure (in a list, or as"
+  " attributes that end in numbers), the body of a scan, or a part under nnx.remat"
 )
 _SHOWN = 6
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _INPUT = "layer input"
-"""The name of what `"offload"` moves to the host's memory."""
+"""The name of the arrays that `"offload"` moves to host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,9 @@ class Remat:
 
   Attributes:
     policy: as in `with_layers`: a word, or a policy of `jax.checkpoint_policies`.
-    every: only each n-th of consecutive equal layers follows the policy; the others keep everything.
-    group: this many consecutive layers are recomputed together, from the input of the first one.
+    every: only every n-th of consecutive equal layers follows the policy; the rest save everything.
+    group: the number of consecutive layers that are recomputed as one unit, from the input of its first
+      layer.
 
   Raises:
     TrainError: no such policy, or a number below 1.
@@ -134,18 +137,18 @@ ScanLayers = Literal["auto"] | bool
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-  """What is done with the layers of a loss.
+  """How the layers of a loss are computed.
 
   Attributes:
-    remat: what each layer keeps for the backward pass.
+    remat: the activations that each layer saves for the backward pass.
     scan_layers: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blockwise"` or their length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
-    loss_chunks: in how many chunks of its columns the head is computed, with the loss; None: as written.
-    pipeline: the stages that the layers are run on; None: each device computes all layers.
+    attention: `"blockwise"` or a block length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
+    loss_chunks: the number of vocabulary chunks of the head and the loss; None: as written.
+    pipeline: the pipeline stages of the layers; None: each device computes all layers.
 
   Raises:
-    TrainError: no such policy, or other option.
+    TrainError: no such policy, or another option is not valid.
   """
 
   remat: Policy = None
@@ -159,20 +162,20 @@ class LayerOptions:
     _ = self.how
     if type(self.scan_layers) is not bool and self.scan_layers != "auto":
       raise TrainError(
-        f"scan_layers={self.scan_layers!r} is no choice.", fix='scan_layers="auto", True or False'
+        f"scan_layers={self.scan_layers!r} is not a valid choice.", fix='scan_layers="auto", True or False'
       )
     if self.pattern is not None and type(self.pattern) is not str:
       raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
     if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise TrainError(
-        f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
+        f"pipeline={self.pipeline!r} is not an axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
     check_attention(self.attention)
     check_chunks(self.loss_chunks)
 
   @property
   def how(self) -> Remat:
-    """What each layer keeps."""
+    """The activations that each layer saves."""
     if isinstance(self.remat, Remat):
       return self.remat
     return Remat("as written" if self.remat is None else self.remat)
@@ -187,7 +190,7 @@ class LayerOptions:
     """Whether something is done with layers."""
     return self.how.needs_layers or self.scan_layers is True or self.pipeline is not None
 
-  def marking(self, model: Any, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
+  def marking(self, model: Model, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
     if not self.marks and self.pattern is None:
       return contextlib.nullcontext()
@@ -205,14 +208,14 @@ class LayerOptions:
 
 @dataclasses.dataclass
 class LayersUsed:
-  """What was done with the layers of a loss; print it.
+  """How the layers of a loss were computed; print it.
 
   Attributes:
     found: the layers of the model.
-    done: what was done with them, a line each.
-    reasons: why some were not scanned together, a line each.
-    schedule: that of their pipeline, if they are one.
-    axes: on a mesh with Explicit axes, which axes the loss is computed on, and why.
+    done: how they were computed, one line each.
+    reasons: why some layers are not in one scan, one line each.
+    schedule: the schedule of the pipeline, if there is one.
+    axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
   """
 
   found: tuple[Layers, ...] = ()
@@ -232,7 +235,7 @@ class LayersUsed:
 
 
 def with_layers(
-  loss: Callable[..., Any],
+  loss: LossFn,
   *,
   remat: Policy = None,
   scan_layers: ScanLayers = "auto",
@@ -242,35 +245,35 @@ def with_layers(
 ) -> Callable[..., Any]:
   """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
 
-  `train_step(loss, remat=..., scan_layers=...)` does this by itself; this is for a step of your own.
+  `train_step(loss, remat=..., scan_layers=...)` does this already; use this in a hand-written step.
 
   Args:
     loss: `loss(model, batch)`.
-    remat: what each layer keeps for the backward pass. `"none"` keeps everything, `"full"` recomputes each
-      layer from its input (and the parts of it that are under `jax.checkpoint` one by one), `"dots"` keeps
-      the results of matrix products with weights, `"offload"` is `"full"` with the inputs of consecutive
-      equal layers in the host's memory, `"as written"` or None changes nothing. A policy of
-      `jax.checkpoint_policies` holds within each layer. `Remat("full", every=2)` recomputes each second
-      layer, `Remat("full", group=2)` two layers at a time.
-    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
-      with depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4
-      or more. Else it does not pay: a scan copies the weights of its layers into one stack in each
-      step, and without remat also stacks all that they keep.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
-      one class and structure beside each other, in a list or as attributes that end in numbers.
-    attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
-      or of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
-      chip, if JAX has a kernel that computes it (TPUs; a mask may not differ between examples or heads), else
-      by blocks; `step.layers` says which, and why. On a mesh, the mesh in scope places the kernel: of the
-      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`, outside of which they
-      are errors. None of these has forward-mode derivatives. None: as written.
-    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so the logits of all
-      columns never exist together. Sums over the vocabulary are sums over the logits themselves: where these
-      are several hundreds, an entropy loses digits. None: as written.
+    remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
+      recomputes each layer from its input (parts under `jax.checkpoint` one by one). `"dots"` saves the
+      results of matrix products with weights. `"offload"` is `"full"`, with the inputs of consecutive equal
+      layers in host memory. `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies`
+      applies within each layer. `Remat("full", every=2)` recomputes every second layer, `Remat("full",
+      group=2)` two layers at a time.
+    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
+      with depth. True: wherever two equal layers are found. `"auto"`: only where 4 or more layers are
+      recomputed. Elsewhere a scan does not pay: it copies the weights of its layers into one stack in each
+      step, and without remat it also stacks all saved activations.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
+      modules of one class and structure, in a list or as attributes that end in numbers.
+    attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
+      of the given number), so that the full scores never exist. `"fused"`: with the fused kernel of the chip,
+      if JAX has a suitable kernel (TPUs; a mask may not differ between examples or heads), else blockwise;
+      `step.layers` reports the choice and the reason. On a mesh, the mesh in scope places the kernel: the
+      mesh of the plan, of `use_rules` or of `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`;
+      elsewhere they are errors. None of these has forward-mode derivatives. None: as written.
+    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so that the full logits
+      never exist. Sums over the vocabulary add the logits as they are: with logits of several hundreds, an
+      entropy loses digits. None: as written.
 
   Returns:
-    A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` where
-    a policy other than `"none"` finds no layer, `scan_layers=True` nothing to scan, `layers` no module,
+    A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` if a
+    policy other than `"none"` finds no layer, `scan_layers=True` nothing to scan, `layers` no module,
     `attention` no attention or `loss_chunks` no head.
 
   Raises:
@@ -288,12 +291,12 @@ def with_layers(
   return _on_copies(loss, options, options)
 
 
-def with_marks(loss: Callable[..., Any], layers: str | None = None) -> Callable[..., Any]:
+def with_marks(loss: LossFn, layers: str | None = None) -> Callable[..., Any]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
   return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _on_copies(loss: Callable[..., Any], marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
+def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
   """The same loss, called on a copy of the model whose state is written back."""
 
   @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
@@ -314,22 +317,22 @@ def _on_copies(loss: Callable[..., Any], marks: LayerOptions, does: LayerOptions
 
 
 def with_options(
-  function: Callable[..., Any], options: LayerOptions, used: LayersUsed | None = None
-) -> Callable[..., Any]:
+  function: Callable[..., PyTree], options: LayerOptions, used: LayersUsed | None = None
+) -> Callable[..., PyTree]:
   """A function of pytrees of arrays whose marked layers are treated by `options`.
 
-  It raises a `TrainError` where a policy finds no layer.
+  It raises a `TrainError` if a policy finds no layer.
 
   Args:
     function: marks its layers by `options.marking`.
-    options: what is done with them.
-    used: gets what was done.
+    options: how the layers are computed.
+    used: receives how they were computed.
   """
   remat, note = options.how, LayersUsed() if used is None else used
   if not (remat.changes or options.scan_layers is True or options.rewrites):
     return function
 
-  def changed(*args: Any) -> Any:
+  def changed(*args: PyTree) -> PyTree:
     traced, shape = _traced(function, args, options, note)
     found = _treated(traced, jax.tree.leaves(args), options, note)
     return jax.tree.unflatten(jax.tree.structure(shape), found)
@@ -338,27 +341,27 @@ def with_options(
 
 
 def with_stages(
-  objective: Callable[..., Any],
+  objective: Callable[..., PyTree],
   options: LayerOptions,
   microbatches: int,
-  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
+  ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
-) -> Callable[..., Any]:
-  """A loss whose layers are a pipeline: a function of a whole batch instead of a microbatch.
+) -> Callable[..., PyTree]:
+  """A loss whose layers are a pipeline: a function of the full batch instead of a microbatch.
 
-  It raises a `TrainError` where it has no equal layers.
+  It raises a `TrainError` if the loss has no equal layers.
 
   Args:
     objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
-    options: what is done with the layers; with a pipeline.
-    microbatches: parts of the batch.
+    options: how the layers are computed; includes a pipeline.
+    microbatches: the number of microbatches of the batch.
     ends: as in `program_of`.
-    used: gets what was done.
+    used: receives how they were computed.
   """
   assert options.pipeline is not None
   pipeline = options.pipeline
 
-  def changed(model: Any, batch: Any) -> Any:
+  def changed(model: Model, batch: PyTree) -> PyTree:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     program, signature, tree = program_of(objective, (model, first), options, ends, used)
@@ -373,21 +376,21 @@ def with_stages(
 
 
 def program_of(
-  function: Callable[..., Any],
-  args: tuple[Any, ...],
+  function: Callable[..., PyTree],
+  args: tuple[PyTree, ...],
   options: LayerOptions,
-  ends: Callable[[Any], tuple[Mapping[int, int], Collection[int]]],
+  ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
-) -> tuple[Stacks, Signature, Any]:
-  """The trace of a call for a pipeline, what its inputs and results are, and the structure of the results.
+) -> tuple[Stacks, Signature, TreeDef]:
+  """The trace of a call for a pipeline, the roles of its inputs and results, and the results' structure.
 
   Args:
-    function: of pytrees of arrays, first the model; marks its layers by `options.marking`.
+    function: a function of pytrees of arrays, the model first; marks its layers by `options.marking`.
     args: its arguments for one microbatch, or one group of rows.
-    options: with a pipeline.
+    options: how the layers are computed; includes a pipeline.
     ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`;
       positions of inputs count the arrays of all arguments.
-    used: gets what was done.
+    used: receives how they were computed.
   """
   assert options.pipeline is not None
   with mapped_axes((options.pipeline.axis,)):
@@ -400,8 +403,8 @@ def program_of(
 
 
 def _traced(
-  function: Callable[..., Any], args: Any, options: LayerOptions, note: LayersUsed
-) -> tuple[Any, Any]:
+  function: Callable[..., PyTree], args: tuple[PyTree, ...], options: LayerOptions, note: LayersUsed
+) -> tuple[ClosedJaxpr, PyTree]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
   traced, shape = _traced_once(function, args)
   remat = options.how
@@ -428,8 +431,8 @@ def _traced(
   return traced, shape
 
 
-def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
-  """The trace of a loss, in which layers get arrays where others of their class get them, and its results."""
+def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
+  """The trace of a loss and its results; a layer receives arrays where other layers of its class do."""
   found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
   with scalars_as(scalars):
     traced, shape = found(*args)
@@ -437,7 +440,7 @@ def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
     return traced, shape
   try:
     with scalars_as(Scalars(traced=scalars.mixed)):
-      # Another function: JAX would give back the trace of the same one.
+      # A new function: JAX would return the cached trace of the same function.
       again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
   except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
     return traced, shape  # Python reads the number
@@ -447,9 +450,9 @@ def _traced_once(function: Callable[..., Any], args: Any) -> tuple[Any, Any]:
   return (again if is_same else traced), shape
 
 
-def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
-  """The operations of a program but those that make arrays of scalars, with their types; and its numbers."""
-  types: list[Any] = []
+def _operations(jaxpr: Program) -> tuple[list[object], collections.Counter[float]]:
+  """The operations of a program and their types, except broadcasts of scalars; and its numbers."""
+  types: list[object] = []
   numbers: collections.Counter[float] = collections.Counter()
   for eqn in equations(jaxpr):
     if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS):
@@ -459,7 +462,9 @@ def _operations(jaxpr: Any) -> tuple[list[Any], collections.Counter[float]]:
   return types, numbers
 
 
-def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: LayersUsed) -> list[Any]:
+def _treated(
+  traced: ClosedJaxpr, leaves: list[jax.Array], options: LayerOptions, used: LayersUsed
+) -> list[jax.Array]:
   """The results of a trace whose layers are treated by the options."""
   remat, how = options.how, treatment_of(options)
   size = max(remat.every, remat.group)
@@ -471,7 +476,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
   reasons: dict[str, None] = {}
   scans: list[Chain] = []
 
-  def program(jaxpr: Any, inputs: Sequence[Any], where: str = "") -> list[Any]:
+  def program(jaxpr: Program, inputs: Sequence[jax.Array], where: str = "") -> list[jax.Array]:
     stacks = Stacks(jaxpr, scan_from, size, loops=loops)
     lines.update((_line(stacks, chain, remat) + where, None) for chain in stacks.chains.values())
     if remat.needs_layers:
@@ -480,7 +485,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
     scans.extend(chain for chain in stacks.chains.values() if chain.scan)
     return stacks(inputs, dataclasses.replace(how, run=run))
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     params = params_of(eqn)
     if is_checkpoint(eqn) and calls_layers(params["jaxpr"]):
       inside: Any = lambda *xs: program(params["jaxpr"], xs, "; inside jax.checkpoint")  # noqa: E731
@@ -491,7 +496,7 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
 
   found = program(traced, leaves)
   if options.scan_layers is True and not scans:
-    layers = "\n".join(map(str, used.found)) or "no modules of one class and structure are beside each other"
+    layers = "\n".join(map(str, used.found)) or "no adjacent modules have one class and structure"
     raise TrainError(
       "scan_layers=True finds no consecutive equal layers.",
       details="\n".join([*reasons][:_SHOWN]) or layers,
@@ -502,18 +507,18 @@ def _treated(traced: Any, leaves: list[Any], options: LayerOptions, used: Layers
 
 
 def treatment_of(options: LayerOptions) -> Treatment:
-  """What `remat` does with layers."""
+  """How `remat` treats layers."""
   remat = options.how
   policy = remat.policy if remat.changes else None
-  joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as a whole
+  joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as one
   in_units = joint or remat.every > 1
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if in_units and has_layer_rows(eqn):
       return _in_units(eqn, inputs, remat)
     return _run(eqn, inputs, policy="full" if policy == "offload" else policy)
 
-  def in_unit(n: int, scan: bool, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def in_unit(n: int, scan: bool, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if joint:
       return _evaluate(called(eqn), inputs, policy)
     return _run(eqn, inputs, policy=policy if n % remat.every == 0 else "none", in_scan=scan)
@@ -521,7 +526,7 @@ def treatment_of(options: LayerOptions) -> Treatment:
   def around(body: Body, scan: bool) -> Body:
     return _recomputed(body, policy, in_scan=scan) if joint else body
 
-  def in_scan(eqn: Any) -> Callable[..., Sequence[Any]]:
+  def in_scan(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
     if policy is None:
       return as_function(eqn.params["jaxpr"])
     if in_units:
@@ -536,7 +541,7 @@ def treatment_of(options: LayerOptions) -> Treatment:
 
 
 def _line(stacks: Stacks, chain: Chain, remat: Remat) -> str:
-  """What is done with a chain of layers."""
+  """Describes how a chain of layers is computed."""
   paths, units, size = stacks.paths(chain), len(chain.units), len(chain.units[0])
   way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
   each = f", {size} layers each" if size > 1 else ""
@@ -544,7 +549,7 @@ def _line(stacks: Stacks, chain: Chain, remat: Remat) -> str:
 
 
 def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
-  """What a policy does with the layers that are in no chain, and with scans that the model has."""
+  """Describes the policy for layers that are not in a chain, and for scans that the model has."""
   in_chains = {n for chain in stacks.chains.values() for n in chain.calls}
   paths = [layer_of(eqn) for n, eqn in enumerate(stacks.eqns) if is_marked(eqn) and n not in in_chains]
   text = "full, not offloaded" if remat.policy == "offload" else str(Remat(remat.policy))
@@ -553,16 +558,16 @@ def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
     yield several if len(paths) > 1 else f"{paths[0]}: remat {text}"
   for eqn in stacks.eqns:
     if is_checkpoint(eqn) and not calls_layers(called(eqn)):
-      yield f"what is under jax.checkpoint: remat {text}"
+      yield f"parts under jax.checkpoint: remat {text}"
     elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
       yield f"the model's scan of {eqn.params['length']}: remat {remat if has_layer_rows(eqn) else text}"
 
 
-def _check_rules(traced: Any) -> None:
-  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace other than by its arguments.
+def _check_rules(traced: ClosedJaxpr) -> None:
+  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly instead of by an argument.
 
   Raises:
-    TrainError: there is one; it could not be evaluated again.
+    TrainError: there is such a rule; it cannot be evaluated again.
   """
   for eqn in rules(traced):
     if any(is_tracer(x) for x in constants(gradient_of(eqn))):
@@ -575,37 +580,39 @@ def _check_rules(traced: Any) -> None:
       )
 
 
-def has_layers(jaxpr: Any) -> bool:
+def has_layers(jaxpr: Program) -> bool:
   """Whether a traced loss has parts that a policy applies to."""
   return any(
     is_checkpoint(eqn) or eqn.primitive.name == "scan" or is_marked(eqn) for eqn in equations(jaxpr, is_call)
   )
 
 
-def _is_opened(eqn: Any) -> bool:
+def _is_opened(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
   return is_call(eqn) and not is_marked(eqn) and calls_layers(called(eqn))
 
 
-def _is_layer(eqn: Any) -> bool:
-  """Whether a marked call is a layer; one whose products are all in layers of its own is none."""
+def _is_layer(eqn: JaxprEqn) -> bool:
+  """Whether a marked call is a layer; a call whose products are all in inner layers is not."""
   if not is_marked(eqn):
     return False
   body = called(eqn)
   return not has_layers(body) or any(e.primitive.name in _PRODUCTS for e in equations(body, is_call))
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], policy: Policy, in_layer: bool = True) -> list[Any]:
+def _evaluate(
+  jaxpr: Program, args: Sequence[jax.Array], policy: Policy, in_layer: bool = True
+) -> list[jax.Array]:
   return interpret(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
 
 
-def _layer(jaxpr: Any, policy: Policy) -> Callable[..., list[Any]]:
+def _layer(jaxpr: Program, policy: Policy) -> Callable[..., list[jax.Array]]:
   return lambda *args: _evaluate(jaxpr, args, policy)
 
 
 def _run(
-  eqn: Any, inputs: list[Any], *, policy: Policy, in_layer: bool = False, in_scan: bool = False
-) -> Sequence[Any]:
+  eqn: JaxprEqn, inputs: list[Value], *, policy: Policy, in_layer: bool = False, in_scan: bool = False
+) -> Sequence[Value]:
   """The results of an operation, under a policy if it is a layer."""
   if policy is None:  # as written
     return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
@@ -615,8 +622,8 @@ def _run(
     return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
   if is_checkpoint(eqn):
     body = _layer(called(eqn), policy)
-    # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
-    # a policy of the layer cannot see into pieces.
+    # Within a layer, pieces that the user recomputes (blocks of attention) stay so under "full"; a policy of
+    # the layer cannot see into pieces.
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
   if eqn.primitive.name == "scan":
     body = _layer(eqn.params["jaxpr"], policy)
@@ -624,7 +631,9 @@ def _run(
   return bind(eqn, inputs)
 
 
-def _scanned(eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
+def _scanned(
+  eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
+) -> list[jax.Array]:
   """The results of a scan with another body, a function of flat arrays."""
   params, (step, carry, rows) = eqn.params, _step_of(eqn, inputs, body)
   carry, made = jax.lax.scan(
@@ -634,30 +643,30 @@ def _scanned(eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]) ->
 
 
 def _step_of(
-  eqn: Any, inputs: list[Any], body: Callable[..., Sequence[Any]]
-) -> tuple[Body, list[Any], list[Any]]:
-  """A step of a scan, what it carries first, and its rows."""
+  eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
+) -> tuple[Body, list[jax.Array], list[jax.Array]]:
+  """The step of a scan, its first carry, and its rows."""
   counts = scan_counts(eqn)
   fixed, first, rows = counts.split(inputs)
 
-  def step(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  def step(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     out = body(*fixed, *carry, *row)
     return list(out[: counts.carried]), list(out[counts.carried :])
 
   return step, first, rows
 
 
-def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
-  """The results of a scan over layers, of which units of several are treated together."""
+def _in_units(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> list[jax.Array]:
+  """The results of a scan over layers in which several layers form one unit."""
   policy, body = remat.policy, eqn.params["jaxpr"]
   kept, carry, rows = _step_of(eqn, inputs, _layer(body, "none"))
   within = kept if policy == "none" else _step_of(eqn, inputs, _layer(body, policy))[0]
   length, reverse, size = eqn.params["length"], eqn.params["reverse"], max(remat.every, remat.group)
 
-  def unit(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  def unit(carry: Sequence[jax.Array], rows: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     if remat.every == 1:
       return jax.lax.scan(within, list(carry), list(rows))
-    made: list[Any] = []
+    made: list[list[jax.Array]] = []
     for n in range(len(rows[0])):
       carry, made_here = (kept if n else alone)(carry, [x[n] for x in rows])
       made.append(made_here)
@@ -680,7 +689,7 @@ def _in_units(eqn: Any, inputs: list[Any], remat: Remat) -> list[Any]:
   return [*carry, *([jnp.flip(x, 0) for x in made] if reverse else made)]
 
 
-def _checkpointed(body: Callable[..., Any], policy: Policy, *, in_scan: bool = False) -> Callable[..., Any]:
+def _checkpointed(body: Callable[..., T], policy: Policy, *, in_scan: bool = False) -> Callable[..., T]:
   if policy == "none":
     return body
   named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -689,11 +698,11 @@ def _checkpointed(body: Callable[..., Any], policy: Policy, *, in_scan: bool = F
 
 
 def _recomputed(body: Body, policy: Policy, *, in_scan: bool) -> Body:
-  """A unit of layers under a policy; with `"offload"`, what is carried into it is in the host's memory."""
+  """A unit of layers under a policy; with `"offload"`, its carry is in host memory."""
   if policy != "offload":
     return _checkpointed(body, policy, in_scan=in_scan)
 
-  def named(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+  def named(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     return body([checkpoint_name(x, _INPUT) if is_inexact(x) else x for x in carry], row)
 
   offloads = jax.checkpoint_policies.save_and_offload_only_these_names(

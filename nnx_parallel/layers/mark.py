@@ -1,10 +1,10 @@
 """Marks the calls of layers: each is one closed call in the trace of a loss.
 
 A trace has no modules. Within `marked`, the call of a layer becomes one `jit` operation, named after its
-path, with its Variables and arrays as inputs, and its results and the Variables that it changes as outputs.
-The modules must be copies that belong to the trace, as `nnx.merge` makes them: their class is replaced by a
-subclass whose `__call__` does this, and which a copy that `nnx.vmap` makes of them has too. The user's class
-and live modules stay untouched.
+path. Its inputs are the layer's Variables and arrays; its outputs are the results and the Variables that the
+call changes. The modules must be copies that belong to the trace, as `nnx.merge` makes them: their class is
+replaced by a subclass whose `__call__` does this. Copies that `nnx.vmap` makes of them keep the subclass. The
+user's class and live modules stay untouched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.layers import Layers, modules_of
 from nnx_parallel.core.nodes import is_key, path_str
+from nnx_parallel.core.types import DType, Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
 from nnx_parallel.errors import TrainError
 
 MARK = "layer:"
@@ -44,25 +45,25 @@ _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("whether calls are
 class Scalars:
   """Numbers of Python among the arguments of layers: `aux = 0.0`, to which each layer adds an array.
 
-  The first layer would be traced with a constant, and so be another program than the others.
+  Without it, the first layer would be traced with a constant, and its program would differ from later layers.
 
   Attributes:
-    given: arguments that were such numbers -> the numbers.
-    arrays: arguments that were scalar arrays -> their dtype; None where calls differ in it.
-    traced: arguments that become arrays, of this dtype.
+    given: the arguments that were Python numbers -> the numbers.
+    arrays: the arguments that were scalar arrays -> their dtype; None where the dtype differs between calls.
+    traced: the arguments that become arrays of this dtype.
   """
 
-  given: dict[Any, list[float]] = dataclasses.field(default_factory=dict[Any, list[float]])
-  arrays: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
-  traced: dict[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+  given: dict[Hashable, list[float]] = dataclasses.field(default_factory=dict[Hashable, list[float]])
+  arrays: dict[Hashable, DType | None] = dataclasses.field(default_factory=dict[Hashable, DType | None])
+  traced: Mapping[Hashable, DType | None] = dataclasses.field(default_factory=dict[Hashable, DType | None])
 
   @property
-  def mixed(self) -> dict[Any, Any]:
-    """Arguments that are numbers in some calls and arrays in others -> the dtype of these."""
+  def mixed(self) -> dict[Hashable, DType | None]:
+    """The arguments that are numbers in some calls and arrays in others -> the dtype of the arrays."""
     return {place: dtype for place in self.given if (dtype := self.arrays.get(place)) is not None}
 
-  def array(self, place: Any, x: Any) -> Any:
-    """A scalar as the array that the layer gets; None: it stays what it is."""
+  def array(self, place: Hashable, x: Value) -> jax.Array | None:
+    """A scalar as the array that the layer receives; None: the scalar stays as it is."""
     if is_tracer(x):
       self.arrays[place] = x.dtype if self.arrays.get(place, x.dtype) == x.dtype else None
       return x
@@ -93,7 +94,7 @@ class _NewStructure(Exception):
 
 
 @contextlib.contextmanager
-def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
+def marked(model: Model, found: Iterable[Layers]) -> Generator[None]:
   """Marks the calls of layers of modules that belong to a trace, while its body is traced."""
   modules = dict(modules_of(model))
   layers = {path: modules[path] for group in found for path in group.paths}
@@ -113,33 +114,33 @@ def marked(model: Any, found: Iterable[Layers]) -> Generator[None]:
       object.__setattr__(layer, "__class__", type(layer).__mro__[1])
 
 
-def layer_of(eqn: Any) -> str:
+def layer_of(eqn: JaxprEqn) -> str:
   """The dotted path of the layer whose call this is."""
   return str(eqn.params["name"]).split(":", 2)[2]
 
 
-def kind_of_layer(eqn: Any) -> str:
+def kind_of_layer(eqn: JaxprEqn) -> str:
   """The name of the class of the layer whose call this is."""
   return str(eqn.params["name"]).split(":", 2)[1]
 
 
-def is_marked(eqn: Any) -> bool:
+def is_marked(eqn: JaxprEqn) -> bool:
   """Whether an operation of a trace is the call of a layer."""
   return str(eqn.params.get("name", "")).startswith(MARK)
 
 
-def calls_layers(jaxpr: Any) -> bool:
+def calls_layers(jaxpr: Program) -> bool:
   """Whether a program calls marked layers, also inside calls, checkpoints and scans."""
   return any(map(is_or_has_layers, opened(jaxpr).eqns))
 
 
-def is_or_has_layers(eqn: Any) -> bool:
-  """Whether an operation is the call of a layer, or a call, checkpoint or scan that holds one."""
+def is_or_has_layers(eqn: JaxprEqn) -> bool:
+  """Whether an operation is the call of a layer, or a call, checkpoint or scan that contains one."""
   inside = eqn.primitive.name in (*CALLS, "scan") or is_checkpoint(eqn)
   return is_marked(eqn) or (inside and calls_layers(called(eqn)))
 
 
-def repeats_layers(eqn: Any) -> bool:
+def repeats_layers(eqn: JaxprEqn) -> bool:
   """Whether a scan calls the same layers in each step, as `jax.lax.map` does with a model."""
   body = opened(eqn.params["jaxpr"])
   _, _, rows = scan_counts(eqn).split(body.invars)
@@ -147,8 +148,8 @@ def repeats_layers(eqn: Any) -> bool:
   return bool(found) and not all(found)
 
 
-def _reads_of_layers(body: Any, rows: set[Any]) -> Iterator[bool]:
-  """For each call of a layer, whether it reads one of some inputs."""
+def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
+  """For each call of a layer, whether it reads any of the given inputs."""
   for eqn in body.eqns:
     if is_marked(eqn):
       yield any(among(var, rows) for var in eqn.invars)
@@ -163,10 +164,10 @@ def _marking(kind: type, name: str, pytree: bool) -> type:
   """The subclass of a layer's class whose calls are marked with its name.
 
   Raises:
-    TrainError: the class refuses to have one.
+    TrainError: the class cannot be subclassed.
   """
 
-  def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self: object, *args: object, **kwargs: object) -> object:
     if not _MARKS.get():
       return kind.__call__(self, *args, **kwargs)
     return _closed_call(name, kind, self, args, kwargs)
@@ -184,22 +185,24 @@ def _marking(kind: type, name: str, pytree: bool) -> type:
     ) from error
 
 
-def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> Any:
+def _closed_call(
+  name: str, kind: type, layer: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> PyTree:
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-  # NumPy arrays stay what they are: Python may compute with them.
+  # NumPy arrays stay as they are: Python may compute with them.
   nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
   scalars = _SCALARS.get() or Scalars()
-  arrays: dict[int, Any] = {}
+  arrays: dict[int, jax.Array] = {}
   for n, x in enumerate(leaves):
     if type(x) in (int, float) or _is_number(x):
-      # A scalar that is no tracer stays what it is too.
+      # A scalar that is not a tracer stays as it is too.
       array = scalars.array((kind, tree, n), x)
       arrays |= {} if array is None else {n: array}
     elif isinstance(x, jax.Array):
       arrays[n] = x
-  result: list[Any] = []
+  result: list[PyTree] = []
 
-  def call(modules: tuple[Any, dict[int, Any]], given: dict[int, Any]) -> dict[int, Any]:
+  def call(modules: tuple[Any, dict[int, Value]], given: dict[int, Value]) -> dict[int, Value]:
     given = {**given, **modules[1]}
     inner_args, inner_kwargs = jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])
     token = _MARKS.set(False)  # no layers inside a layer
@@ -220,10 +223,11 @@ def _closed_call(name: str, kind: type, layer: Any, args: Any, kwargs: Any) -> A
   return jax.tree.unflatten(structure, [found.get(n, x) for n, x in enumerate(out)])
 
 
-def _with_changes(call: Callable[..., dict[int, Any]], modules: Any, arrays: Any) -> dict[int, Any]:
-  """`nnx.jit(call)(modules, arrays)`, which writes only those Variables that the call changes.
+def _with_changes(call: Callable[..., dict[int, Value]], modules: PyTree, arrays: PyTree) -> dict[int, Value]:
+  """`nnx.jit(call)(modules, arrays)`, but writes only the Variables that the call changes.
 
-  `nnx.jit` writes all: inside `jax.vmap` and other transforms, none of a model from outside may be written.
+  `nnx.jit` writes all Variables. Inside `jax.vmap` and other transforms, a model from outside must not be
+  written.
 
   Raises:
     _NewStructure: the call changes more than the values of Variables and arrays, or returns a module.
@@ -232,7 +236,7 @@ def _with_changes(call: Callable[..., dict[int, Any]], modules: Any, arrays: Any
   leaves, structure = jax.tree.flatten(state)
   changed: list[int] = []
 
-  def pure(leaves: list[Any], arrays: Any) -> tuple[dict[int, Any], list[Any]]:
+  def pure(leaves: list[jax.Array], arrays: PyTree) -> tuple[dict[int, jax.Array], list[jax.Array]]:
     inner = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
     found = call(inner, arrays)
     graph, state = nnx.split(inner)
@@ -251,11 +255,11 @@ def _with_changes(call: Callable[..., dict[int, Any]], modules: Any, arrays: Any
   return found
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
   if not isinstance(x, (jax.Array, np.generic)) or x.ndim:
     return False
   return not is_key(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: object) -> bool:
   return isinstance(x, (nnx.Pytree, nnx.Variable))

@@ -17,18 +17,19 @@ from jax.extend import core
 
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact
-from nnx_parallel.core.tiles import Grid, Labels, Untiled, pulled
+from nnx_parallel.core.tiles import DimName, Grid, Labels, Node, Untiled, pulled
+from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 HIDDEN = -1e4
-"""A score of which the exponential is 0 beside those that are seen."""
+"""A score whose exponential is 0 relative to visible scores."""
 _ABSORBING = -1e9
 """A number in which a float32 score is lost when it is added."""
 _LOGICAL = ("and", "or", "not")
-Interval = tuple[Any, Any]
+Interval = tuple[np.ndarray, np.ndarray]
 """The least and the largest that an element may be, for `[blocks of rows or 1, blocks of columns or 1]`."""
 _ANY: Interval = (np.full((1, 1), -np.inf), np.full((1, 1), np.inf))
 PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
-"""Operations that give the elements of an array other places, or another type."""
+"""Operations that move the elements of an array, or change its type."""
 _KEPT = (*PLACES, "stop_gradient")
 
 
@@ -42,20 +43,20 @@ class Hidden:
     column: the name of the dim of the keys.
   """
 
-  def __init__(self, body: Any, grid: Grid, row: Any, column: Any):
+  def __init__(self, body: Jaxpr, grid: Grid, row: DimName, column: DimName):
     self._grid, self._names = grid, (row, column)
     self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-    self._known: dict[Any, Interval] = {}
+    self._known: dict[Node, Interval] = {}
 
-  def most(self, var: Any, labels: Labels) -> np.ndarray:
+  def most(self, var: Var, labels: Labels) -> np.ndarray:
     """The largest that the elements of each tile of a value may be, `[blocks of rows, blocks of columns]`."""
     own = tuple(label for label in labels if label[0] in self._names)
     counts = [self._grid.count(name) for name in self._names]
     return np.broadcast_to(self._interval(var, own)[1], counts)
 
-  def _interval(self, var: Any, labels: Labels) -> Interval:
+  def _interval(self, var: Var, labels: Labels) -> Interval:
     if isinstance(var, core.Literal):
-      dtype: Any = var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+      dtype: np.dtype[Any] = var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
       is_one = jnp.ndim(var.val) == 0 and isinstance(dtype, np.dtype) and dtype.kind in "biufV"
       number = np.full((1, 1), float(var.val) if is_one else 0.0)
       return (number, number) if is_one else _ANY
@@ -65,7 +66,7 @@ class Hidden:
       self._known[var, labels] = _representable(low, high, var.aval.dtype)
     return self._known[var, labels]
 
-  def _made_of(self, eqn: Any, labels: Labels) -> Interval:
+  def _made_of(self, eqn: JaxprEqn | None, labels: Labels) -> Interval:
     if eqn is None:
       return _ANY
     name = eqn.primitive.name
@@ -87,7 +88,7 @@ class Hidden:
       return _rounded(*_RULES[name](*given), eqn.outvars[0].aval.dtype)
     return given[0] if name in _KEPT else _RULES[name](*given)
 
-  def _positions(self, eqn: Any, labels: Labels) -> Interval:
+  def _positions(self, eqn: JaxprEqn, labels: Labels) -> Interval:
     dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
     own = next((name for name, d, _ in labels if d == dim), None)
     if own is None or self._grid.lengths[own] != length:
@@ -97,7 +98,7 @@ class Hidden:
     return starts, starts + self._grid.blocks[own] - 1
 
 
-def _representable(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
+def _representable(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:
   """An interval as a dtype holds it: anything where it is unknown, would wrap around, or would be rounded."""
   unknown = np.isnan(low) | np.isnan(high)
   if dtype == np.bool_:
@@ -109,8 +110,8 @@ def _representable(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
   return np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
 
 
-def _rounded(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
-  """An interval with what an operation of floats may round."""
+def _rounded(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:
+  """An interval, widened by the rounding of a float operation."""
   if not jnp.issubdtype(dtype, np.floating):
     return low, high
   slack = 4 * float(jnp.finfo(dtype).eps)
@@ -120,7 +121,7 @@ def _rounded(low: np.ndarray, high: np.ndarray, dtype: Any) -> Interval:
   )
 
 
-def _converted(eqn: Any, given: Interval) -> Interval:
+def _converted(eqn: JaxprEqn, given: Interval) -> Interval:
   before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
   if after == np.bool_ and before != np.bool_:  # whether it is not 0
     low, high = given
@@ -130,7 +131,9 @@ def _converted(eqn: Any, given: Interval) -> Interval:
   return given
 
 
-def _corners(function: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], Interval]:
+def _corners(
+  function: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> Callable[[Interval, Interval], Interval]:
   def rule(x: Interval, y: Interval) -> Interval:
     found = np.stack(np.broadcast_arrays(*(function(a, b) for a in x for b in y)))
     return found.min(0), found.max(0)
@@ -139,7 +142,7 @@ def _corners(function: Callable[[Any, Any], Any]) -> Callable[[Interval, Interva
 
 
 def _added(x: Interval, y: Interval) -> Interval:
-  """A sum. What may be anything is lost in what is far below: a mask that is added to scores."""
+  """A sum. An unknown value vanishes next to a far lower value: a mask that is added to scores."""
   low, high = x[0] + y[0], x[1] + y[1]
   for one, other in ((x, y), (y, x)):
     lost = np.isposinf(one[1]) & (other[1] <= _ABSORBING)
@@ -174,7 +177,9 @@ def _not(x: Interval) -> Interval:
   return 1 - x[1], 1 - x[0]
 
 
-def _compared(holds: Callable[[Any, Any], Any], *, is_less: bool) -> Callable[[Interval, Interval], Interval]:
+def _compared(
+  holds: Callable[[np.ndarray, np.ndarray], np.ndarray], *, is_less: bool
+) -> Callable[[Interval, Interval], Interval]:
   def rule(x: Interval, y: Interval) -> Interval:
     surely, maybe = holds(x[1], y[0]), holds(x[0], y[1])
     return (surely * 1.0, maybe * 1.0) if is_less else (maybe * 1.0, surely * 1.0)

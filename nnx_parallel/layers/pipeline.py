@@ -1,20 +1,20 @@
 """A scan over layers as a pipeline: each stage of a mesh axis holds some layers and passes microbatches on.
 
-A *tick* is one scan step, in which each stage computes one microbatch by one *chunk* of its layers. Arrays
-have a dim of stages, split over the axis; `jax.vmap` over it makes each device compute its own stage. Then
-every result moves one stage up: one collective-permute of one microbatch. For the backward pass a tick keeps
-only the inputs of its stages, and computes the rest again. The inputs of all ticks are kept, so memory grows
-with the number of microbatches; it would not with the schedule 1F1B.
+A *tick* is one scan step, in which each stage computes one *chunk* of its layers for one microbatch. Arrays
+have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
+every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
+saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
+grows with the number of microbatches; with the schedule 1F1B it would not.
 
-Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups of
-one for each stage. A group goes through all chunks before the next one starts, so the result of the last
-stage comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage `s` does its work item
-`i = t - s`, whose microbatch and chunk follow from `i` (`Schedule.item`).
+Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
+microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
+last stage reaches stage 0 exactly when stage 0 needs it, and no stage waits. In tick `t`, stage `s` computes
+work item `i = t - s`, which determines its microbatch and chunk (`Schedule.item`).
 
-Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so embedding and head
-are computed once and not once for each stage. The loop has one more buffer for this, of one microbatch for
-each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
-from it one by one, and the last stage puts its results into the room that they leave.
+Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so that the embedding and
+the head are computed once, not once per stage. For this, the loop has one more buffer, of one microbatch per
+stage. A group is loaded into the buffer and moves one stage down in each tick: stage 0 takes its microbatches
+from it one by one, and the last stage writes its results into the free slots.
 
 `PipelineLoop.turn` is one tick of a pipeline without an end (`layers/stream.py`): microbatches come back.
 """
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import on_shards
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
-Layer = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any]]
-"""`(carried, its rows, its state, what is shared, what is gathered) -> (carried, its state, its results)`."""
+Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+"""`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Schedule:
 
   Attributes:
     stages: the size of the mesh axis.
-    microbatches: a multiple of it.
-    layers: how many there are.
-    virtual_stages: chunks of layers on each stage: 1 is GPipe, more a circular (interleaved) schedule.
+    microbatches: a multiple of `stages`.
+    layers: the number of layers.
+    virtual_stages: the number of chunks on each stage: 1 is GPipe, more is a circular (interleaved) schedule.
 
   Raises:
-    SchemeError: microbatches that are no multiple of the stages, or less than one repeat or layer.
+    SchemeError: `microbatches` is not a multiple of `stages`, or there is less than one repeat or layer.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -86,9 +86,9 @@ class Schedule:
     if self.microbatches < 1 or self.microbatches % self.stages:
       count = -(-max(self.microbatches, 1) // self.stages) * self.stages
       raise SchemeError(
-        f"{self.microbatches} microbatches are no multiple of {self.stages} stages.",
-        details="they come in groups of one for each stage, so that no stage waits",
-        fix=f"microbatches={count}; more of them make the bubble smaller.",
+        f"{self.microbatches} microbatches are not a multiple of {self.stages} stages.",
+        details="they come in groups, one microbatch for each stage, so that no stage waits",
+        fix=f"microbatches={count}; more microbatches make the bubble smaller.",
       )
     if self.virtual_stages < 1 or self.virtual_stages * self.stages > max(self.layers, self.stages):
       raise SchemeError(
@@ -121,15 +121,15 @@ class Schedule:
     """The fraction of the time in which a stage does nothing useful."""
     return (self.stages - 1) / self.ticks
 
-  def item(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-    """What a stage does in a tick.
+  def item(self, tick: AnyArray, stage: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
+    """The work item of a stage in a tick.
 
     Args:
-      tick: its number, or an array of them.
-      stage: likewise; arrays broadcast.
+      tick: the tick's number, or an array of numbers.
+      stage: the stage's number, or an array; arrays broadcast.
 
     Returns:
-      Whether it works, on which microbatch, and on which of its chunks.
+      Whether the stage works, on which microbatch, and with which of its chunks.
     """
     i = tick - stage
     of_group = i % (self.stages * self.virtual_stages)
@@ -145,12 +145,12 @@ class Schedule:
     )
 
 
-def staged(x: Any, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> Any:
-  """`x` with one dim split over mesh axes, or over none; its other dims stay as they are."""
+def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax.Array:
+  """`x` with one dim sharded over mesh axes, or over none; its other dims stay as they are."""
   if mesh is None:
     return x
   if AxisType.Explicit in mesh.axis_types:
-    entries: list[Any] = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][: x.ndim]
+    entries: list[PyTree] = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][: x.ndim]
     entries[dim] = axis
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))  # pyright: ignore[reportArgumentType]
   free = PartitionSpec.UNCONSTRAINED
@@ -163,10 +163,10 @@ class PipelineLoop:
   """A scan over layers, to be run as a pipeline.
 
   Attributes:
-    schedule: when which stage computes what.
+    schedule: which stage computes which microbatch in which tick.
     axis: the mesh axis of the stages.
     mesh: the mesh; None: one device.
-    layer: one layer, of one microbatch.
+    layer: the program of one layer, for one microbatch.
   """
 
   schedule: Schedule
@@ -174,35 +174,38 @@ class PipelineLoop:
   mesh: AnyMesh | None
   layer: Layer
 
-  def __call__(self, inputs: Any, rows: Any, state: Any, shared: Any, gathered: Any) -> tuple[Any, Any, Any]:
+  def __call__(
+    self, inputs: PyTree, rows: PyTree, state: PyTree, shared: PyTree, gathered: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree]:
     """The results of all layers, for all microbatches.
 
     Args:
-      inputs: what the first layer gets, `[groups, stages, ...]`.
+      inputs: the inputs of the first layer, `[groups, stages, ...]`.
       rows: the layers' own arrays, `[virtual_stages, stages, chunk, ...]`.
-      state: those that the layers change, likewise; each microbatch in turn, without gradients.
-      shared: arrays that are one for all layers and microbatches.
-      gathered: arrays `[microbatches, ...]`; each stage gets those of its microbatch.
+      state: the arrays that the layers change, with the same dims; each microbatch in turn, without
+        gradients.
+      shared: the arrays that all layers and microbatches share.
+      gathered: arrays `[microbatches, ...]`; each stage receives the entry of its microbatch.
 
     Returns:
-      What the last layer gives, like `inputs`; the state; and the other results of each layer,
+      The results of the last layer, like `inputs`; the state; and the other results of each layer,
       `[microbatches, layers, ...]`.
     """
     plan, active = self.schedule, self._active
     stages = np.arange(plan.stages)
     first = jax.tree.map(lambda x: x[0], inputs)
     outputs = jax.tree.map(lambda x: jnp.zeros_like(jnp.concatenate([x, x[:1]])), inputs)
-    # Weights are read in the chunk: those that it got as its input would be kept for each tick.
+    # Weights are read inside the chunk: as inputs of the chunk they would be saved for each tick.
     compute = self.by_stage(jax.checkpoint(self._chunk, prevent_cse=False))
     read, put = self.by_stage(_at), self.by_stage(_put)
     shared, gathered = self.for_each_stage((shared, gathered))
     rows, active = _swapped((rows, active))
 
-    def tick(carry: Any, t: Any) -> tuple[Any, Any]:
+    def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
       ring, line, state, outputs = carry
       works, microbatch, repeat = plan.item(t, stages)
       group, place = t // (plan.stages * plan.virtual_stages), t % (plan.stages * plan.virtual_stages)
-      # Bubbles compute on real values: what they give is unused, and its gradient 0, but 0 * inf is not 0.
+      # Bubbles compute on real values: their results are unused and have gradient 0, but 0 * inf is not 0.
       line = _where(place == 0, _at(inputs, jnp.minimum(group, plan.groups - 1)), line)
       given = self._where((stages == 0) & (repeat == 0), line, ring)
       given = self._where(works, given, first)
@@ -210,7 +213,7 @@ class PipelineLoop:
       microbatch = jnp.clip(microbatch, 0, plan.microbatches - 1)
       result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
       result = _marked(result, works)
-      # A gradient through what an earlier microbatch changed would not be the one of accumulation.
+      # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
       changed = jax.lax.stop_gradient(self._where(works, changed, before))
       state = _swapped(put(_swapped(state), repeat, changed))
       moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
@@ -227,23 +230,23 @@ class PipelineLoop:
     return found, state, self._of(made)
 
   def turn(
-    self, entering: Any, ring: Any, rows: Any, state: Any, tick: Any, passes: Any = None
-  ) -> tuple[Any, Any, Any]:
-    """One tick of a pipeline that goes round: as many microbatches as stages, so that no stage waits.
+    self, entering: PyTree, ring: PyTree, rows: PyTree, state: PyTree, tick: AnyArray, passes: PyTree = None
+  ) -> tuple[PyTree, PyTree, PyTree]:
+    """One tick of a circulating pipeline: as many microbatches as stages, so that no stage waits.
 
-    Microbatch `tick % stages` enters. The one that leaves is the next to enter, and in the first
-    `stages - 1` ticks there is none.
+    Microbatch `tick % stages` enters. The microbatch that leaves is the next to enter; none leaves in the
+    first `stages - 1` ticks.
 
     Args:
-      entering: what the first layer gets of one microbatch, `[...]`.
-      ring: what the stages before gave in the last tick, `[stages, ...]`.
+      entering: the input of the first layer for one microbatch, `[...]`.
+      ring: the results of the previous stages in the last tick, `[stages, ...]`.
       rows: the layers' own arrays, `[1, stages, chunk, ...]`.
-      state: those that the layers change for each microbatch, `[stages, microbatches, chunk, ...]`.
-      tick: its number.
+      state: the arrays that the layers change for each microbatch, `[stages, microbatches, chunk, ...]`.
+      tick: the tick's number.
       passes: how often each microbatch goes through all layers; None: without an end.
 
     Returns:
-      The ring and the state after it, and what the last layer gives of the microbatch that leaves.
+      The new ring and state, and the result of the last layer for the microbatch that leaves.
     """
     count = self.schedule.stages
     stages = np.arange(count)
@@ -260,20 +263,20 @@ class PipelineLoop:
     return self._moved(result, 1), state, leaving
 
   @property
-  def _active(self) -> Any:
+  def _active(self) -> AnyArray:
     """Which layers of each chunk are real, `[virtual_stages, stages, chunk]`."""
     plan = self.schedule
     active = np.arange(plan.layers + plan.missing) < plan.layers
     return active.reshape(plan.virtual_stages, plan.stages, plan.chunk)
 
-  def split_layers(self, stacked: Any, *, whole: bool = False) -> Any:
+  def split_layers(self, stacked: PyTree, *, whole: bool = False) -> PyTree:
     """Arrays `[layers, ...]` as `[virtual_stages, stages, chunk, ...]`, the layers of a stage on its devices.
 
-    `whole`: all layers are on all stages; so are then their gradients, by one all-gather.
+    `whole`: all layers are replicated on all stages; their gradients too, by one all-gather.
     """
     plan = self.schedule
 
-    def split(x: Any) -> Any:
+    def split(x: jax.Array) -> jax.Array:
       # Real values in the layers that do nothing: zeros may have no gradient, and 0 * inf would be its sum.
       x = jnp.concatenate([x, jnp.repeat(x[:1], plan.missing, 0)]) if plan.missing else x
       shape = (plan.virtual_stages, plan.stages, plan.chunk, *x.shape[1:])
@@ -285,24 +288,24 @@ class PipelineLoop:
 
     return jax.tree.map(split, stacked)
 
-  def joined_layers(self, split: Any) -> Any:
+  def joined_layers(self, split: PyTree) -> PyTree:
     """The arrays that `split_layers` split."""
 
-    def joined(x: Any) -> Any:
+    def joined(x: jax.Array) -> jax.Array:
       return staged(x, self.mesh, None, 1).reshape(-1, *x.shape[3:])[: self.schedule.layers]
 
     return jax.tree.map(joined, split)
 
-  def split_microbatches(self, microbatches: Any) -> Any:
+  def split_microbatches(self, microbatches: PyTree) -> PyTree:
     """Arrays `[microbatches, ...]` as `[groups, stages, ...]`, each microbatch on its stage."""
     plan = self.schedule
 
-    def split(x: Any) -> Any:
+    def split(x: jax.Array) -> jax.Array:
       return staged(x.reshape(plan.groups, plan.stages, *x.shape[1:]), self.mesh, self.axis, 1)
 
     return jax.tree.map(split, microbatches)
 
-  def joined_microbatches(self, split: Any) -> Any:
+  def joined_microbatches(self, split: PyTree) -> PyTree:
     """The arrays that `split_microbatches` split, equal on all stages."""
     return jax.tree.map(lambda x: staged(x, self.mesh, None, 1).reshape(-1, *x.shape[2:]), split)
 
@@ -310,41 +313,41 @@ class PipelineLoop:
   def _explicit(self) -> bool:
     return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
-  def by_stage(self, f: Callable[..., Any]) -> Callable[..., Any]:
+  def by_stage(self, f: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`f` of each stage's arrays; all have a dim of stages first."""
     auto = self.mesh is not None and not self._explicit
-    mapped: Any = jax.vmap(f, spmd_axis_name=self.axis if auto else None)
+    mapped: PyTree = jax.vmap(f, spmd_axis_name=self.axis if auto else None)
     return lambda *args: mapped(*jax.tree.map(self._staged, args))
 
-  def for_each_stage(self, tree: Any) -> Any:
+  def for_each_stage(self, tree: PyTree) -> PyTree:
     """A copy of arrays for each stage. Its gradient is summed once, where the copies are made."""
     return jax.tree.map(
       lambda x: self._staged(jnp.broadcast_to(x, (self.schedule.stages, *jnp.shape(x)))), tree
     )
 
-  def _staged(self, x: Any) -> Any:
+  def _staged(self, x: jax.Array) -> jax.Array:
     return staged(jnp.asarray(x), self.mesh, self.axis)
 
-  def _where(self, mask: Any, a: Any, b: Any) -> Any:
+  def _where(self, mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
     """By the dim of stages."""
     return self.by_stage(_where)(mask, a, b)
 
   def _chunk(
     self,
-    carry: Any,
-    state: Any,
-    rows: Any,
-    active: Any,
-    repeat: Any,
-    shared: Any,
-    gathered: Any,
-    microbatch: Any,
-  ) -> tuple[Any, Any, Any]:
+    carry: PyTree,
+    state: PyTree,
+    rows: PyTree,
+    active: AnyArray,
+    repeat: AnyArray,
+    shared: PyTree,
+    gathered: PyTree,
+    microbatch: AnyArray,
+  ) -> tuple[PyTree, PyTree, PyTree]:
     """One chunk of layers of a stage, for one microbatch."""
     rows, active = _at((rows, active), repeat)
     gathered = _at(gathered, microbatch)
 
-    def one(carry: Any, given: Any) -> tuple[Any, Any]:
+    def one(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
       row, old, active = given
       new, changed, made = self.layer(carry, row, old, shared, gathered)
       if self.schedule.missing:
@@ -354,20 +357,20 @@ class PipelineLoop:
     carry, (state, made) = jax.lax.scan(one, carry, (rows, state, active))
     return carry, state, made
 
-  def _moved(self, tree: Any, by: int, dim: int = 0) -> Any:
-    """Each stage's arrays on the next one, or on the one before; around the ends."""
+  def _moved(self, tree: PyTree, by: int, dim: int = 0) -> PyTree:
+    """Each stage's arrays on the next stage, or on the previous stage; the ends wrap around."""
     size, mesh = self.schedule.stages, self.mesh
     pairs = [(n, (n + by) % size) for n in range(size)]
 
     # Not `jnp.roll`: XLA sends twice for its transpose.
-    def shift(x: Any) -> Any:
+    def shift(x: jax.Array) -> jax.Array:
       spec = jax.typeof(x).sharding.spec if self._explicit else PartitionSpec(*[None] * dim, self.axis)
       axes = None if self._explicit else {self.axis, *manual_too(mesh)}
       return on_shards(lambda x: jax.lax.ppermute(x, self.axis, pairs), mesh, (spec,), spec, axes)(x)
 
     return jax.tree.map(shift, tree) if size > 1 else tree
 
-  def _of(self, made: Any) -> Any:
+  def _of(self, made: PyTree) -> PyTree:
     """The results of layers, `[ticks, stages, chunk, ...]`, by microbatch and layer."""
     plan = self.schedule
     stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.virtual_stages)))
@@ -375,7 +378,7 @@ class PipelineLoop:
     tick = group * plan.stages * plan.virtual_stages + repeat * plan.stages + place + stage
     picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(_swapped(made), tick)
 
-    def ordered(x: Any) -> Any:
+    def ordered(x: jax.Array) -> jax.Array:
       x = staged(jnp.moveaxis(x, 0, 2), self.mesh, None, 2)
       return x.reshape(plan.microbatches, -1, *x.shape[4:])[:, : plan.layers]
 
@@ -398,23 +401,23 @@ def size_along(mesh: AnyMesh | None, axis: str) -> int:
   return sizes[axis]
 
 
-def _marked(result: Any, works: Any) -> Any:
-  """Tests put NaN into what bubbles compute here."""
+def _marked(result: PyTree, works: PyTree) -> PyTree:
+  """Tests insert NaN into the results of bubbles here."""
   del works
   return result
 
 
-def _where(mask: Any, a: Any, b: Any) -> Any:
+def _where(mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
   return jax.tree.map(lambda a, b: jnp.where(mask, a, b), a, b)
 
 
-def _at(tree: Any, n: Any) -> Any:
+def _at(tree: PyTree, n: AnyArray) -> PyTree:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), tree)
 
 
-def _put(tree: Any, n: Any, new: Any) -> Any:
+def _put(tree: PyTree, n: AnyArray, new: PyTree) -> PyTree:
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, n, 0), tree, new)
 
 
-def _swapped(tree: Any) -> Any:
+def _swapped(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)

@@ -1,14 +1,13 @@
 """Attention sinks apart from the scores: a logit of each row that belongs to no key.
 
-Models write `softmax(concatenate([scores, sink]))[..., :-1] @ values`. The same program with the sink beside
-the scores has no array of all of them: the maximum is that of the scores and the sink, and so is the sum.
+Models write `softmax(concatenate([scores, sink]))[..., :-1] @ values`. The same program with a separate sink
+has no array of scores and sink: the maximum is taken over the scores and the sink, and so is the sum.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.extend import core
@@ -16,11 +15,12 @@ from jax.extend import core
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.interpret import DEFAULT, flattened, interpret
 from nnx_parallel.core.jaxprs import among, bind, dependents, opened, traced, without_unused
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Value, Var
 
 _JOINED = {"reduce_max": jax.lax.max, "reduce_sum": jax.lax.add}
 
 
-def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
+def with_sinks_apart(flat: ClosedJaxpr, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
   """A closed flat program in which attention sinks are not joined to the scores.
 
   Args:
@@ -31,7 +31,7 @@ def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
   if not joins:
     return flat
 
-  def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if eqn.outvars and eqn.outvars[0] in joins:
       scores, sink = inputs
       return [_Pair(scores, sink, eqn.params["dimension"])]
@@ -49,12 +49,12 @@ def with_sinks_apart(flat: Any, opens: Callable[[Any], bool]) -> Any:
 class _Pair:
   """An array without its last column along a dim, and that column."""
 
-  scores: Any
-  sink: Any
+  scores: jax.Array
+  sink: jax.Array
   dim: int
 
-  def after(self, eqn: Any, inputs: Sequence[Any]) -> Any:
-    """The result of an operation: a pair too, or an array; None if it needs the whole array."""
+  def after(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> _Pair | jax.Array | None:
+    """The result of an operation: a pair or an array; None if the operation needs the concatenated array."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE and len(eqn.outvars) == 1:
       scores, sink = (bind(eqn, [self._part(x, n) for x in inputs])[0] for n in (0, 1))
@@ -68,8 +68,8 @@ class _Pair:
         return self.scores
     return None
 
-  def _part(self, x: Any, n: int) -> Any:
-    """What one part needs of an operand."""
+  def _part(self, x: Value, n: int) -> jax.Array:
+    """The part of an operand that one part of the result needs."""
     if isinstance(x, _Pair):
       return x.sink if n else x.scores
     if not getattr(x, "ndim", 0) or x.shape[self.dim] == 1:
@@ -78,24 +78,24 @@ class _Pair:
     return jax.lax.slice_in_dim(x, last * n, last + n, axis=self.dim)
 
 
-def _whole(x: Any) -> Any:
+def _whole(x: Value) -> jax.Array:
   return jax.lax.concatenate([x.scores, x.sink], x.dim) if isinstance(x, _Pair) else x
 
 
-def _joins(body: Any) -> set[Any]:
-  """Scores of products, joined with one column, of which the maximum along it is taken."""
+def _joins(body: Jaxpr) -> set[Var]:
+  """Scores of products, concatenated with one column, whose maximum along that dim is taken."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   of_products = dependents(body, [eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "dot_general"])
 
-  def before(var: Any) -> Any:
-    """What a value is in another dtype, or before something is subtracted from it."""
+  def before(var: Var) -> Var:
+    """The value before a cast or a subtraction."""
     while among(var, made) and made[var].primitive.name in (
       "convert_element_type", "copy", "stop_gradient", "sub"
     ):  # fmt: skip
       var = made[var].invars[0]
     return var
 
-  found: set[Any] = set()
+  found: set[Var] = set()
   for eqn in body.eqns:
     if eqn.primitive.name == "reduce_max" and not isinstance(var := before(eqn.invars[0]), core.Literal):
       join = made.get(var)

@@ -7,32 +7,34 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import among, call_equation, dependents, opened, without_unused
-from nnx_parallel.core.tiles import Labels, Untiled, pushed
+from nnx_parallel.core.tiles import DimName, Labels, Untiled, pushed
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 _SUMS = ("reduce_sum", "cumsum")
-Lengths = dict[Any, int]
+Lengths = dict[DimName, int]
 
 
 class Softmaxes:
   """The products of normalised exponentials and values in a flat program.
 
-  An exponential is normalised if it, or what it is the exponential of, depends on a sum of exponentials over
-  a dim that the product sums over. Its scores come from a product too, and the product keeps one of their
-  other dims: the queries.
+  An exponential is normalised if it, or its argument, depends on a sum of exponentials over a dim that the
+  product sums over. Its scores are a product too, and the later product keeps one of their other dims: the
+  queries.
 
   Args:
     body: the program.
   """
 
-  def __init__(self, body: Any):
+  def __init__(self, body: Jaxpr):
     self.body = opened(body)
-    self._readers: dict[Any, list[int]] = {}
+    self._readers: dict[Var, list[int]] = {}
     for n, eqn in enumerate(self.body.eqns):
       for var in eqn.invars:
         if not isinstance(var, core.Literal):
@@ -41,7 +43,7 @@ class Softmaxes:
     self._of_products = dependents(self.body, products)
     self._made = {out: eqn for eqn in self.body.eqns for out in eqn.outvars}
 
-  def products(self, exp: Any, lengths: Lengths, named: Labels) -> list[Any]:
+  def products(self, exp: JaxprEqn, lengths: Lengths, named: Labels) -> list[JaxprEqn]:
     """The products that sum weights of an exponential, normalised, over its keys.
 
     Args:
@@ -51,9 +53,9 @@ class Softmaxes:
     """
     if isinstance(exp.invars[0], core.Literal) or exp.invars[0] not in self._of_products:
       return []
-    labels: dict[Any, Labels] = dict.fromkeys(self._scores(exp), named)
+    labels: dict[Var, Labels] = dict.fromkeys(self._scores(exp), named)
     # Values that depend on the exponential, and the dims over which they are normalised.
-    normal: dict[Any, frozenset[Any] | None] = dict.fromkeys(labels)
+    normal: dict[Var, frozenset[DimName] | None] = dict.fromkeys(labels)
     todo = sorted({n for var in labels for n in self._readers.get(var, [])})
     seen, found = {*todo}, list[Any]()
     while todo:
@@ -81,8 +83,8 @@ class Softmaxes:
             heapq.heappush(todo, reader)
     return found
 
-  def product_before(self, exp: Any) -> Any:
-    """The product that an exponential is of, through what is as large; None where there is none."""
+  def product_before(self, exp: JaxprEqn) -> JaxprEqn | None:
+    """The product behind the argument of an exponential, through arrays of the same size, or None."""
     size, todo, seen = exp.outvars[0].aval.size, [*exp.invars], set[Any]()
     while todo:
       var = todo.pop()
@@ -95,8 +97,8 @@ class Softmaxes:
       todo += made.invars
     return None
 
-  def _scores(self, exp: Any) -> list[Any]:
-    """What the exponential is of, and what a maximum is subtracted from before it."""
+  def _scores(self, exp: JaxprEqn) -> list[Var]:
+    """The argument of an exponential, and the operand from which it subtracts a maximum."""
     given, shape = exp.invars[0], exp.outvars[0].aval.shape
     made = self._made.get(given)
     found = [given]
@@ -104,8 +106,10 @@ class Softmaxes:
       found += [made.invars[0]]
     return [var for var in found if var.aval.shape == shape]
 
-  def _sums(self, product: Any, own: list[int], labels: dict[Any, Labels], normal: frozenset[Any]) -> bool:
-    """Whether a product sums over normalised dims of its only weights, and keeps others."""
+  def _sums(
+    self, product: JaxprEqn, own: list[int], labels: dict[Var, Labels], normal: frozenset[DimName]
+  ) -> bool:
+    """Whether a product sums over normalised dims of its weights, its only weights, and keeps other dims."""
     met: Any = meeting(product)
     if len(own) != 1:
       return False
@@ -115,9 +119,9 @@ class Softmaxes:
     return bool(summed & normal) and any(dim in met.free[side] for _, dim, _ in own_labels)
 
 
-def _placed(eqn: Any, own: list[int], labels: dict[Any, Labels], lengths: Lengths) -> Labels | None:
-  """The labels of a result; those of an operand of its rank where the operation has no map of its dims."""
-  found: dict[Any, tuple[int, int]] = {}
+def _placed(eqn: JaxprEqn, own: list[int], labels: dict[Var, Labels], lengths: Lengths) -> Labels | None:
+  """The labels of a result; if the operation has no dim map, the labels of an operand of equal rank."""
+  found: dict[DimName, tuple[int, int]] = {}
   for m in own:
     var = eqn.invars[m]
     try:
@@ -130,13 +134,13 @@ def _placed(eqn: Any, own: list[int], labels: dict[Any, Labels], lengths: Length
   return tuple((name, *place) for name, place in found.items()) if found else None
 
 
-def named_dims(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
+def named_dims(shape: Sequence[int]) -> tuple[dict[DimName, int], Labels]:
   """The lengths and labels of the dims of the scores, and of their prime factors: `(dim, number)`.
 
   A dim that is split, such as heads into groups, is followed by its factors.
   """
-  lengths: dict[Any, int] = {}
-  labels: list[Any] = []
+  lengths: dict[DimName, int] = {}
+  labels: list[tuple[DimName, int, int]] = []
   for d, size in enumerate(shape):
     if size > 1:
       lengths[d] = size
@@ -150,14 +154,14 @@ def named_dims(shape: Sequence[int]) -> tuple[dict[Any, int], Labels]:
   return lengths, tuple(labels)
 
 
-def as_quotients(flat: Any) -> Any:
+def as_quotients(flat: ClosedJaxpr) -> ClosedJaxpr:
   """A closed flat program with `exp(scores - log_sum_exp)` as exponentials that are divided by their sum.
 
-  This is what a log-softmax and `jax.nn.logsumexp` make.
+  A log-softmax and `jax.nn.logsumexp` have this form.
   """
   body = opened(flat)
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-  new: dict[int, Any] = {}
+  new: dict[int, JaxprEqn] = {}
   for eqn in body.eqns:
     found = _sum_before(eqn, made) if eqn.primitive.name == "exp" else None
     if found is not None:
@@ -171,16 +175,16 @@ def as_quotients(flat: Any) -> Any:
   return flattened(program, lambda eqn: id(eqn) in calls)
 
 
-def without_shifts(flat: Any) -> Any:
+def without_shifts(flat: ClosedJaxpr) -> ClosedJaxpr:
   """A closed flat program in which no maximum is subtracted from scores whose softmax does it again."""
   body = opened(flat)
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-  readers: dict[Any, list[str]] = {}
+  readers: dict[Var, list[str]] = {}
   for eqn in body.eqns:
     for var in eqn.invars:
       if not isinstance(var, core.Literal):
         readers.setdefault(var, []).append(eqn.primitive.name)
-  same: dict[Any, Any] = {}
+  same: dict[Var, Var] = {}
   for eqn in body.eqns:
     if eqn.primitive.name == "sub" and not any(isinstance(var, core.Literal) for var in eqn.invars):
       (scores, shift), out = eqn.invars, eqn.outvars[0]
@@ -199,11 +203,11 @@ def without_shifts(flat: Any) -> Any:
   return without_unused(flat.replace(jaxpr=body.replace(eqns=eqns)))
 
 
-def _quotient(axes: tuple[int, ...], exponentials: Any, total: Any) -> list[Any]:
+def _quotient(axes: tuple[int, ...], exponentials: jax.Array, total: jax.Array) -> list[jax.Array]:
   return [exponentials / jnp.expand_dims(total, axes)]
 
 
-def _sum_before(exp: Any, made: dict[Any, Any]) -> Any:
+def _sum_before(exp: JaxprEqn, made: dict[Var, JaxprEqn]) -> JaxprEqn | None:
   """The sum whose logarithm is subtracted before an exponential, of exponentials of the same scores."""
   difference = made.get(exp.invars[0])
   if difference is None or difference.primitive.name != "sub":
@@ -233,7 +237,7 @@ def _sum_before(exp: Any, made: dict[Any, Any]) -> Any:
 _LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze")
 
 
-def _leads_to_log(var: Any, made: dict[Any, Any]) -> bool:
+def _leads_to_log(var: Var, made: dict[Var, JaxprEqn]) -> bool:
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     if eqn.primitive.name == "log":
       return True
@@ -243,8 +247,8 @@ def _leads_to_log(var: Any, made: dict[Any, Any]) -> bool:
   return False
 
 
-def _is_of(exp: Any, scores: Any, largest: Any, made: dict[Any, Any]) -> bool:
-  """Whether an exponential is of scores, less what is added to the logarithm if something is."""
+def _is_of(exp: JaxprEqn, scores: Var, largest: Var | None, made: dict[Var, JaxprEqn]) -> bool:
+  """Whether the argument of an exponential is the scores, minus the offset of a logarithm if there is one."""
   if largest is None:
     return exp.invars[0] is scores
   difference = made.get(exp.invars[0])
@@ -253,8 +257,8 @@ def _is_of(exp: Any, scores: Any, largest: Any, made: dict[Any, Any]) -> bool:
   return origin(difference.invars[1], made) is origin(largest, made)
 
 
-def origin(var: Any, made: Mapping[Any, Any]) -> Any:
-  """What a value is in another layout."""
+def origin(var: Var, made: Mapping[Var, JaxprEqn]) -> Var:
+  """The value that another value is a new layout of."""
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     if eqn.primitive.name not in (*_LAYOUT, "stop_gradient"):
       break
@@ -262,7 +266,7 @@ def origin(var: Any, made: Mapping[Any, Any]) -> Any:
   return var
 
 
-def _lies_right(total: Any, path: Sequence[tuple[Any, int]]) -> bool:
+def _lies_right(total: JaxprEqn, path: Sequence[tuple[JaxprEqn, int]]) -> bool:
   """Whether the dims of a sum come where they were before it."""
   lengths, own = named_dims(total.invars[0].aval.shape)
   try:

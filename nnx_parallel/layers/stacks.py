@@ -4,12 +4,12 @@ A run of marked calls is a chain if each input of a call is one of
 - *inner*: always the same result of an earlier call of its unit;
 - *carried*: always the same result of the unit before (activations, a shared random state);
 - *same*: one value in all units (a mask, shared weights);
-- a row: a value of its own, which does not depend on the chain (weights, statistics).
+- a row: a different value in each unit, which does not depend on the chain (weights, statistics).
 
-A unit is one call, or a few where kinds alternate: (local, local, global) has a period of 3. A chain becomes
-one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked; weights that
-a layer only reads cast are cast first. Operations between the calls that do not depend on the chain are
-evaluated before it.
+A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. A chain
+becomes one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked.
+Weights that a layer only reads after a cast are cast first. Operations between the calls that do not depend
+on the chain are evaluated before the chain.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ import dataclasses
 import itertools
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from nnx_parallel.core.interpret import Values, is_literal, read, run_operations, values_of, without_copies
+from nnx_parallel.core.interpret import (
+  Rule,
+  Values,
+  is_literal,
+  read,
+  run_operations,
+  values_of,
+  without_copies,
+)
 from nnx_parallel.core.jaxprs import (
   among,
   called,
@@ -37,6 +46,7 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
 )
 from nnx_parallel.core.keys import identity
+from nnx_parallel.core.types import JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, kind_of_layer, layer_of, repeats_layers
 
@@ -44,46 +54,49 @@ MAX_PERIOD = 4
 Place = tuple[int, int]
 """The number of a call in its unit, and the position of one of its inputs or results."""
 Key = Any
-"""What names an input or a result of one layer: its position, or in a chain its place."""
-Body = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+"""Identifies an input or a result of a layer: its position, or its place in a chain."""
+EachLayer: TypeAlias = Any
+"""What each layer reads or makes: a list with a variable for each, or one variable that has them stacked."""
+Body: TypeAlias = Callable[
+  [Sequence[jax.Array], Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]
+]
 """`(carried, rows) -> (carried, results)`, of one layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Treatment:
-  """What is done with layers.
+  """How layers are computed.
 
   Attributes:
     run: evaluates operations outside of chains.
-    in_unit: evaluates the calls of a unit, given also the number of the call, and whether units are scanned.
-    around: is put around the program of a unit, given also whether units are scanned.
+    in_unit: evaluates the calls of a unit, given the number of the call and whether units are scanned.
     in_scan: the program of one layer of a scan, a function of flat arrays.
   """
 
-  run: Callable[[Any, list[Any]], Sequence[Any]]
-  in_unit: Callable[[int, bool, Any, list[Any]], Sequence[Any]]
+  run: Rule
+  in_unit: Callable[[int, bool, JaxprEqn, list[Value]], Sequence[Value]]
   around: Callable[[Body, bool], Body]
-  in_scan: Callable[[Any], Callable[..., Sequence[Any]]]
+  in_scan: Callable[[JaxprEqn], Callable[..., Sequence[Value]]]
 
 
 @dataclasses.dataclass
 class Chain:
-  """Units of calls that are one scan.
+  """Units of calls that form one scan.
 
   Attributes:
     units: the positions of the operations of each unit in the program.
     inner: input -> the result of an earlier call of its unit.
     carried: input -> the result of the unit before.
-    same: inputs that are one value in all units; those in none of the three are rows.
+    same: inputs that are one value in all units; all remaining inputs are rows.
     dependents: the variables that depend on a result of the chain.
-    scan: whether it is one scan.
+    scan: whether the chain is one scan.
   """
 
   units: list[tuple[int, ...]]
   inner: dict[Place, Place]
   carried: dict[Place, Place]
   same: set[Place]
-  dependents: set[Any]
+  dependents: set[Var]
   scan: bool = False
 
   @property
@@ -98,34 +111,34 @@ class Stack:
 
   Attributes:
     numbers: the positions of their operations.
-    length: how many layers.
-    name: the paths of the first and the last one, or "a scan".
+    length: the number of layers.
+    name: the paths of the first and the last layer, or "a scan".
     same: inputs that are one value for all layers.
-    carried: what the first layer gets from outside of what each later one gets from the one before.
-    final: a result of the last layer -> which of these it would be.
-    rows: an input of each layer -> the variable of each, or the one that has them stacked.
-    made: a result of each layer -> likewise.
+    carried: the inputs that the first layer takes from outside, and later layers from the previous layer.
+    final: a result of the last layer -> the carried input that it would be.
+    rows: an input of each layer -> the variable of each layer, or the variable that stacks them.
+    made: a result of each layer -> the same.
     step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
     used: the variables that are read outside of the layers.
-    size: how many layers of the model each of them is.
+    size: how many layers of the model each layer is.
     narrow: rows that the layers only read cast -> the narrower dtype.
   """
 
   numbers: frozenset[int]
   length: int
   name: str
-  same: dict[Key, Any]
-  carried: list[Any]
-  final: dict[Any, int]
-  rows: dict[Key, Any]
-  made: dict[Key, Any]
-  step: Callable[[Mapping[Key, Any]], Body]
-  used: set[Any]
+  same: dict[Key, Var]
+  carried: list[Var]
+  final: dict[Var, int]
+  rows: dict[Key, EachLayer]
+  made: dict[Key, EachLayer]
+  step: Callable[[Mapping[Key, jax.Array]], Body]
+  used: set[Var]
   size: int = 1
-  narrow: Mapping[Key, Any] = dataclasses.field(default_factory=dict[Key, Any])
+  narrow: Mapping[Key, DTypeLike | None] = dataclasses.field(default_factory=dict[Key, DTypeLike | None])
 
   @property
-  def row_variables(self) -> list[Any]:
+  def row_variables(self) -> list[Var]:
     """The variables of all rows."""
     return [var for some in self.rows.values() for var in variables(each_of(some))]
 
@@ -135,16 +148,18 @@ class Stack:
     return sum(nbytes(var.aval) for var in self.row_variables)
 
   @property
-  def inputs(self) -> set[Any]:
+  def inputs(self) -> set[Var]:
     """All variables that its layers read."""
     return {*variables((*self.same.values(), *self.carried)), *self.row_variables}
 
-  def layer(self, carry: Sequence[Any], given: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
+  def layer(
+    self, carry: Sequence[jax.Array], given: Mapping[Key, jax.Array]
+  ) -> tuple[list[jax.Array], dict[Key, jax.Array]]:
     """One layer: `(carried, inputs by key) -> (carried, results by key)`."""
     carry, made = self.step(given)(carry, [given[key] for key in self.rows])
     return carry, dict(zip(self.made, made, strict=True))
 
-  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> Any:
+  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> jax.Array:
     """A row of all layers, `[layers, ...]`, narrower where they only read it cast."""
     some, dtype = self.rows[key], self.narrow.get(key) if narrow else None
     if not isinstance(some, list):
@@ -152,14 +167,14 @@ class Stack:
     return jnp.stack([jnp.asarray(read(var, values), dtype) for var in each_of(some)])
 
   def run(self, values: Values, *, scan: bool) -> Values:
-    """The results of calls that are used elsewhere: of one scan, or of one layer after the other."""
+    """The results of calls that are used elsewhere, from one scan or from one layer after another."""
     step = self.step({key: read(var, values) for key, var in self.same.items()})
-    carry: Any = [read(var, values) for var in self.carried]
+    carry: list[jax.Array] = [read(var, values) for var in self.carried]
     if scan:
       stacks = [self.stacked(key, values) for key in self.rows]
       carry, made = jax.lax.scan(step, carry, stacks, length=self.length)
     else:
-      of_layers: list[Any] = []
+      of_layers: list[list[jax.Array]] = []
       for n in range(self.length):
         carry, results = step(carry, [read(some[n], values) for some in self.rows.values()])
         of_layers.append(results)
@@ -175,19 +190,19 @@ class Stacks:
 
   Args:
     jaxpr: the trace of a loss.
-    scan_from: the fewest layers of a scan; None: no chain is one.
+    scan_from: the smallest number of layers of a scan; None: no chain becomes a scan.
     group: the number of calls of a unit is a multiple of it.
-    loops: whether chains that are no scan are evaluated unit by unit too, and not call by call.
+    loops: whether chains that are not scans are also evaluated unit by unit, not call by call.
 
   Attributes:
     chains: by the position of their first operation.
-    reasons: why neighbours are not of one chain.
+    reasons: why neighbouring layers are not in one chain.
   """
 
-  def __init__(self, jaxpr: Any, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
+  def __init__(self, jaxpr: Program, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
     self.jaxpr = without_copies(jaxpr)
     self.body = opened(self.jaxpr)
-    self.eqns: list[Any] = list(self.body.eqns)
+    self.eqns: list[JaxprEqn] = list(self.body.eqns)
     marks = [n for n, eqn in enumerate(self.eqns) if is_marked(eqn)]
     bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
     identities = {key: identity(body) for key, body in bodies.items()}
@@ -195,7 +210,7 @@ class Stacks:
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
     periods = range(group, group * MAX_PERIOD + 1, group)
-    short = 0  # up to this call, the layers are those of a chain that is too short
+    short = 0  # up to this call, the layers belong to a chain that is too short
     while marks:
       chains = [self._chain(marks, period) for period in periods if period <= len(marks)]
       chains = [chain for chain in chains if chain.units]
@@ -219,7 +234,7 @@ class Stacks:
         self.reasons += filter(None, [self._why(marks[used - 1], marks[used])])
       marks = marks[used:]
 
-  def __call__(self, inputs: Sequence[Any], how: Treatment) -> list[Any]:
+  def __call__(self, inputs: Sequence[jax.Array], how: Treatment) -> list[jax.Array]:
     """The results of the program for its arrays."""
     values = values_of(self.jaxpr, inputs)
     done: set[int] = set()
@@ -238,7 +253,7 @@ class Stacks:
         done |= calls
         values.update(self._joint(found, values, done) if chain.scan else found)
       evaluate([n])
-    # What the program did not change is the input itself.
+    # A result that the program did not change is the input.
     values.update(zip(self.body.invars, inputs, strict=True))
     return [read(var, values) for var in self.body.outvars]
 
@@ -246,7 +261,7 @@ class Stacks:
     """The equal layers, marked calls or a scan, that hold the most bytes.
 
     Raises:
-      TrainError: there are none.
+      TrainError: there are no equal layers.
     """
     stacks = [self.stack(chain, how) for chain in self.chains.values() if len(chain.units) > 1]
     stacks += [self._of_scan(n, how) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
@@ -264,7 +279,7 @@ class Stacks:
     return found
 
   def stack(self, chain: Chain, how: Treatment, *, scan: bool = True) -> Stack:
-    """The layers of a chain, and how they are connected with each other and with the rest of the program."""
+    """The layers of a chain, and their connections with each other and with the rest of the program."""
     inputs, results = ([places(unit) for unit in chain.units] for places in (self._inputs, self._results))
     slots, linked = [*chain.carried], {*chain.inner, *chain.carried, *chain.same}
     rows = [place for place in inputs[0] if place not in linked]
@@ -273,10 +288,12 @@ class Stacks:
     final = {results[-1][chain.carried[slot]]: n for n, slot in enumerate(slots)}
     made = sorted({p for unit in results for p, var in unit.items() if var in used and var not in final})
 
-    def step(same: Mapping[Place, Any]) -> Body:
-      def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def step(same: Mapping[Place, jax.Array]) -> Body:
+      def body(
+        carry: Sequence[jax.Array], row: Sequence[jax.Array]
+      ) -> tuple[list[jax.Array], list[jax.Array]]:
         given = {**same, **dict(zip(slots, carry, strict=True)), **dict(zip(rows, row, strict=True))}
-        found: dict[Place, Any] = {}
+        found: dict[Place, jax.Array] = {}
         for c, n in enumerate(chain.units[0]):
           places = [(c, j) for j in range(len(self.eqns[n].invars))]
           values = [found[chain.inner[place]] if place in chain.inner else given[place] for place in places]
@@ -308,8 +325,10 @@ class Stacks:
     keys = counts.split(range(len(eqn.invars)))
     run = how.in_scan(eqn)
 
-    def step(same: Mapping[Key, Any]) -> Body:
-      def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def step(same: Mapping[Key, jax.Array]) -> Body:
+      def body(
+        carry: Sequence[jax.Array], row: Sequence[jax.Array]
+      ) -> tuple[list[jax.Array], list[jax.Array]]:
         out = run(*(same[key] for key in keys[0]), *carry, *row)
         return [*out[: counts.carried]], [*out[counts.carried :]]
 
@@ -329,7 +348,7 @@ class Stacks:
     )
 
   def _stacked(self, chain: Chain) -> int:
-    """The bytes of a chain's rows: two shared layers in turn have none as units of two."""
+    """The bytes of a chain's rows; two alternating shared layers have no rows in units of two."""
     linked = {*chain.inner, *chain.carried, *chain.same}
     first = self._inputs(chain.units[0])
     return len(chain.units) * sum(nbytes(var.aval) for place, var in first.items() if place not in linked)
@@ -339,7 +358,7 @@ class Stacks:
     return [layer_of(self.eqns[n]) for n in chain.calls]
 
   def _why(self, before: int, after: int) -> str:
-    """Why two calls that follow each other are not of one chain."""
+    """Why two successive calls are not in one chain."""
     first, second = self.eqns[before], self.eqns[after]
     names = f"{layer_of(first)} and {layer_of(second)}"
     if kind_of_layer(first) != kind_of_layer(second):
@@ -350,13 +369,13 @@ class Stacks:
     later = dependents(between, first.outvars)
     for eqn in reversed(between):
       if later & {*eqn.outvars} and any(among(var, eqn.outvars) for var in second.invars):
-        return f"{eqn.primitive.name} between {names} changes what the second one gets"
-    return f"{names} read other results of the calls before them than their neighbours, or one is left over"
+        return f"{eqn.primitive.name} between {names} changes an input of the second"
+    return f"{names} read other results of earlier calls than their neighbours, or one layer is left over"
 
-  def _inputs(self, unit: Sequence[int]) -> dict[Place, Any]:
+  def _inputs(self, unit: Sequence[int]) -> dict[Place, Var]:
     return {(c, j): var for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
 
-  def _results(self, unit: Sequence[int]) -> dict[Place, Any]:
+  def _results(self, unit: Sequence[int]) -> dict[Place, Var]:
     return {(c, p): var for c, n in enumerate(unit) for p, var in enumerate(self.eqns[n].outvars)}
 
   def _chain(self, marks: Sequence[int], period: int) -> Chain:
@@ -388,7 +407,7 @@ class Stacks:
     return chain
 
   def _joint(self, found: Values, values: Values, done: Collection[int]) -> Values:
-    """The results of a chain, and what single operations read after it; their gradients come together.
+    """The results of a chain, and of single operations after it, with gradients behind one barrier.
 
     So the gradients of a head are complete before the backward pass of the layers starts. A compiler that
     computes them after it keeps the gradient of all logits meanwhile.
@@ -400,12 +419,12 @@ class Stacks:
     tied = {var: x for var, x in {**later, **found}.items() if is_inexact(var.aval)}
     return {**found, **dict(zip(tied, _with_joint_gradients(*tied.values()), strict=True))}
 
-  def used(self, calls: Collection[int]) -> set[Any]:
+  def used(self, calls: Collection[int]) -> set[Var]:
     """The variables that are read outside of these calls."""
     readers = [eqn.invars for n, eqn in enumerate(self.eqns) if n not in calls]
     return {var for some in (*readers, self.body.outvars) for var in variables(some)}
 
-  def _read_as(self, call: int, position: int) -> Any:
+  def _read_as(self, call: int, position: int) -> DTypeLike | None:
     """The narrower dtype to which a call casts an input before all else; None where it does not."""
     program = opened(called(self.eqns[call]))
     var = program.invars[position]
@@ -416,7 +435,7 @@ class Stacks:
     return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
 
 
-def has_layer_rows(eqn: Any) -> bool:
+def has_layer_rows(eqn: JaxprEqn) -> bool:
   """Whether an operation may be a scan over layers: it has floating rows, two or more."""
   if eqn.primitive.name != "scan":
     return False
@@ -424,28 +443,30 @@ def has_layer_rows(eqn: Any) -> bool:
   return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
 
 
-def _is_stack(eqn: Any) -> bool:
+def _is_stack(eqn: JaxprEqn) -> bool:
   """Whether an operation is a scan over layers, in order."""
   return has_layer_rows(eqn) and not eqn.params["reverse"] and not repeats_layers(eqn)
 
 
-def each_of(some: Any) -> list[Any]:
-  """The variables of a row: one for each layer, or the one that has them stacked."""
+def each_of(some: EachLayer) -> list[Var]:
+  """The variables of a row: one for each layer, or the variable that stacks them."""
   return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
 
 
-def variables(some: Iterable[Any]) -> Iterator[Any]:
-  """Those that are no constants."""
+def variables(some: Iterable[Var]) -> Iterator[Var]:
+  """The variables that are not constants."""
   return (var for var in some if not is_literal(var))
 
 
 @jax.custom_jvp
-def _with_joint_gradients(*xs: Any) -> tuple[Any, ...]:
-  """The arrays; none of their gradients is used before all of them are computed."""
+def _with_joint_gradients(*xs: jax.Array) -> tuple[jax.Array, ...]:
+  """The arrays, with a barrier: no gradient is used before all of them are computed."""
   return xs
 
 
-def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _tangents(
+  xs: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
   is_zero = [isinstance(x, jax.custom_derivatives.SymbolicZero) for x in tangents]
   tied = iter(
     jax.lax.optimization_barrier([x for x, zero in zip(tangents, is_zero, strict=True) if not zero])
@@ -456,7 +477,7 @@ def _tangents(xs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]
 _with_joint_gradients.defjvp(_tangents, symbolic_zeros=True)
 
 
-def _difference(first: Any, second: Any) -> str:
+def _difference(first: Program, second: Program) -> str:
   """How two programs of layers differ."""
   one, two = opened(first), opened(second)
   given = [collections.Counter(var.aval.str_short() for var in program.invars) for program in (one, two)]
@@ -473,7 +494,7 @@ def _difference(first: Any, second: Any) -> str:
   return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
 
 
-def _told(eqn: Any) -> str:
+def _told(eqn: JaxprEqn | None) -> str:
   """An operation with its numbers and plain parameters."""
   if eqn is None:
     return "no more"
@@ -482,11 +503,11 @@ def _told(eqn: Any) -> str:
   return textwrap.shorten(" ".join([eqn.primitive.name, *numbers, *plain]), 80, placeholder=" ...")
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
   return isinstance(x, (bool, int, float, str)) or (isinstance(x, tuple) and all(map(_is_plain, x)))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: Var, b: Var) -> bool:
   if is_literal(a) and is_literal(b):
     return bool(a.val == b.val)
   return a is b

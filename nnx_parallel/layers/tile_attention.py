@@ -1,10 +1,10 @@
-"""Attention by tiles of queries and keys, forward and backward, on one device or shared by several.
+"""Attention in tiles of queries and keys, forward and backward, on one device or shared by several.
 
-The scores, the weights and their sums are a program that is given for one tile; here are the loops over the
-tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that no array of the size queries x
-keys exists. A tile that the mask hides completely is not computed. `Share` says what one device of a mesh
-axis computes: its own queries, for keys that are replicated or travel around a ring (arXiv:2310.01889), or
-its own heads (arXiv:2309.14509).
+The caller supplies the scores, the weights and their sums as a program for one tile. This module has the
+loops over tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that an array of size
+queries x keys never exists. A tile that the mask hides completely is not computed. `Share` says which part
+one device of a mesh axis computes: its own queries, for keys that are replicated or travel around a ring
+(arXiv:2310.01889), or its own heads (arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
-from nnx_parallel.core.tiles import Grid, Labels, filled, finite
+from nnx_parallel.core.tiles import DimName, Grid, Labels, Places, filled, finite
+from nnx_parallel.core.types import AnyArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """What one device computes of an attention that the devices of a mesh axis share.
+  """One device's part of an attention that the devices of a mesh axis share.
 
   Attributes:
-    axis: the mesh axis; None: one device computes it all.
-    size: of the axis.
+    axis: the mesh axis; None: one device computes the attention.
+    size: the size of the axis.
     row, column: the names of the dims of queries and of keys.
     dim: the name of the dim of the scores that is split: queries, or heads.
     moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
@@ -39,27 +41,27 @@ class Share:
 
   axis: str | None
   size: int
-  row: Any
-  column: Any
-  dim: Any
-  moving: Any
+  row: DimName
+  column: DimName
+  dim: DimName
+  moving: DimName
   grid: Grid
   mapped: frozenset[str] = frozenset()
 
   @property
-  def names(self) -> tuple[Any, ...]:
+  def names(self) -> tuple[DimName, ...]:
     """The dims of the scores of which there are parts, of a device or of a tile."""
     return tuple(sorted({self.row, self.column, self.dim}))
 
   @property
   def own(self) -> Grid:
-    """The blocks of what a device has at a time."""
+    """The blocks that a device holds at a time."""
     split = {self.dim, self.moving} if self.axis is not None else set[Any]()
     lengths = {name: n // self.size if name in split else n for name, n in self.grid.lengths.items()}
     parts = {name: n // self.size if name in split else n for name, n in self.grid.parts.items()}
     return Grid(lengths, {name: self.grid.blocks[name] for name in (self.row, self.column)}, parts)
 
-  def split(self, labels: Labels) -> tuple[Any, int, int] | None:
+  def split(self, labels: Labels) -> tuple[DimName, int, int] | None:
     """The label along which an array is sharded; None for a replicated array."""
     names = () if self.axis is None else (self.dim, self.moving)
     return next((label for name in names for label in labels if label[0] == name), None)
@@ -84,7 +86,7 @@ class Share:
     found = self.split(labels)
     return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
 
-  def places(self, device: Any, source: Any, places: Mapping[Any, Any]) -> dict[Any, Any]:
+  def places(self, device: AnyArray, source: AnyArray, places: Places) -> Places:
     """The numbers of blocks in the global grid, for the keys of the device `source`."""
     counts = {
       name: self.grid.count(name) // self.size for name in (self.dim, self.moving) if name is not None
@@ -95,10 +97,12 @@ class Share:
       found |= {name: places.get(name, 0) + starts[name] * count for name, count in counts.items()}
     return found
 
-  def keys_of(self, source: Any, x: Any, labels: Labels, new: Any = None) -> Any:
-    """What a device uses of an array that has its queries and all keys, for the keys of a device.
+  def keys_of(
+    self, source: AnyArray, x: jax.Array, labels: Labels, new: jax.Array | None = None
+  ) -> jax.Array:
+    """The part of an array, with the device's queries and all keys, that belongs to the keys of `source`.
 
-    With `new`, the array with that in its place.
+    With `new`, returns the array with `new` in the place of that part.
     """
     if self.moving is None or self.moves(labels):
       return x if new is None else new
@@ -106,12 +110,12 @@ class Share:
     keys, where = Grid(self.grid.lengths, {self.moving: length // self.size}), {self.moving: source}
     return keys.take(x, labels, where) if new is None else keys.put(x, new, labels, where)
 
-  def sent(self, tree: Any, by: int = 1) -> Any:
-    """What the device `by` places before has, around the ring of the axis."""
+  def sent(self, tree: PyTree, by: int = 1) -> PyTree:
+    """Sends arrays `by` places forward around the ring of the axis."""
     pairs = [(i, (i + by) % self.size) for i in range(self.size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree) if by % self.size else tree
 
-  def over(self, function: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+  def over(self, function: Callable[..., PyTree], given: PyTree, results: PyTree) -> Callable[..., PyTree]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
     if self.axis is None:
       return lambda *arrays: function(0, *arrays)
@@ -122,7 +126,7 @@ class Share:
       axis_names={self.axis, *self.mapped},
       check_vma=False,
     )
-    # As an array: `jax.lax.axis_index` of one axis is an instruction that not every partitioner can place.
+    # As an array: not every partitioner can place the instruction of `jax.lax.axis_index` of one axis.
     numbers = jnp.arange(self.size, dtype=jnp.int32)
     if self.is_explicit:
       numbers = jax.sharding.reshard(numbers, PartitionSpec(self.axis))
@@ -134,19 +138,19 @@ class Share:
     mesh = jax.sharding.get_abstract_mesh()
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(self.axis) == AxisType.Explicit
 
-  def by_heads(self, x: Any, labels: Labels) -> Any:
-    """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
+  def by_heads(self, x: jax.Array, labels: Labels) -> jax.Array:
+    """Reshards an array from positions to heads, by an all-to-all, if the attention is split by heads.
 
-    XLA would else compute the array by heads, from all positions.
+    Otherwise XLA would compute the array by heads from all positions.
     """
     return self._on(self.by_positions(x, labels), self.split(labels))
 
-  def by_positions(self, x: Any, labels: Labels) -> Any:
+  def by_positions(self, x: jax.Array, labels: Labels) -> jax.Array:
     """An array that is split by heads, split by positions."""
     label = next((own for own in labels if own[0] in (self.row, self.column)), None)
     return x if self.split(labels) is None else self._on(x, label)
 
-  def _on(self, x: Any, label: tuple[Any, int, int] | None) -> Any:
+  def _on(self, x: jax.Array, label: tuple[DimName, int, int] | None) -> jax.Array:
     if self.dim == self.row or self.is_explicit or label is None or label[2] > 1:
       return x
     if x.shape[label[1]] % self.size:
@@ -156,9 +160,9 @@ class Share:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
   def visits(self, seen: np.ndarray) -> np.ndarray:
-    """Which of the tiles that are seen each device computes at each visit to a shard of keys, its own first.
+    """Which visible tiles each device computes at each visit to a shard of keys; its own shard comes first.
 
-    The visits end with the last one at which a device sees a tile.
+    The visits end with the last visit at which any device sees a tile.
 
     Returns:
       `[visits, devices, blocks of the device's queries, blocks of the shard's keys]`.
@@ -174,22 +178,22 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class TileAttention:
-  """The values, weighted by the softmax of scores, as a function of arrays of which it reads tiles.
+  """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles.
 
   Attributes:
-    share: the blocks, and what each device computes.
+    share: the blocks, and the part that each device computes.
     inputs: the labels of the arrays.
-    slopes: how many of the arrays, which are the first ones, have gradients.
-    row: the labels of an array with a number for each row of the scores, such as their maximum.
+    slopes: the number of leading arrays that have gradients.
+    row: the labels of an array with one number per row of the scores, such as their maximum.
     result: the labels of the result.
-    dtype: of the result.
+    dtype: the dtype of the result.
     largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
     weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
       and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
-    seen: which tiles a mask does not hide wholly, `[blocks of queries, blocks of keys]`, of all devices;
-      None: all.
-    zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
+    seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
+      None: all tiles.
+    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
   share: Share
@@ -197,14 +201,14 @@ class TileAttention:
   slopes: int
   row: Labels
   result: Labels
-  dtype: Any
-  largest: Callable[[Sequence[Any], Mapping[Any, Any]], Any]
-  weighed: Callable[[Sequence[Any], Any, Any, Mapping[Any, Any]], tuple[Any, Any]]
-  spread: Callable[[Any, Sequence[int]], Any]
+  dtype: DTypeLike
+  largest: Callable[[Sequence[jax.Array], Places], jax.Array]
+  weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, Places], tuple[jax.Array, jax.Array]]
+  spread: Callable[[jax.Array, Sequence[int]], jax.Array]
   seen: np.ndarray | None = None
   zeros_too: bool = False
 
-  def __call__(self, *arrays: Any, sink: Any = None) -> tuple[Any, Any]:
+  def __call__(self, *arrays: jax.Array, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The result, and the maxima of the rows, which have no gradient.
 
     Args:
@@ -216,7 +220,7 @@ class TileAttention:
     return attention(sink, *arrays)
 
   @property
-  def _wide(self) -> Any:
+  def _wide(self) -> DTypeLike:
     return jnp.promote_types(self.dtype, jnp.float32)
 
   @functools.cached_property
@@ -225,14 +229,14 @@ class TileAttention:
     counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
     return self.share.visits(np.ones(counts, bool) if self.seen is None else self.seen)
 
-  def _with_kept(self, sink: Any, *given: Any) -> tuple[Any, Any]:
+  def _with_kept(self, sink: jax.Array | None, *given: jax.Array) -> tuple[PyTree, PyTree]:
     own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
     specs = [self.share.spec(labels) for labels in self.inputs]
     stats = tuple(self.share.spec(labels) for labels in (self.result, self.row, self.row))
     result, largest, total = self.share.over(self._forward, [stats[1], *specs], stats)(sink, *own)
     return (self.share.by_positions(result, self.result), largest), (own, sink, result, largest, total)
 
-  def _pulled(self, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+  def _pulled(self, saved: PyTree, cotangents: PyTree) -> tuple[jax.Array | None, ...]:
     given, sink, *results = saved
     share, floats = self.share, self.inputs[: self.slopes]
     specs = [share.spec(labels) for labels in self.inputs]
@@ -246,11 +250,13 @@ class TileAttention:
     ]
     return (of_sink, *found, *[None] * (len(given) - len(found)))
 
-  def _forward(self, device: Any, sink: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+  def _forward(
+    self, device: AnyArray, sink: jax.Array | None, *arrays: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result of a device, and the maxima and sums of its rows."""
     grid, carried = self.share.own, (self.row, self.row, self.result)
 
-    def tile(tiles: Sequence[Any], state: Any, at: Mapping[Any, Any]) -> Any:
+    def tile(tiles: Sequence[jax.Array], state: PyTree, at: Places) -> PyTree:
       before, total, result = state
       # The result does not depend on the maximum, so that its derivative is left out.
       after = jnp.maximum(before, jax.lax.stop_gradient(self.largest(tiles, at)))
@@ -258,10 +264,10 @@ class TileAttention:
       scale = jnp.exp(before - finite(after))
       return after, total * scale + more, result * self.spread(scale, result.shape) + part
 
-    def visit(hop: Any, moving: Mapping[int, Any], state: Any) -> Any:
+    def visit(hop: AnyArray, moving: Mapping[int, jax.Array], state: PyTree) -> PyTree:
       source = (device - hop) % self.share.size
 
-      def body(state: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
+      def body(state: PyTree, given: Sequence[jax.Array], places: Places, at: Places) -> PyTree:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         parts = tuple(grid.take(x, own, places) for x, own in zip(state, carried, strict=True))
         new = tile(tiles, parts, at)
@@ -270,7 +276,7 @@ class TileAttention:
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
 
     largest, total, result = self._start(device, arrays)
-    if sink is not None:  # as a key that is seen before all others, with the value 0
+    if sink is not None:  # as a first key that is always visible, with the value 0
       largest, total = sink.astype(total.dtype), jnp.ones_like(total)
     largest, total, result = self._around(visit, arrays, (largest, total, result))
     if self.zeros_too:
@@ -278,12 +284,12 @@ class TileAttention:
     result = (result / self.spread(total, result.shape)).astype(self.dtype)
     return result, largest, total
 
-  def _start(self, device: Any, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+  def _start(self, device: AnyArray, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The maxima, sums and result of a device before its first tile."""
     grid, names = self.share.own, (self.share.row, self.share.column)
     places = dict.fromkeys(names, 0)
 
-    def first(*arrays: Any) -> tuple[Any, Any]:
+    def first(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
       given = self._at_hand(arrays, {}, device)
       tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
       at = self.share.places(device, device, places)
@@ -300,8 +306,15 @@ class TileAttention:
     return largest, total, result
 
   def _backward(
-    self, device: Any, sink: Any, result: Any, largest: Any, total: Any, arriving: Any, *given: Any
-  ) -> Any:
+    self,
+    device: AnyArray,
+    sink: jax.Array | None,
+    result: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
+    arriving: jax.Array,
+    *given: jax.Array,
+  ) -> PyTree:
     """The gradients of a device's sink and arrays."""
     share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
     arriving = arriving.astype(self._wide)
@@ -314,7 +327,9 @@ class TileAttention:
       (-sloped / total, self.row),
     ]
 
-    def gradients(tiles: Sequence[Any], of_rows: Sequence[Any], places: Any, at: Any) -> list[Any]:
+    def gradients(
+      tiles: Sequence[jax.Array], of_rows: Sequence[jax.Array], places: Places, at: Places
+    ) -> list[jax.Array]:
       top, total, *cotangents = of_rows
       pairs = zip(cotangents, (self.result, self.row), strict=True)
       cotangents = tuple(grid.fresh(x, own, places) for x, own in pairs)
@@ -322,13 +337,13 @@ class TileAttention:
       _, pull = jax.vjp(lambda *xs: self.weighed([*xs, *fixed], top, total, at), *tiles[: self.slopes])
       return [*pull(cotangents)]
 
-    def visit(hop: Any, moving: Mapping[int, Any], sums: Any) -> Any:
+    def visit(hop: AnyArray, moving: Mapping[int, jax.Array], sums: PyTree) -> PyTree:
       source = (device - hop) % share.size
       at_home = isinstance(hop, int) and hop == 0
       if not at_home:  # the gradients of a shard arrive while its share of this device is computed
         sums = [self.share.sent(x) if share.moves(own) else x for x, own in zip(sums, floats, strict=True)]
 
-      def body(sums: Any, given: Sequence[Any], places: Any, at: Any) -> Any:
+      def body(sums: PyTree, given: Sequence[jax.Array], places: Places, at: Places) -> PyTree:
         tiles = [grid.take(x, own, places) for x, own in zip(given, self.inputs, strict=True)]
         of_rows = [grid.take(x, own, places) for x, own in rows]
         before = [grid.take(x, own, places) for x, own in zip(sums, floats, strict=True)]
@@ -345,7 +360,8 @@ class TileAttention:
     zeros = [jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)) for x in given[: self.slopes]]
     found = self._around(visit, given, zeros)
     found = [g.astype(x.dtype) for g, x in zip(found, given, strict=False)]
-    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
+    # An array that all devices read has one gradient per device, summed outside: XLA gathers the examples for
+    # a sum here.
     home = self.share.size - (len(self._visits) - 1)
     found = [
       (self.share.sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
@@ -356,8 +372,14 @@ class TileAttention:
     return sink, *found
 
   def _each_tile(
-    self, hop: Any, device: Any, source: Any, body: Callable[..., Any], state: Any, given: Sequence[Any]
-  ) -> Any:
+    self,
+    hop: AnyArray,
+    device: AnyArray,
+    source: AnyArray,
+    body: Callable[..., PyTree],
+    state: PyTree,
+    given: Sequence[jax.Array],
+  ) -> PyTree:
     """A scan of `(state, given, places, places among all devices) -> state` over the tiles of a visit.
 
     Each device computes the tiles that it sees.
@@ -369,15 +391,15 @@ class TileAttention:
     for own, pattern in zip(lists, patterns, strict=True):
       own[: pattern.sum()] = np.argwhere(pattern.reshape(visits.shape[2:]))
     mine = 0 if len(patterns) == 1 else jnp.asarray(which.reshape(visits.shape[:2]))[hop - ahead, device]
-    # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
-    # ahead of the scan.
+    # Arrays that depend on positions only, such as a mask, would otherwise be computed, and saved, for all
+    # tiles ahead of the scan.
     *given, tiles = jax.lax.optimization_barrier((*given, jnp.asarray(lists)[mine]))
 
-    def step(state: Any, numbered: Any) -> tuple[Any, None]:
+    def step(state: PyTree, numbered: PyTree) -> tuple[PyTree, None]:
       number, tile = numbered
       places = {self.share.row: tile[0], self.share.column: tile[1]}
 
-      def computed(state: Any) -> Any:
+      def computed(state: PyTree) -> PyTree:
         return body(state, given, places, self.share.places(device, source, places))
 
       if len({*counts}) == 1:
@@ -386,10 +408,10 @@ class TileAttention:
 
     return jax.lax.scan(step, state, (jnp.arange(len(lists[0])), tiles))[0]
 
-  def _around(self, visit: Callable[..., Any], given: Sequence[Any], state: Any) -> Any:
+  def _around(self, visit: Callable[..., PyTree], given: Sequence[jax.Array], state: PyTree) -> PyTree:
     """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring.
 
-    Keys are sent on before they are used, so that the next ones arrive meanwhile. `hop` is an int at the
+    Keys are sent on before they are used, so that the next keys arrive meanwhile. `hop` is an int at the
     first and the last visit.
     """
     pairs = enumerate(zip(given, self.inputs, strict=True))
@@ -399,7 +421,7 @@ class TileAttention:
     if not last:
       return state
 
-    def body(carry: Any, hop: Any) -> tuple[Any, None]:
+    def body(carry: PyTree, hop: AnyArray) -> tuple[PyTree, None]:
       moving, state = carry
       following = self.share.sent(moving)
       return (following, visit(hop, moving, state)), None
@@ -409,7 +431,9 @@ class TileAttention:
       (following, state), _ = jax.lax.scan(body, (following, state), numbers)
     return visit(last, following, state)
 
-  def _at_hand(self, given: Sequence[Any], moving: Mapping[int, Any], source: Any) -> list[Any]:
-    """What a device has of the arrays while it has keys of another one."""
+  def _at_hand(
+    self, given: Sequence[jax.Array], moving: Mapping[int, jax.Array], source: AnyArray
+  ) -> list[jax.Array]:
+    """The arrays that a device holds while it has the keys of another device."""
     whole = [self.share.keys_of(source, x, own) for x, own in zip(given, self.inputs, strict=True)]
     return [moving.get(n, x) for n, x in enumerate(whole)]

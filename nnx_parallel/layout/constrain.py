@@ -1,7 +1,7 @@
 """Logical names on activations: `constrain`, and the rules in scope for it.
 
-The rules in scope are part of JAX's own cache key (`jax.make_user_context`), so a function that was compiled
-under some rules is compiled again under others, and never silently keeps the old layout.
+The rules in scope are part of JAX's cache key (`jax.make_user_context`), so a function that was compiled
+under some rules is compiled again under other rules, and never silently keeps the old layout.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes
 from nnx_parallel.core.nodes import SCOPE, value_of
+from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
@@ -53,7 +54,7 @@ class Scope:
   def __deepcopy__(self, _: Any) -> Scope:
     return self
 
-  def __reduce__(self) -> tuple[Any, ...]:
+  def __reduce__(self) -> tuple[object, ...]:
     return Scope, (self.rules, None, self.inputs)  # a pickled model leaves its devices behind
 
 
@@ -63,17 +64,18 @@ _MAPPED: Any = jax.make_user_context(())
 
 @contextlib.contextmanager
 def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
-  """Puts logical rules in scope for `constrain`, and makes a mesh the active one.
+  """Puts logical rules in scope for `constrain`, and makes a mesh active.
 
   With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active mesh
-  find it too, unless `jax.set_mesh` has made another one active. `flax.linen.with_logical_constraint` goes by
-  the same rules, on Auto axes, unless `nnx.logical_axis_rules` are active already. It may be entered around a
-  call or inside a traced function, and nested: the innermost one applies. A function that was compiled under
-  some rules is compiled again under others, but not under equal ones. Each thread has a separate scope.
+  find it too, unless `jax.set_mesh` has made another mesh active. `flax.linen.with_logical_constraint`
+  follows the same rules, on Auto axes, unless `nnx.logical_axis_rules` are already active. It may be entered
+  around a call or inside a traced function, and nested: the innermost scope applies. A function that was
+  compiled under some rules is compiled again under different rules, but not under equal rules. Each thread
+  has a separate scope.
 
   Args:
     rules: as in `plan`; only the logical rules matter here.
-    mesh: the mesh; without it, the one set by `jax.set_mesh`.
+    mesh: the mesh; None: the mesh of `jax.set_mesh`.
 
   Yields:
     Nothing.
@@ -98,7 +100,7 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are checked already; on Auto axes, where a program computes on those."""
+  """`use_rules`, for rules that are already checked; on Auto axes if the program computes on Auto axes."""
   on_auto, active = scope.on_auto_axes(), jax.sharding.get_abstract_mesh()
   if on_auto.mesh is not None and on_auto.mesh.abstract_mesh == active:
     scope = on_auto
@@ -106,8 +108,8 @@ def scoped(scope: Scope) -> Generator[None, None, None]:
     yield
 
 
-def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[Any]:
-  """The same rules for flax's own constraints, unless the user has made others active."""
+def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[object]:
+  """The same rules for flax's own constraints, unless the user has made other rules active."""
   mesh = scope.mesh
   if mesh is None or AxisType.Explicit in mesh.axis_types:
     return contextlib.nullcontext()
@@ -122,8 +124,8 @@ def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[Any]:
   return nnx.logical_axis_rules(pairs)
 
 
-def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
-  """Makes a mesh the active one, unless the user has made another one active."""
+def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
+  """Makes a mesh active, unless the user has made another mesh active."""
   active, outer = jax.sharding.get_abstract_mesh(), _SCOPE.value
   by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
   if mesh is None or not (active.empty or by_scope):
@@ -135,23 +137,23 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def scope_of(variables: Iterable[Any]) -> Scope | None:
-  """The scope of the plan that Variables were made from; None without one, or if they disagree."""
+def scope_of(variables: Iterable[Leaf]) -> Scope | None:
+  """The scope of the plan that Variables were made from; None without a plan, or if they disagree."""
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
   return found.pop() if len(found) == 1 else None
 
 
 def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Adds the axes of an enclosing `jax.vmap` (its `spmd_axis_name`) to those that `constrain` ignores."""
+  """Adds the axes of an enclosing `jax.vmap` (its `spmd_axis_name`) to the axes that `constrain` ignores."""
   return _MAPPED((*_MAPPED.value, *axes))
 
 
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
   """The axes that a `jax.shard_map` over some other axes of the mesh must be manual over too.
 
-  They are those of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. Not on an
-  Explicit mesh, where that rule goes by their types.
+  They are the axes of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. They
+  are empty on an Explicit mesh, where the rule follows the types.
   """
   return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else frozenset(_MAPPED.value)
 
@@ -179,8 +181,8 @@ class Surroundings:
   """Where arrays are computed.
 
   Attributes:
-    mesh: the mesh, abstract if it is the active one; None for one device.
-    rules: the rules of the plan or of `use_rules`; none without these.
+    mesh: the mesh, abstract if it is active; None for one device.
+    rules: the rules of the plan or of `use_rules`, or none.
     manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
     mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
   """
@@ -191,14 +193,14 @@ class Surroundings:
   mapped: frozenset[str]
 
   def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """That of an array with logical names or mesh axes; a dim that its axes do not divide stays whole."""
+    """The spec of an array with logical names or mesh axes; dims that do not divide are not split."""
     if self.mesh is None:
       return PartitionSpec()
     return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)
 
 
-def surroundings(*arrays: Any) -> Surroundings:
-  """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
+def surroundings(*arrays: Leaf) -> Surroundings:
+  """The mesh and the rules that apply to arrays or Variables: from the scope, else from their plan."""
   outer, own = _SCOPE.value, scope_of(arrays)
   scope: Scope | None = outer or own
   if outer is not None and outer.mesh is None and own is not None:
@@ -214,7 +216,7 @@ def surroundings(*arrays: Any) -> Surroundings:
   return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
 
 
-def constrain(x: Any, *names: Entry) -> Any:
+def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   """Constrains the sharding of an activation by logical names, inside and outside of jit.
 
   Without a mesh (one CPU, a unit test) `x` is returned unchanged. The rules and the mesh come from
@@ -233,7 +235,7 @@ def constrain(x: Any, *names: Entry) -> Any:
 
   Raises:
     ShardingError: names that do not fit the rank, have no rule, or do not divide their dim.
-    MeshError: the mesh in scope is not the one that is active, or has no devices.
+    MeshError: the mesh in scope is not the active mesh, or has no devices.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -270,7 +272,7 @@ def constrain(x: Any, *names: Entry) -> Any:
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
 
 
-def _mesh(x: Any, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
+def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   wanted = scope.mesh if scope is not None else None
   if not active.empty:
     _check_one_mesh(wanted, active)
@@ -289,7 +291,7 @@ def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
     raise MeshError(
       "constrain found two meshes: the mesh in scope is not the active mesh.",
       details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
-      fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
+      fix="use_rules(rules) without a mesh uses the active mesh; or leave jax.set_mesh out.",
     )
 
 
@@ -298,7 +300,7 @@ def _spec(
   shape: tuple[int, ...],
   mesh: AnyMesh,
   scope: Scope | None,
-  manual: set[Any],
+  manual: set[str],
   explicit: bool,
 ) -> PartitionSpec:
   sizes = {name: 1 if name in manual else size for name, size in axis_sizes(mesh).items()}
@@ -329,7 +331,7 @@ def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
       f"cannot constrain an activation: there is a mesh, and no rules are in scope for {unknown[0]!r}.",
       details=f"names {names}, mesh {sizes}",
       fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call;\n"
-      "a step finds the rules by itself where all its models were made from plans with the same rules.",
+      "a step finds the rules if all its models were made from plans with the same rules.",
     )
 
 

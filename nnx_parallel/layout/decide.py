@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -24,6 +24,7 @@ from nnx_parallel.core.nodes import (
   path_str,
   value_of,
 )
+from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
@@ -39,7 +40,7 @@ ROWS = -2
 
 
 class Given(NamedTuple):
-  """What decides the layout of an array, besides the array."""
+  """The facts that decide the layout of an array, besides the array."""
 
   mesh: AnyMesh
   rules: RuleSet
@@ -79,7 +80,7 @@ def tables(model: nnx.Module) -> set[Path]:
   return {(*path, "embedding") for path, module in found if len(module.embedding.shape) >= -ROWS}
 
 
-def _model_row(paths: tuple[Path, ...], leaf: Any, is_table: bool, given: Given) -> LeafPlan:
+def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given) -> LeafPlan:
   value = _array(leaf, path_str(paths[0]))
   if is_rng(leaf):
     return _row("model", paths[0], leaf, given, Decision("replicated", "RNG state"))
@@ -108,7 +109,7 @@ def _model_row(paths: tuple[Path, ...], leaf: Any, is_table: bool, given: Given)
   return _row("model", paths[0], leaf, given, decision, names, found)
 
 
-def _named(paths: tuple[Path, ...], leaf: Any, given: Given) -> Named | None:
+def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
   """The names from the metadata of a Variable, or from the first path rule that matches; None without."""
   where, logical = path_str(paths[0]), given.rules.logical
   names, own_rules = declared(leaf, where=where)
@@ -144,9 +145,9 @@ def unknown_names(names: Names, given: Given) -> list[Entry]:
 
 
 def _extended(
-  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Any, is_table: bool, given: Given
+  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, is_table: bool, given: Given
 ) -> tuple[Extended, str, str]:
-  """`extend_spec`, why, and what it did in brief."""
+  """`extend_spec`, the reason, and its effect in brief."""
   stored = [size + extra for size, extra in zip(shape, found.padding, strict=True)]
   rows = len(shape) + ROWS if is_table else None
   # A raw array has no place for its shape without padding.
@@ -155,7 +156,7 @@ def _extended(
   return more, why, _brief(more, rows) if more.added else why
 
 
-def _fallback_row(path: Path, leaf: Any, is_table: bool, given: Given) -> LeafPlan:
+def _fallback_row(path: Path, leaf: Leaf, is_table: bool, given: Given) -> LeafPlan:
   shape, fallback = value_of(leaf).shape, given.rules.fallback
   count = sum(len(table.rules) for table in given.rules.paths)
   step = f"no annotation; none of {count} path rules matches" if count else "no annotation"
@@ -211,7 +212,7 @@ def split_further(row: LeafPlan, axes: tuple[str, ...]) -> LeafPlan:
 
 
 def _own_layout(
-  leaf: Any, parameter: LeafPlan, given: Given
+  leaf: Leaf, parameter: LeafPlan, given: Given
 ) -> tuple[PartitionSpec, tuple[int, ...], str] | None:
   """The layout of state whose parameter has `optimizer_sharding`, which flax copies to the state."""
   shape = tuple(value_of(leaf).shape)
@@ -233,7 +234,7 @@ def _whole(shape: Sequence[int]) -> Resolution:
 def _row(
   root: Root,
   path: Path,
-  leaf: Any,
+  leaf: Leaf,
   given: Given,
   decision: Decision,
   names: Names | None = None,
@@ -258,7 +259,7 @@ def _row(
   )
 
 
-def _array(leaf: Any, where: str) -> Any:
+def _array(leaf: Leaf, where: str) -> AnyArray:
   value = value_of(leaf)
   if hasattr(value, "shape") and hasattr(value, "dtype"):
     return value
@@ -305,7 +306,7 @@ def _brief(found: Extended, rows: int | None) -> str:
 
 def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolution:
   """Replicates padded dims of an array without a Variable, which its module would see with the padding."""
-  entries: list[Any] = []
+  entries: list[Entry] = []
   steps = [step for step in found.steps if " is padded to " not in step]
   for name, size, entry, extra in zip(names, shape, found.spec, found.padding, strict=True):
     entries.append(None if extra else entry)
@@ -316,7 +317,7 @@ def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolu
 
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
-  """Names whose first candidate would split their dim, which is replicated all the same."""
+  """Names whose first candidate would split their dim, although the dim is replicated."""
   return [
     name if isinstance(name, str) else "+".join(name)
     for name, entry in zip(names, spec, strict=True)

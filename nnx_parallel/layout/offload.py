@@ -1,17 +1,17 @@
 """Optimizer state in host memory, copied to the device a few parameters at a time.
 
 A transformation that gets all of its state at once brings all of it to the device at once: with Adam, the
-temporaries are then as large as the state was (measured with the TPU compiler). So the update is traced, and
-its equations are sorted by the parameter whose state they use. State is fetched parameter by parameter, and
-an optimization barrier makes each fetch wait until the state of an earlier group is back in host memory.
-This works for any optimizer: what depends on gradients alone (a global norm) comes first, and what depends on
-several parameters' state comes when the last of them is there.
+temporaries are then as large as the state (measured with the TPU compiler). So the update is traced, and its
+equations are sorted by the parameter whose state they use. State is fetched parameter by parameter, and an
+optimization barrier makes each fetch wait until the state of an earlier group is back in host memory. This
+works for any optimizer: equations that depend only on gradients (a global norm) come first, and an equation
+that depends on the state of several parameters comes after the last of them.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -20,14 +20,15 @@ import optax
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.interpret import Facts, facts_of, read, run_operations, values_of
 from nnx_parallel.core.nodes import Path, path_str, plain_path
+from nnx_parallel.core.types import JaxprEqn, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import PlanError
 
 Space = jax.memory.Space
 
 GROUP_BYTES = 8 * 2**20
-"""Bytes per device of state that are fetched together; smaller transfers do not fill the link."""
+"""Bytes per device of state that are fetched at a time; smaller transfers do not fill the link."""
 
-_AHEAD = 2  # groups under way: one is fetched while another is computed or returned
+_AHEAD = 2  # groups in flight: one is fetched while another is computed or returned
 
 
 def check_kind(kind: str | None) -> None:
@@ -60,12 +61,12 @@ def streamed(
   """
   inner = accept_extra(tx)
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+  def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
     leaves, structure = jax.tree.flatten(state)
     if not any(map(_on_host, leaves)):
       return cast(Any, inner).update(grads, state, params, **extra)
 
-    def run(grads: Any, leaves: list[Any], params: Any) -> tuple[Any, list[Any]]:
+    def run(grads: PyTree, leaves: list[jax.Array], params: PyTree) -> tuple[PyTree, list[jax.Array]]:
       state = jax.tree.unflatten(structure, leaves)
       updates, new = cast(Any, inner).update(grads, state, params, **extra)
       return updates, jax.tree.leaves(new)
@@ -76,12 +77,12 @@ def streamed(
   return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
 
 
-def _on_host(leaf: Any) -> bool:
+def _on_host(leaf: Leaf) -> bool:
   return getattr(jax.typeof(leaf), "memory_space", None) == Space.Host
 
 
-def _groups(state: Any, grads: Any, rows: Mapping[str, tuple[Path | None, int]]) -> list[int]:
-  """The group of each leaf of `state` that is fetched together; 0 for leaves on the device."""
+def _groups(state: PyTree, grads: PyTree, rows: Mapping[str, tuple[Path | None, int]]) -> list[int]:
+  """The number of the fetch group of each leaf of `state`; 0 for leaves on the device."""
   parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
   state_leaves = jax.tree_util.tree_leaves_with_path(state)
   found = [rows.get(path_str(plain_path(path)), (None, 0)) for path, _ in state_leaves]
@@ -91,7 +92,7 @@ def _groups(state: Any, grads: Any, rows: Mapping[str, tuple[Path | None, int]])
   size_of: collections.Counter[Path | None] = collections.Counter()
   for (_, size), of in zip(found, of_each, strict=True):
     size_of[of] += size
-  for parameter in (*parameters, None):  # state of no parameter comes last, in one group
+  for parameter in (*parameters, None):  # state without a parameter comes last, in one group
     if held and held + size_of[parameter] > GROUP_BYTES:
       number, held = number + 1, 0
     numbers[parameter] = number
@@ -100,8 +101,13 @@ def _groups(state: Any, grads: Any, rows: Mapping[str, tuple[Path | None, int]])
 
 
 def _run_in_groups(
-  run: Any, grads: Any, leaves: list[Any], params: Any, groups: list[int], structure: Any
-) -> tuple[Any, Any]:
+  run: Callable[[PyTree, list[jax.Array], PyTree], tuple[PyTree, list[jax.Array]]],
+  grads: PyTree,
+  leaves: list[jax.Array],
+  params: PyTree,
+  groups: list[int],
+  structure: TreeDef,
+) -> tuple[PyTree, PyTree]:
   # Traced for its equations; these transfers are never used, and so never made.
   near = [jax.device_put(leaf, Space.Device) if _on_host(leaf) else leaf for leaf in leaves]
   closed, shape = jax.make_jaxpr(run, return_shape=True)(grads, near, params)
@@ -109,13 +115,13 @@ def _run_in_groups(
   of_inputs = [*[0] * before, *groups, *[0] * after]
   values = values_of(closed, [*jax.tree.leaves(grads), *leaves, *jax.tree.leaves(params)])
   levels = facts_of(closed, of_inputs, _LEVELS)
-  operations: list[list[Any]] = [[] for _ in range(max(groups) + 1)]
+  operations: list[list[JaxprEqn]] = [[] for _ in range(max(groups) + 1)]
   for eqn in closed.jaxpr.eqns:
     operations[max((read(var, levels, _LEVELS.constant) for var in eqn.invars), default=0)].append(eqn)
   updates, state = jax.tree.unflatten(jax.tree.structure(shape), closed.jaxpr.outvars)
   held = closed.jaxpr.invars[before : before + len(leaves)]
   returned: list[list[jax.Array]] = []
-  result: dict[int, Any] = {}
+  result: dict[int, jax.Array] = {}
   for level, members in enumerate(operations):
     mine = [var for var, group in zip(held, groups, strict=True) if level and group == level]
     earlier = returned[-_AHEAD] if len(returned) >= _AHEAD else []
@@ -133,7 +139,7 @@ def _run_in_groups(
   return jax.tree.map(lambda var: read(var, values), updates), new
 
 
-def _fetch(leaves: list[Any], after: list[jax.Array]) -> list[jax.Array]:
+def _fetch(leaves: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
   """Host arrays on the device, not before `after` exists."""
   if after and leaves:
     leaves, _ = jax.lax.optimization_barrier((leaves, after))

@@ -18,12 +18,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import Path, kind_of, path_str, value_of
 from nnx_parallel.core.padding import logical_transformation
 from nnx_parallel.core.text import as_html, format_array
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
@@ -47,9 +49,9 @@ R = TypeVar("R", default=Any)
 class Plan(PlanTable, Generic[R]):
   """The layout of a model and its optimizer on a mesh. The function `plan` makes it.
 
-  Generic in what is created from it: `Plan[Model]`; `Plan[tuple[Model,
-  ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its constructor can be
-  looked at and compared, and cannot create.
+  It is generic in the created objects: `Plan[Model]`; `Plan[tuple[Model, ShardedOptimizer[Model]]]` with an
+  optimizer. A plan that was read from JSON without its constructor can be printed and compared, but cannot
+  create.
 
   Attributes:
     mesh: the mesh that the specs refer to.
@@ -66,11 +68,11 @@ class Plan(PlanTable, Generic[R]):
 
   init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
   tx: optax.GradientTransformation | None = None
-  wrt: Any = nnx.Param
+  wrt: nnx.filterlib.Filter = nnx.Param
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
 
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
-    """Abstract arrays with the planned sharding, as stored; what a restore or an AOT compile needs.
+    """Abstract arrays with the planned sharding, as stored, for a restore or an AOT compile.
 
     Args:
       root: `"model"` or `"optimizer"`.
@@ -84,8 +86,8 @@ class Plan(PlanTable, Generic[R]):
   def batch_axes(self) -> tuple[str, ...]:
     """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
 
-    Those of `InputRules`; else those of the `batch` rule; else the axes called `replica`, `data`, `dp` and
-    `fsdp`, and the fallback's, if the mesh has them.
+    The axes come from `InputRules`; else from the `batch` rule; else they are the axes called `replica`,
+    `data`, `dp` and `fsdp`, and the fallback's, if the mesh has them.
 
     Raises:
       ShardingError: no `batch` rule and no such axis.
@@ -112,7 +114,7 @@ class Plan(PlanTable, Generic[R]):
   def scope(self) -> contextlib.AbstractContextManager[None]:
     """Puts this plan's rules and mesh in scope; the default of a missing `batch` rule is `batch_axes`.
 
-    `train_step` and `eval_step` do so by themselves. This is for a user's own step.
+    `train_step` and `eval_step` already do so. Use this in a hand-written step.
 
     Returns:
       A context manager; see `use_rules`.
@@ -133,10 +135,10 @@ class Plan(PlanTable, Generic[R]):
     return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
   def num_parameters(self) -> int:
-    """Counts the elements of the model's parameters; tied ones once, padding not at all.
+    """Counts the elements of the model's parameters: tied parameters once, and no padding.
 
     Returns:
-      Elements in all, over all devices.
+      The total number of elements, over all devices.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -153,7 +155,7 @@ class Plan(PlanTable, Generic[R]):
       name: its dotted path, as in `LeafPlan.name`; of a tied Variable, any of its paths.
 
     Returns:
-      A few lines: what it is, what named it, what was tried and dropped and why, what each device holds, and
+      A few lines: the array, the origin of its names, the attempts with reasons, the part on each device, and
       the optimizer state that follows it.
 
     Example:
@@ -193,7 +195,7 @@ class Plan(PlanTable, Generic[R]):
 
     Returns:
       A matplotlib figure; its `savefig` writes SVG, PNG or PDF. At most 16 x 16 blocks are drawn, and the
-      others are counted below.
+      remaining blocks are counted below.
 
     Raises:
       ReportError: matplotlib is not installed.
@@ -209,14 +211,14 @@ class Plan(PlanTable, Generic[R]):
     return picture.draw_blocks(self[name])
 
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
-    """Lists the large leaves that every device holds in full, and what could split them.
+    """Lists the large leaves that every device holds in full, and the axes that could split them.
 
     Args:
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated. Its
-      `faults` are known faults of XLA that a step of your own may meet on this layout.
+      An `Audit`, worst first: prints as a table; empty (falsy) if nothing large is replicated. Its `faults`
+      are known faults of XLA that a hand-written step may meet on this layout.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -273,11 +275,11 @@ class Plan(PlanTable, Generic[R]):
       JSON text, one line for each leaf; `from_json` reads it.
 
     Raises:
-      PlanError: a path part that is no string, int or tuple of these.
+      PlanError: a path part that is not a string, int or tuple of these.
     """
     return json.to_json(self)
 
-  def trainable(self, wrt: Any = None) -> Trainable:
+  def trainable(self, wrt: nnx.filterlib.Filter | None = None) -> Trainable:
     """Counts the parameters that a filter trains and the parameters that it freezes.
 
     Args:
@@ -310,13 +312,13 @@ class Plan(PlanTable, Generic[R]):
     mesh: AnyMesh | None = None,
     init: Callable[[], nnx.Module] | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    wrt: Any = nnx.Param,
+    wrt: nnx.filterlib.Filter = nnx.Param,
   ) -> Plan[R]:
-    """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
+    """Reads a plan back, to compare or print it or, with `init`, to create and restore from it.
 
     Args:
-      text: what `to_json` wrote.
-      mesh: a mesh with the stored axes; an abstract one when None.
+      text: the text that `to_json` wrote.
+      mesh: a mesh with the stored axes; None: an abstract mesh.
       init: the constructor. It must have the Variables of the stored plan; they get the stored layout, also
         if the rules have changed. Without it, the plan can only be printed and compared.
       optimizer: the optax transformation, when the stored plan has optimizer state.
@@ -326,7 +328,7 @@ class Plan(PlanTable, Generic[R]):
       A plan with the stored layout.
 
     Raises:
-      PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
+      PlanError: not a plan's JSON, a mesh with other axes, or a module that differs from the stored module.
     """
     stored = cls(**json.from_json(text, mesh), tx=optimizer, wrt=wrt)
     if init is None and optimizer is not None:
@@ -342,7 +344,7 @@ class Plan(PlanTable, Generic[R]):
     if optimizer is not None:
       abstract["optimizer"] = trace_optimizer(abstract["model"], optimizer, wrt).made
     fix = "pass the init (and optimizer) that the plan was made for, or plan again."
-    arrays: dict[Root, Mapping[Path, Any]] = {root: made.leaves for root, made in abstract.items()}
+    arrays: dict[Root, Mapping[Path, AnyArray]] = {root: made.leaves for root, made in abstract.items()}
     check_structure(stored.leaves, arrays, "the stored plan is for another module", fix)
     return dataclasses.replace(stored, init=init, abstract=abstract)
 
@@ -400,7 +402,7 @@ def no_constructor() -> PlanError:
 
 
 def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
-  """Raises a `PlanError` unless `plan` is a plan, and one with a constructor if the `call` creates."""
+  """Raises a `PlanError` unless `plan` is a plan, with a constructor if the `call` creates."""
   if not isinstance(plan, Plan):
     raise PlanError(
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",
@@ -411,7 +413,7 @@ def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
 
 
 def check_structure(
-  leaves: Iterable[LeafPlan], arrays: Mapping[Root, Mapping[Path, Any]], what: str, fix: str
+  leaves: Iterable[LeafPlan], arrays: Mapping[Root, Mapping[Path, AnyArray]], what: str, fix: str
 ) -> None:
   """Raises a `PlanError` for the first array of a built module or optimizer that is not as planned."""
   planned = {leaf.name: _described(leaf.kind, leaf.shape, leaf.dtype, leaf.is_parameter) for leaf in leaves}
@@ -429,5 +431,5 @@ def check_structure(
       raise PlanError(f"{what}: {name}.", details=details, fix=fix)
 
 
-def _described(kind: str, shape: tuple[int, ...], dtype: Any, is_parameter: bool) -> str:
+def _described(kind: str, shape: tuple[int, ...], dtype: DTypeLike, is_parameter: bool) -> str:
   return f"{kind} {format_array(dtype, shape)}" + (", a parameter" if is_parameter else "")

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from nnx_parallel.core.nodes import Path, array_leaves
 from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
 from nnx_parallel.errors import TrainError
 
 M = TypeVar("M", bound=nnx.Module)
@@ -37,7 +38,7 @@ class Placement:
   zero: int
   gradients: Mapping[Path, NamedSharding]
 
-  def keep(self, model: Any, optimizer: Any) -> None:
+  def keep(self, model: Model, optimizer: Optimizer) -> None:
     """Puts, or under a trace constrains, every Variable to its sharding; not in `shard_map` and `vmap`."""
     for root, table in ((model, self.model), (optimizer, self.optimizer)):
       for path, leaf in array_leaves(root).items():
@@ -51,17 +52,17 @@ class Placement:
 class ShardedOptimizer(nnx.Optimizer[M]):
   """An `nnx.Optimizer` whose updates keep the layout of a plan.
 
-  In a user's own step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
-  split a small replicated parameter over the mesh: then the second step is compiled again, and the model is
-  no longer as planned. So `update` constrains the model and the state. The steps of `nxp.train_step` do the
-  same for everything that they return.
+  In a hand-written step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
+  split a small replicated parameter over the mesh: then the second step is compiled again, and the model no
+  longer has its planned layout. So `update` constrains the model and the state. The steps of `nxp.train_step`
+  do the same for everything that they return.
 
   Args:
     *args: as for `nnx.Optimizer`: the model and the transformation.
     **kwargs: as for `nnx.Optimizer`: `wrt=`.
 
   Attributes:
-    placement: the planned shardings; with None, `update` does what `nnx.Optimizer.update` does.
+    placement: the planned shardings; with None, `update` equals `nnx.Optimizer.update`.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -78,7 +79,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
   placement: Placement | None = None
 
-  def update(self, model: M, grads: Any, /, **kwargs: Any) -> optax.Updates:
+  def update(self, model: M, grads: PyTree, /, **kwargs: Any) -> optax.Updates:
     """Updates the model and the state in place, as `nnx.Optimizer.update`, and keeps their layout.
 
     Args:
@@ -98,12 +99,14 @@ class ShardedOptimizer(nnx.Optimizer[M]):
     return updates
 
 
-def placement_of(optimizer: Any) -> Placement | None:
+def placement_of(optimizer: Optimizer) -> Placement | None:
   """The shardings of the plan that an optimizer was made from; None without a plan."""
   return optimizer.placement if isinstance(optimizer, ShardedOptimizer) else None
 
 
-def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
+def plain_update(
+  optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]
+) -> optax.Updates:
   """Updates in place without constraining the result; state may be sharded differently from its parameter.
 
   `extra` holds named arguments of the transformation. A function among them, which the transformation would
@@ -114,13 +117,13 @@ def plain_update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any
   return _update(optimizer, model, grads, extra)
 
 
-def _update(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
+def _update(optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]) -> optax.Updates:
   if isinstance(optimizer, ShardedOptimizer):
     return nnx.Optimizer.update(optimizer, model, grads, **extra)
   return optimizer.update(model, grads, **extra)
 
 
-def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
+def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool:
   """Whether state on an Explicit mesh is sharded unlike its parameter (ZeRO), to which optax adds it."""
   params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
   if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
@@ -131,8 +134,10 @@ def _is_split_further(optimizer: Any, model: Any, grads: Any) -> bool:
   return any(kind.shape in shapes and (kind.shape, kind.sharding.spec) not in known for kind in state)
 
 
-def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: Mapping[str, Any]) -> Any:
-  """Lets the compiler choose the layout of what optax adds, and returns every array in its old layout.
+def _update_on_auto_axes(
+  optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]
+) -> optax.Updates:
+  """Lets the compiler choose the layouts inside optax, and returns every array in its old layout.
 
   The loss cannot be called there, since it was traced for Explicit axes.
   """
@@ -140,12 +145,12 @@ def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: Mapping[
   extra = {name: value for name, value in extra.items() if name not in functions}
   graphdef, state = nnx.split((model, optimizer))
 
-  def run(state: Any, grads: Any, extra: Any) -> Any:
+  def run(state: PyTree, grads: PyTree, extra: PyTree) -> PyTree:
     model, optimizer = nnx.merge(graphdef, state)
     updates = _update(optimizer, model, grads, {**extra, **functions})
     return nnx.state((model, optimizer), nnx.Variable), updates
 
-  def placed(tree: Any) -> Any:
+  def placed(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.typeof(x).sharding, tree)
 
   params = nnx.as_pure(nnx.state(model, optimizer.wrt))
@@ -156,7 +161,7 @@ def _update_on_auto_axes(optimizer: Any, model: Any, grads: Any, extra: Mapping[
   return updates
 
 
-def _no_function(*_: Any, **__: Any) -> Any:
+def _no_function(*_: object, **__: object) -> object:
   raise TrainError(
     "the optimizer evaluates the loss in its update, which does not work with ZeRO on Explicit axes.",
     details="its state is laid out otherwise than the parameters, so the update runs on Auto axes",
@@ -164,7 +169,7 @@ def _no_function(*_: Any, **__: Any) -> Any:
   )
 
 
-def _kept(array: Any, sharding: NamedSharding) -> Any:
+def _kept(array: AnyArray, sharding: NamedSharding) -> AnyArray:
   if not isinstance(array, Tracer):
     moved = isinstance(array, jax.Array) and not array.sharding.is_equivalent_to(sharding, array.ndim)
     return jax.device_put(array, sharding) if moved else array

@@ -29,6 +29,7 @@ from nnx_parallel.core.nodes import (
   value_of,
   variables,
 )
+from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -38,7 +39,7 @@ NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What code under a trace raises when it needs the value of an array."""
+"""The errors of code under a trace that needs the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -51,7 +52,7 @@ _PLACES = {
 
 @contextlib.contextmanager
 def without_mesh() -> Generator[None]:
-  """Builds Variables without a mesh, also under an active one; their annotations remain names."""
+  """Builds Variables without a mesh, even if a mesh is active; their annotations remain names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
 
@@ -60,12 +61,12 @@ def without_mesh() -> Generator[None]:
 class Abstract:
   """A module or an optimizer without arrays: its graph definition, and its state of `ShapeDtypeStruct`s."""
 
-  graphdef: Any
-  state: Any
+  graphdef: nnx.GraphDef[Any]
+  state: PyTree
 
   @functools.cached_property
-  def leaves(self) -> dict[Path, Any]:
-    """Its Variables and raw arrays by path, in flax's order; not those without an array (`MaskedNode`)."""
+  def leaves(self) -> dict[Path, Leaf]:
+    """Its Variables and raw arrays by path, in flax's order; without empty entries (`MaskedNode`)."""
     flat = nnx.to_flat_state(self.state) if jax.tree.leaves(self.state) else ()
     return {path: leaf for path, leaf in flat if jax.tree.leaves(value_of(leaf))}
 
@@ -74,7 +75,7 @@ class Abstract:
     """The object with a `ShapeDtypeStruct` in each Variable: to walk through its modules, and to look at."""
     return merge(self.graphdef, self.state)
 
-  def chosen(self, wrt: Any) -> Any:
+  def chosen(self, wrt: nnx.filterlib.Filter) -> State:
     """The part of the state that a filter chooses."""
     return nnx.filter_state(self.state, wrt)
 
@@ -92,7 +93,7 @@ class Trace:
   """
 
   made: Abstract
-  program: Any
+  program: ClosedJaxpr
   input_paths: tuple[Path, ...]
   output_paths: tuple[Path, ...]
   origins: Mapping[Path, Path] = dataclasses.field(default_factory=dict[Path, Path])
@@ -113,7 +114,7 @@ def why_one_program(traces: Iterable[Trace]) -> str:
 def placements(one: Trace) -> dict[Path, PartitionSpec]:
   """The specs of the arrays that the traced function itself places as its last operation on them."""
   jaxpr = one.program.jaxpr
-  placed: dict[Any, PartitionSpec] = {}
+  placed: dict[Var, PartitionSpec] = {}
   for eqn in jaxpr.eqns:
     found: Any = eqn.params[_PLACES[eqn.primitive.name]] if eqn.primitive.name in _PLACES else ()
     for var, sharding in zip(eqn.outvars, found if isinstance(found, tuple) else (found,), strict=False):
@@ -123,10 +124,10 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
   return {path: placed[var] for path, var in made if not isinstance(var, Literal) and var in placed}
 
 
-def trace(build: Callable[[Any], Any], given: Abstract) -> Trace:
+def trace(build: Callable[[Model], Model], given: Abstract) -> Trace:
   """Traces a function that builds a module or an optimizer from an abstract module, without a mesh."""
 
-  def run(state: Any) -> Any:
+  def run(state: PyTree) -> PyTree:
     node = build(nnx.merge(given.graphdef, state))
     if not isinstance(node, nnx.Pytree):
       raise PlanError(
@@ -136,7 +137,7 @@ def trace(build: Callable[[Any], Any], given: Abstract) -> Trace:
     if any(isinstance(value, jax.ShapeDtypeStruct) for value in jax.tree.leaves(values)):
       raise PlanError(
         "init returned a module without values: it holds jax.ShapeDtypeStruct in place of arrays.",
-        fix="return the module itself, not what nnx.eval_shape gives; planning makes no arrays anyway.",
+        fix="return the module itself, not the result of nnx.eval_shape; planning makes no arrays anyway.",
       )
     return structure, values
 
@@ -145,7 +146,7 @@ def trace(build: Callable[[Any], Any], given: Abstract) -> Trace:
   return Trace(Abstract(graphdef, state), program, state_paths(given.state), state_paths(state))
 
 
-def state_paths(state: Any) -> tuple[Path, ...]:
+def state_paths(state: PyTree) -> tuple[Path, ...]:
   """The path of each array of a state, in the order in which jax flattens it."""
   arrays, tree = jax.tree.flatten(state)
   numbered = nnx.to_flat_state(jax.tree.unflatten(tree, range(len(arrays)))) if arrays else ()
@@ -165,7 +166,7 @@ def _quick_errors() -> Generator[None]:
     return
   from jax.interpreters.partial_eval import DynamicJaxprTracer  # newer versions may move it
 
-  def refuse(_: Any) -> None:
+  def refuse(_: object) -> None:
     raise AttributeError("a traced array has no sharding")
 
   tracers: Any = DynamicJaxprTracer
@@ -198,7 +199,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
     raise PlanError(
       "init needs the value of an array, but planning and creating only trace init.",
       details=str(error).split("\n")[0],
-      fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
+      fix="compute values that init needs as numbers with numpy, for example np.sqrt in place of jnp.sqrt.",
     ) from error
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
@@ -216,11 +217,11 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
   return module
 
 
-def _arrays_in(value: Any) -> list[Any]:
+def _arrays_in(value: object) -> list[object]:
   return jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
 
 
-def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None:
+def _adopt_array(path: Path, node: nnx.Pytree, name: str, data: set[int]) -> None:
   value = getattr(node, name)
   if all(id(leaf) in data for leaf in _arrays_in(value) if isinstance(leaf, Tracer)):
     return
@@ -234,22 +235,24 @@ def _adopt_array(path: Any, node: nnx.Pytree, name: str, data: set[int]) -> None
   )
 
 
-def make_optimizer(model: nnx.Module, tx: optax.GradientTransformation, wrt: Any) -> ShardedOptimizer[Any]:
+def make_optimizer(
+  model: nnx.Module, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter
+) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
-  flax puts the whole state of one parameter into one Variable, which may then hold a list of arrays (SM3) or
-  none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
+  flax puts the full state of a parameter into one Variable, which may then hold a list of arrays (SM3) or no
+  array (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
   """
   optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 
-  def is_variable(node: Any) -> bool:
+  def is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
   optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
   return optimizer
 
 
-def _one_each(leaf: Any) -> Any:
+def _one_each(leaf: Leaf) -> PyTree:
   if not isinstance(leaf, nnx.Variable):
     return leaf
   value = leaf.get_raw_value()
@@ -280,7 +283,7 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
 
 def _missing(init: functools.partial[Any]) -> list[str]:
   """The parameters without a default."""
-  if inspect.isclass(init.func):  # the signature of an nnx.Module's metaclass hides that of `__init__`
+  if inspect.isclass(init.func):  # an nnx.Module's metaclass hides the signature of `__init__`
     init = functools.partial(init.func.__init__, None, *init.args, **init.keywords)
   return [
     p.name
@@ -304,14 +307,14 @@ def check_transformation(tx: object) -> None:
   else:
     rate = tx if isinstance(tx, float) else 1e-3
     what, fix = f"{tx!r:.60}", f"optimizer=optax.adamw({rate})"
-  raise PlanError(f"optimizer must be an optax transformation, and is {what}.", fix=fix)
+  raise PlanError(f"optimizer must be an optax transformation, but is {what}.", fix=fix)
 
 
 _ORIGIN = "path_of_the_parameter"
-"""Metadata key of a traced parameter, which what optax makes of the Variable has too."""
+"""Metadata key of a traced parameter, which optax copies to the Variables that it makes from it."""
 
 
-def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any) -> Trace:
+def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter) -> Trace:
   """Traces the optimizer of an abstract module.
 
   optax builds the state of parameters by `jax.tree.map` over a State of Variables, and so keeps the metadata
@@ -337,12 +340,12 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: Any)
 
   found = trace(build, model)
   chosen = nnx.to_flat_state(model.chosen(wrt))
-  trained: dict[Path, Any] = {path: value_of(x).shape for path, x in chosen}
+  trained: dict[Path, Leaf] = {path: value_of(x).shape for path, x in chosen}
   plain = {p: None if p in origins else value_of(x).shape or None for p, x in found.made.leaves.items()}
   return dataclasses.replace(found, origins=optimizer_layout.copies(plain, trained) | origins)
 
 
-def nothing_selected(wrt: Any, model: Abstract) -> PlanError:
+def nothing_selected(wrt: nnx.filterlib.Filter, model: Abstract) -> PlanError:
   """The error for a filter that matches no Variable."""
   kinds = sorted({kind_of(leaf) for leaf in model.leaves.values() if not is_rng(leaf)})
   return PlanError(

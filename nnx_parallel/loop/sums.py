@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.core.types import AnyArray, AnyMetrics, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.train.losses import weight_of, wide
@@ -30,15 +31,15 @@ class MetricSums:
   """
 
   def __init__(self) -> None:
-    self._total: dict[str, Any] = {}
+    self._total: AnyMetrics = {}
     self._weight: float | None = None  # of the first step, until there is a second
 
-  def add(self, metrics: Mapping[str, Any], *, weight: float = 1.0) -> None:
+  def add(self, metrics: AnyMetrics, *, weight: float = 1.0) -> None:
     """Adds the metrics of one step, on the devices, without waiting for them.
 
     Args:
       metrics: name -> scalar, or `(sum, count)` pair of scalars.
-      weight: of plain scalars, for example the number of examples in the batch.
+      weight: the weight of plain scalars, for example the number of examples in the batch.
 
     Raises:
       TrainError: an array, or other names than before.
@@ -63,23 +64,23 @@ class MetricSums:
 
   def read(self) -> Record:
     """The means, `loss` first; waits for the steps. 0 where nothing was counted; empty before the first."""
-    total: dict[str, Any] = jax.device_get(self._total)
+    total: AnyMetrics = jax.device_get(self._total)
     return {name: _mean(total[name]) for name in sorted(total, key=lambda name: (name != "loss", name))}
 
 
-def is_scalar(value: Any) -> bool:
-  """Whether a metric is one number, or a pair of two."""
+def is_scalar(value: AnyArray | tuple[AnyArray, AnyArray]) -> bool:
+  """Whether a metric is a number, or a pair of two numbers."""
   return not any(map(np.ndim, value if isinstance(value, tuple) else (value,)))
 
 
-def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches: Iterable[Any]) -> Record:
+def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches: Iterable[PyTree]) -> Record:
   """Computes the mean of each metric over many batches, exactly weighted.
 
   Args:
-    step: `(model, batch) -> metrics`; those of `eval_step(loss_fn, pairs=True)` are weighted by their counts.
-      The means of a step without pairs are weighted by the examples of their batch.
+    step: `(model, batch) -> metrics`. Metrics of `eval_step(loss_fn, pairs=True)` are weighted by their
+      counts; the means of a step without pairs are weighted by the examples of their batch.
     model: `nnx.view(model, deterministic=True, use_running_average=True)` shares the model's Variables and
-      has dropout off; make it once, since the step is compiled again for another object.
+      has no dropout; make it once, since the step is compiled again for another object.
     batches: placed batches.
 
   Returns:
@@ -114,7 +115,7 @@ def evaluate(step: Callable[[Any, Any], Mapping[str, Any]], model: Any, batches:
   return sums.read()
 
 
-def _mean(value: Any) -> float:
+def _mean(value: AnyArray | tuple[AnyArray, AnyArray]) -> float:
   if not isinstance(value, tuple):
     return float(value)
   total, count = map(float, value)
@@ -122,16 +123,16 @@ def _mean(value: Any) -> float:
 
 
 @jax.jit
-def _as_pairs(metrics: dict[str, Any], weight: Any) -> dict[str, Any]:
+def _as_pairs(metrics: AnyMetrics, weight: AnyArray) -> AnyMetrics:
   return {name: _pair(value, weight) for name, value in metrics.items()}
 
 
 @jax.jit
-def _added(total: dict[str, Any], metrics: dict[str, Any], weight: Any) -> dict[str, Any]:
+def _added(total: AnyMetrics, metrics: AnyMetrics, weight: AnyArray) -> AnyMetrics:
   return jax.tree.map(jnp.add, total, {name: _pair(value, weight) for name, value in metrics.items()})
 
 
-def _pair(value: Any, weight: Any) -> tuple[Any, Any]:
+def _pair(value: AnyArray | tuple[AnyArray, AnyArray], weight: AnyArray) -> tuple[jax.Array, jax.Array]:
   if isinstance(value, tuple):
     total, count = value
     return wide(total), wide(count)

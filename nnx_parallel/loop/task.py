@@ -1,4 +1,4 @@
-"""A whole task in one call: the layout, the state, the specs and every step of a model or a recipe."""
+"""A full task in one call: the layout, the state, the specs and every step of a model or a recipe."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, make_mesh
 from nnx_parallel.core.text import format_spec, text_table
+from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
@@ -40,7 +41,7 @@ class Task:
   train_step: TrainStep
   eval_step: EvalStep
   generate: Generator | None
-  batch: Any
+  batch: PyTree
 
   @property
   def model(self) -> nnx.Module:
@@ -62,7 +63,7 @@ class Task:
     return {leaf.name: leaf.spec for leaf in self.plan.leaves}
 
   @property
-  def input_specs(self) -> Any:
+  def input_specs(self) -> PyTree:
     """The specs of the batch, as a tree like it."""
     return jax.tree.map(lambda x: self.plan.batch_spec(len(x.shape)), self.batch)
 
@@ -94,7 +95,7 @@ def task(
   mesh: AnyMesh | None = None,
   rules: Any = None,
   *,
-  loss: Callable[..., Any] | None = None,
+  loss: LossFn | None = None,
   optimizer: Any = None,
   batch: Any = None,
   generate: Generator | None = None,
@@ -104,16 +105,17 @@ def task(
   """Sets up a task in one call: the plan, the state, the specs, the steps and the number of parameters.
 
   Args:
-    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which has what is not
-      given here.
-    mesh: where it is to run; by default the recipe's.
+    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which supplies missing
+      arguments.
+    mesh: the mesh of the task; by default the recipe's.
     rules: as for `nxp.plan`.
     loss: as for `train_step`.
     optimizer: an optax transformation.
     batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, for the input specs.
     generate: the decode step: `nxp.generator(max_new_tokens)`.
     plan: more options of `nxp.plan`: `{"uneven": "pad", "zero": 1}`.
-    **options: of `train_step`; those that `eval_step` has too are for both (`microbatches` with a pipeline).
+    **options: options of `train_step`; options that `eval_step` also has apply to both (`microbatches` with a
+      pipeline).
 
   Returns:
     The task. Its arrays are made when `model` or `optimizer` is first read.
@@ -165,5 +167,5 @@ def task(
   )
 
 
-def _first(recipe: Recipe) -> Any:
+def _first(recipe: Recipe) -> PyTree:
   return next(iter(recipe.batches(0)), None) if recipe.batches else None

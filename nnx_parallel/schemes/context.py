@@ -17,13 +17,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
+from jax.lax import PrecisionLike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of
-from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.tiles import Grid, Labels
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
@@ -46,35 +50,36 @@ def context_attention(
 ) -> Callable[..., jax.Array]:
   """Attention over sequences whose positions are sharded over a mesh axis.
 
-  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
-  the queries. Other axes of it stay as they are. Without a mesh, one device computes it by blocks.
+  The mesh is the active mesh: the mesh of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, the
+  mesh of the queries. Its other axes stay as they are. Without a mesh, one device computes the attention
+  blockwise.
 
-  The function that is returned takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
+  The returned function takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
   dtype=None, precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and
-  values with the same heads, or with fewer, each for a group of them; `segment_ids` `[batch..., length]`,
-  integers: a position sees those with the same one; `mask` `[batch or 1, 1, 1, length]`: the keys that are
-  seen. It is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries x keys
-  and sown weights are errors. A query that sees no key has the result 0.
+  values with the same heads, or with fewer heads, each for a group of query heads; `segment_ids` `[batch...,
+  length]`, integers: a position sees the positions with the same integer; `mask` `[batch or 1, 1, 1,
+  length]`: the visible keys. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout,
+  biases, a mask of queries x keys and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
     axis: the mesh axis that splits the positions; the length must be a multiple of its size.
-    how: `"ring"` sends keys and values round, size - 1 times each, and twice that and their gradients in the
-      backward pass; `"ulysses"` sends queries, keys, values and results once; the number of heads must be
-      a multiple of the axis' size.
+    how: `"ring"` sends keys and values around the ring, size - 1 times each; the backward pass sends them
+      again, with their gradients. `"ulysses"` sends queries, keys, values and results once; the number of
+      heads must be a multiple of the axis' size.
     causal: a query sees no later position.
-    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
-      ring then ends with the last device that is seen.
+    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too. A
+      ring then ends with the last visible device.
     zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
-    block: queries and keys of a tile of scores, in positions.
-    fused: with `"ulysses"`, compute the heads of a device by the fused kernel of its chip where JAX has
-      one (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are those of the
-      batch; else by blocks.
+    block: the number of queries and keys of a tile of scores.
+    fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
+      suitable kernel (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are
+      batch axes; else blockwise.
 
   Returns:
     The function. Equal arguments make equal functions.
 
   Raises:
-    SchemeError: not such an option; when it is called, shapes or options that it cannot compute.
+    SchemeError: no such option; at the call, unsupported shapes or options.
 
   Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509.
 
@@ -90,26 +95,26 @@ def context_attention(
   return ContextAttention(axis, how, causal, window, zigzag, block, fused)
 
 
-def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> Any:
+def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) -> PyTree:
   """Reorders positions so that each shard has an early and a late part of the sequence.
 
   The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
-  Reorder all that is read by position alike: tokens, labels, loss weights, segment ids, and the numbers of
-  the positions, which rotary or learned position embeddings need. Take labels before: the next token is no
-  longer the next element. A sum or mean over positions is the same.
+  Apply it to everything that is indexed by position: tokens, labels, loss weights, segment ids, and the
+  position numbers that rotary or learned position embeddings need. Compute labels first: after the reordering
+  the next token is no longer the next element. A sum or mean over positions stays the same.
 
   Args:
     tree: arrays, of NumPy on the host or of jax, with the positions along `dim`; its length must be a
       multiple of `2 * shards`.
     shards: the size of the mesh axis that splits the positions.
     dim: the array dim of the positions.
-    inverse: back to the order of the sequence.
+    inverse: restores the original order.
 
   Returns:
     Arrays of the same kinds and shapes.
 
   Raises:
-    SchemeError: a length that cannot be cut so.
+    SchemeError: the length is not such a multiple.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
@@ -119,7 +124,7 @@ def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> An
   parts = [part for i in range(shards) for part in (i, 2 * shards - 1 - i)]
   order = np.argsort(parts) if inverse else np.asarray(parts)
 
-  def moved(x: Any) -> Any:
+  def moved(x: jax.Array) -> jax.Array:
     length = x.shape[dim]
     if length % (2 * shards):
       raise SchemeError(
@@ -141,7 +146,7 @@ def zigzag(tree: Any, shards: int, *, dim: int = 1, inverse: bool = False) -> An
 
 @dataclasses.dataclass(frozen=True)
 class ContextAttention:
-  """What `context_attention` returns."""
+  """The result of `context_attention`."""
 
   axis: str
   how: How
@@ -153,10 +158,10 @@ class ContextAttention:
 
   def __post_init__(self) -> None:
     if self.how not in ("ring", "ulysses"):
-      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="ulysses"')
+      raise SchemeError(f"how={self.how!r} is not a way to attend.", fix='how="ring" or how="ulysses"')
     if self.fused and self.how == "ring":
       raise SchemeError(
-        "a ring merges what it sees of each shard, and the fused kernel that JAX has cannot do that in a"
+        "a ring merges the results of each shard, and the fused kernel that JAX has cannot do that in a"
         " gradient.",
         fix='how="ulysses", fused=True',
       )
@@ -166,20 +171,20 @@ class ContextAttention:
 
   def __call__(
     self,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
     *,
-    segment_ids: Any = None,
+    segment_ids: jax.Array | None = None,
     is_causal: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    bias: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike | None = None,
+    bias: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    module: Any = None,
-    dropout_rng: Any = None,
+    module: nnx.Module | None = None,
+    dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = True,
   ) -> jax.Array:
     """See `context_attention`."""
@@ -191,7 +196,7 @@ class ContextAttention:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
       segment_ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
-    mesh: Any = _mesh(query)
+    mesh: AnyMesh | None = _mesh(query)
     sizes = {} if mesh is None else axis_sizes(mesh)
     if sizes and self.axis not in sizes:
       raise SchemeError(
@@ -216,10 +221,10 @@ class ContextAttention:
     return result.reshape(*shape[:-1], value.shape[-1])
 
   def tiles(self, length: int, shards: int) -> np.ndarray:
-    """The tiles of scores that each device computes of each shard that it visits, `[devices, visits]`.
+    """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
 
     Args:
-      length: of the whole sequence, in positions.
+      length: the global length of the sequence, in positions.
       shards: the size of the axis.
     """
     sequence = _Sequence(self, shards, (length, length))
@@ -228,10 +233,10 @@ class ContextAttention:
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-  """Attention of sequences of one length: which positions see each other, and what each device computes.
+  """Attention over sequences of one length: which positions see each other, and the part of each device.
 
   Attributes:
-    options: of the user.
+    options: the user's options.
     shards: the size of the mesh axis.
     lengths: the number of queries and of keys.
     precision: of the products.
@@ -241,7 +246,7 @@ class _Sequence:
   options: ContextAttention
   shards: int
   lengths: tuple[int, int]
-  precision: Any = None
+  precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
 
   @property
@@ -251,13 +256,13 @@ class _Sequence:
 
   @property
   def parts(self) -> int:
-    """The number of parts of the sequence that are cut into blocks by themselves."""
+    """The number of parts of the sequence that are cut into blocks separately."""
     zigzag = self.options.zigzag
     return self.shards * (2 if zigzag else 1) if zigzag or self.by_heads == 1 else 1
 
   @functools.cached_property
   def share(self) -> Share:
-    """The blocks, and what each device computes of them."""
+    """The blocks, and the part of each device."""
     rows, columns = self.lengths
     lengths = {"column": columns, "heads": self.by_heads, "row": rows}
     grid = Grid.even(lengths, self.options.block, {"row": self.parts, "column": self.parts})
@@ -267,7 +272,7 @@ class _Sequence:
     grid = dataclasses.replace(grid, blocks={**grid.blocks, "heads": 1})
     return Share(axis, n, "row", "column", "heads", None, grid, self.mapped)
 
-  def position(self, index: Any) -> Any:
+  def position(self, index: AnyArray) -> AnyArray:
     """The position in the sequence of the element at an index, in zigzag order if that is asked."""
     if not self.options.zigzag:
       return index
@@ -290,7 +295,7 @@ class _Sequence:
       seen &= (least < self.options.window) & (most > -self.options.window)
     return seen
 
-  def copies(self, query: Any, key: Any) -> int:
+  def copies(self, query: jax.Array, key: jax.Array) -> int:
     """How often keys and values are repeated, so that their heads can be split.
 
     Raises:
@@ -306,11 +311,11 @@ class _Sequence:
       )
     return copies
 
-  def scores(self, given: Mapping[str, Any], places: Mapping[Any, Any]) -> Any:
+  def scores(self, given: Mapping[str, jax.Array], places: Places) -> jax.Array:
     """A tile of scores `[batch, key heads, devices, group, queries, keys]`; `-inf` for unseen keys."""
     q, k, grid = given["q"], given["k"], self.share.grid
     scores = self.product("bqhngd,bshnd->bhngqs", q, k) / math.sqrt(q.shape[-1])
-    seen: list[Any] = []
+    seen: list[jax.Array] = []
     if self.options.causal or self.options.window is not None:
       row, column = (self.position(grid.indices(name, places)) for name in ("row", "column"))
       behind = row[:, None] - column[None]
@@ -324,7 +329,7 @@ class _Sequence:
       scores = jnp.where(own[:, None, None, None], scores, -jnp.inf)
     return grid.fresh(scores, (("row", 4, 1), ("column", 5, 1)), places, -math.inf)
 
-  def product(self, dims: str, x: Any, y: Any) -> Any:
+  def product(self, dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """A product of tiles, in float32 at least."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum(dims, x, y, precision=self.precision, preferred_element_type=wide)
@@ -334,7 +339,7 @@ class _Sequence:
     dims = {"row": row, "column": column, "heads": heads if self.by_heads > 1 else None}
     return tuple((name, dim, 1) for name, dim in dims.items() if dim is not None)
 
-  def attend(self, given: Mapping[str, Any]) -> Any:
+  def attend(self, given: Mapping[str, jax.Array]) -> jax.Array:
     """The result `[batch, key heads, devices, group, queries, head_dim]` by tiles."""
     labels = {
       "q": self.labels(1, None, 3),
@@ -343,13 +348,15 @@ class _Sequence:
       **dict.fromkeys(("column segments", "keep"), self.labels(None, 1, None)),
     }
 
-    def named(tiles: Sequence[Any]) -> dict[str, Any]:
+    def named(tiles: Sequence[jax.Array]) -> dict[str, jax.Array]:
       return dict(zip(given, tiles, strict=True))
 
-    def largest(tiles: Sequence[Any], places: Mapping[Any, Any]) -> Any:
+    def largest(tiles: Sequence[jax.Array], places: Places) -> jax.Array:
       return self.scores(named(tiles), places).max(-1)
 
-    def weighed(tiles: Sequence[Any], largest: Any, total: Any, places: Mapping[Any, Any]) -> tuple[Any, Any]:
+    def weighed(
+      tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array]:
       weights = jnp.exp(self.scores(named(tiles), places) - largest[..., None])
       v = named(tiles)["v"]
       part = self.product("bhngqs,bshnd->bhngqd", (weights / total[..., None]).astype(v.dtype), v)
@@ -373,11 +380,18 @@ class _Sequence:
     return _laid(result, self.share, ("row", 4, 1))
 
 
-def _attention(sequence: _Sequence, q: Any, k: Any, v: Any, segments: Any, keep: Any) -> Any:
+def _attention(
+  sequence: _Sequence,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: jax.Array | None,
+  keep: jax.Array | None,
+) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`."""
   (batch, rows, heads, _), kv_heads, n = q.shape, k.shape[2], sequence.by_heads
-  # XLA makes an all-to-all of the change of layout. For `jax.lax.all_to_all` in a region that is manual over
-  # one axis, it would gather what the others split.
+  # XLA turns the change of layout into an all-to-all. For `jax.lax.all_to_all` in a region that is manual
+  # over one axis only, it would gather the dims that other axes split.
   given = {
     "q": q.reshape(batch, rows, kv_heads // n, n, heads // kv_heads, q.shape[-1]),
     "k": k.reshape(*k.shape[:2], kv_heads // n, n, k.shape[-1]),
@@ -393,19 +407,19 @@ def _attention(sequence: _Sequence, q: Any, k: Any, v: Any, segments: Any, keep:
   return result.transpose(0, 4, 1, 2, 3, 5).reshape(batch, rows, heads, v.shape[-1])
 
 
-def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, Any]) -> Any:
+def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
   """The same as `_Sequence.attend`, where each device computes its heads by the kernel; None: it cannot."""
   kernel, batch = kernel_in_use(SEQUENCES), _batch_axes(sequence, given["q"].shape[0])
   if kernel is None or batch is None or "keep" in given:
     return None
   options, share = sequence.options, sequence.share
 
-  def ordered(x: Any, dim: int, *, inverse: bool = False) -> Any:
+  def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
     return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if options.zigzag else x
 
   attend = functools.partial(kernel, causal=options.causal, window=options.window)
 
-  def local(q: Any, k: Any, v: Any, segments: Any) -> Any:
+  def local(q: Any, k: Any, v: Any, segments: jax.Array | None) -> jax.Array:
     q, k, v, segments = (None if x is None else ordered(x, 1, inverse=True) for x in (q, k, v, segments))
     q = jnp.moveaxis(q[:, :, :, 0] * q.shape[-1] ** -0.5, 1, 3)  # [batch, heads, group, length, features]
     k, v = (jnp.moveaxis(x[:, :, :, 0], 1, 2) for x in (k, v))
@@ -427,7 +441,7 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, Any]) -> Any:
 
 
 def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
-  """The axes that split the batch; None where others are left, over which a kernel would be repeated."""
+  """The axes that split the batch; None if other axes remain, over which a kernel would be replicated."""
   mesh, scope, own = jax.sharding.get_abstract_mesh(), scope_in_use(), sequence.options.axis
   sizes = axis_sizes(mesh)
   rules = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
@@ -439,8 +453,8 @@ def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
   return axes if own in sizes and rest == 1 and fits and not explicit and not sequence.mapped else None
 
 
-def _mesh(x: Any) -> Any:
-  """The active mesh, or that of an array; None without one."""
+def _mesh(x: jax.Array) -> AnyMesh | None:
+  """The active mesh, or the mesh of an array, or None."""
   active = jax.sharding.get_abstract_mesh()
   if not active.empty:
     return active
@@ -448,15 +462,15 @@ def _mesh(x: Any) -> Any:
   return own.mesh if isinstance(own, NamedSharding) and not own.mesh.empty else None
 
 
-def _active(mesh: Any) -> Any:
-  """A context in which a mesh is the active one."""
+def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
+  """A context in which a mesh is active."""
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def _laid(x: Any, share: Share, label: Any) -> Any:
-  """An array with the dim of a label alone on the axis, which is done here for an Explicit axis only."""
+def _laid(x: jax.Array, share: Share, label: tuple[DimName, int, int] | None) -> jax.Array:
+  """An array with the dim of a label, and only that dim, on the axis; for Explicit axes only."""
   if not share.is_explicit:
     return x
   given: Any = axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
@@ -466,11 +480,11 @@ def _laid(x: Any, share: Share, label: Any) -> Any:
   return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
 
 
-def _seen_keys(mask: Any, key: Any) -> Any:
+def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
   """A mask of keys `[batch, length]`.
 
   Raises:
-    SchemeError: it is one of queries and keys.
+    SchemeError: it is a mask of queries and keys.
   """
   batch, length = key.shape[:2]
   if mask.ndim != 4 or mask.shape[1:] != (1, 1, length) or mask.shape[0] not in (1, batch):
@@ -483,7 +497,7 @@ def _seen_keys(mask: Any, key: Any) -> Any:
   return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
 
 
-def _check_options(bias: Any, dropout: float, module: Any) -> None:
+def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | None) -> None:
   given = {
     "a bias": bias is not None,
     f"dropout_rate={dropout}": dropout > 0,
@@ -492,12 +506,12 @@ def _check_options(bias: Any, dropout: float, module: Any) -> None:
   for name, wanted in given.items():
     if wanted:
       raise SchemeError(
-        f"context_attention cannot use {name}: the weights of the whole sequence never exist.",
+        f"context_attention cannot use {name}: the full attention weights never exist.",
         fix="attention without it; dropout of the layer's result does not need the weights.",
       )
 
 
-def _check_shapes(sequence: _Sequence, query: Any, key: Any, value: Any) -> None:
+def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
   n, options = sequence.shards, sequence.options
   details = f"query {query.shape}, key {key.shape}, value {value.shape}"
   fits = (
@@ -507,7 +521,7 @@ def _check_shapes(sequence: _Sequence, query: Any, key: Any, value: Any) -> None
     raise SchemeError(
       "queries, keys and values do not fit each other.",
       details=details,
-      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of those of keys.",
+      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of the heads of keys.",
     )
   needed = 2 * n if options.zigzag else n
   for x in (query, key):

@@ -1,21 +1,21 @@
-"""What schemes over the tokens of a batch share: their arrays, and the mesh axes that split them."""
+"""Common to schemes over the tokens of a batch: their arrays, and the mesh axes that split them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 
-def array_of(x: Any) -> jax.Array:
+def array_of(x: PyTree) -> jax.Array:
   """The array of a Variable as the model sees it, without padding that it is stored with."""
   return jnp.asarray(x.get_value() if isinstance(x, nnx.Variable) else x)
 
@@ -23,7 +23,7 @@ def array_of(x: Any) -> jax.Array:
 def token_axes(
   rules: LogicalRules, sizes: Mapping[str, int], free: Collection[str], rank: int
 ) -> list[tuple[str, ...]]:
-  """The mesh axes among `free` of each dim of the tokens: those of the batch, then those of positions."""
+  """The mesh axes among `free` of each dim of the tokens: the batch axes, then the axes of positions."""
   known = RuleSet(logical=rules)
   batch = batch_axes(known, sizes) or ()
   positions = tuple(name for name in position_axes(known, sizes) if name not in batch)

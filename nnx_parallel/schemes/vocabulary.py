@@ -1,11 +1,11 @@
-"""A head, its cross-entropy and an embedding whose vocabulary is split over devices.
+"""A head, its cross-entropy and an embedding whose vocabulary is sharded over devices.
 
-Each device has some columns of the head, and computes their logits for some of its tokens at a time. What the
-devices tell each other is three numbers per token: the maximum of their logits, the sum of the exponentials,
-and the logit of the label. The backward pass computes the logits again.
+Each device has some columns of the head, and computes their logits for some of its tokens at a time. The
+devices exchange three numbers per token: the maximum of their logits, the sum of the exponentials, and the
+logit of the label. The backward pass recomputes the logits.
 
-All axes of the mesh are manual here: what the tokens of each device add to the gradient of the head is summed
-on that device first, and over the devices once. The compiler would sum it for each part of the tokens.
+All axes of the mesh are manual here: each device first sums its tokens' gradients of the head locally, and
+the devices then sum once. The compiler would sum over the devices for each part of the tokens.
 
 Source: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3.
 """
@@ -16,27 +16,28 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.axes import Entry, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
+from nnx_parallel.core.types import AnyArray, PyTree, Variable
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
 _LOWEST = -1e30
-"""The logit of a column that does not exist: finite, so that a device may have no other ones."""
+"""The logit of a column that does not exist: finite, since a device may have only such columns."""
 
 
 def vocabulary_cross_entropy(
-  hidden: Any,
-  head: Any,
-  labels: Any,
+  hidden: jax.Array,
+  head: jax.Array | Variable,
+  labels: jax.Array | np.ndarray,
   *,
   axis: str | Sequence[str] = "tensor",
   parts: int = 1,
@@ -54,29 +55,29 @@ def vocabulary_cross_entropy(
   gradient of `head` is summed over the devices that split the batch, once.
 
   The mesh is the active mesh, the mesh of `use_rules`, or the mesh of the plan of `head`. Without a mesh, or
-  on one without `axis`, each device has all columns, and the tokens are still computed in parts.
+  on a mesh without `axis`, each device has all columns, and the tokens are still computed in parts.
 
   For a third-party model, use `train_step(loss_fn, loss_chunks=8)`.
 
   Args:
-    hidden: the input of the head, of global shape (batch, seq, features), or with other dims of tokens.
-    head: its weights, of global shape (features, vocabulary): an array, or a Variable such as
+    hidden: the input of the head, of global shape (batch, seq, features), or with other token dims.
+    head: the weights of the head, of global shape (features, vocabulary): an array, or a Variable such as
       `model.head.kernel`; the transposed table of an embedding for tied weights. A bias is not added.
     labels: the column of each token's target: integers of the shape of `hidden` without its features.
     axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
-    parts: in how many parts a device computes its tokens, one after another. Each part reads and writes the
-      gradient of the head, so a part should have at least as many tokens as the head has features.
-    label_smoothing: how much of the target is spread over all columns, from 0 to 1.
+    parts: the number of parts in which a device computes its tokens, one after another. Each part reads and
+      writes the gradient of the head, so a part should have at least as many tokens as the head has features.
+    label_smoothing: the fraction of the target that is spread over all columns, from 0 to 1.
     z_loss: the factor of `logsumexp(logits) ** 2`, which is added to the loss of each token.
     softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
     ignore_index: tokens with this label have the loss 0, and no gradient.
-    vocab_size: how many of the columns exist, the first ones; the others are padding. None: all.
+    vocab_size: the number of leading columns that exist; the rest is padding. None: all columns exist.
 
   Returns:
-    The float32 loss of each token, of the shape of `labels`; NaN for a label that is no column.
+    The float32 loss of each token, of the shape of `labels`; NaN for a label that is not a column.
 
   Raises:
-    SchemeError: shapes that do not fit, `parts` under 1, or an `axis` that is manual already.
+    SchemeError: shapes that do not fit, `parts` under 1, or an `axis` that is already manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -112,11 +113,13 @@ def vocabulary_cross_entropy(
   return losses if ignore_index is None else jnp.where(y == ignore_index, 0, losses)
 
 
-def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "tensor") -> jax.Array:
+def vocabulary_embedding(
+  table: jax.Array | Variable, ids: jax.Array | np.ndarray, *, axis: str | Sequence[str] = "tensor"
+) -> jax.Array:
   """Looks up rows of a table whose rows are sharded over devices. The table is not moved.
 
-  Each device looks up its own rows, and zeros for the others; their sum is the result. The gradient of the
-  table is made of each device's own rows, and summed over the devices that split the batch, once.
+  Each device looks up its own rows, and uses zeros for other rows; the sum over devices is the result. Each
+  device computes the table's gradient for its own rows, and the devices that split the batch sum it once.
 
   The mesh is found as by `vocabulary_cross_entropy`.
 
@@ -126,10 +129,10 @@ def vocabulary_embedding(table: Any, ids: Any, *, axis: str | Sequence[str] = "t
     axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
 
   Returns:
-    The rows, of the global shape of `ids` and (features,); NaN for an id that is no row.
+    The rows, of the global shape of `ids` plus (features,); NaN for an id that is not a row.
 
   Raises:
-    SchemeError: a table that has not two dims, or an `axis` that is manual already.
+    SchemeError: a table that does not have two dims, or an `axis` that is already manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -171,7 +174,7 @@ class _Split:
   tokens: tuple[tuple[str, ...], ...]
 
   @classmethod
-  def of(cls, *arrays: Any, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
+  def of(cls, *arrays: AnyArray, axis: str | Sequence[str], tokens: Sequence[int]) -> _Split:
     around = surroundings(*arrays)
     taken, wanted = around.manual | around.mapped, (axis,) if isinstance(axis, str) else tuple(axis)
     check_not_mapped("the vocabulary", wanted, taken)
@@ -191,7 +194,7 @@ class _Split:
   def ways(self) -> int:
     return 1 if self.mesh is None else math.prod(axis_sizes(self.mesh)[name] for name in self.axes)
 
-  def padded(self, x: Any, dim: int) -> Any:
+  def padded(self, x: jax.Array, dim: int) -> jax.Array:
     """`x` with zeros behind its vocabulary, so that the devices have equal shares."""
     extra = -x.shape[dim] % self.ways
     return jnp.pad(x, [(0, extra if d == dim else 0) for d in range(x.ndim)]) if extra else x
@@ -201,7 +204,7 @@ class _Split:
     """The axes that split the tokens."""
     return tuple(name for dim in self.tokens for name in dim)
 
-  def spec(self, *more: Any) -> PartitionSpec:
+  def spec(self, *more: Entry) -> PartitionSpec:
     """That of an array with the dims of the tokens, and more."""
     return PartitionSpec(*map(entry_of, self.tokens), *more)
 
@@ -212,47 +215,51 @@ class _Split:
     return PartitionSpec(*entries)
 
   def scattered(self, features: int) -> tuple[str, ...]:
-    """The axes that the sum of a table's gradient leaves its features split over: those of the tokens.
+    """The axes that split the features of a table's gradient after its sum: the axes of the tokens.
 
-    The minor axis of the tokens is the major one: where it splits the table's features as well, with fsdp,
-    the other axes are gathered, and nothing else moves.
+    The minor axis of the tokens becomes the major axis: if it also splits the table's features, with fsdp,
+    only the other axes are gathered, and nothing else moves.
     """
     axes, sizes = self.token_axes[::-1], {} if self.mesh is None else axis_sizes(self.mesh)
     return axes if features % math.prod(sizes[name] for name in axes) == 0 else ()
 
-  def summed(self, x: Any, dim: int) -> Any:
-    """What each device's tokens add to the gradient of a table, summed; `dim` is that of the features."""
+  def summed(self, x: jax.Array, dim: int) -> jax.Array:
+    """The sum of all devices' contributions to the gradient of a table; `dim` is the dim of the features."""
     if scattered := self.scattered(x.shape[dim]):
       return jax.lax.psum_scatter(x, scattered, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(x, self.token_axes) if self.token_axes else x
 
-  def start(self, length: int) -> Any:
+  def start(self, length: int) -> jax.Array | int:
     """The number of a device's first column or row."""
     return jax.lax.axis_index(self.axes) * length if self.axes else jnp.int32(0)
 
-  def run(self, f: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any, *args: Any) -> Any:
+  def run(
+    self, f: Callable[..., PyTree], in_specs: Sequence[PyTree], out_specs: PyTree, *args: PyTree
+  ) -> PyTree:
     """Runs `f` on the shards of each device."""
     return on_shards(f, self.mesh, in_specs, out_specs)(*args)
 
-  def like(self, gradient: Any, x: Any) -> Any:
+  def like(self, gradient: jax.Array, x: jax.Array) -> jax.Array:
     """A gradient in the dtype of its array, and on an Explicit mesh in its layout."""
     return laid_out(gradient.astype(x.dtype), self.mesh, jax.typeof(x).sharding.spec)
 
 
-def _in_parts(x: Any, parts: int) -> Any:
+def _in_parts(x: jax.Array, parts: int) -> jax.Array:
   """Tokens as (parts, tokens of a part, ...), with zeros at the end."""
   extra = -x.shape[0] % parts
   padded = jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)])
   return padded.reshape(parts, -1, *x.shape[1:])
 
 
-def _flat(x: Any, ndim: int) -> Any:
-  """An array with its first `ndim` dims, those of the tokens, as one."""
+def _flat(x: jax.Array, ndim: int) -> jax.Array:
+  """An array with its first `ndim` dims, the token dims, merged into one."""
   return jax.lax.collapse(x, 0, ndim)
 
 
-def _logits(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[Any, Any, Any]:
-  """The logits of a part of the tokens, which of them exist, and which is that of the label."""
+def _logits(
+  kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The logits of a part of the tokens, which of them exist, and which of them belongs to the label."""
   logits = jax.lax.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
   if kind.softcap is not None:
     logits = kind.softcap * jnp.tanh(logits / kind.softcap)
@@ -261,13 +268,15 @@ def _logits(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[An
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _losses(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> Any:
+def _losses(kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
   return _forward(kind, split, x, w, labels)[0]
 
 
-def _forward(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[Any, Any]:
-  def local(x: Any, w: Any, labels: Any) -> tuple[Any, Any]:
-    def part(_: None, given: tuple[Any, Any]) -> tuple[None, list[Any]]:
+def _forward(
+  kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  def local(x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def part(_: None, given: tuple[jax.Array, ...]) -> tuple[None, list[jax.Array]]:
       x, y = given
       logits, exists, is_label = _logits(kind, split, x, w, y)
       top = jnp.where(exists, logits, _LOWEST).max(-1)
@@ -292,16 +301,20 @@ def _forward(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[A
   return split.run(local, specs, (split.spec(), split.spec()), x, w, labels)
 
 
-def _kept(kind: _Kind, split: _Split, x: Any, w: Any, labels: Any) -> tuple[Any, tuple[Any, ...]]:
+def _kept(
+  kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   losses, lse = _forward(kind, split, x, w, labels)
   return losses, (x, w, labels, lse)
 
 
-def _backward(kind: _Kind, split: _Split, kept: tuple[Any, ...], arriving: Any) -> tuple[Any, Any, None]:
+def _backward(
+  kind: _Kind, split: _Split, kept: tuple[jax.Array, ...], arriving: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
   x, w, labels, lse = kept
 
-  def local(x: Any, w: Any, *tokens: Any) -> tuple[Any, Any]:
-    def part(total: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
+  def local(x: jax.Array, w: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def part(total: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
       x, y, lse, g = given
       logits, exists, is_label = _logits(kind, split, x, w, y)
       lse, g = lse[:, None], g[:, None]
@@ -330,8 +343,8 @@ _losses.defvjp(_kept, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows(split: _Split, table: Any, ids: Any) -> Any:
-  def local(table: Any, ids: Any) -> Any:
+def _rows(split: _Split, table: jax.Array, ids: jax.Array) -> jax.Array:
+  def local(table: jax.Array, ids: jax.Array) -> jax.Array:
     places = ids - split.start(table.shape[0])
     own = (places >= 0) & (places < table.shape[0])
     found = jnp.where(own[..., None], table[jnp.where(own, places, 0)], 0)
@@ -340,15 +353,17 @@ def _rows(split: _Split, table: Any, ids: Any) -> Any:
   return split.run(local, [split.table(0), split.spec()], split.spec(None), table, ids)
 
 
-def _rows_kept(split: _Split, table: Any, ids: Any) -> tuple[Any, tuple[Any, Any]]:
+def _rows_kept(
+  split: _Split, table: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   return _rows(split, table, ids), (table, ids)
 
 
-def _by_rows(split: _Split, kept: tuple[Any, Any], arriving: Any) -> tuple[Any, None]:
+def _by_rows(split: _Split, kept: tuple[jax.Array, jax.Array], arriving: jax.Array) -> tuple[jax.Array, None]:
   table, ids = kept
   length = table.shape[0] // split.ways
 
-  def local(ids: Any, g: Any) -> Any:
+  def local(ids: jax.Array, g: jax.Array) -> jax.Array:
     places = ids - split.start(length)
     beyond = jnp.where((places >= 0) & (places < length), places, length)
     total = jnp.zeros((length, g.shape[-1]), jnp.float32)

@@ -1,7 +1,8 @@
 """Live modules as a flat list of arrays: read, laid out, and rebuilt around other arrays.
 
 `nnx.jit` traverses the module in every step, which is most of its cost. Here it is traversed once. Each step
-then reads the arrays of the same Variables, after `Watch` has compared the structure with what was traversed.
+then reads the arrays of the same Variables, after `Watch` has compared the structure with the traversed
+structure.
 """
 
 from __future__ import annotations
@@ -22,38 +23,39 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nnx_parallel.core.mesh import auto_mesh
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
+from nnx_parallel.core.types import AnyArray, Leaf, Model, Variable
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import scope_of
 from nnx_parallel.train.donation import is_plain
 from nnx_parallel.train.watch import Watch
 
-current_trace: Callable[[], Any] = get_opaque_trace_state
-"""What flax compares before it changes a Variable: equal while no `jit` is being traced."""
+current_trace: Callable[[], object] = get_opaque_trace_state
+"""The trace state that flax compares before it changes a Variable: equal while no `jit` is being traced."""
 
 
 class Template:
-  """The structure of some modules, and how to rebuild them around other arrays.
+  """The structure of some modules, which rebuilds them around other arrays.
 
   Args:
     objects: a module, or a tuple or dict of modules and optimizers; live or abstract.
 
   Attributes:
-    paths: of the leaves, in order: Variables, and arrays that are in none.
+    paths: the paths of the leaves, in order: Variables, and arrays outside of Variables.
     leaves: the Variables and arrays themselves.
     variables: the positions of Variables with an array.
     raw: the positions of raw arrays, which are arguments of a program and are not written back.
-    constants: position -> NumPy array, or a Variable's value that is no array (optax's `MaskedNode`).
+    constants: position -> NumPy array, or a Variable's value that is not an array (optax's `MaskedNode`).
   """
 
-  def __init__(self, objects: Any):
-    self.graphdef: Any = nnx.split(objects)[0]
+  def __init__(self, objects: Model):
+    self.graphdef: nnx.GraphDef[Any] = nnx.split(objects)[0]
     flat = variables(objects)
     self.paths: list[Path] = list(flat)
-    self.leaves: list[Any] = list(flat.values())
+    self.leaves: list[Leaf] = list(flat.values())
     self.index: dict[Path, int] = {path: i for i, path in enumerate(self.paths)}
     self.variables: list[int] = []
     self.raw: list[int] = []
-    self.constants: dict[int, Any] = {}
+    self.constants: dict[int, AnyArray] = {}
     for i, leaf in enumerate(self.leaves):
       if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         self.raw.append(i)
@@ -68,13 +70,13 @@ class Template:
     copied.leaves = [_blank(leaf) for leaf in self.leaves]
     return copied
 
-  def join(self, arrays: Iterable[Any], raw: Iterable[Any]) -> list[Any]:
+  def join(self, arrays: Iterable[AnyArray], raw: Iterable[AnyArray]) -> list[AnyArray]:
     """All leaves, from the arrays of the Variables and the raw arrays."""
     found = {**self.constants, **dict(zip(self.variables, arrays, strict=True))}
     found |= dict(zip(self.raw, raw, strict=True))
     return [found[i] for i in range(len(self.leaves))]
 
-  def build(self, arrays: Sequence[Any]) -> Any:
+  def build(self, arrays: Sequence[AnyArray]) -> Any:
     """New objects of the same structure around `arrays`, which are in the order of `paths`."""
     made: list[Any] = [
       (path, _around(leaf, array) if isinstance(leaf, nnx.Variable) else array)
@@ -82,7 +84,7 @@ class Template:
     ]
     return nnx.merge(self.graphdef, nnx.from_flat_state(made))
 
-  def arrays(self, objects: Any) -> list[Any]:
+  def arrays(self, objects: Model) -> list[AnyArray]:
     """The arrays of `objects`, which `build` made, in the order of `paths`.
 
     Raises:
@@ -126,22 +128,22 @@ class Binding:
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
-    planned: shardings by path in the template; replaced layers are put there.
-    move: whether arrays that are on no mesh are moved to the mesh of the others, in the live Variables.
+    planned: shardings by path in the template, for replaced layers.
+    move: whether arrays without a mesh are moved to the mesh of the other arrays, in the live Variables.
 
   Attributes:
     labels: the dotted paths of all leaves.
     shardings: the pinned shardings of all leaves; None where nothing is pinned.
     variable_labels: the dotted paths in the order of `read`.
     variable_shardings: the pinned shardings in the order of `read`.
-    raw: the arrays that are in no Variable.
-    mesh: of all shardings; None where there is none.
-    scope: of the plan that the Variables were made from, if there is one.
+    raw: the arrays outside of Variables.
+    mesh: the mesh of all shardings, or None.
+    scope: the scope of the plan that the Variables were made from, if there is one.
   """
 
   def __init__(
     self,
-    roots: Mapping[str, Any],
+    roots: Mapping[str, Model],
     planned: Mapping[Path, NamedSharding] = MappingProxyType({}),
     *,
     move: bool = True,
@@ -150,9 +152,9 @@ class Binding:
     self.template = Template(tuple(roots.values()))
     self.labels = [self.label(path) for path in self.template.paths]
     leaves = self.template.leaves
-    self.raw: list[Any] = [leaves[i] for i in self.template.raw]
+    self.raw: list[AnyArray] = [leaves[i] for i in self.template.raw]
     self._own = self.template.variables
-    self.variables: list[Any] = [leaves[i] for i in self._own]
+    self.variables: list[Variable] = [leaves[i] for i in self._own]
     self.variable_labels = [self.labels[i] for i in self._own]
     self._check_plain()
     self.watch = Watch(roots)
@@ -167,15 +169,15 @@ class Binding:
     """`(1, 'opt_state', 0)` -> `optimizer.opt_state.0`."""
     return ".".join([self.names[int(path[0])], *map(str, path[1:])])  # pyright: ignore[reportArgumentType]
 
-  def read(self) -> list[Any]:
+  def read(self) -> list[AnyArray]:
     """The current arrays of the Variables (raw arrays excluded), in order."""
     return [variable.get_raw_value() for variable in self.variables]
 
-  def with_raw(self, arrays: Iterable[Any]) -> list[Any]:
+  def with_raw(self, arrays: Iterable[AnyArray]) -> list[AnyArray]:
     """All leaves: `arrays` for the Variables, the module's own for raw arrays."""
     return self.template.join(arrays, self.raw)
 
-  def without_raw(self, leaves: Sequence[Any]) -> list[Any]:
+  def without_raw(self, leaves: Sequence[AnyArray]) -> list[AnyArray]:
     """The leaves of the Variables only, in the order of `read`."""
     return [leaves[i] for i in self._own]
 
@@ -191,7 +193,7 @@ class Binding:
     if gone:
       raise deleted(gone, len(values))
 
-  def _settle(self, mesh: Any, planned: Mapping[Path, NamedSharding], *, move: bool) -> None:
+  def _settle(self, mesh: Mesh, planned: Mapping[Path, NamedSharding], *, move: bool) -> None:
     # Else XLA chooses a layout for arrays that are on no mesh, and the second step is compiled again for it.
     for i, (path, leaf) in enumerate(zip(self.template.paths, self.template.leaves, strict=True)):
       value, own = value_of(leaf), self.shardings[i]
@@ -213,7 +215,7 @@ class Binding:
       elif move and i not in self.template.constants:
         leaf.set_raw_value(jax.device_put(value, where))
 
-  def are_pinned(self, arrays: list[Any]) -> bool:
+  def are_pinned(self, arrays: list[jax.Array]) -> bool:
     """Whether arrays, in the order of `read`, have the pinned shardings; 50 nanoseconds for each."""
     try:
       return self.mesh is None or [x.sharding for x in arrays] == self.variable_shardings
@@ -234,18 +236,18 @@ class Binding:
 RESTORE = "restore the last checkpoint: model, optimizer = nxp.Checkpointer(directory).restore(plan)"
 
 
-def is_deleted(array: Any) -> bool:
+def is_deleted(array: object) -> bool:
   """Whether it is an array whose memory was donated or freed."""
   return isinstance(array, jax.Array) and array.is_deleted()
 
 
 def deleted(labels: Sequence[str], count: int) -> TrainError:
-  """The error of a call on a model with `count` arrays, of which those with these labels are gone."""
+  """The error of a call on a model with `count` arrays, of which the arrays with these labels are deleted."""
   return TrainError(
     f"{labels[0]} was deleted: its memory was donated to a step that failed, or to another function.",
     details=f"gone: {some_of(labels, count)}",
     fix=f"{RESTORE}.\n"
-    "Keep a copy of what another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
+    "Keep a copy of arrays that another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
   )
 
 
@@ -254,7 +256,7 @@ def some_of(labels: Sequence[str], count: int) -> str:
   return f"{few(labels)} of {count} arrays"
 
 
-def check_outside(roots: Iterable[Any]) -> None:
+def check_outside(roots: Iterable[Model]) -> None:
   """Refuses objects whose Variables may not be changed here, because another program is being traced.
 
   Raises:
@@ -282,8 +284,10 @@ def inside_a_program() -> TrainError:
   )
 
 
-def _where(value: Any, mesh: Any, planned: NamedSharding | None, own: NamedSharding | None) -> NamedSharding:
-  """The planned sharding, if the shape allows it; else the present one; else replicated on the mesh."""
+def _where(
+  value: AnyArray, mesh: Mesh, planned: NamedSharding | None, own: NamedSharding | None
+) -> NamedSharding:
+  """The planned sharding, if the shape allows it; else the current sharding; else replicated on the mesh."""
   if planned is not None and planned.mesh == mesh:
     if own is not None and own.is_equivalent_to(planned, value.ndim):
       return own
@@ -293,10 +297,10 @@ def _where(value: Any, mesh: Any, planned: NamedSharding | None, own: NamedShard
   return NamedSharding(mesh, PartitionSpec()) if own is None else own
 
 
-def as_pinned(value: Any, where: NamedSharding | None, **options: Any) -> Any:
-  """An array under the spelling of its layout that a program expects; itself where the layout is another.
+def as_pinned(value: AnyArray, where: NamedSharding | None, **options: Any) -> AnyArray:
+  """An array with the layout spelled as a program expects; the array itself if the layouts differ.
 
-  `P("fsdp", None)` and `P("fsdp")` are one layout and two types to jax. `options` are for `jax.device_put`.
+  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. `options` are for `jax.device_put`.
   """
   own = _sharding_of(value)
   if where is None or own is None or own == where or own.mesh != where.mesh:
@@ -304,7 +308,7 @@ def as_pinned(value: Any, where: NamedSharding | None, **options: Any) -> Any:
   return jax.device_put(value, where, **options) if own.is_equivalent_to(where, value.ndim) else value
 
 
-def _sharding_of(value: Any) -> NamedSharding | None:
+def _sharding_of(value: object) -> NamedSharding | None:
   sharding = getattr(value, "sharding", None)
   return sharding if isinstance(sharding, NamedSharding) else None
 

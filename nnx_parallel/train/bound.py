@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.jaxprs import is_tracer
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, value_of
+from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.layout.batch import check_split, input_spec
 from nnx_parallel.layout.resolve import shard_counts
@@ -38,20 +40,20 @@ class Bound:
   """A step for some live objects: their binding, and the programs of their structure.
 
   Args:
-    options: of the step.
+    options: the options of the step.
     roots: as for `Binding`.
     reasons: why it was made.
-    structures: the structures that the step knows; a new one is added.
-    forget: called when one of the objects is garbage-collected, so that its arrays are not kept.
+    structures: the structures that the step knows; a new structure is added.
+    forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
   """
 
   def __init__(
     self,
     options: StepOptions,
-    roots: Mapping[str, Any],
+    roots: Mapping[str, Model],
     reasons: tuple[str, ...],
-    structures: dict[Any, Structure],
-    forget: Callable[[Any], Any] | None = None,
+    structures: dict[Hashable, Structure],
+    forget: Callable[[weakref.ref[Model]], object] | None = None,
   ):
     self.options, self.reasons = options, reasons
     trains = "optimizer" in roots
@@ -65,10 +67,10 @@ class Bound:
     if trains:
       separate(self.binding.variable_labels, self.binding.variables)
 
-  def _structure(self, known: dict[Any, Structure]) -> Structure:
+  def _structure(self, known: dict[Hashable, Structure]) -> Structure:
     """The structure of these objects, shared with all that are equal."""
     template = self.binding.template
-    key: Any = (
+    key: Hashable = (
       template.graphdef,
       tuple(template.paths),
       tuple(self.binding.shardings),
@@ -84,8 +86,8 @@ class Bound:
       found = known[key] = Structure(self.options, self.binding, self._placements)
     return found
 
-  def update(self, batch: Any) -> tuple[Metrics, News]:
-    """Runs a train step, and writes its arrays into the Variables, all or none."""
+  def update(self, batch: PyTree) -> tuple[Metrics, News]:
+    """Runs a train step, and writes all or none of its arrays into the Variables."""
     if current_trace() != self._trace:
       raise inside_a_program()
     self._check_last()
@@ -107,7 +109,7 @@ class Bound:
     self._loss = next(iter(metrics.values()))
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
-  def evaluate(self, batch: Any) -> tuple[Metrics, News]:
+  def evaluate(self, batch: PyTree) -> tuple[Metrics, News]:
     """Runs an evaluation, which changes nothing."""
     binding, program = self.binding, self.structure.program(self.binding, batch)
     arrays = binding.read()
@@ -123,26 +125,26 @@ class Bound:
       return self.evaluate(batch)
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
-  def traced(self, batch: Any) -> Any:
+  def traced(self, batch: PyTree) -> jax.stages.Traced:
     """The traced program for a batch, live or abstract."""
     return self.structure.program(self.binding, batch).jitted.trace(
       self.binding.read(), self.binding.raw, batch
     )
 
-  def _news(self, program: Program, arrays: list[Any], batch: Any) -> News:
+  def _news(self, program: Program, arrays: list[jax.Array], batch: PyTree) -> News:
     program.is_known = True
     found = self.structure.news([*arrays, *self.binding.raw], batch)
     return found if found is None else found or self.reasons
 
-  def _explain(self, error: BaseException, batch: Any) -> None:
+  def _explain(self, error: BaseException, batch: PyTree) -> None:
     arrays = [*self.binding.read(), *self.binding.raw]
     explain(error, self.structure.argument_labels, arrays, batch)
 
   def _check_last(self) -> None:
-    """Raises what went wrong on the devices in the last step, once it is known.
+    """Raises the error of the last step on the devices, once it is known.
 
     Raises:
-      TrainError: the last step failed after it had returned, so that its arrays hold nothing.
+      TrainError: the last step failed after it had returned, so its arrays have no values.
     """
     loss, self._loss = jax.tree.leaves(self._loss), None
     if not loss or loss[0].is_deleted() or not loss[0].is_ready():
@@ -157,7 +159,7 @@ class Bound:
       ) from error
 
   def placed(self, batch: Any) -> Any:
-    """The batch with host arrays laid out by the plan of the models, where that says how to split them.
+    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
 
     Raises:
       ShardingError: it does not divide.
@@ -193,8 +195,8 @@ class Bound:
 
     return jax.tree_util.tree_map_with_path(place, batch)
 
-  def subject(self, loss_fn: LossFn, wrt: Mapping[Any, Any], batch: Any) -> Subject:
-    """What `check_gradients` checks: one loss, differentiated as in this step."""
+  def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
+    """The subject of `check_gradients`: one loss, differentiated as in this step."""
     self.structure.settle(self.binding, batch)
     layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
     places = self.structure.places
@@ -225,6 +227,6 @@ class Bound:
     ]
 
 
-def _comparable(x: Any) -> Any:
-  """What a constant of a program is compared by."""
+def _comparable(x: AnyArray) -> AnyArray:
+  """The value by which a constant of a program is compared."""
   return (x.shape, str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x

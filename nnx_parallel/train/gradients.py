@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.train.linearity import factors
@@ -27,8 +29,8 @@ class Layout(NamedTuple):
 
   Attributes:
     mesh: the mesh, or None on one device.
-    gradients: path in the models -> the sharding of its gradient: that of the array, or of its optimizer
-      state. None where it is on no mesh.
+    gradients: path in the models -> the sharding of its gradient: the array's sharding, or the sharding of
+      its optimizer state. None if it is on no mesh.
     scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
       in each microbatch.
     used: mesh axes that split some array of the model.
@@ -53,20 +55,20 @@ class Layout(NamedTuple):
 
 
 class Total(NamedTuple):
-  """What a batch gave.
+  """The results of a batch.
 
   Attributes:
-    grads: one array for each trained array; float32 sums, not yet divided, when there are several parts.
-    terms: summed over the parts.
-    parts: how many parts were summed, local ones included.
+    grads: one array for each trained array; float32 sums, not yet divided, if there are several parts.
+    terms: the terms, summed over the parts.
+    parts: the number of parts in the sum, local parts included.
     rest: position -> new value, as in `Objective`.
     how: where the gradients of replicas are reduced, as a phrase.
   """
 
-  grads: list[Any]
+  grads: list[jax.Array]
   terms: Terms
   parts: int
-  rest: dict[int, Any]
+  rest: dict[int, jax.Array]
   how: str
 
 
@@ -75,24 +77,24 @@ class Accumulation:
   """The gradients and terms of a loss, summed over `count` microbatches.
 
   Attributes:
-    objective: what is differentiated.
+    objective: the function to differentiate.
     trained: the arrays with gradients.
     rest: the other arrays.
-    count: how many microbatches.
-    layouts: of the gradients.
+    count: the number of microbatches.
+    layouts: the layouts of the gradients.
     changes: the positions of the arrays in `rest` that the objective changes.
-    tangents: a direction; the derivative in it takes the place of the gradients.
+    tangents: a direction; the derivative along it takes the place of the gradients.
   """
 
   objective: Objective
-  trained: list[Any]
-  rest: list[Any]
+  trained: list[jax.Array]
+  rest: list[jax.Array]
   count: int
   layouts: Sequence[NamedSharding | None]
   changes: Collection[int] = ()
-  tangents: list[Any] | None = None
+  tangents: list[jax.Array] | None = None
 
-  def scan(self, batch: Any) -> tuple[list[Any], Terms, dict[int, Any]]:
+  def scan(self, batch: PyTree) -> tuple[list[jax.Array], Terms, dict[int, jax.Array]]:
     """Sums over the microbatches of this batch (local or global); also returns the changed arrays."""
     like = self.trained if self.tangents is None else [jnp.zeros(())]
     zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, self.layouts, strict=True)]
@@ -106,7 +108,7 @@ class Accumulation:
     )
     return total, summed, moving
 
-  def _add(self, carry: Any, part: Any) -> tuple[Any, Terms]:
+  def _add(self, carry: PyTree, part: PyTree) -> tuple[PyTree, Terms]:
     total, moving = carry
     current = [moving.get(i, array) for i, array in enumerate(self.rest)]
     if self.tangents is None:
@@ -120,14 +122,18 @@ class Accumulation:
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
-  def manual(self, batch: Any, mesh: Mesh, axes: tuple[str, ...], reduction: Any) -> tuple[list[Any], Terms]:
-    """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
+  def manual(
+    self, batch: PyTree, mesh: Mesh, axes: tuple[str, ...], reduction: DTypeLike | None
+  ) -> tuple[list[jax.Array], Terms]:
+    """For replicas that hold the full model: each sums its own gradients in a `shard_map`."""
 
-    def local(trained: list[Any], rest: list[Any], batch: Any) -> tuple[Any, Any, Any, Any]:
+    def local(
+      trained: list[jax.Array], rest: list[jax.Array], batch: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
       alone = dataclasses.replace(self, trained=trained, rest=rest, layouts=[None] * len(trained))
       grads, found, _ = alone.scan(batch)
       grads = grads if reduction is None else [g.astype(reduction) for g in grads]
-      # One call for everything: XLA combines it into one all-reduce.
+      # One call for all arrays: XLA combines them into one all-reduce.
       grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
       return [widen(g) for g in grads], sums, counts, found.outputs
 
@@ -142,16 +148,16 @@ class Accumulation:
     )(self.trained, self.rest, batch)
     return grads, Terms(sums, counts, outputs)
 
-  def mapped(self, batch: Any, layout: Layout, axes: tuple[str, ...]) -> tuple[list[Any], Terms]:
-    """Replicas that are sharded themselves: a dim of replicas, sharded over `axes`, is summed at the end.
+  def mapped(self, batch: PyTree, layout: Layout, axes: tuple[str, ...]) -> tuple[list[jax.Array], Terms]:
+    """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end.
 
     A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
-    gather beside another batch axis, jax 0.12.0.1).
+    gather next to another batch axis, jax 0.12.0.1).
     """
     replicas = _replicas(layout.mesh, axes)
     inner = tuple(axis for axis in layout.batch if axis not in axes)
 
-    def by_replica(x: Any) -> jax.Array:
+    def by_replica(x: jax.Array) -> jax.Array:
       x = jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
       return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
 
@@ -167,8 +173,8 @@ class Accumulation:
     return [g.sum(0) for g in grads], summed
 
 
-def whole_batch(loss: Differentiable, batch: Any, layout: Layout) -> Total:
-  """Gradients of the batch in one piece."""
+def whole_batch(loss: Differentiable, batch: PyTree, layout: Layout) -> Total:
+  """The gradients of the full batch at once."""
   (_, (found, changed, _)), grads = jax.value_and_grad(loss.objective, has_aux=True)(
     loss.train, loss.others, batch
   )
@@ -179,23 +185,23 @@ def whole_batch(loss: Differentiable, batch: Any, layout: Layout) -> Total:
 
 
 def in_microbatches(
-  loss: Differentiable, batch: Any, count: int, layout: Layout, reduction: Any = None
+  loss: Differentiable, batch: PyTree, count: int, layout: Layout, reduction: DTypeLike | None = None
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan.
 
-  Microbatch `m` is every `count`-th example from `m` on, so that each stays spread over all devices. Where
-  the model is replicated over mesh axes that split the batch, each replica sums its own gradients, and they
-  are reduced once, after the scan. This needs a loss that is a mean or a sum over examples, changes no
-  Variable (batch statistics, random numbers), and has no sharding constraint of jax's own over those axes
-  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how` has the
-  reason. The numbers are those of one device in both cases.
+  Microbatch `m` is every `count`-th example from `m` on, so that each microbatch stays spread over all
+  devices. Where the model is replicated over mesh axes that split the batch, each replica sums its own
+  gradients, and they are reduced once, after the scan. This needs a loss that is a mean or a sum over
+  examples, changes no Variable (batch statistics, random numbers), and has no sharding constraint of jax over
+  those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how`
+  gives the reason. In both cases the numbers equal the numbers on one device.
 
   Args:
     loss: its sums are added up, so the objective must not divide by counts.
     batch: global arrays with the examples on dim 0.
     count: how often the loss is called; a pipeline takes `loss.parts` microbatches at once.
-    layout: of the step.
-    reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
+    layout: the layout of the step.
+    reduction: the dtype in which replicas that hold the full model sum their gradients; None: float32.
 
   Raises:
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
@@ -241,12 +247,12 @@ def in_microbatches(
 
 
 def _factors(
-  loss: Differentiable, batch: Any, count: int, axes: tuple[str, ...], parts: int
+  loss: Differentiable, batch: PyTree, count: int, axes: tuple[str, ...], parts: int
 ) -> tuple[Any, str]:
-  """What the sums of replicas are multiplied by; or why they do not add up to those of the batch."""
+  """The factor for the sums of replicas; or why they do not add up to the sums of the batch."""
   inputs = _first(batch, parts), _first(batch, count)
   if any(jnp.shape(x)[:1] == (loss.parts,) for x in jax.tree.leaves(inputs[0])):
-    # A dim of one example is broadcast or left out, so that the traces would differ.
+    # A dim of one example is broadcast or left out, so the traces would differ.
     inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
   with mapped_axes(axes):
     (part, wanted), (whole, _) = map(loss.gradient, inputs)
@@ -257,10 +263,12 @@ def _factors(
   return (None if why else jax.tree.unflatten(structure, found)), why
 
 
-def slope_of(loss: Differentiable, tangents: list[Any], batch: Any, count: int | None) -> tuple[Any, Any]:
+def slope_of(
+  loss: Differentiable, tangents: list[jax.Array], batch: PyTree, count: int | None
+) -> tuple[PyTree, PyTree]:
   """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
-  `count` as in `in_microbatches`, or None where the batch stays in one piece.
+  `count` as in `in_microbatches`, or None for the full batch at once.
   """
   if count is None:
     slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.others, batch)
@@ -275,19 +283,23 @@ def slope_of(loss: Differentiable, tangents: list[Any], batch: Any, count: int |
 
 
 def _jvp(
-  objective: Objective, trained: list[Any], tangents: list[Any], rest: list[Any], part: Any
-) -> tuple[Any, Any]:
+  objective: Objective,
+  trained: list[jax.Array],
+  tangents: list[jax.Array],
+  rest: list[jax.Array],
+  part: PyTree,
+) -> tuple[PyTree, PyTree]:
   _, slope, found = jax.jvp(lambda train: objective(train, rest, part), (trained,), (tangents,), has_aux=True)
   return slope, found
 
 
-def loss_of(loss: Differentiable, batch: Any, count: int) -> Any:
+def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
   """The mean loss of a batch, part by part, for optimizers that evaluate it.
 
-  It can be differentiated: each part is then recomputed, so that only one of them is kept at a time.
+  It can be differentiated: each part is then recomputed, so only one part is kept at a time.
   """
 
-  def part_of(part: Any) -> tuple[Any, Any]:
+  def part_of(part: PyTree) -> tuple[PyTree, PyTree]:
     found = loss.objective(loss.train, loss.others, part)[1][0]
     return found.sums["loss"], found.counts["loss"]
 
@@ -299,7 +311,7 @@ def loss_of(loss: Differentiable, batch: Any, count: int) -> Any:
   return sums.mean() if counts is None else mean(sums.sum(), counts.sum())
 
 
-def check_divides(batch: Any, count: int) -> None:
+def check_divides(batch: PyTree, count: int) -> None:
   """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
   leaves = [
     (f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf))
@@ -326,7 +338,7 @@ def check_divides(batch: Any, count: int) -> None:
     )
 
 
-def _check_shards(batch: Any, count: int, layout: Layout) -> None:
+def _check_shards(batch: PyTree, count: int, layout: Layout) -> None:
   """Refuses microbatches with fewer examples than the batch has shards."""
   shards = _replicas(layout.mesh, layout.batch) if layout.batch else 1
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -346,7 +358,7 @@ def _weighed(x: jax.Array, weight: jax.Array | None) -> jax.Array:
   return x if weight is None else x * weight.astype(x.dtype)
 
 
-def _first(batch: Any, count: int) -> Any:
+def _first(batch: PyTree, count: int) -> PyTree:
   return jax.tree.map(lambda x: split_batch(x, count)[0], batch)
 
 
@@ -354,14 +366,14 @@ def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
   return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _replica_axes(batch: Any, count: int, layout: Layout) -> tuple[tuple[str, ...], str]:
-  """The axes whose replicas hold the whole model and whole microbatches; or (), and why there are none."""
+def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str, ...], str]:
+  """The axes whose replicas hold the full model and full microbatches; or (), and why there are none."""
   if layout.mesh is None or layout.mesh.size == 1:
     return (), "one device"
   if layout.scattered:
     return (), "gradients are scattered into the layout of the optimizer state"
   if AxisType.Explicit in layout.mesh.axis_types:
-    return (), "the mesh has Explicit axes"
+    return (), "the model states shardings on Explicit axes"
   if not layout.batch:
     return (), "no mesh axis splits every array of the batch"
   axes = tuple(axis for axis in layout.batch if axis not in layout.used and layout.mesh.shape[axis] > 1)
@@ -376,7 +388,7 @@ def _replica_axes(batch: Any, count: int, layout: Layout) -> tuple[tuple[str, ..
   return axes, ""
 
 
-def batch_axes_of(batch: Any) -> tuple[str, ...]:
+def batch_axes_of(batch: PyTree) -> tuple[str, ...]:
   """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
   found: set[tuple[str, ...]] = set()
   for leaf in jax.tree.leaves(batch):

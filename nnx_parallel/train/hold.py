@@ -1,9 +1,9 @@
 """Holds a step's program to the layout of its plan, so that XLA's partitioner has little left to decide.
 
-Where one mesh axis splits both a parameter and the batch, the partitioner chooses which of them to gather,
-and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over
-(fsdp, tensor), a product may come out with the examples of other devices, and gradients below it are off by
-half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/known_faults.py` has the list).
+Where one mesh axis splits both a parameter and the batch, the partitioner chooses which of the two to gather,
+and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over (fsdp,
+tensor), a product may contain the examples of other devices, and gradients below it are off by half although
+the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; listed in `layout/known_faults.py`).
 
 So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
@@ -11,7 +11,7 @@ So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - with a rule for `seq`, the positions of activations between layers are split (arXiv:2205.05198): a sum over
   its axis, as after a tensor-parallel part, leaves each device its positions;
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
-- one element of each row, the logit of a target, is read by a comparison (`core/picks.py`);
+- an element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
 - a kernel that is split over its spatial dims is gathered over them, and its gradient is computed so;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
@@ -46,8 +46,9 @@ from nnx_parallel.core.jaxprs import (
   opened,
   programs,
 )
-from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.picks import is_pick, picked
+from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, PyTree, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec, position_axes
 from nnx_parallel.layout.constrain import Scope
@@ -55,32 +56,32 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 Flows = Sequence[Flow]
 _FUSED = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
-"""Cheap operations between a value and a constraint on what is made of it: a residual sum, a cast, a mask."""
+"""Cheap operations between a value and a constraint on a result: a residual sum, a cast, a mask."""
 _EXAMPLES = "the examples"
 """Marks the dim of the examples among its axes, also where no mesh axis splits it."""
 _POSITIONS = "the positions"
-"""Marks the dim of the positions, where a rule splits those between layers."""
+"""Marks the dim of the positions, if a rule splits positions between layers."""
 _MARKS = frozenset((_EXAMPLES, _POSITIONS))
 RELAXED = range(3)
 """The values of `relaxed`, in the order in which a program is compiled with them until XLA takes it."""
 
 
 def is_refused(error: BaseException) -> bool:
-  """Whether XLA made a program, while it partitioned another one, that it refuses itself."""
+  """Whether XLA, while partitioning a program, produced a program that it rejects."""
   return isinstance(error, RuntimeError) and "hlo verifier" in str(error)
 
 
-def with_correct_convolutions(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) -> Callable[..., PyTree]:
   """Returns `run` with correct kernel gradients of grouped convolutions on every mesh.
 
-  For steps of your own: `train_step` does this, and holds the layouts of its plan.
+  For hand-written steps: `train_step` does this already, and also holds the layouts of its plan.
 
   Args:
     run: a function of pytrees of arrays, to be traced under `jax.jit`. It is traced once.
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
 
   Returns:
-    A function of the same arguments and results; `run` itself on one device.
+    A function with the same arguments and results; `run` itself on one device.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -99,28 +100,28 @@ def with_correct_convolutions(run: Callable[..., Any], mesh: Any) -> Callable[..
 
 
 def held(
-  run: Callable[..., Any],
-  mesh: Any,
+  run: Callable[..., PyTree],
+  mesh: AnyMesh | None,
   scope: Scope | None = None,
-  shardings: Sequence[Any] = (),
+  shardings: Sequence[Sharding | None] = (),
   batch_at: int = 1,
   relaxed: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
   """A step with the layouts of its plan held, forward and backward.
 
   Args:
     run: `(arrays, batch, ...) -> results`, to be traced under `jax.jit`; without a scope, any function of
       pytrees.
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
-    scope: of the plan, which says how the batch is split; without one, only the gradients of grouped
-      convolutions are mended.
-    shardings: of the arrays before the batch, or None for each.
-    batch_at: which of the arguments is the batch; those before it are arrays of the model.
-    relaxed: which constraints to leave out, where XLA cannot compile the program: 1 those that move the split
-      of a table from its rows to its columns, 2 all but those of convolutions.
+    scope: the scope of the plan, which says how the batch is split; without a scope, only the gradients of
+      grouped convolutions are corrected.
+    shardings: the shardings of the arrays before the batch, or None for each array.
+    batch_at: the position of the batch among the arguments; earlier arguments are arrays of the model.
+    relaxed: which constraints to leave out, if XLA cannot compile the program: 1 leaves out constraints that
+      move the sharding of a table from its rows to its columns, 2 keeps only the constraints of convolutions.
 
   Returns:
-    A function of the same arguments and results; `run` itself on one device.
+    A function with the same arguments and results; `run` itself on one device.
   """
   if mesh is None or mesh.size == 1:
     return run
@@ -129,8 +130,8 @@ def held(
   named = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
   positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
 
-  @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
-  def changed(*args: Any) -> Any:
+  @functools.wraps(run)  # jax names the program's arguments after the parameters of `run`
+  def changed(*args: PyTree) -> PyTree:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves = jax.tree.leaves(args)
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
@@ -149,12 +150,14 @@ def held(
   return changed
 
 
-def _around(args: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
-  """The arguments before one, it, and those after it."""
+def _around(args: tuple[PyTree, ...], n: int) -> tuple[PyTree, PyTree, PyTree]:
+  """The arguments before one argument, the argument, and the arguments after it."""
   return args[:n], args[n], args[n + 1 :]
 
 
-def _flow_of_batch(x: Any, inputs: RuleSet, sizes: Mapping[str, int], positions: tuple[str, ...]) -> Flow:
+def _flow_of_batch(
+  x: jax.Array, inputs: RuleSet, sizes: Mapping[str, int], positions: tuple[str, ...]
+) -> Flow:
   """The layout of an array of the batch, with the dims of its examples and positions marked."""
   known = inputs.inputs is None or inputs.inputs.every_axis or jax.numpy.ndim(x) in inputs.inputs.by_rank
   spec = tuple(input_spec(inputs, jax.numpy.ndim(x), sizes)) if known else (None,) * x.ndim
@@ -166,14 +169,14 @@ def _flow_of_batch(x: Any, inputs: RuleSet, sizes: Mapping[str, int], positions:
 
 
 def _rewriting(
-  closed: Any,
+  closed: ClosedJaxpr,
   flows: list[Flow],
-  mesh: Any,
+  mesh: AnyMesh,
   split: Sequence[str],
   positions: tuple[str, ...],
   relaxed: int,
 ) -> tuple[_Rewriting | None, list[Flow]]:
-  """What rewrites a trace, None if nothing has to be, and the layouts of its inputs that it is told."""
+  """The rewriter of a trace, or None if nothing has to change, and the given layouts of the inputs."""
   used = {axis for axis in (*split, *_names(flows)) if mesh.shape.get(axis, 1) > 1}
   stored = used & _names([flow for flow in flows if not flow.data])
   kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
@@ -190,7 +193,7 @@ def _names(flows: Flows) -> set[str]:
   return {axis for flow in flows for axis in flow.names}
 
 
-def _flow(x: Any, spec: Sequence[Any], *, data: bool) -> Flow:
+def _flow(x: jax.Array, spec: Sequence[Any], *, data: bool) -> Flow:
   return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data, weight=not data)
 
 
@@ -206,23 +209,31 @@ class _Rewriting(Interpreter[Flow]):
   """
 
   def __init__(
-    self, mesh: Any, batch: frozenset[str], stored: set[str], positions: tuple[str, ...], *, moves: bool
+    self,
+    mesh: AnyMesh,
+    batch: frozenset[str],
+    stored: set[str],
+    positions: tuple[str, ...],
+    *,
+    moves: bool,
   ):
     self.moves = moves
     self.mesh, self.batch, self.stored, self.others = mesh, batch, stored, stored - batch
     self.positions = positions
-    self._met: dict[int, Any] = {}  # with the array, so that its id stays
+    self._met: dict[int, jax.Array] = {}  # with the array, so that its id stays
     self._tables: dict[tuple[int, ...], Axes] = {}
     self._kernels: set[tuple[int, ...]] = set()
-    self._own: set[Any] = set()
+    self._own: set[Var] = set()
     super().__init__(self._run, Facts(_unsplit, self._followed, _either, _of_row, _of_rows))
 
-  def __call__(self, jaxpr: Any, inputs: Sequence[Any], facts: Flows) -> tuple[list[Any], list[Flow]]:
+  def __call__(
+    self, jaxpr: Program, inputs: Sequence[jax.Array], facts: Flows
+  ) -> tuple[list[jax.Array], list[Flow]]:
     """The results of a trace with constraints, and their layouts."""
     self._own |= _constrained(opened(jaxpr))
     return super().__call__(jaxpr, inputs, facts)
 
-  def _run(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> Any:
+  def _run(self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]) -> Any:
     """The results of an operation with constraints, and their layouts; see `Interpreter`."""
     if not _is_plain(eqn):
       return bind(eqn, inputs), self._followed(eqn, flows)
@@ -235,7 +246,9 @@ class _Rewriting(Interpreter[Flow]):
       results = [self._laid(results[0], found[0].axes)]
     return results, found
 
-  def _placed(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _placed(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """The results of an operation without programs, with operands and results moved, and their layouts."""
     name = eqn.primitive.name
     if _is_faulty(eqn):
@@ -262,11 +275,13 @@ class _Rewriting(Interpreter[Flow]):
       flows = [dataclasses.replace(flows[0], axes=self._apart(flows[0].axes))]
     return bind(eqn, inputs), self._followed(eqn, flows)
 
-  def _look_up(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
-    """A look-up by the batch in a table whose rows its axis splits: the columns are split instead.
+  def _look_up(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
+    """A look-up by the batch in a table whose rows a batch axis splits: the columns are split instead.
 
-    Each device looks up its columns of all rows wanted, and they are exchanged. Else each device would gather
-    the table, or make the rows of the whole batch to sum them.
+    Each device looks up its columns of all requested rows, and the devices exchange them. Otherwise each
+    device would gather the table, or make the rows of the global batch to sum them.
     """
     numbers, table, found = eqn.params["dimension_numbers"], flows[0], self._followed(eqn, flows)
     rows = {axis for d in numbers.start_index_map for axis in table.axes[d]} & self.batch
@@ -285,10 +300,12 @@ class _Rewriting(Interpreter[Flow]):
     results = bind(eqn, [self._laid(inputs[0], axes), wanted])
     return [self._laid(results[0], _moved(found[0].axes, rows, offset[column]))], found
 
-  def _summed_rows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _summed_rows(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """The gradient of a table: each device sums all rows of its columns.
 
-    Else each device would sum its examples into a table of its own, and those would be summed.
+    Otherwise each device would sum its examples into a separate table, and the tables would be summed.
     """
     numbers, updates, found = eqn.params["dimension_numbers"], flows[2], self._followed(eqn, flows)
     examples = [d for d in range(len(updates.axes)) if d not in numbers.update_window_dims]
@@ -311,10 +328,10 @@ class _Rewriting(Interpreter[Flow]):
         result = self._laid(result, axes)
     return [result], [dataclasses.replace(found[0], axes=axes)]
 
-  def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: Any) -> int | None:
-    """The longest of some dims that one axis can split further.
+  def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: jax.Array) -> int | None:
+    """The longest of some dims that an axis can split further.
 
-    None for several axes: XLA replicates an array to move more than one between its dims.
+    None for several axes: to move several axes between dims, XLA replicates the array.
     """
     split = [axis for dim in axes for axis in dim if axis not in moved and axis not in _MARKS]
     shards = math.prod(self.mesh.shape[axis] for axis in (*moved, *split))
@@ -323,11 +340,13 @@ class _Rewriting(Interpreter[Flow]):
     return max(fitting, key=lambda d: x.shape[d], default=None) if one else None
 
   def _is_minor(self, flow: Flow, moved: set[str]) -> bool:
-    """Whether an axis is the last of those that split the examples, so that it can leave them."""
+    """Whether an axis is the last axis that splits the examples, so that it can leave them."""
     examples = next((dim for dim in flow.axes if _EXAMPLES in dim), ())
     return [axis for axis in examples if axis in self.mesh.shape and axis in self.batch][-1:] == [*moved]
 
-  def _whole_windows(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[list[Any], list[Flow]]:
+  def _whole_windows(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[list[jax.Array], list[Flow]]:
     """The operands of a kernel gradient with unsplit spatial dims: XLA sums split ones too often."""
     numbers = eqn.params["dimension_numbers"]
     if _EXAMPLES not in flows[0].axes[numbers.lhs_spec[1]]:
@@ -338,7 +357,9 @@ class _Rewriting(Interpreter[Flow]):
       found.append(Flow(axes, flow.data, flow.weight))
     return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
 
-  def _convolved(self, eqn: Any, inputs: list[Any], flows: list[Flow]) -> tuple[Sequence[Any], list[Flow]]:
+  def _convolved(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
+  ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """A convolution with a kernel that has unsplit spatial dims, or with the gradient of such a kernel."""
     numbers, kernel = eqn.params["dimension_numbers"], flows[1]
     if not kernel.data and any(kernel.axes[d] for d in numbers.rhs_spec[2:]):
@@ -352,7 +373,7 @@ class _Rewriting(Interpreter[Flow]):
       results, found = [self._laid(results[0], axes)], [dataclasses.replace(found[0], axes=axes)]
     return results, found
 
-  def _followed(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+  def _followed(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     """The layouts of the results of an operation without inner programs."""
     data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
     if eqn.primitive.name == "sharding_constraint":
@@ -380,11 +401,11 @@ class _Rewriting(Interpreter[Flow]):
       (*without(dim, _MARKS), *self.positions, *_MARKS & {*dim}) if _POSITIONS in dim else dim for dim in axes
     )
 
-  def _is_held(self, eqn: Any, flows: list[Flow], results: list[Flow]) -> bool:
+  def _is_held(self, eqn: JaxprEqn, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
 
-    With two axes or more beside the batch's, gradients are held too. Elsewhere that would cost memory,
-    because they are replicated over the batch's axes for a moment, and was never needed.
+    With two or more axes besides the batch axes, gradients are held too. Otherwise that would cost memory,
+    because they are briefly replicated over the batch axes, and no case needs it.
     """
     product = meeting(eqn)
     if eqn.primitive.name != "gather" and product is None:
@@ -394,7 +415,7 @@ class _Rewriting(Interpreter[Flow]):
       return True
     return len(self.others) > 1 and any(_EXAMPLES in flow.names for flow in flows)
 
-  def _gathered(self, x: Any, flow: Flow, kept: frozenset[str] = frozenset()) -> Any:
+  def _gathered(self, x: jax.Array, flow: Flow, kept: frozenset[str] = frozenset()) -> jax.Array:
     """A parameter, gathered over the axes that split the batch.
 
     Where all axes split the batch, XLA gathers it anyway.
@@ -412,7 +433,7 @@ class _Rewriting(Interpreter[Flow]):
     """Without the axes that split the batch, except some."""
     return tuple(without(axes, self.batch - kept) for axes in dims)
 
-  def _laid(self, x: Any, dims: Axes) -> Any:
+  def _laid(self, x: jax.Array, dims: Axes) -> jax.Array:
     dims = tuple(without(axes, _MARKS) for axes in dims)
     sizes = [math.prod(self.mesh.shape[axis] for axis in axes) for axes in dims]
     spec = [
@@ -424,38 +445,38 @@ class _Rewriting(Interpreter[Flow]):
 
 
 def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
-  """The layout with some axes on one dim, or on none, and on no other."""
+  """The layout with some axes on one dim, or on no dim, and on no other dim."""
   rest = [without(dim, frozenset(moved)) for dim in axes]
   return tuple((*dim, *moved) if n == to else dim for n, dim in enumerate(rest))
 
 
 def _either(one: Flow, other: Flow) -> Flow:
-  """The layout of a value that is one of two: a carry that starts as zeros takes that of the body's."""
+  """The common layout of two values: a carry that starts as zeros takes the layout of the body's result."""
   return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
 
 
-def _of_row(_: Any, flow: Flow) -> Flow:
+def _of_row(_: object, flow: Flow) -> Flow:
   return Flow(flow.axes[1:], flow.data, flow.weight)
 
 
-def _of_rows(_: Any, flow: Flow) -> Flow:
+def _of_rows(_: object, flow: Flow) -> Flow:
   return Flow(((), *flow.axes), flow.data, flow.weight)
 
 
 def _summed(product: Meeting, flows: Flows, *, of_data: bool = False) -> set[str]:
-  """Axes of the dims that a product sums over: of both operands, or of those that depend on the batch."""
+  """Axes of the dims that a product sums over: of both operands, or of operands that depend on the batch."""
   pairs = zip(flows, product.summed, strict=False)
   return {axis for flow, dims in pairs if flow.data or not of_data for d in dims for axis in flow.axes[d]}
 
 
-def _shared(eqn: Any, flows: Flows) -> frozenset[str]:
-  """Axes of dims that both operands of a product have and keep: one expert for each index, say."""
+def _shared(eqn: JaxprEqn, flows: Flows) -> frozenset[str]:
+  """Axes of dims that both operands of a product have and keep: for example, one expert for each index."""
   product = meeting(eqn)
   pairs = () if product is None else zip(*product.shared, strict=True)
   return frozenset(axis for a, b in pairs for axis in {*flows[0].axes[a]} & {*flows[1].axes[b]})
 
 
-def _is_plain(eqn: Any) -> bool:
+def _is_plain(eqn: JaxprEqn) -> bool:
   """Whether its inner programs take arrays only, so that they can be traced anew.
 
   Raises:
@@ -472,14 +493,14 @@ def _is_plain(eqn: Any) -> bool:
   return False
 
 
-def _unsplit(x: Any) -> Flow:
+def _unsplit(x: jax.Array) -> Flow:
   """The layout of a constant, which depends neither on the batch nor on parameters."""
   return Flow(((),) * jax.numpy.ndim(x), data=False)
 
 
-def _constrained(body: Any) -> set[Any]:
+def _constrained(body: Jaxpr) -> set[Var]:
   """The values that the program constrains itself, perhaps after an elementwise operation."""
-  found: set[Any] = set()
+  found: set[Var] = set()
   uses = collections.Counter(id(v) for eqn in body.eqns for v in eqn.invars)
   for eqn in reversed(body.eqns):
     name = eqn.primitive.name
@@ -489,13 +510,13 @@ def _constrained(body: Any) -> set[Any]:
   return found
 
 
-def _places(params: Any) -> bool:
+def _places(params: PyTree) -> bool:
   """Whether an inner `jit` has shardings for its arguments or results."""
   shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
   return any(isinstance(sharding, NamedSharding) for sharding in shardings)
 
 
-def _is_faulty(eqn: Any) -> bool:
+def _is_faulty(eqn: JaxprEqn) -> bool:
   """A kernel gradient of a grouped convolution.
 
   It is a convolution with `batch_group_count` > 1. Where mesh axes larger than 1 do not split the batch, XLA
@@ -506,11 +527,11 @@ def _is_faulty(eqn: Any) -> bool:
   return _is_convolution(eqn) and eqn.params["batch_group_count"] > 1
 
 
-def _is_convolution(eqn: Any) -> bool:
+def _is_convolution(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name == "conv_general_dilated"
 
 
-def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _by_hand(eqn: JaxprEqn, mesh: AnyMesh) -> Callable[[jax.Array, jax.Array], jax.Array]:
   """The same convolution with its contracted dim (the examples of a gradient) split by hand."""
   numbers = eqn.params["dimension_numbers"]
   left, right = (var.aval for var in eqn.invars)
@@ -531,8 +552,10 @@ def _by_hand(eqn: Any, mesh: Any) -> Callable[[jax.Array, jax.Array], jax.Array]
   return placed
 
 
-def _resharded(placed: Callable[..., Any], specs: Any, out: PartitionSpec, mesh: Any) -> Callable[..., Any]:
-  """Explicit meshes have shardings in types: `placed` with those of the convolution that it replaces."""
+def _resharded(
+  placed: Callable[..., PyTree], specs: Any, out: PartitionSpec, mesh: AnyMesh
+) -> Callable[..., PyTree]:
+  """Explicit meshes have shardings in types: `placed`, with the shardings of the convolution it replaces."""
 
   def run(*operands: jax.Array) -> jax.Array:
     moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
@@ -541,7 +564,7 @@ def _resharded(placed: Callable[..., Any], specs: Any, out: PartitionSpec, mesh:
   return run
 
 
-def _dividing_axes(length: int, mesh: Any) -> tuple[str, ...]:
+def _dividing_axes(length: int, mesh: AnyMesh) -> tuple[str, ...]:
   """Mesh axes, in order, whose product divides `length`."""
   found: tuple[str, ...] = ()
   for axis, size in mesh.shape.items():
@@ -550,8 +573,8 @@ def _dividing_axes(length: int, mesh: Any) -> tuple[str, ...]:
   return found
 
 
-def _check_manual(eqn: Any, mesh: Any) -> None:
-  """A `shard_map` over all axes is never partitioned; one over some of them is, and wrongly."""
+def _check_manual(eqn: JaxprEqn, mesh: AnyMesh) -> None:
+  """A `shard_map` over all axes is never partitioned; a `shard_map` over some axes is, and incorrectly."""
   manual = set(eqn.params["newly_manual_axes"])
   others = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
   if others:

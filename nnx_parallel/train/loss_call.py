@@ -16,24 +16,25 @@ from flax import errors, nnx
 
 from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def call_loss(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Any:
+def call_loss(loss_fn: LossFn, models: Any, batch: Any) -> Any:
   """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays.
 
   Raises:
-    TrainError: it takes other arguments, or takes them in the other order; it changes a Variable of a module
-      that is no argument of the step; or a layer cannot run on the Explicit axes of its mesh.
+    TrainError: it takes other arguments, or takes them in the opposite order; it changes a Variable of a
+      module that is not an argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
   given = _arguments(loss_fn, batch)
   with _explained(loss_fn, models, batch):
     return loss_fn(models, *given)
 
 
-def takes_several(loss_fn: Callable[..., Any]) -> bool:
+def takes_several(loss_fn: LossFn) -> bool:
   """Whether a loss function takes each array of a batch as an argument.
 
   It does when it requires several arguments after the model, or has `*batch` there. An argument with a
@@ -70,14 +71,14 @@ def check_several(loss_fns: Iterable[Callable[..., Any]], count: int) -> None:
       )
 
 
-def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature | None:
+def _signature(loss_fn: LossFn) -> inspect.Signature | None:
   try:
     return inspect.signature(loss_fn)
   except (TypeError, ValueError):  # no Python function
     return None
 
 
-def _arguments(loss_fn: Callable[..., Any], batch: Any) -> Sequence[Any]:
+def _arguments(loss_fn: LossFn, batch: Any) -> Sequence[Any]:
   """The arguments of a loss function after the model."""
   signature, several = _signature(loss_fn), takes_several(loss_fn)
   if several and not isinstance(batch, (tuple, list)):
@@ -102,14 +103,14 @@ def _arguments(loss_fn: Callable[..., Any], batch: Any) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Generator[None]:
-  """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
+def _explained(loss_fn: LossFn, models: Any, batch: Any) -> Generator[None]:
+  """Raises a `TrainError` for errors of the body whose text names no module; other errors get a note."""
   try:
     yield
   except errors.TraceContextError as error:
     raise _of_another_module(loss_fn, error) from error
   except Exception as error:
-    # From the frame of the body on: the first is this one, the second is `call_loss`.
+    # From the frame of the body on: the first frame is this function, the second is `call_loss`.
     trace = error.__traceback__ and error.__traceback__.tb_next
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
@@ -128,7 +129,7 @@ def _explained(loss_fn: Callable[..., Any], models: Any, batch: Any) -> Generato
 
 
 def _is_own(trace: TracebackType | None) -> bool:
-  """Whether an error was raised by the loss function itself, and not by what it called."""
+  """Whether the loss function raised an error directly, and not a function that it called."""
   return len(list(traceback.walk_tb(trace))) == 2
 
 
@@ -136,11 +137,11 @@ def _first_line(error: BaseException) -> str:
   return str(error).split("\n")[0].split(" (https://")[0]
 
 
-def _of_another_module(loss_fn: Callable[..., Any], error: BaseException) -> TrainError:
+def _of_another_module(loss_fn: LossFn, error: BaseException) -> TrainError:
   try:
     found = inspect.getclosurevars(inspect.unwrap(loss_fn))
     outside = {**found.nonlocals, **found.globals}
-  except (TypeError, ValueError):  # no Python function, or one with a name that is not assigned yet
+  except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
     outside = {}
   modules = [f"{name} ({type(x).__name__})" for name, x in outside.items() if isinstance(x, nnx.Pytree)]
   shown = ", ".join(modules) or "a module"

@@ -16,6 +16,7 @@ import optax
 
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.types import Optimizer, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import widen
 from nnx_parallel.train.wrappers import MastersState, all_finite, chosen
@@ -26,15 +27,15 @@ class LossScaleState(NamedTuple):
 
   Attributes:
     inner: state of the wrapped transformation.
-    scale: what the loss is multiplied by, a float32 power of two.
+    scale: the factor of the loss, a float32 power of two.
     good_steps: finite steps since the scale last changed.
-    skipped: steps whose gradients were not finite, in all.
+    skipped: the total number of steps whose gradients were not finite.
   """
 
-  inner: Any
-  scale: Any
-  good_steps: Any
-  skipped: Any
+  inner: PyTree
+  scale: jax.Array
+  good_steps: jax.Array
+  skipped: jax.Array
 
 
 def with_loss_scale(
@@ -47,26 +48,26 @@ def with_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   """Divides gradients by a scale that adapts itself; for computing in float16.
 
-  A step whose gradients hold a NaN or an infinity changes neither parameters nor the state of `tx`, and
+  A step whose gradients contain a NaN or an infinity changes neither parameters nor the state of `tx`, and
   halves the scale. After `growth_interval` finite steps in a row the scale doubles. Other Variables, such as
-  batch statistics, keep what the forward pass gave them. `train_step` sees this state and multiplies the
-  loss, and its metrics stay unscaled; a step of your own multiplies by `loss_scale_of(optimizer)` before it
+  batch statistics, keep the values of the forward pass. `train_step` finds this state and multiplies the
+  loss, and its metrics stay unscaled; a hand-written step multiplies by `loss_scale_of(optimizer)` before it
   differentiates.
 
   Args:
-    tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: what is around
-      it, a clip or `MultiSteps`, would see scaled ones. Float16 parameters need
+    tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: a transformation
+      around it, such as a clip or `MultiSteps`, would get scaled gradients. Float16 parameters need
       `with_loss_scale(with_masters(tx))`.
     initial: the first scale, a power of two.
-    growth_interval: finite steps before the scale doubles.
+    growth_interval: the number of finite steps before the scale doubles.
     minimum: the scale is not halved below this power of two.
-    maximum: nor doubled above this one.
+    maximum: the scale is not doubled above this power of two.
 
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `LossScaleState`.
 
   Raises:
-    TrainError: a scale that is no power of two, bounds in the wrong order, or an interval below 1.
+    TrainError: a scale that is not a power of two, bounds in the wrong order, or an interval below 1.
 
   Example:
     >>> import jax.numpy as jnp, numpy as np, optax, nnx_parallel as nxp
@@ -96,13 +97,13 @@ def with_loss_scale(
     raise TrainError(f"growth_interval={growth_interval} is not a number of steps.", fix="1 or more.")
   inner = accept_extra(tx)
 
-  def init(params: Any) -> LossScaleState:
+  def init(params: PyTree) -> LossScaleState:
     zero = jnp.zeros((), jnp.int32)
     return LossScaleState(inner.init(params), jnp.asarray(initial, jnp.float32), zero, zero)
 
   def update(
-    grads: Any, state: LossScaleState, params: Any = None, **extra: Any
-  ) -> tuple[Any, LossScaleState]:
+    grads: PyTree, state: LossScaleState, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, LossScaleState]:
     unscaled = jax.tree.map(lambda g: widen(g) / state.scale.astype(widen(g).dtype), grads)
     finite = all_finite(unscaled)
     if not any(map(_is_masters, jax.tree.leaves(state.inner, is_leaf=_is_masters))):
@@ -125,7 +126,7 @@ def with_loss_scale(
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
-def loss_scale_of(optimizer: Any) -> jax.Array:
+def loss_scale_of(optimizer: Optimizer) -> jax.Array:
   """The factor to multiply the loss by before you differentiate it.
 
   Args:
@@ -163,8 +164,8 @@ def loss_scale_of(optimizer: Any) -> jax.Array:
   return scale
 
 
-def find_scale(optimizer: Any) -> jax.Array | None:
-  """The loss scale of an optimizer, live or traced; None when it has none.
+def find_scale(optimizer: Optimizer) -> jax.Array | None:
+  """The loss scale of an optimizer, live or traced, or None.
 
   Raises:
     TrainError: a transformation is around `with_loss_scale`.
@@ -181,12 +182,12 @@ def find_scale(optimizer: Any) -> jax.Array | None:
   return None
 
 
-def common_scale(optimizers: Iterable[Any]) -> jax.Array | None:
-  """The scale for a loss that these optimizers share: the first that one of them has."""
+def common_scale(optimizers: Iterable[Optimizer]) -> jax.Array | None:
+  """The scale for a loss that these optimizers share: the first scale found."""
   return next((scale for scale in map(find_scale, optimizers) if scale is not None), None)
 
 
-def rescaled(grads: list[Any], optimizer: Any, used: jax.Array | None) -> list[Any]:
+def rescaled(grads: list[jax.Array], optimizer: Optimizer, used: jax.Array | None) -> list[jax.Array]:
   """Converts gradients of a loss that was scaled by `used` to the optimizer's own loss scale."""
   if used is None:
     return grads
@@ -198,22 +199,22 @@ def rescaled(grads: list[Any], optimizer: Any, used: jax.Array | None) -> list[A
 
 
 @jax.custom_vjp
-def scaled_in_backward(x: Any, factor: Any) -> Any:
+def scaled_in_backward(x: jax.Array, factor: jax.Array) -> jax.Array:
   """`x` itself, whose gradient is multiplied by `factor` on its way back."""
   del factor
   return x
 
 
-def _backward(factor: Any, grad: Any) -> tuple[Any, Any]:
+def _backward(factor: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
   return (widen(grad) * factor.astype(widen(grad).dtype)).astype(grad.dtype), jnp.zeros_like(factor)
 
 
 scaled_in_backward.defvjp(lambda x, factor: (x, factor), _backward)
 
 
-def _is_scaled(node: Any) -> bool:
+def _is_scaled(node: object) -> bool:
   return isinstance(node, LossScaleState)
 
 
-def _is_masters(node: Any) -> bool:
+def _is_masters(node: object) -> bool:
   return isinstance(node, MastersState)

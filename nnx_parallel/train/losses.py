@@ -1,4 +1,4 @@
-"""Metrics of a step: what a loss function may return, as sums and counts, and what the step adds."""
+"""Metrics of a step: the results of a loss function, as sums and counts, and metrics that the step adds."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.text import format_array, with_article
+from nnx_parallel.core.types import AnyArray, Optimizer, PyTree, Value
 from nnx_parallel.errors import TrainError
 
 Metrics = dict[str, Any]
 
 
 class Weighted(NamedTuple):
-  """A sum and the weight of what was summed; made by `weighted`."""
+  """A sum and its weight; made by `weighted`."""
 
-  sum: Any
-  count: Any
+  sum: AnyArray
+  count: AnyArray
 
 
-def weighted(sum: Any, count: Any) -> Weighted:
+def weighted(sum: AnyArray, count: AnyArray) -> Weighted:
   """A weighted mean that a loss function may return: `sum / count`, exact for every split of the batch.
 
   Microbatches, replicas and batches hold different numbers of tokens where a batch is masked or padded. Sums
-  and counts are added up over all of them, and divided once, so that each token weighs the same.
+  and counts are added up over all of them, and divided once, so that each token has the same weight.
 
   Args:
-    sum: a scalar, the sum over the examples of the (micro)batch; of a metric, an array too (one number for
+    sum: a scalar, the sum over the examples of the (micro)batch; for a metric, also an array (one number for
       each class, say).
-    count: what the sum is divided by: the number of examples, or the sum of their weights. It has no
-      gradient.
+    count: the divisor of the sum: the number of examples, or the sum of their weights. It has no gradient.
 
   Returns:
-    A pair of both, which is a pytree.
+    The sum and the count, as a pytree.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -55,26 +55,26 @@ class Terms(NamedTuple):
   """The terms of one (micro)batch.
 
   Attributes:
-    sums: name -> float32 scalar, or an array for a summary; `loss` is one of them.
-    counts: name -> float32, what the sum is divided by; None where a plain scalar was returned, which counts
-      as one whether the part is large or small.
+    sums: name -> float32 scalar, or an array for a summary; one of the names is `loss`.
+    counts: name -> float32, the divisor of the sum; None for a plain scalar, which counts as one whether the
+      part is large or small.
     outputs: name -> array with the examples on dim 0.
   """
 
   sums: dict[str, Any]
   counts: dict[str, Any]
-  outputs: dict[str, Any]
+  outputs: dict[str, jax.Array]
 
 
-def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
-  """Reads what a loss function returned.
+def terms(result: PyTree, outputs: Sequence[str] = ()) -> Terms:
+  """Reads the result of a loss function.
 
-  That is a scalar or `weighted(sum, count)`, or either of them with a dict of metrics: `(loss, metrics)`. The
+  The result is a scalar or `weighted(sum, count)`, or either with a dict of metrics: `(loss, metrics)`. The
   sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
   each element. `outputs` names metrics that are per-example arrays.
 
   Raises:
-    TrainError: anything else.
+    TrainError: the result is anything else.
   """
   loss, metrics = result, {}
   if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -102,10 +102,10 @@ def terms(result: Any, outputs: Sequence[str] = ()) -> Terms:
   return found
 
 
-def _add(found: Terms, name: str, value: Any) -> None:
+def _add(found: Terms, name: str, value: Value) -> None:
   pair = value if isinstance(value, Weighted) else (value, None)
   shapes = [tuple(getattr(x, "shape", ())) for x in pair if x is not None]
-  # A summary: as many means as the sum has elements, over one count or a count for each.
+  # A summary: as many means as the sum has elements, over one count or a count for each element.
   summary = name != "loss" and len(shapes) == 2 and shapes[1] in ((), shapes[0])
   numbers = _is_number(pair[0]) and (pair[1] is None or _is_number(pair[1]))
   if not numbers or not (summary or all(shape == () for shape in shapes)):
@@ -116,13 +116,13 @@ def _add(found: Terms, name: str, value: Any) -> None:
   found.counts[name] = None if count is None else count.astype(found.sums[name].dtype)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Value) -> bool:
   if not hasattr(x, "shape"):
     return isinstance(x, (bool, int, float))
   return not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def _not_a_term(name: str, value: Any) -> TrainError:
+def _not_a_term(name: str, value: Value) -> TrainError:
   what = "the loss" if name == "loss" else f"the metric {name!r}"
   return TrainError(
     f"{what} must be a scalar or nxp.weighted(sum, count); the loss function returned {_shown(value)}.",
@@ -132,17 +132,17 @@ def _not_a_term(name: str, value: Any) -> TrainError:
   )
 
 
-def _fix_of_metric(name: str, value: Any) -> str:
+def _fix_of_metric(name: str, value: Value) -> str:
   if isinstance(value, tuple):
     return f'nxp.weighted(sum, count) for a weighted mean; or two metrics: {{"{name}": a, "other": b}}.'
   return "x.mean(), or nxp.weighted(x.sum(), x.size); name per-example arrays in outputs=(...)."
 
 
-def _fix_of_loss(value: Any) -> str:
+def _fix_of_loss(value: Value) -> str:
   if value is None:
     return "end the loss function with: return loss"
   if isinstance(value, Mapping):
-    return 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'
+    return 'return loss, metrics: the loss first, then a dict of the other metrics; or value["loss"].'
   if isinstance(value, tuple):
     return (
       'return loss, {"accuracy": accuracy} for a loss with a metric (outputs=(...) names arrays);\n'
@@ -153,8 +153,8 @@ def _fix_of_loss(value: Any) -> str:
   return "loss.mean(), or nxp.weighted(loss.sum(), loss.size), which weights uneven batches exactly."
 
 
-def _shown(value: Any) -> str:
-  """What was returned, in the user's terms: a tracer is an array."""
+def _shown(value: Value) -> str:
+  """The result in the user's terms: a tracer is an array."""
   if isinstance(value, tuple):
     return f"({', '.join(map(_shown, value))})"
   if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -162,23 +162,23 @@ def _shown(value: Any) -> str:
   return "None" if value is None else with_article(type(value).__name__)
 
 
-def wide(x: Any) -> jax.Array:
+def wide(x: AnyArray) -> jax.Array:
   """`x` as float32, or as float64 if it is: sums in less lose the small terms."""
   x = jnp.asarray(x)
   return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def is_low(array: Any) -> bool:
+def is_low(array: AnyArray) -> bool:
   """Whether it is floating with less than 32 bits: its updates and sums are better made in float32."""
   return jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
 
 
-def widen(array: Any) -> Any:
+def widen(array: AnyArray) -> jax.Array:
   """The array in at least float32."""
   return array.astype(jnp.float32) if is_low(array) else array
 
 
-def mean(total: Any, count: Any) -> Any:
+def mean(total: AnyArray, count: AnyArray) -> jax.Array:
   """`total / count`, and 0 where nothing was counted."""
   if count is None:
     return total
@@ -195,7 +195,7 @@ def means(found: Terms, parts: int = 1) -> Metrics:
   return {**result, **found.outputs}
 
 
-def pairs(found: Terms, batch: Any, parts: int = 1) -> Metrics:
+def pairs(found: Terms, batch: PyTree, parts: int = 1) -> Metrics:
   """Each term as `(sum, count)`, and the outputs, of terms that were summed over `parts` parts.
 
   A plain scalar is taken for the mean over the `examples` of the batch.
@@ -213,7 +213,7 @@ def pairs(found: Terms, batch: Any, parts: int = 1) -> Metrics:
   return {**result, **found.outputs}
 
 
-def check_examples(batch: Any) -> None:
+def check_examples(batch: PyTree) -> None:
   """Refuses a batch without examples, whose mean would be NaN.
 
   Raises:
@@ -228,12 +228,12 @@ def check_examples(batch: Any) -> None:
       )
 
 
-def examples_in(batch: Any) -> int:
+def examples_in(batch: PyTree) -> int:
   """The length of dim 0 of the batch's first array; 1 when it holds scalars only."""
   return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
 
-def weight_of(metric: str, batch: Any) -> int:
+def weight_of(metric: str, batch: PyTree) -> int:
   """The weight of a metric that is a plain scalar: the number of examples of the batch.
 
   Raises:
@@ -251,9 +251,9 @@ def weight_of(metric: str, batch: Any) -> int:
 
 
 def diagnostics(
-  optimizer: Any, gradients: Sequence[jax.Array], scale: jax.Array | None, prefix: str = ""
+  optimizer: Optimizer, gradients: Sequence[jax.Array], scale: jax.Array | None, prefix: str = ""
 ) -> Metrics:
-  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` where the state holds one.
+  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` if the state holds it.
 
   Several rates are numbered. `scale` is the loss scale that the gradients were multiplied by, if any.
   """
@@ -270,7 +270,7 @@ def merged(metrics: Metrics, found: Metrics) -> Metrics:
   """Both dicts of metrics.
 
   Raises:
-    TrainError: the loss function returned a metric of one of these names.
+    TrainError: the loss function returned a metric with one of these names.
   """
   if taken := sorted(metrics.keys() & found.keys()):
     raise TrainError(
@@ -280,5 +280,5 @@ def merged(metrics: Metrics, found: Metrics) -> Metrics:
   return {**metrics, **found}
 
 
-def _is_rate(path: Any, value: Any) -> bool:
+def _is_rate(path: Any, value: Value) -> bool:
   return isinstance(value, nnx.Variable) and not value.get_raw_value().ndim  # not a schedule's own state

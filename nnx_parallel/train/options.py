@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.text import with_article
+from nnx_parallel.core.types import LossFn
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
-LossFn = Callable[..., Any]
-"""`(model, batch)`, or `(model, x, y)` for a batch that is a tuple; see `takes_several`."""
 Gradients = Literal["like_parameters", "scattered"]
 
 
@@ -23,9 +23,9 @@ class StepOptions:
   """The loss function of a step, and the options of `train_step` or `eval_step`.
 
   Attributes:
-    loss_fn: one loss function, or key -> loss function for several models trained in turn.
-    microbatches: parts that each batch is split into.
-    layers: what is done with the layers of the loss, its attention and its head.
+    loss_fn: one loss function, or key -> loss function for several models that are trained in turn.
+    microbatches: the number of parts of each batch.
+    layers: how the layers of the loss, its attention and its head are computed.
     outputs: names of metrics that are per-example arrays.
     gradients: the layout of gradients; see `train_step`.
     reduction: dtype in which replicas sum their gradients, or None.
@@ -33,7 +33,7 @@ class StepOptions:
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
 
   Raises:
-    TrainError: what is no loss function, an invalid number of microbatches, or an unknown gradient layout or
+    TrainError: not a loss function, an invalid number of microbatches, or an unknown gradient layout or
       reduction dtype.
   """
 
@@ -42,7 +42,7 @@ class StepOptions:
   layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
   outputs: tuple[str, ...] = ()
   gradients: Gradients | None = None
-  reduction: Any = None
+  reduction: DTypeLike | None = None
   pairs: bool = False
   diagnostics: bool = False
 
@@ -69,7 +69,7 @@ class StepOptions:
 
   @property
   def in_one_piece(self) -> bool:
-    """Whether the batch stays whole: its mean loss is differentiated, and not sums over parts."""
+    """Whether the batch is not split: its mean loss is differentiated, not sums over parts."""
     return self.microbatches == 1 and self.reduction is None and self.layers.pipeline is None
 
   @property

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.nodes import path_str, value_of
+from nnx_parallel.core.types import Leaf, Model
 from nnx_parallel.errors import NnxParallelWarning, TrainError
 from nnx_parallel.train.loss_scale import with_loss_scale
 from nnx_parallel.train.wrappers import with_masters
@@ -40,15 +42,16 @@ class Precision:
 
   Attributes:
     parameters: dtype of every floating `nnx.Param` except the parameters of norms.
-    compute: what layers compute in: every module with `dtype` and `param_dtype`, as flax's layers have.
+    compute: the dtype in which layers compute: every module with `dtype` and `param_dtype`, like flax's
+      layers.
     norms: dtype of the parameters and the arithmetic of normalisation layers.
     softmax: the least precise dtype in which `nnx.MultiHeadAttention` computes softmax. Without dropout flax
       always does it in float32; with dropout the attention products are then in this dtype too.
-    output: what the layers named by `output_layers` compute in.
-    output_layers: glob patterns of module paths, such as `"head"` or `"*.logits"`: those that make logits.
+    output: the compute dtype of the layers named by `output_layers`.
+    output_layers: glob patterns of the paths of modules that make logits, such as `"head"` or `"*.logits"`.
     masters: whether `optimizer` keeps float32 copies of the parameters.
     reduction: dtype in which replicas sum gradients, for `train_step(loss_fn, reduction=policy.reduction)`.
-      None leaves it to XLA, which takes the dtype of each layer's compute.
+      With None, XLA takes each layer's compute dtype.
     loss_scale: whether `optimizer` scales the loss, see `with_loss_scale`: float16 needs it, bfloat16 has the
       range of float32.
 
@@ -141,7 +144,7 @@ class Precision:
     """
     return cls(compute=jnp.float16, output_layers=tuple(output_layers), loss_scale=True)
 
-  def apply(self, init: Callable[[], Any]) -> Callable[[], Any]:
+  def apply(self, init: Callable[[], Model]) -> Callable[[], Model]:
     """A constructor of the same module with these dtypes.
 
     Initializers run as they were written, and their values are rounded. Dtypes that the module chose itself
@@ -156,7 +159,7 @@ class Precision:
     """
 
     @functools.wraps(init)
-    def build() -> Any:
+    def build() -> Model:
       module = init()
       self._set(module)
       return module
@@ -205,7 +208,7 @@ class Precision:
   def _low(self) -> bool:
     return jnp.finfo(self.parameters).bits < 32
 
-  def _set(self, module: Any) -> None:
+  def _set(self, module: nnx.Module) -> None:
     norms: set[int] = set()
     unused = set(self.output_layers)
     for path, layer in nnx.iter_modules(module):
@@ -239,14 +242,20 @@ def _set_layer(layer: Any, compute: DTypeLike, parameters: DTypeLike) -> None:
     layer.dtype, layer.param_dtype = compute, parameters
 
 
-def _cast(leaf: Any, dtype: DTypeLike) -> None:
+def _cast(leaf: Leaf, dtype: DTypeLike) -> None:
   value = value_of(leaf)
   if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
     leaf.set_raw_value(value.astype(dtype))
 
 
 def _attention(
-  query: Any, key: Any, value: Any, *, softmax: DTypeLike, dtype: Any = None, **options: Any
-) -> Any:
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  *,
+  softmax: DTypeLike,
+  dtype: DTypeLike | None = None,
+  **options: Any,
+) -> jax.Array:
   result = nnx.dot_product_attention(query, key, value, dtype=softmax, **options)
   return result.astype(dtype or query.dtype)

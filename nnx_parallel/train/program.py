@@ -1,11 +1,11 @@
-"""The compiled programs of a step, shared by all live objects of one structure, and why each was compiled."""
+"""The compiled programs of a step, shared by live objects of one structure, and why each was compiled."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.shards import auto_sharding, describe
+from nnx_parallel.core.shards import describe
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
@@ -46,7 +47,8 @@ class Compile:
 
   Attributes:
     step: the number of the call that needed it, counted from 0.
-    reasons: what was new, one phrase each: an argument, its shape, dtype or layout, or a changed attribute.
+    reasons: what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed
+      attribute.
   """
 
   step: int
@@ -60,16 +62,16 @@ class Program:
   """A jitted `run(arrays, raw arrays, batch)`.
 
   Args:
-    runs: the function to compile, and what to compile instead where XLA cannot compile it.
-    shardings: of the arrays, which are donated and are the first results; None for a function that changes
-      nothing.
+    runs: the function to compile, and fallback functions for when XLA cannot compile it.
+    shardings: the shardings of the arrays, which are donated and are the first results; None for a function
+      that changes nothing.
 
   Attributes:
-    jitted: what `jax.jit` made.
-    is_known: whether its last trace was accounted for: set by the step, and unset by a trace.
+    jitted: the jitted function.
+    is_known: whether its last trace was recorded: set by the step, and unset by a trace.
   """
 
-  def __init__(self, runs: Sequence[Callable[..., Any]], shardings: Any):
+  def __init__(self, runs: Sequence[Callable[..., PyTree]], shardings: Any):
     self.is_known = True
     self._options: dict[str, Any] = {}
     if shardings is not None:
@@ -77,16 +79,16 @@ class Program:
     self._others = [*dict.fromkeys(runs)]
     self.jitted: Any = self._jit(self._others.pop(0))
 
-  def _jit(self, run: Callable[..., Any]) -> Any:
+  def _jit(self, run: Callable[..., PyTree]) -> Any:
     @functools.wraps(run)
-    def traced(*args: Any) -> Any:
+    def traced(*args: PyTree) -> PyTree:
       self.is_known = False
       return run(*args)
 
     return jax.jit(traced, **self._options)
 
   def relax(self, error: BaseException) -> bool:
-    """Takes a program with fewer constraints, if there is one and XLA refused what it made of this one."""
+    """Switches to a program with fewer constraints, if there is one and XLA rejected this one."""
     if not self._others or not is_refused(error):
       return False
     self.jitted = self._jit(self._others.pop(0))
@@ -104,7 +106,7 @@ class Structure:
   Attributes:
     places: of the leaves, in the programs.
     reduction: how the last traced program reduces gradients between replicas.
-    layers: what the last traced program does with the layers of the loss.
+    layers: how the last traced program computes the layers of the loss.
   """
 
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Any, Placement | None]):
@@ -117,12 +119,12 @@ class Structure:
     self.argument_labels = [*binding.variable_labels, *(binding.labels[i] for i in raw)]
     self._placements = placements
     self.reduction, self.layers = "", LayersUsed()
-    self._programs: dict[Any, Program] = {}
+    self._programs: dict[Hashable, Program] = {}
     self._seen: list[Signature] = []
 
   def program(self, binding: Binding, batch: Any) -> Program:
-    """The program of these objects for batches that are laid out like this one."""
-    # One for each layout: jax compiles again for another one, and may not trace again.
+    """The program of these objects for batches with the layout of this batch."""
+    # One program for each layout: jax compiles again for a new layout, but may not trace again.
     layouts = tuple([_layout_of(x) for x in jax.tree.leaves(batch)])
     found = self._programs.get(layouts)
     if found is None:
@@ -133,8 +135,8 @@ class Structure:
       found = self._programs[layouts] = Program(runs, self.variable_shardings if self.trains else None)
     return found
 
-  def news(self, arrays: Sequence[Any], batch: Any) -> tuple[str, ...] | None:
-    """What is new in the arguments of a call: empty for the first one, None when nothing is.
+  def news(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
+    """What is new in the arguments of a call: empty for the first call, None if nothing is new.
 
     Donated arrays still have a type.
     """
@@ -147,7 +149,7 @@ class Structure:
     return tuple(least)
 
   def settle(self, binding: Binding, batch: Any) -> None:
-    """Decides on which axes the programs compute."""
+    """Decides which axes the programs compute on."""
     if self._settled:
       return
     self._settled = True
@@ -173,7 +175,7 @@ class Structure:
   def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
     layout = self.layout(axes)
 
-    def train_step(arrays: list[Any], raw: list[Any], batch: Any) -> list[Any]:
+    def train_step(arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> list[PyTree]:
       objects = self.template.build(self.template.join(arrays, raw))
       with default_scope(self.places.scope), queries_over(self._positions()):
         metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
@@ -183,12 +185,12 @@ class Structure:
 
     return train_step
 
-  def _evaluate(self, arrays: list[Any], raw: list[Any], batch: Any) -> Metrics:
+  def _evaluate(self, arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> Metrics:
     check_examples(batch)
     loss_fn: Any = self.options.loss_fn
     options, used, parts = self.options.layers, LayersUsed(), self.options.microbatches
 
-    def run(arrays: list[Any], batch: Any) -> Any:
+    def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
       (models,) = self.template.build(arrays)
       with options.marking(models, used):
         return terms(call_loss(loss_fn, models, batch), self.options.outputs)
@@ -203,7 +205,7 @@ class Structure:
     return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
 
   def _positions(self) -> str | None:
-    """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
+    """The mesh axis that also splits queries in layers: from the rule for `seq`, and splitting no weight."""
     mesh, scope = self.places.mesh, self.places.scope
     if mesh is None or scope is None:
       return None
@@ -212,8 +214,8 @@ class Structure:
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
   def held(
-    self, run: Callable[..., Any], shardings: Any, batch_at: int = 1, relaxed: int = 0
-  ) -> Callable[..., Any]:
+    self, run: Callable[..., PyTree], shardings: Any, batch_at: int = 1, relaxed: int = 0
+  ) -> Callable[..., PyTree]:
     """A program of these arrays with the layouts of their plan held."""
     mesh, scope = self.places.mesh, self.places.scope
     if (
@@ -238,19 +240,16 @@ class Structure:
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
-    gradients = {**own, **scattered}
-    if self.places.mesh != self._outside.mesh:
-      gradients = {path: auto_sharding(where) for path, where in gradients.items()}
-    return Layout(self.places.mesh, gradients, frozenset(scattered), frozenset(used), axes)
+    return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
 
 
-def is_placed(x: Any) -> bool:
+def is_placed(x: AnyArray) -> bool:
   """Whether an array lies on a mesh."""
   return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def _layout_of(x: Any) -> Any:
-  """What a program is compiled for, beside the type of an array."""
+def _layout_of(x: AnyArray) -> Hashable:
+  """The layout that a program is compiled for, in addition to the type of an array."""
   where = None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
   if not isinstance(where, NamedSharding):
     return where
@@ -260,13 +259,13 @@ def _layout_of(x: Any) -> Any:
   return where.mesh, tuple(dims), where.memory_kind
 
 
-def inside(key: Any) -> Path:
+def inside(key: Hashable) -> Path:
   """The start of a model's paths: its key, where there are several."""
   return () if key is None else (key,)
 
 
 def _scattered(
-  placement: Placement | None, key: Any, own: Mapping[Path, NamedSharding | None]
+  placement: Placement | None, key: Hashable, own: Mapping[Path, NamedSharding | None]
 ) -> dict[Path, NamedSharding]:
   """The gradients of a model that its optimizer's plan can scatter, and their layout."""
   gradients = {} if placement is None else placement.gradients
@@ -274,8 +273,8 @@ def _scattered(
   return {path: where for path, where in paths.items() if (mine := own.get(path)) and mine.mesh == where.mesh}
 
 
-def signature(labels: Sequence[str], arrays: Sequence[Any], batch: Any) -> Signature:
-  """Type and layout of every argument, by label, and what else jax compiles for."""
+def signature(labels: Sequence[str], arrays: Sequence[jax.Array], batch: PyTree) -> Signature:
+  """Type and layout of every argument, by label, and other state that a compilation depends on."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
   found["rules in scope"] = str(rules_in_scope())
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))

@@ -1,10 +1,10 @@
-"""What one step does to traced objects: losses, gradients, optimizer updates."""
+"""One step on traced objects: losses, gradients, optimizer updates."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
 from nnx_parallel.core.padding import is_padded
+from nnx_parallel.core.types import Model, Optimizer, Optimizers, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
@@ -33,13 +34,15 @@ from nnx_parallel.train.losses import (
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Differentiable, differentiable, trained_by
 
+T = TypeVar("T")
+
 
 def update(
-  options: StepOptions, models: Any, optimizers: Any, batch: Any, layout: Layout
+  options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: Layout
 ) -> tuple[Metrics, str, LayersUsed]:
   """Updates traced `models` and `optimizers` in place.
 
-  Returns metrics, how gradients were reduced, and what was done with layers.
+  Returns metrics, how gradients were reduced, and how layers were computed.
 
   For several models, `optimizers` is a tuple or dict with the same keys.
   """
@@ -56,11 +59,11 @@ def update(
   return metrics, how, layers
 
 
-def of_loss(key: Any, optimizers: Mapping[Any, Any]) -> Any:
-  """The optimizer that goes with a loss.
+def of_loss(key: Hashable, optimizers: Mapping[Hashable, T]) -> T:
+  """The optimizer of a loss.
 
   Raises:
-    TrainError: there is none.
+    TrainError: there is no such optimizer.
   """
   if key not in optimizers:
     raise TrainError(
@@ -71,7 +74,7 @@ def of_loss(key: Any, optimizers: Mapping[Any, Any]) -> Any:
   return optimizers[key]
 
 
-def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
+def keyed(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
   """Optimizers by the key of the model that they train; None for a single model.
 
   Raises:
@@ -82,7 +85,7 @@ def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
   if not several and not many:
     return {None: optimizers}
   names = list(models) if isinstance(models, dict) else list(range(len(models))) if several else []
-  found: dict[Any, Any] = {}
+  found: dict[Hashable, Optimizer] = {}
   if isinstance(optimizers, dict):
     found = dict(optimizers)
   elif many:
@@ -99,8 +102,8 @@ def keyed(models: Any, optimizers: Any) -> dict[Any, Any]:
 
 
 def gradients_of(
-  options: StepOptions, loss: Differentiable, batch: Any, layout: Layout
-) -> tuple[Total, list[Any]]:
+  options: StepOptions, loss: Differentiable, batch: PyTree, layout: Layout
+) -> tuple[Total, list[jax.Array]]:
   """The sums over the parts of a batch, and the gradient of the mean loss for each trained array.
 
   The gradients are multiplied by the loss scale, if there is one.
@@ -116,9 +119,9 @@ def gradients_of(
 def _update_once(
   options: StepOptions,
   loss_fn: LossFn,
-  models: Any,
-  optimizers: dict[Any, Any],
-  batch: Any,
+  models: Model,
+  optimizers: dict[Hashable, Optimizer],
+  batch: PyTree,
   layout: Layout,
 ) -> tuple[Metrics, str, LayersUsed]:
   scale = common_scale(optimizers.values())
@@ -148,7 +151,7 @@ def _update_once(
     leaves = [template.leaves[trained[n]].copy(grad) for n, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
 
-    def value_fn(params: Any, mine: list[int] = mine) -> Any:
+    def value_fn(params: PyTree, mine: list[int] = mine) -> jax.Array:
       replaced = [*train]
       for n, value in zip(mine, jax.tree.leaves(params), strict=True):
         replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
@@ -168,8 +171,8 @@ def _update_once(
   return merged(metrics, noted), total.how, loss.layers
 
 
-def _check_state(optimizer: Any, model: Any, key: Any) -> None:
-  """Refuses an optimizer whose state is that of other parameters: of the model before an edit, of another."""
+def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
+  """Refuses an optimizer whose state is for other parameters: before an edit, or of another model."""
   parameters = nnx.as_pure(nnx.state(model, optimizer.wrt))
   try:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -183,15 +186,15 @@ def _check_state(optimizer: Any, model: Any, key: Any) -> None:
   other = [p for p in needed if not padded and p in held and held[p] != needed[p]]
   if not absent and not left and not other:
     return
-  lines = [f"{path_str(path)}: not in the state, and a parameter of the model needs it" for path in absent]
-  lines += [f"{path_str(path)}: in the state, and no parameter of the model needs it" for path in left]
-  lines += [f"{path_str(path)}: shape {held[path]}, and its parameter needs {needed[path]}" for path in other]
+  lines = [f"{path_str(path)}: not in the state, but a parameter of the model needs it" for path in absent]
+  lines += [f"{path_str(path)}: in the state, but no parameter of the model needs it" for path in left]
+  lines += [f"{path_str(path)}: shape {held[path]}, but its parameter needs {needed[path]}" for path in other]
   more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
   fix = "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), made after the change: its state starts anew."
   if isinstance(optimizer, ShardedOptimizer):
     fix = "plan = nxp.plan(edited_init, mesh, rules, optimizer=tx)\nnew = nxp.create_sharded_model(plan)"
     if not left and not other:
-      fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over what was trained."
+      fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over the trained values."
   which = "the optimizer" if key is None else f"the optimizer of {key!r}"
   raise TrainError(
     f"the state of {which} does not fit the parameters that it trains: the model, wrt or tx was changed"
@@ -201,12 +204,12 @@ def _check_state(optimizer: Any, model: Any, key: Any) -> None:
   )
 
 
-def _shapes(state: Any) -> dict[Path, tuple[int, ...]]:
+def _shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
   flat = jax.tree_util.tree_leaves_with_path(state)
   return {plain_path(path): tuple(jnp.shape(leaf)) for path, leaf in flat}
 
 
-def _scaled(total: Total, train: list[Any]) -> list[Any]:
+def _scaled(total: Total, train: list[jax.Array]) -> list[jax.Array]:
   if total.parts == 1:
     return total.grads
   count = total.terms.counts["loss"]
@@ -214,7 +217,9 @@ def _scaled(total: Total, train: list[Any]) -> list[Any]:
   return [(g * jnp.asarray(scale, g.dtype)).astype(x.dtype) for g, x in zip(total.grads, train, strict=True)]
 
 
-def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[[Any], Any]) -> None:
+def apply(
+  optimizer: Optimizer, model: Model, grads: PyTree, loss: jax.Array, value_fn: Callable[[PyTree], jax.Array]
+) -> None:
   """Updates a traced model; optimizers that search along a line also get the loss and its function."""
   _check_transformation(optimizer)
   extra: dict[str, Any] = {}
@@ -228,15 +233,15 @@ def apply(optimizer: Any, model: Any, grads: Any, loss: Any, value_fn: Callable[
     plain_update(optimizer, model, grads, extra)
 
 
-# Arguments beside `value`, `grad` and `value_fn`, by the state of the transformation that needs them: optax
-# cannot say which a transformation needs, and line searches refuse what they do not know.
+# Arguments besides `value`, `grad` and `value_fn`, by the state of the transformation that needs them: optax
+# cannot say which arguments a transformation needs, and line searches refuse unknown arguments.
 _NEEDED_BY_STATE: dict[type, tuple[str, Callable[[Any], Any]]] = {
   optax.contrib.SAMState: ("grad_fn", lambda value_fn: lambda params, _: jax.grad(value_fn)(params)),
   optax.contrib.HutchinsonState: ("obj_fn", lambda value_fn: value_fn),  # of Sophia
 }
 
 
-def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any]:
+def extra_arguments(tx: optax.GradientTransformation, state: PyTree, given: dict[str, Any]) -> dict[str, Any]:
   """The named arguments for `tx.update`, from `value`, `grad` and `value_fn`."""
   parameters = inspect.signature(tx.update).parameters
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -248,14 +253,14 @@ def extra_arguments(tx: Any, state: Any, given: dict[str, Any]) -> dict[str, Any
   return {name: x for name, x in {**given, **more}.items() if takes_any or name in parameters}
 
 
-def _holds(kind: type, state: Any) -> bool:
-  def matches(node: Any) -> bool:
+def _holds(kind: type, state: PyTree) -> bool:
+  def matches(node: object) -> bool:
     return isinstance(node, kind)
 
   return any(map(matches, jax.tree.leaves(state, is_leaf=matches)))
 
 
-def _check_transformation(optimizer: Any) -> None:
+def _check_transformation(optimizer: Optimizer) -> None:
   if _holds(optax.LookaheadState, optimizer.opt_state):
     raise TrainError(
       "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",

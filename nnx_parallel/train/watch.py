@@ -1,9 +1,9 @@
-"""Notices edits of live modules: between two steps, and by the loss function inside one."""
+"""Notices edits of live modules: between two steps, and by the loss function inside a step."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -11,21 +11,22 @@ from typing import Any
 from flax import nnx
 
 from nnx_parallel.core.nodes import FLAX_PREFIX, variables
+from nnx_parallel.core.types import Model
 from nnx_parallel.errors import TrainError
 
 _ABSENT: Any = object()
 """Stands for an absent attribute."""
 _END = (_ABSENT,)
-"""Follows the items of a list or dict, so that none moves to the next one unnoticed."""
+"""Separates the items of a list or dict, so that no item moves to the next list or dict unnoticed."""
 _SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 class Watch:
   """Notices that attributes of live modules were replaced, added or removed, by identity.
 
-  Compared are the attributes of every module, and the items of the lists and dicts that a module holds. Not
-  noticed are changes of a Variable's metadata, and those inside other objects. The modules themselves are not
-  kept alive, what they hold is.
+  It compares the attributes of every module, and the items of the lists and dicts that a module holds. It
+  does not notice changes of a Variable's metadata, or changes inside other objects. It keeps the values of
+  attributes alive, but not the modules.
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
@@ -34,9 +35,9 @@ class Watch:
     TrainError: an attribute is a method of a module.
   """
 
-  def __init__(self, roots: Mapping[str, Any]):
-    self._attributes: dict[str, Any] = {}
-    self._views: list[Iterable[Any]] = []
+  def __init__(self, roots: Mapping[str, Model]):
+    self._attributes: dict[str, object] = {}
+    self._views: list[Iterable[object]] = []
     seen: set[int] = set()
     for name, root in roots.items():
       for path, node in _containers(name, root, seen):
@@ -49,21 +50,21 @@ class Watch:
           self._views += [node.values(), node, _END] if isinstance(node, dict) else [node, _END]
     _check_methods(self._attributes)
     self._views.append(_END)
-    self._saved: list[Any] = [*chain.from_iterable(self._views)]
+    self._saved: list[object] = [*chain.from_iterable(self._views)]
 
   def same(self) -> bool:
     """Whether every attribute is still the same object; 20 nanoseconds for each."""
     # By identity: `==` runs the code of users, takes 1 for True, and compares arrays by their values.
     return all(map(operator.is_, chain.from_iterable(self._views), self._saved))
 
-  def kinds(self) -> tuple[Any, ...]:
-    """Name and type of every plain attribute: `True`, `1` and `1.0` are equal, and make other programs."""
+  def kinds(self) -> tuple[Hashable, ...]:
+    """Name and type of every plain attribute: `True`, `1` and `1.0` are equal but make different programs."""
     return tuple((name, _kind(value)) for name, value in self._attributes.items() if _is_plain(value))
 
   def changes(self, now: Watch) -> list[str]:
-    """One phrase for each attribute that is another one in `now`, a later watch of the same modules.
+    """One phrase for each attribute that has another value in `now`, a later watch of the same modules.
 
-    Another object with an equal simple value is no change.
+    A different object with an equal simple value is not a change.
     """
     phrases: list[str] = []
     for name, old, new in _differences(self._attributes, now._attributes):
@@ -76,7 +77,7 @@ class Watch:
     return phrases
 
 
-def plain_attributes(objects: Any) -> dict[str, Any]:
+def plain_attributes(objects: Model) -> dict[str, object]:
   """The attributes of modules, and the items of their lists and dicts, that hold no array, by dotted path."""
   return {
     f"{path}.{name}".removeprefix("."): value
@@ -86,7 +87,7 @@ def plain_attributes(objects: Any) -> dict[str, Any]:
   }
 
 
-def check_plain_attributes(before: Mapping[str, Any], objects: Any) -> None:
+def check_plain_attributes(before: Mapping[str, object], objects: Model) -> None:
   """Refuses a loss function that wrote plain attributes, which no compiled step can write back.
 
   Raises:
@@ -104,7 +105,7 @@ def check_plain_attributes(before: Mapping[str, Any], objects: Any) -> None:
     )
 
 
-def _check_methods(attributes: Mapping[str, Any]) -> None:
+def _check_methods(attributes: Mapping[str, object]) -> None:
   """Refuses a method of a module as an attribute: a program would read that module's arrays as constants."""
   for name, value in attributes.items():
     if isinstance(value, MethodType) and isinstance(value.__self__, nnx.Pytree) and variables(value.__self__):
@@ -115,15 +116,17 @@ def _check_methods(attributes: Mapping[str, Any]) -> None:
       )
 
 
-def objects_in(root: Any) -> list[Any]:
+def objects_in(root: Model) -> list[Model]:
   """The modules or optimizers in `root`: itself, or the elements of a tuple, list or dict."""
   if isinstance(root, Mapping):
     return list(root.values())
   return list(root) if isinstance(root, (tuple, list)) else [root]
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-  """The attributes that differ, with both values; those that flax keeps for itself left out."""
+def _differences(
+  before: Mapping[str, object], after: Mapping[str, object]
+) -> Iterator[tuple[str, object, object]]:
+  """The attributes that differ, with both values; attributes that flax keeps for itself are left out."""
   for name in dict.fromkeys([*before, *after]):
     old, new = before.get(name, _ABSENT), after.get(name, _ABSENT)
     equal = old is new or (_is_plain(old) and _is_plain(new) and _kind(old) == _kind(new) and old == new)
@@ -131,24 +134,24 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
       yield name, old, new
 
 
-def _is_plain(value: Any) -> bool:
-  """Whether a value can be compared with another one: a number, a string, or a tuple of these."""
+def _is_plain(value: object) -> bool:
+  """Whether a value can be compared with another value: a number, a string, or a tuple of these."""
   return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _SIMPLE)
 
 
-def _kind(value: Any) -> Any:
-  """The type of a plain value, and of what a tuple holds."""
+def _kind(value: object) -> Hashable:
+  """The type of a plain value, and of the items of a tuple."""
   return (type(value), *map(_kind, value)) if isinstance(value, tuple) else type(value)
 
 
-def _holds_state(value: Any) -> bool:
+def _holds_state(value: object) -> bool:
   """Whether a value holds Variables or arrays, or is a module or container whose items are looked at."""
   if isinstance(value, (nnx.Pytree, nnx.Variable, dict, list, tuple)):
     return not _is_plain(value)
   return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _containers(path: str, node: Model, seen: set[int]) -> Iterator[tuple[str, Model]]:
   """Every module, dict and list of a module tree."""
   watched = isinstance(node, (nnx.Pytree, dict, list, tuple)) and not isinstance(node, nnx.Variable)
   if not watched or id(node) in seen:
@@ -160,7 +163,7 @@ def _containers(path: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Any
     yield from _containers(f"{path}.{key}", value, seen)
 
 
-def _items(node: Any) -> list[tuple[Any, Any]]:
+def _items(node: Model) -> list[tuple[Hashable, object]]:
   """The attributes of a module, or the items of a dict, list or tuple."""
   if isinstance(node, (list, tuple)):
     return list(enumerate(node))

@@ -1,6 +1,6 @@
-"""Optax transformations around others: float32 masters, averaged parameters, skipped steps.
+"""Optax transformations around other transformations: float32 masters, averaged parameters, skipped steps.
 
-Their state mirrors the parameters, so the plan lays it out by path and shape like that of any optimizer.
+Their state mirrors the parameters, so the plan lays it out by path and shape like any optimizer state.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flax import nnx
 
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import is_low, widen
 
@@ -24,11 +25,11 @@ class MastersState(NamedTuple):
 
   Attributes:
     inner: state of the wrapped transformation, made for the masters.
-    masters: the parameters in float32; `optax.MaskedNode()` for those that need no copy.
+    masters: the parameters in float32; `optax.MaskedNode()` for parameters that need no copy.
   """
 
-  inner: Any
-  masters: Any
+  inner: PyTree
+  masters: PyTree
 
 
 class AverageState(NamedTuple):
@@ -39,8 +40,8 @@ class AverageState(NamedTuple):
     average: the averaged parameters, at least float32.
   """
 
-  inner: Any
-  average: Any
+  inner: PyTree
+  average: PyTree
 
 
 def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -71,11 +72,13 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
   """
   inner = accept_extra(tx)
 
-  def init(params: Any) -> MastersState:
+  def init(params: PyTree) -> MastersState:
     masters = jax.tree.map(lambda x: widen(x) if is_low(x) else optax.MaskedNode(), params)
     return MastersState(inner.init(_merged(masters, params)), masters)
 
-  def update(grads: Any, state: MastersState, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
+  def update(
+    grads: PyTree, state: MastersState, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, MastersState]:
     params = _needed(params, "with_masters")
     full = _merged(state.masters, params)
     updates, inner_state = inner.update(jax.tree.map(widen, grads), state.inner, full, **extra)
@@ -119,13 +122,15 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
     raise TrainError(f"decay={decay} is not a weight of the past.", fix="0 <= decay < 1, for example 0.999.")
   inner = accept_extra(tx)
 
-  def init(params: Any) -> AverageState:
+  def init(params: PyTree) -> AverageState:
     return AverageState(inner.init(params), jax.tree.map(widen, params))
 
-  def update(grads: Any, state: AverageState, params: Any = None, **extra: Any) -> tuple[Any, AverageState]:
+  def update(
+    grads: PyTree, state: AverageState, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, AverageState]:
     params = _needed(params, "with_ema")
     updates, inner_state = inner.update(grads, state.inner, params, **extra)
-    new: Any = jax.tree.map(widen, optax.apply_updates(params, updates))
+    new: PyTree = jax.tree.map(widen, optax.apply_updates(params, updates))
     return updates, AverageState(inner_state, optax.incremental_update(new, state.average, 1 - decay))
 
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
@@ -159,7 +164,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   states = [n for n in jax.tree.leaves(optimizer.opt_state, is_leaf=_is_average) if _is_average(n)]
   if len(states) != 1:
     raise TrainError(
-      f"the optimizer's state holds {len(states)} averages, and ema_of needs one.",
+      f"the optimizer's state holds {len(states)} averages, but ema_of needs one.",
       details=f"state {type(optimizer.opt_state).__name__}",
       fix="plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))",
     )
@@ -183,13 +188,13 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
   """Leaves parameters and state unchanged if the gradients contain a NaN or an infinity.
 
-  It does what `optax.apply_if_finite` does, with the same state, by selecting instead of branching: that
-  takes less memory, and suits transformations whose updates have another dtype than the gradients.
+  It equals `optax.apply_if_finite`, with the same state, but it selects instead of branching: this takes less
+  memory, and suits transformations whose updates have another dtype than the gradients.
   `optimizer.opt_state.total_notfinite` counts the skipped steps.
 
   Args:
-    tx: the transformation to protect; inside `with_masters`, if that is used.
-    max_consecutive: after this many skipped steps in a row the next one is applied, finite or not, so that
+    tx: the transformation to protect; inside `with_masters`, if you use both.
+    max_consecutive: after this many skipped steps in a row the next step is applied, finite or not, so that
       the failure shows. None: never.
 
   Returns:
@@ -214,11 +219,11 @@ def skip_nonfinite(
     raise TrainError(f"max_consecutive={max_consecutive} is negative.", fix="0 or more; None for never.")
   inner = accept_extra(tx)
 
-  def init(params: Any) -> optax.ApplyIfFiniteState:
+  def init(params: PyTree) -> optax.ApplyIfFiniteState:
     zero = jnp.zeros((), jnp.int32)
     return optax.ApplyIfFiniteState(zero, jnp.array(True), zero, inner.init(params))
 
-  def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+  def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
     finite = all_finite(grads)
     count = jnp.where(finite, 0, optax.safe_increment(state.notfinite_count))
     apply = finite if max_consecutive is None else finite | (count > max_consecutive)
@@ -230,13 +235,13 @@ def skip_nonfinite(
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
   """Whether no array of `tree` holds a NaN or an infinity."""
   found = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
   return functools.reduce(jnp.logical_and, found, jnp.array(True))
 
 
-def chosen(first: jax.Array, a: Any, b: Any) -> Any:
+def chosen(first: jax.Array, a: PyTree, b: PyTree) -> PyTree:
   """`a` where `first` is true, else `b`: array by array.
 
   `lax.cond` would hold both trees at once, and host-resident state could not be streamed.
@@ -244,26 +249,26 @@ def chosen(first: jax.Array, a: Any, b: Any) -> Any:
   return jax.tree.map(lambda x, y: jnp.where(first, x, y), a, b)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
   return isinstance(node, optax.MaskedNode)
 
 
-def _is_average(node: Any) -> bool:
+def _is_average(node: object) -> bool:
   return isinstance(node, AverageState)
 
 
-def _merged(masters: Any, params: Any) -> Any:
+def _merged(masters: PyTree, params: PyTree) -> PyTree:
   return jax.tree.map(lambda m, p: p if _is_masked(m) else m, masters, params, is_leaf=_is_masked)
 
 
-def _rounded_update(moved: Any, param: Any) -> Any:
+def _rounded_update(moved: PyTree, param: PyTree) -> PyTree:
   """The float32 step from a parameter to its rounded master; other updates as they are."""
   if not is_low(param):
     return moved
   return moved.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
 
 
-def _needed(params: Any, name: str) -> Any:
+def _needed(params: PyTree, name: str) -> Any:
   if params is None:
     raise TrainError(f"{name} needs the parameters.", fix="tx.update(grads, state, params)")
   return params

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.interpret import DEFAULT, rewritten
 from nnx_parallel.core.jaxprs import as_function, bind, called, equations, inner_equations, opened
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, PyTree, Value
 
 
-def own_rules(jaxpr: Any) -> dict[str, bool]:
+def own_rules(jaxpr: Program) -> dict[str, bool]:
   """The functions of a program that have a custom reverse rule, and whether each rounds."""
   found: dict[str, bool] = {}
   for eqn in equations(jaxpr):
@@ -22,13 +22,13 @@ def own_rules(jaxpr: Any) -> dict[str, bool]:
   return found
 
 
-def without_own_rules(jaxpr: Any) -> Any:
+def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
   """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
 
   The rule of a function that rounds is kept, because it differs from the derivative on purpose.
   """
 
-  def rule(eqn: Any, inputs: list[Any]) -> Any:
+  def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if not eqn.primitive.name.startswith(_RULE):
       return DEFAULT
     function = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
@@ -37,17 +37,17 @@ def without_own_rules(jaxpr: Any) -> Any:
   return rewritten(jaxpr, rule)
 
 
-def _at_its_word(eqn: Any) -> Callable[..., Any]:
-  """A function whose derivative is what its reverse rule gives."""
+def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
+  """A function whose derivative is the result of its reverse rule."""
   floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
   @jax.custom_jvp
-  def function(*inputs: Any) -> Any:
+  def function(*inputs: PyTree) -> PyTree:
     return bind(eqn, inputs)
 
   @function.defjvp
-  def derivative(inputs: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-    def of_floats(*chosen: Any) -> Any:
+  def derivative(inputs: PyTree, tangents: PyTree) -> PyTree:  # pyright: ignore[reportUnusedFunction]
+    def of_floats(*chosen: PyTree) -> PyTree:
       given = dict(zip(floats, chosen, strict=True))
       return bind(eqn, [given.get(n, x) for n, x in enumerate(inputs)])
 
@@ -63,21 +63,21 @@ def _at_its_word(eqn: Any) -> Callable[..., Any]:
   return function
 
 
-def without_stops(jaxpr: Any) -> Any:
+def without_stops(jaxpr: Program) -> ClosedJaxpr:
   """The same program with copies in place of `jax.lax.stop_gradient`."""
 
-  def rule(eqn: Any, inputs: list[Any]) -> Any:
+  def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     return [jnp.positive(*inputs)] if eqn.primitive.name == "stop_gradient" else DEFAULT
 
   return rewritten(jaxpr, rule)
 
 
-def rounds(eqn: Any) -> bool:
-  """Whether the programs of an operation round: to whole numbers, or to a dtype of 8 bits or less."""
+def rounds(eqn: JaxprEqn) -> bool:
+  """Whether the programs of an operation round: to integers, or to a dtype of 8 bits or less."""
   return any(map(_is_rounding, inner_equations(eqn)))
 
 
-def _is_rounding(eqn: Any) -> bool:
+def _is_rounding(eqn: JaxprEqn) -> bool:
   if eqn.primitive.name != "convert_element_type":
     return eqn.primitive.name in ("round", "floor", "ceil")
   before, after = (var.aval.dtype for var in (*eqn.invars, *eqn.outvars))

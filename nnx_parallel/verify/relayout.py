@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of
 from nnx_parallel.core.text import format_bytes, format_spec
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.layout.resolve import shard_counts
 
 
@@ -21,9 +22,9 @@ class Relayout:
 
   Attributes:
     name: the group.
-    positions: its leaves among the trained ones.
+    positions: the positions of its leaves among the trained arrays.
     sharding: the other layout.
-    extra_bytes: how much more each device would hold.
+    extra_bytes: the additional bytes on each device.
   """
 
   name: str
@@ -37,7 +38,9 @@ class Relayout:
     return f"{self.name} as {spec} ({format_spec(spec)}, {cost})"
 
 
-def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedSharding) -> Iterator[Relayout]:
+def relayouts(
+  name: str, positions: Sequence[int], array: AnyArray, where: NamedSharding
+) -> Iterator[Relayout]:
   """Layouts that split an array evenly: with an axis less, with two dims exchanged, replicated.
 
   `array` gives the shape and dtype of each leaf of the group, and `where` its present layout.
@@ -68,5 +71,5 @@ def relayouts(name: str, positions: Sequence[int], array: Any, where: NamedShard
 
 
 def cheapest(found: Sequence[Relayout]) -> list[Relayout]:
-  """In order of extra bytes, in steps of 1 MiB; among equals, those that split less come first."""
+  """In order of extra bytes, in steps of 1 MiB; among equals, layouts that split less come first."""
   return sorted(found, key=lambda r: (r.extra_bytes >> 20, sum(map(len, map(axes_of, r.sharding.spec)))))

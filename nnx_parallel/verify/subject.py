@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import as_function
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import pinned
+from nnx_parallel.core.types import AnyArray, ClosedJaxpr, PyTree
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
 from nnx_parallel.train.axes import Places
 from nnx_parallel.train.binding import Binding
@@ -31,13 +33,17 @@ from nnx_parallel.verify.custom_rules import own_rules, without_own_rules, witho
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
 
 
-class _Program:
-  """A jitted program; the next one where XLA refuses it."""
+Compiled: TypeAlias = Any
+"""A jitted program; its results are pytrees of arrays."""
 
-  def __init__(self, jitted: list[Any]):
+
+class _Program:
+  """A jitted program; the next program if XLA rejects it."""
+
+  def __init__(self, jitted: list[Compiled]):
     self._jitted = jitted
 
-  def __call__(self, *args: Any) -> Any:
+  def __call__(self, *args: PyTree) -> PyTree:
     try:
       return self._jitted[0](*args)
     except RuntimeError as error:
@@ -56,32 +62,33 @@ class Subject:
   """A loss of live objects, and the programs that differentiate it.
 
   Attributes:
-    options: of the step.
+    options: the options of the step.
     loss_fn: the loss.
     binding: the live objects: a model, and its optimizer if there is one.
     batch: one batch, in the layout of the programs.
-    wrt: the filter of the Variables that are trained, by the key of their model.
-    layout: of the gradients.
-    places: of the arrays in the programs.
-    mend: `(program, shardings of its arrays, 1, relaxed) -> program`: what the step does before it compiles.
+    wrt: the filter of the trained Variables, by the key of their model.
+    layout: the layout of the gradients.
+    places: the places of the arrays in the programs.
+    mend: `(program, shardings of its arrays, 1, relaxed) -> program`: the step's rewriting before
+      compilation.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
   options: StepOptions
   loss_fn: LossFn
   binding: Binding
-  batch: Any
-  wrt: Mapping[Any, Any]
+  batch: PyTree
+  wrt: Mapping[Hashable, nnx.filterlib.Filter]
   layout: Layout
   places: Places
   mend: Callable[..., Any] = lambda program, *_: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @property
-  def arrays(self) -> list[Any]:
-    """The arrays of all programs: those of the live objects, also what is in no Variable.
+  def arrays(self) -> list[jax.Array]:
+    """The arrays of all programs: the arrays of the live objects, including arrays outside of Variables.
 
-    They are not kept here: a step copies an array that has another holder, instead of donating it.
+    They are not kept here: a step copies an array with another holder instead of donating it.
     """
     arrays = self._placed
     for n, where in self.relaid.items():
@@ -98,7 +105,7 @@ class Subject:
 
   @functools.cached_property
   def positions(self) -> list[int]:
-    """Which of the arrays each trained one is."""
+    """The position of each trained array among all arrays."""
     loss, _ = self._pieces(self._abstract)
     return [self.binding.template.index[(0, *path)] for path in loss.paths]
 
@@ -107,7 +114,7 @@ class Subject:
     return None if self.options.in_one_piece else self.options.turns
 
   @functools.cached_property
-  def leaves(self) -> list[tuple[str, NamedSharding | None, Any]]:
+  def leaves(self) -> list[tuple[str, NamedSharding | None, AnyArray]]:
     """Dotted path, layout and abstract value of each trained array."""
     loss, _ = self._pieces(self._abstract)
     own = self.places.shardings
@@ -116,7 +123,7 @@ class Subject:
       for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
     ]
 
-  def _pieces(self, arrays: Sequence[Any]) -> tuple[Differentiable, Any]:
+  def _pieces(self, arrays: Sequence[AnyArray]) -> tuple[Differentiable, jax.Array | None]:
     """The loss and its scale, around these arrays."""
     models, *optimizers = self.binding.template.build(arrays)
     scale = None
@@ -126,12 +133,12 @@ class Subject:
     return differentiable(self.options, self.loss_fn, models, self.wrt, scale), scale
 
   @functools.cached_property
-  def reverse(self) -> Any:
+  def reverse(self) -> Compiled:
     """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
     return self._reverse(lambda objective: objective)
 
   @functools.cached_property
-  def reverse_unstopped(self) -> Any:
+  def reverse_unstopped(self) -> Compiled:
     """`reverse`, without `jax.lax.stop_gradient`."""
     return self._reverse(functools.partial(_changed, without_stops))
 
@@ -165,7 +172,7 @@ class Subject:
     return _Program([jax.jit(run, **placed) for run in runs])
 
   @functools.cached_property
-  def forward(self) -> Any:
+  def forward(self) -> Compiled:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
 
     def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
@@ -179,7 +186,7 @@ class Subject:
     return self._compiled(forward)
 
   @functools.cached_property
-  def shifted(self) -> Any:
+  def shifted(self) -> Compiled:
     """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
 
     def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
@@ -191,14 +198,14 @@ class Subject:
 
     return self._compiled(shifted)
 
-  def by_device(self, *, slope: bool, whole: bool = False) -> Any:
+  def by_device(self, *, slope: bool, whole: bool = False) -> Compiled:
     """The loss, and if `slope` its derivative, by a program that leaves nothing for a compiler to partition.
 
     The result is `(arrays, batch, seed, factors) -> loss, mean of its sizes on the devices, slope`. With
-    `whole`, each device computes the whole batch, and not its own examples.
+    `whole`, each device computes the global batch instead of its own examples.
     """
 
-    def local(loss: Differentiable, batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+    def local(loss: Differentiable, batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       terms_of = functools.partial(_loss_terms, self._plain(loss.objective), loss.others, batch)
       (total, count), change = terms_of(loss.train), jnp.zeros(())
       if slope:
@@ -209,33 +216,33 @@ class Subject:
     return self._manual(local, whole)
 
   @functools.cached_property
-  def value_by_device(self) -> Any:
+  def value_by_device(self) -> Compiled:
     """`by_device` without the slope; compiled once."""
     return self.by_device(slope=False)
 
-  def gradients_by_device(self, *, whole: bool = False) -> Any:
+  def gradients_by_device(self, *, whole: bool = False) -> Compiled:
     """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program without partitioning."""
 
-    def local(loss: Differentiable, batch: Any, seeds: jax.Array) -> Any:
+    def local(loss: Differentiable, batch: PyTree, seeds: jax.Array) -> PyTree:
       terms_of = functools.partial(_loss_terms, loss.objective, loss.others, batch)
       grads, count = jax.grad(terms_of, has_aux=True)(loss.train)
       return [jnp.stack([inner(g, signs(seed, n, g)) for n, g in enumerate(grads)]) for seed in seeds], count
 
     return self._manual(local, whole)
 
-  def _manual(self, local: Callable[..., Any], whole: bool) -> Any:
-    """Means over the examples of what `local(loss, batch, ...)` sums on each device; whole arrays inside."""
+  def _manual(self, local: Callable[..., PyTree], whole: bool) -> Compiled:
+    """Means over the examples, from the sums of `local(loss, batch, ...)` per device; arrays are global."""
     mesh: Any = self.places.mesh
     axes = tuple(mesh.axis_names)
     specs = [_spec(x) for x in self.arrays]
     split = PartitionSpec() if whole else PartitionSpec(axes)
 
-    def summed(arrays: list[Any], batch: Any, rest: Any) -> Any:
+    def summed(arrays: list[jax.Array], batch: PyTree, rest: PyTree) -> PyTree:
       gathered = [_gathered(x, spec) for x, spec in zip(arrays, specs, strict=True)]
       sums, count = jax.lax.psum(local(self._pieces(gathered)[0], batch, *rest), axes)
       return [mean(x, count.astype(x.dtype)) for x in sums]
 
-    def manual(arrays: list[Any], batch: Any, *rest: Any) -> Any:
+    def manual(arrays: list[jax.Array], batch: PyTree, *rest: PyTree) -> PyTree:
       parts = jax.tree.map(lambda x: split if jnp.ndim(x) else PartitionSpec(), batch)
       with default_scope(self.places.scope):
         return jax.shard_map(
@@ -256,7 +263,7 @@ class Subject:
 
   @functools.cached_property
   def together(self) -> str:
-    """Why the devices cannot compute the loss of their own examples; empty where they can."""
+    """Why the devices cannot compute the loss of their own examples; empty if they can."""
     mesh: Any = self.places.mesh
     if self.on_one_device:
       return "there is one device"
@@ -280,22 +287,22 @@ class Subject:
         return f"the loss takes all examples only: {str(error).strip().splitlines()[0]}"
       return why_not_by_replica(*found, axes)
 
-  def _plain(self, objective: Any) -> Any:
+  def _plain(self, objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return _changed(without_own_rules, objective) if self.rules else objective
 
   def _direction(
     self, loss: Differentiable, seed: jax.Array, factors: jax.Array, *, pin: bool = True
-  ) -> list[Any]:
+  ) -> list[jax.Array]:
     found = [signs(seed, n, x) * factors[n].astype(x.dtype) for n, x in enumerate(loss.train)]
     return [pinned(x, self.leaves[n][1]) for n, x in enumerate(found)] if pin else found
 
   @functools.cached_property
-  def trace(self) -> Any:
+  def trace(self) -> ClosedJaxpr:
     """The trace of the loss of one part of the batch."""
     with default_scope(self.places.scope):
       batch = jax.tree.map(_abstract, self.batch)
 
-      def run(arrays: list[Any], batch: Any) -> Any:
+      def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
         loss, _ = self._pieces(arrays)
         return loss.objective(loss.train, loss.others, batch)[0]
 
@@ -307,7 +314,9 @@ class Subject:
     return own_rules(self.trace)
 
 
-def _loss_terms(objective: Any, others: list[Any], batch: Any, train: list[Any]) -> tuple[Any, Any]:
+def _loss_terms(
+  objective: Callable[..., PyTree], others: list[jax.Array], batch: PyTree, train: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   """Sum and count of the loss of some examples."""
   found = objective(train, others, batch)[1][0]
   total, count = found.sums["loss"], found.counts["loss"]
@@ -318,23 +327,23 @@ def _unscaled(x: jax.Array, scale: jax.Array | None) -> jax.Array:
   return x if scale is None else x / scale.astype(x.dtype)
 
 
-def _spec(x: Any) -> PartitionSpec:
+def _spec(x: AnyArray) -> PartitionSpec:
   sharding = getattr(x, "sharding", None)
   return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """The whole array from its shards, inside a manual program."""
+  """The global array from its shards, inside a manual program."""
   for dim, entry in enumerate(spec):
     if entry:
       x = jax.lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
   return x
 
 
-def _changed(change: Callable[[Any], Any], objective: Any) -> Any:
+def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """An objective whose trace is changed before it runs."""
 
-  def other(*args: Any) -> Any:
+  def other(*args: PyTree) -> PyTree:
     traced, shape = jax.make_jaxpr(objective, return_shape=True)(*args)
     flat = as_function(change(traced))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), flat)
@@ -342,21 +351,21 @@ def _changed(change: Callable[[Any], Any], objective: Any) -> Any:
   return other
 
 
-def _abstract(x: Any, parts: int = 0) -> Any:
-  """The shape and sharding of an array; or the shape of one of some parts of it."""
+def _abstract(x: AnyArray, parts: int = 0) -> jax.ShapeDtypeStruct:
+  """The shape and sharding of an array; or the shape of one of several parts of it."""
   shape, dtype = jnp.shape(x), jnp.result_type(x)
   if parts:
     return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]) if shape else (), dtype)
   return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(x, "sharding", None))
 
 
-def signs(seed: jax.Array, number: int, like: Any) -> jax.Array:
+def signs(seed: jax.Array, number: int, like: AnyArray) -> jax.Array:
   """Random +1 and -1 with the shape and dtype of an array, the same in every program and every layout.
 
-  They are computed from the positions of the elements, so that a compiler can fuse them into their use: there
-  is no copy of the array, and nothing that is drawn in one layout and moved to another. `jax.random` would
-  hold two words for each element on some devices. `number` distinguishes the arrays of a model. A complex
-  array gets signs for both parts.
+  They are computed from the positions of the elements, so that a compiler can fuse them into their use: the
+  array is not copied, and nothing is drawn in one layout and moved to another. `jax.random` would hold two
+  words for each element on some devices. `number` distinguishes the arrays of a model. A complex array gets
+  signs for both parts.
 
   Example:
     >>> import jax.numpy as jnp

@@ -7,8 +7,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nnx_parallel.core.interpret import is_literal, read
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.types import AnyArray, Var
 from nnx_parallel.create.slicing.cut import FLOATS, Cut, Slice, Value, evaluate, is_tiny
 from nnx_parallel.layout.resolve import add_axes
 
@@ -70,32 +70,32 @@ def run_slices(sliced: Cut, programs: Sequence[jax.stages.Compiled], inputs: Inp
   return made
 
 
-def put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: AnyArray, sharding: NamedSharding) -> jax.Array:
   """Places an array in its shards, in buffers that nothing else holds.
 
   Of a numpy array (global shape) only the part of the local devices is read.
   """
   if isinstance(value, jax.Array) and value.is_fully_addressable and not sharding.is_fully_addressable:
-    # jax refuses to move a committed array of one process to the devices of several.
+    # jax refuses to move a committed array of one process to the devices of several processes.
     if is_key(value.dtype):
       numbers = put(np.asarray(jax.random.key_data(value)), sharding)
       return _keys(jax.random.key_impl(value), sharding)(numbers)
     value = np.asarray(value)
   if isinstance(value, jax.Array):
     placed = jax.device_put(value, sharding, may_alias=False)
-    # From one device to several, jax (0.12) hands on the first device's buffer all the same.
+    # From one device to several, jax (0.12) still hands on the first device's buffer.
     return jax.jit(jnp.copy, out_shardings=sharding)(placed) if _buffers(placed) & _buffers(value) else placed
   # jax may use numpy's own memory for an array, so each shard is copied.
   return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
 
 
 @functools.cache
-def _keys(impl: Any, sharding: NamedSharding) -> Any:
+def _keys(impl: Hashable, sharding: NamedSharding) -> Callable[..., jax.Array]:
   """A compiled function from numbers to keys, kept so that it is compiled once."""
   return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=sharding)
 
 
-def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
+def _buffers(array: jax.Array) -> set[tuple[Hashable, int]]:
   numbers = jax.random.key_data(array) if is_key(array.dtype) else array
   return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in numbers.addressable_shards}
 
@@ -109,19 +109,19 @@ class Inputs:
     # Tiny values need one device and no mesh; eager operations on all devices would take ten times as long.
     with jax.set_mesh(Mesh(np.empty((), object), ())), jax.default_device(mesh.local_devices[0]):
       evaluate(sliced.prologue, self.values)
-    self.placed: dict[Any, jax.Array] = {}
+    self.placed: dict[Hashable, jax.Array] = {}
 
-  def host(self, value: Any) -> Any:
+  def host(self, value: Var) -> jax.Array | np.ndarray:
     """The array of a variable or literal: numpy, or jax for keys and for constants that are jax arrays."""
     array = read(value, self.values)
     return array if isinstance(array, jax.Array) else np.asarray(array, dtype=value.aval.dtype)
 
-  def __call__(self, value: Any, part: Slice) -> jax.Array:
+  def __call__(self, value: Var, part: Slice) -> jax.Array:
     """The array on all devices; a key as numbers."""
     array = self.host(value)
     sharding = self.sharding(value, part)
     if not is_tiny(value.aval):
-      # Not kept: a constant is read once, and would stay on the devices beside what is made of it.
+      # Not kept: a constant is read once, and would stay on the devices in addition to its results.
       return jax.device_put(array, sharding)
     if is_key(value.aval.dtype):
       array = jax.random.key_data(array)
@@ -131,7 +131,7 @@ class Inputs:
       self.placed[name] = jax.device_put(array, sharding)
     return self.placed[name]
 
-  def sharding(self, value: Any, part: Slice) -> NamedSharding:
+  def sharding(self, value: Var, part: Slice) -> NamedSharding:
     """Tiny values are replicated; a constant is split as the result of its shape, or over all mesh axes."""
     shape = value.aval.shape
     whole = PartitionSpec(*([None] * len(shape)))
@@ -149,7 +149,7 @@ def lower_slice(part: Slice, inputs: Inputs, shardings: Sequence[NamedSharding])
   """Lowers one slice as a program of its inputs, for all slices with its key; call it under the mesh."""
 
   def run(*arrays: jax.Array) -> list[jax.Array]:
-    values: dict[Any, Any] = {}
+    values: dict[Var, jax.Array] = {}
     numbers = {id(value): Value(value.aval) for value in part.inputs if is_literal(value)}
     for value, array in zip(part.inputs, arrays, strict=True):
       if is_key(value.aval.dtype):
@@ -164,6 +164,6 @@ def lower_slice(part: Slice, inputs: Inputs, shardings: Sequence[NamedSharding])
   return jax.jit(run, out_shardings=targets).lower(*arguments)
 
 
-def _abstract(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _abstract(value: Var, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
   aval = jax.eval_shape(jax.random.key_data, value.aval) if is_key(value.aval.dtype) else value.aval
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

@@ -1,16 +1,17 @@
-"""Cuts a traced constructor into slices: the equations behind each Variable, equal ones grouped.
+"""Cuts a traced constructor into slices: the equations behind each Variable, with equal slices grouped.
 
-A large model is built from few initializers: 96 blocks hold 96 equal kernels, drawn from 96 keys. Compiled
-as one program, each of them is compiled again. So the constructor is traced once and the trace is cut:
+A large model is built from few initializers: 96 blocks hold 96 equal kernels, drawn from 96 keys. As one
+program, each of them would be compiled again. So the constructor is traced once and the trace is cut:
 
 1. Tiny values (keys, counters, scalars) are evaluated first, operation by operation, as eager Python would.
-2. The rest is divided into *slices*: the operations behind one Variable, or behind several that share
-   work. Tiny values are the inputs of a slice. So are the numbers written in it: slices that differ in those
-   only (the initial scale of each layer) are equal, and the compiler cannot fold what it does not see. With
-   a barrier after each operation, a slice rounds where eager execution rounds.
+2. The rest is divided into *slices*: the operations behind one Variable, or behind several that share work.
+   Tiny values are the inputs of a slice. Numbers in it are inputs too: slices that differ only in numbers
+   (the initial scale of each layer) are equal, and the compiler cannot fold unknown numbers. With a barrier
+   after each operation, a slice rounds where eager execution rounds.
 3. Equal slices with equal shardings are one program: compiled once, run once for each member.
 
-Compile time follows the number of distinct slices instead of depth; temporaries are those of one slice.
+Compile time depends on the number of distinct slices instead of depth; only a single
+slice needs temporaries at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from nnx_parallel.core.classes import Forest
 from nnx_parallel.core.interpret import is_literal, walk
 from nnx_parallel.core.jaxprs import bind, called, is_call
 from nnx_parallel.core.keys import Keys
+from nnx_parallel.core.types import AnyArray, Aval, ClosedJaxpr, JaxprEqn, Var
 
 FLOATS = 64
 COUNTS = 4096
@@ -37,22 +38,22 @@ COUNTS = 4096
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-  """One program of several that run one after the other.
+  """One of several programs that run one after another.
 
   Attributes:
     program: a closed jaxpr.
     reads: its inputs, as positions among the results of all earlier phases.
   """
 
-  program: Any
+  program: ClosedJaxpr
   reads: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-  """A variable in place of a number, or of one in an opened call: a call may be opened many times."""
+  """A variable in place of a number, or of a variable in an opened call: a call may be opened many times."""
 
-  aval: Any
+  aval: Aval
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,17 +61,17 @@ class Slice:
   """The operations behind some outputs of the trace.
 
   Attributes:
-    outputs: positions in the trace's outputs; several when they share work.
-    results: the variables of those outputs.
+    outputs: positions in the trace's outputs; several if they share work.
+    results: the variables of the outputs.
     operations: in order; empty in all members of a group but the first.
-    inputs: what feeds it: tiny values and constants (variables), and numbers (literals).
+    inputs: its inputs: tiny values and constants (variables), and numbers (literals).
     key: equal keys mean equal programs.
   """
 
   outputs: tuple[int, ...]
-  results: tuple[Any, ...]
-  operations: tuple[Any, ...]
-  inputs: tuple[Any, ...]
+  results: tuple[Var, ...]
+  operations: tuple[JaxprEqn, ...]
+  inputs: tuple[Var, ...]
   key: Hashable
 
 
@@ -85,9 +86,9 @@ class Cut:
     groups: lists of equal slices.
   """
 
-  prologue: tuple[Any, ...]
-  constants: dict[Any, Any]
-  given: dict[int, Any]
+  prologue: tuple[JaxprEqn, ...]
+  constants: dict[Var, AnyArray]
+  given: dict[int, Var]
   groups: tuple[tuple[Slice, ...], ...]
 
 
@@ -96,7 +97,7 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
 
   Args:
     phases: the traced constructor, without side effects.
-    outputs: which results of all phases are wanted; each is one array of the model.
+    outputs: the requested results of all phases; each is one array of the model.
     shardings: the sharding of each output.
   """
   program = _Program(phases, outputs)
@@ -109,14 +110,14 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
   for outputs, operations in members:
     member = _slice(program, outputs, operations, [shardings[i] for i in outputs], keys)
     group = groups.setdefault(member.key, [])
-    # The trace of a deep model is large beside a shard; the first member's operations serve the whole group.
+    # The trace of a deep model is large compared with a shard; the first member's operations serve the group.
     group.append(dataclasses.replace(member, operations=()) if group else member)
   sliced = {i for outputs, _ in members for i in outputs}
   given = {i: value for i, value in enumerate(program.results) if i not in sliced}
   return Cut(tuple(first), program.constants, given, tuple(tuple(group) for group in groups.values()))
 
 
-def evaluate(operations: Iterable[Any], values: dict[Any, Any], *, isolated: bool = False) -> None:
+def evaluate(operations: Iterable[JaxprEqn], values: dict[Var, AnyArray], *, isolated: bool = False) -> None:
   """Runs operations in order, each under its own configuration, and adds their results to `values`.
 
   Args:
@@ -126,13 +127,13 @@ def evaluate(operations: Iterable[Any], values: dict[Any, Any], *, isolated: boo
       floating-point operations that eager execution rounds one by one.
   """
 
-  def eager(op: Any, inputs: list[Any]) -> Sequence[Any]:
-    # Only what changes values: a mesh would run tiny operations on all devices.
+  def eager(op: JaxprEqn, inputs: list[Var]) -> Sequence[jax.Array]:
+    # Only the settings that change values: a mesh would run tiny operations on all devices.
     with jax.threefry_partitionable(op.ctx.threefry_partitionable):
       results = op.primitive.bind(*inputs, **op.primitive.get_bind_params(op.params))
     return results if op.primitive.multiple_results else [results]
 
-  def alone(op: Any, inputs: list[Any]) -> Sequence[Any]:
+  def alone(op: JaxprEqn, inputs: list[Var]) -> Sequence[jax.Array]:
     results = bind(op, inputs)
     rounds = not _is_compiled(op) and any(_is_float(value) for value in op.outvars)
     return jax.lax.optimization_barrier([*results]) if rounds else results
@@ -144,9 +145,9 @@ class _Program:
   """The operations of a trace; splits them into slices and inlines calls."""
 
   def __init__(self, phases: Sequence[Phase], outputs: Sequence[int]):
-    self.constants: dict[Any, Any] = {}
-    self.operations: list[Any] = []
-    made: list[Any] = []
+    self.constants: dict[Var, AnyArray] = {}
+    self.operations: list[JaxprEqn] = []
+    made: list[Var] = []
     for phase in phases:
       jaxpr = phase.program.jaxpr
       self.constants.update(zip(jaxpr.constvars, phase.program.consts, strict=True))
@@ -154,13 +155,13 @@ class _Program:
       for eqn in jaxpr.eqns:
         self.operations.append(eqn.replace(invars=[_rename(value, names) for value in eqn.invars]))
       made += [_rename(value, names) for value in jaxpr.outvars]
-    self.results: list[Any] = [made[i] for i in outputs]
+    self.results: list[Var] = [made[i] for i in outputs]
 
-  def split(self) -> tuple[list[Any], list[tuple[tuple[int, ...], list[Any]]]]:
+  def split(self) -> tuple[list[JaxprEqn], list[tuple[tuple[int, ...], list[JaxprEqn]]]]:
     """The operations to evaluate first; and for each slice, its outputs and its operations."""
-    known: set[Any] = set(self.constants)
-    first: list[Any] = []
-    maker: dict[Any, int] = {}
+    known: set[Var] = set(self.constants)
+    first: list[JaxprEqn] = []
+    maker: dict[Var, int] = {}
     for i, op in enumerate(self.operations):
       if _comes_first(op, known):
         first.append(op)
@@ -169,7 +170,7 @@ class _Program:
         maker.update(dict.fromkeys(op.outvars, i))
     slices = Forest()
     owner: dict[int, int] = {}
-    members: dict[int, tuple[list[int], list[Any]]] = {}
+    members: dict[int, tuple[list[int], list[JaxprEqn]]] = {}
     for position, result in enumerate(self.results):
       slices.new()
       todo = [result]
@@ -188,8 +189,8 @@ class _Program:
       members[slices.root(owner[i])][1].append(self.operations[i])
     return first, [(tuple(outputs), operations) for outputs, operations in members.values()]
 
-  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[Any]]]) -> bool:
-    """Replaces calls that make several Variables (a compiled sub-constructor) by what is in them."""
+  def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[JaxprEqn]]]) -> bool:
+    """Replaces calls that make several Variables (a compiled sub-constructor) by their operations."""
     shared = {
       id(op)
       for outputs, operations in members
@@ -199,8 +200,8 @@ class _Program:
     }
     if not shared:
       return False
-    renamed: dict[Any, Any] = {}
-    opened: list[Any] = []
+    renamed: dict[Var, Var] = {}
+    opened: list[JaxprEqn] = []
     for op in self.operations:
       inputs = [_rename(value, renamed) for value in op.invars]
       opened += self._open(op, inputs, renamed) if id(op) in shared else [op.replace(invars=inputs)]
@@ -208,13 +209,13 @@ class _Program:
     self.results = [_rename(value, renamed) for value in self.results]
     return True
 
-  def _open(self, call: Any, inputs: list[Any], renamed: dict[Any, Any]) -> list[Any]:
+  def _open(self, call: JaxprEqn, inputs: list[Var], renamed: dict[Var, Var]) -> list[JaxprEqn]:
     inner = called(call)
-    names: dict[Any, Any] = dict(zip(inner.jaxpr.invars, inputs, strict=True))
+    names: dict[Var, Var] = dict(zip(inner.jaxpr.invars, inputs, strict=True))
     for variable, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
       names[variable] = Value(variable.aval)
       self.constants[names[variable]] = constant
-    operations: list[Any] = []
+    operations: list[JaxprEqn] = []
     for eqn in inner.jaxpr.eqns:
       read_by = [_rename(value, names) for value in eqn.invars]
       # The same body may be inlined many times, so each copy gets new variables.
@@ -225,7 +226,7 @@ class _Program:
     return operations
 
 
-def _comes_first(op: Any, known: set[Any]) -> bool:
+def _comes_first(op: JaxprEqn, known: set[Var]) -> bool:
   values = [value for value in op.invars if not is_literal(value)]
   if not all(value in known for value in values):
     return False
@@ -234,33 +235,33 @@ def _comes_first(op: Any, known: set[Any]) -> bool:
   return all(is_tiny(value.aval) for value in (*values, *op.outvars))
 
 
-def is_tiny(aval: Any) -> bool:
+def is_tiny(aval: Aval) -> bool:
   """Whether an array of this shape and dtype is evaluated first; slices get all of it."""
   return math.prod(aval.shape) <= (FLOATS if jnp.issubdtype(aval.dtype, np.inexact) else COUNTS)
 
 
-def _is_compiled(op: Any) -> bool:
+def _is_compiled(op: JaxprEqn) -> bool:
   """Whether an operation comes from a call that the user compiled: its numbers were constants there too."""
   return any(isinstance(value, Value) for value in op.outvars)
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: Var) -> bool:
   return jnp.issubdtype(value.aval.dtype, np.inexact)
 
 
-def _rename(value: Any, names: dict[Any, Any]) -> Any:
+def _rename(value: Var, names: dict[Var, Var]) -> Var:
   return value if is_literal(value) else names.get(value, value)
 
 
 def _slice(
   program: _Program,
   outputs: tuple[int, ...],
-  operations: list[Any],
+  operations: list[JaxprEqn],
   shardings: list[NamedSharding],
   keys: Keys,
 ) -> Slice:
-  numbers: dict[Any, int] = {}
-  inputs: list[Any] = []
+  numbers: dict[Var, int] = {}
+  inputs: list[Var] = []
   code = keys.code(operations, numbers, inputs, _is_compiled)
   results = tuple(program.results[i] for i in outputs)
   targets = tuple((s.spec, s.memory_kind, numbers[r]) for s, r in zip(shardings, results, strict=True))

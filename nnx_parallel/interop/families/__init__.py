@@ -1,6 +1,7 @@
 """Plain modules of Hugging Face's families, whose weights `nnx_parallel.interop.huggingface` maps.
 
-A user copies one to change it. They hold no annotations: `nxp.presets.llama()` and its like name their dims.
+Copy a module to change it. They hold no annotations: `nxp.presets.llama()` and similar presets name their
+dims.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def from_config(
     return OTHERS[family](found, rngs, param_dtype)
   raise RecipeError(
     f"there is no module here for the family {family!r}, which {folder} is of.",
-    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or a module of your own.",
+    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or your own module.",
   )
 
 
@@ -90,14 +91,14 @@ def load_huggingface(
 
   Args:
     folder: with `config.json` and safetensors files.
-    mesh: of real devices.
-    rules: as for `nxp.plan`; `nxp.presets.llama()` and its like name the dims.
-    param_dtype: of all parameters; the import casts to it.
+    mesh: a mesh of real devices.
+    rules: as for `nxp.plan`; `nxp.presets.llama()` and similar presets name the dims.
+    param_dtype: the dtype of all parameters; the import casts to it.
     skip: patterns of paths that the files do not have; these leaves are initialised.
     ignore: keys of `config.json` that have no effect, although they are not known here.
     edit: called on the module before it is planned: `lambda model: add_lora(model, ...)`. Adapters are
       initialised, and not read.
-    **options: of `nxp.plan`; `optimizer=` makes an optimizer too.
+    **options: options of `nxp.plan`; `optimizer=` makes an optimizer too.
 
   Returns:
     The module, or (module, optimizer).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,6 +17,7 @@ from flax import nnx
 
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 from nnx_parallel.schemes.experts import experts
 from nnx_parallel.schemes.routing import route
 
@@ -37,10 +38,10 @@ class Rope:
 
   Attributes:
     theta: the base of the wavelengths.
-    kind: how they are stretched for longer texts.
-    factor: by how much.
+    kind: how the wavelengths are stretched for longer texts.
+    factor: the factor of the stretching.
     low: with `llama3`, wavelengths longer than `length / low` are stretched in full.
-    high: with `llama3`, those shorter than `length / high` stay.
+    high: with `llama3`, wavelengths shorter than `length / high` stay.
     length: positions that the model was first trained on.
   """
 
@@ -51,7 +52,7 @@ class Rope:
   high: float = 4.0
   length: int = 8192
 
-  def frequencies(self, size: int) -> np.ndarray[Any, Any]:
+  def frequencies(self, size: int) -> np.ndarray:
     """Radians from one position to the next, float64 of shape (size / 2,)."""
     plain = self.theta ** -(np.arange(0, size, 2) / size)
     if self.kind != "llama3":
@@ -63,30 +64,30 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes and settings; `from_json` reads those of a model on Hugging Face.
+  """Sizes and settings; `from_json` reads the settings of a model on Hugging Face.
 
   Attributes:
-    vocab: tokens.
-    width: of the residual stream.
-    hidden: of the MLP, or of an expert.
-    heads: of the queries.
-    kv_heads: of keys and values.
-    head_dim: of one head.
-    ropes: of each layer.
-    windows: of each layer: a token sees itself and those before it, so many in all; None: all.
-    score_scale: what attention scores are multiplied by.
-    eps: of the norms.
-    activation: of the MLP, a key of `ACTIVATIONS`.
+    vocab: the number of tokens.
+    width: the width of the residual stream.
+    hidden: the width of the MLP, or of an expert.
+    heads: the number of query heads.
+    kv_heads: the number of key and value heads.
+    head_dim: the width of a head.
+    ropes: the rotary positions of each layer.
+    windows: the window of each layer: a token sees this many tokens up to and including itself; None: all.
+    score_scale: the factor of attention scores.
+    eps: the epsilon of the norms.
+    activation: the activation of the MLP, a key of `ACTIVATIONS`.
     qkv_bias: whether query, key and value have biases.
-    out_bias: whether the attention's output has one.
+    out_bias: whether the attention's output has a bias.
     mlp_bias: whether the MLP has biases.
     qk_norm: whether queries and keys are normed.
     gemma: norms scale by 1 + scale, and embeddings are multiplied by the root of the width.
-    post_norms: whether what attention and MLP return is normed too, as in Gemma 3.
+    post_norms: whether the results of attention and MLP are normed too, as in Gemma 3.
     tied: whether the head is the transposed embedding.
-    experts: in place of the MLP; 0: none.
-    experts_per_token: that compute it.
-    param_dtype: of all parameters.
+    experts: the number of experts in place of the MLP; 0: no experts.
+    experts_per_token: the number of experts that compute each token.
+    param_dtype: the dtype of all parameters.
   """
 
   vocab: int
@@ -112,8 +113,8 @@ class Config:
   param_dtype: str = "float32"
 
   @classmethod
-  def from_json(cls, found: Mapping[str, Any], param_dtype: str = "float32") -> Config:
-    """Reads what `config.json` holds, as transformers 4 and 5 write it.
+  def from_json(cls, found: ConfigJson, param_dtype: str = "float32") -> Config:
+    """Reads the contents of `config.json`, as transformers 4 and 5 write it.
 
     Raises:
       RecipeError: a setting that this decoder does not have.
@@ -153,7 +154,7 @@ class Config:
     )
 
 
-def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _windows(found: ConfigJson) -> tuple[int | None, ...]:
   """The window of each layer; the keys that say it differ between the families."""
   depth, window = found["num_hidden_layers"], found.get("sliding_window")
   if "layer_types" not in found:
@@ -170,7 +171,7 @@ def _windows(found: Mapping[str, Any]) -> tuple[int | None, ...]:
   return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _ropes(found: Mapping[str, Any]) -> tuple[Rope, Rope]:
+def _ropes(found: ConfigJson) -> tuple[Rope, Rope]:
   """The positions of layers that attend to all before them, and of layers with a window."""
   given, scaling = found["rope_parameters"], found["rope_scaling"]
   if found["model_type"] != "gemma3_text":
@@ -184,7 +185,7 @@ def _ropes(found: Mapping[str, Any]) -> tuple[Rope, Rope]:
   )
 
 
-def _rope(given: Mapping[str, Any], theta: float, found: Mapping[str, Any]) -> Rope:
+def _rope(given: ConfigJson, theta: float, found: ConfigJson) -> Rope:
   kind = given.get("rope_type") or given.get("type") or "default"
   given = {"rope_theta": theta, **given, "rope_type": kind}
   require(kind in _ROPE_KEYS, given, "rope_type")
@@ -211,7 +212,7 @@ _ROPE_KEYS = {
 }
 
 
-def require(holds: bool, found: Mapping[str, Any], key: str) -> None:
+def require(holds: bool, found: ConfigJson, key: str) -> None:
   """Raises for a setting that the modules of this folder do not have.
 
   Raises:
@@ -225,7 +226,7 @@ def require(holds: bool, found: Mapping[str, Any], key: str) -> None:
 
 
 class Norm(nnx.Module):
-  """RMSNorm, in float32. Gemma's scale is what is added to 1."""
+  """RMSNorm, in float32. Gemma adds 1 to its scale."""
 
   def __init__(self, width: int, config: Config, rngs: nnx.Rngs):
     del rngs
@@ -255,12 +256,12 @@ class Attention(nnx.Module):
     self.config, self.layer = config, layer
 
   def __call__(
-    self, x: jax.Array, cache: Cache | None = None, position: Any = 0
+    self, x: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
   ) -> tuple[jax.Array, Cache | None]:
-    """Each token attends to itself and those before it, as many as its window has.
+    """Each token attends to itself and the tokens before it, as many as its window has.
 
-    With a cache, `x` starts at `position`; what was before it is in the cache, to which its keys and values
-    are added.
+    With a cache, `x` starts at `position`; the cache holds the earlier positions, and the keys and values of
+    `x` are added to it.
     """
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.config.qk_norm:
@@ -280,7 +281,7 @@ class Attention(nnx.Module):
     return self.o_proj(attend(q, keys, values, mask=seen[None, None])), (keys, values)
 
 
-def rotate(x: jax.Array, rope: Rope, position: Any = 0) -> jax.Array:
+def rotate(x: jax.Array, rope: Rope, position: jax.Array | int = 0) -> jax.Array:
   """Rotary positions, from `position` on, on (batch, seq, heads, head_dim), in float32."""
   places = (position + jnp.arange(x.shape[1])).astype(jnp.float32)
   angles = places[:, None] * jnp.asarray(rope.frequencies(x.shape[-1]), jnp.float32)[None]
@@ -302,12 +303,12 @@ class GatedMLP(nnx.Module):
     self.activation = config.activation
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 class Experts(nnx.Module):
-  """Mixtral's: the best few compute each token. The mesh axis `expert`, if there is one, splits them."""
+  """Mixtral's experts: the best few compute each token. The mesh axis `expert`, if any, splits them."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     dtype = jnp.dtype(config.param_dtype)
@@ -320,7 +321,7 @@ class Experts(nnx.Module):
     self.config = config
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     activation = ACTIVATIONS[self.config.activation]
 
     def expert(p: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
@@ -332,7 +333,7 @@ class Experts(nnx.Module):
 
 
 class Layer(nnx.Module):
-  """Attention and MLP, each behind a norm; in Gemma 3 each before one too."""
+  """Attention and MLP, each after a norm; in Gemma 3 each also before a norm."""
 
   def __init__(self, config: Config, layer: int, rngs: nnx.Rngs):
     norm = functools.partial(Norm, config.width, config, rngs)
@@ -348,7 +349,7 @@ class Layer(nnx.Module):
     self.config = config
 
   def __call__(
-    self, x: jax.Array, cache: Cache | None = None, position: Any = 0
+    self, x: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
   ) -> tuple[jax.Array, Cache | None]:
     """Adds attention, then the MLP, to the residual stream (batch, seq, width)."""
     mlp = self.block_sparse_moe if self.config.experts else self.mlp
@@ -372,7 +373,9 @@ class Decoder(nnx.Module):
       self.lm_head = nnx.Linear(config.width, config.vocab, use_bias=False, param_dtype=dtype, rngs=rngs)
     self.config = config
 
-  def __call__(self, input_ids: jax.Array, cache: Sequence[Cache] | None = None, position: Any = 0) -> Any:
+  def __call__(
+    self, input_ids: jax.Array, cache: Sequence[Cache] | None = None, position: jax.Array | int = 0
+  ) -> Any:
     """Logits for each position's next token; with a cache, (logits, cache) of tokens from `position` on."""
     x = self.embed_tokens(input_ids)
     if self.config.gemma:

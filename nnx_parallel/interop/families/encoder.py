@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,13 @@ from flax import nnx
 
 from nnx_parallel.interop.families.decoder import ACTIVATIONS, require
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 
 
 class Layer(nnx.Module):
-  """Attention and an MLP, each behind a norm as in ViT, or each before one as in BERT."""
+  """Attention and an MLP, each after a norm as in ViT, or each before a norm as in BERT."""
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str, *, norm_first: bool):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str, *, norm_first: bool):
     require(found["hidden_act"] in ACTIVATIONS, found, "hidden_act")
     width, hidden = found["hidden_size"], found["intermediate_size"]
     linear = functools.partial(nnx.Linear, param_dtype=param_dtype, rngs=rngs)
@@ -41,7 +40,7 @@ class Layer(nnx.Module):
     return self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
 
 
-def norm(found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str) -> nnx.LayerNorm:
+def norm(found: ConfigJson, rngs: nnx.Rngs, param_dtype: str) -> nnx.LayerNorm:
   """A norm of the model's width."""
   return nnx.LayerNorm(
     found["hidden_size"], epsilon=found["layer_norm_eps"], param_dtype=param_dtype, rngs=rngs
@@ -58,15 +57,15 @@ class Bert(nnx.Module):
   """Logits of each token, (batch, seq, vocab), for int32 tokens (batch, seq), of which some are masked.
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.
   """
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
     width, vocab = found["hidden_size"], found["vocab_size"]
     embed = functools.partial(nnx.Embed, features=width, param_dtype=param_dtype, rngs=rngs)
@@ -104,15 +103,15 @@ class ViT(nnx.Module):
   """Logits of each class, (batch, labels), for images (batch, channels, height, width).
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.
   """
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
     width, patch, image = found["hidden_size"], _pair(found["patch_size"]), _pair(found["image_size"])
     patches = (image[0] // patch[0]) * (image[1] // patch[1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from flax import nnx
 
 from nnx_parallel.interop.families.decoder import ACTIVATIONS, require
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 
 
 class Attention(nnx.Module):
@@ -23,7 +22,7 @@ class Attention(nnx.Module):
     self.heads = heads
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Each token attends to itself and those before it."""
+    """Each token attends to itself and the tokens before it."""
     batch, seq, width = x.shape
     parts = jnp.split(self.c_attn(x), 3, axis=-1)
     q, k, v = (part.reshape(batch, seq, self.heads, width // self.heads) for part in parts)
@@ -39,14 +38,14 @@ class MLP(nnx.Module):
     self.activation = activation
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
 
 
 class Layer(nnx.Module):
   """A pre-norm block."""
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     width = found["n_embd"]
     norm = functools.partial(
       nnx.LayerNorm, width, epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs
@@ -66,15 +65,15 @@ class GPT2(nnx.Module):
   """Logits of the next token, (batch, seq, vocab), for int32 tokens (batch, seq).
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.
   """
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
     require(found["activation_function"] in ACTIVATIONS, found, "activation_function")
     width = found["n_embd"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +10,15 @@ from flax import nnx
 
 from nnx_parallel.interop.families.decoder import ACTIVATIONS, require
 from nnx_parallel.interop.families.settings import settings
+from nnx_parallel.interop.huggingface import ConfigJson
 
 
 class Attention(nnx.Module):
   """Attention without scale or biases, over (batch, seq, width)."""
 
-  relative_attention_bias: nnx.Embed  # that of the first layer
+  relative_attention_bias: nnx.Embed  # the embedding of the first layer
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     width, self.heads = found["d_model"], found["num_heads"]
     inner = self.heads * found["d_kv"]
     self.q, self.k, self.v = (
@@ -45,7 +44,7 @@ class MLP(nnx.Module):
   wi_0: nnx.Linear
   wi_1: nnx.Linear
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     kind = found["feed_forward_proj"]
     require(kind.count("-") == kind.startswith("gated-"), found, "feed_forward_proj")
     activation = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
@@ -61,7 +60,7 @@ class MLP(nnx.Module):
     self.gated = gated
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     activation = ACTIVATIONS[self.activation]
     return self.wo(activation(self.wi_0(x)) * self.wi_1(x) if self.gated else activation(self.wi(x)))
 
@@ -71,14 +70,14 @@ class Part(nnx.Module):
 
   SelfAttention: Attention
 
-  def __init__(self, kind: str, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, kind: str, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     made = MLP if kind == "DenseReluDense" else Attention
     setattr(self, kind, made(found, rngs, param_dtype))
     self.layer_norm = norm(found, rngs, param_dtype)
     self.kind = kind
 
   def __call__(self, x: jax.Array, *args: jax.Array) -> jax.Array:
-    """Adds what the part makes; attention to itself takes the bias, to others also their values."""
+    """Adds the part's result; self-attention takes the bias, cross-attention also the encoder's values."""
     y, part = self.layer_norm(x), getattr(self, self.kind)
     if self.kind == "SelfAttention":
       return x + part(y, y, *args)
@@ -88,14 +87,14 @@ class Part(nnx.Module):
 class Block(nnx.Module):
   """The parts of one layer, as the list `layer`."""
 
-  def __init__(self, kinds: tuple[str, ...], found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str):
+  def __init__(self, kinds: tuple[str, ...], found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     self.layer = nnx.List([Part(kind, found, rngs, param_dtype) for kind in kinds])
 
 
 class Stack(nnx.Module):
   """The encoder or the decoder. The first layer has the table of the biases by relative position."""
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str, *, is_decoder: bool):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str, *, is_decoder: bool):
     cross = ("EncDecAttention",) if is_decoder else ()
     kinds = ("SelfAttention", *cross, "DenseReluDense")
     depth = (is_decoder and found["num_decoder_layers"]) or found["num_layers"]
@@ -121,7 +120,7 @@ class Stack(nnx.Module):
     return self.final_layer_norm(x)
 
   def relative_bias(self, size: int) -> jax.Array:
-    """Of float32 shape (1, heads, size, size); in the decoder, what is ahead is hidden."""
+    """Returns float32 of shape (1, heads, size, size); in the decoder, later positions are hidden."""
     positions = jnp.arange(size)
     ahead = positions[None, :] - positions[:, None]
     table = self.block[0].layer[0].SelfAttention.relative_attention_bias
@@ -129,7 +128,7 @@ class Stack(nnx.Module):
     return jnp.where((ahead > 0)[None, None], -1e9, bias) if self.is_decoder else bias
 
   def bucket(self, ahead: jax.Array) -> jax.Array:
-    """Near distances have a bucket each, far ones share some by their logarithm. Source: arXiv:1910.10683."""
+    """Near distances have a bucket each; far ones share buckets, by logarithm. Source: arXiv:1910.10683."""
     count = self.buckets if self.is_decoder else self.buckets // 2
     offset = 0 if self.is_decoder else jnp.where(ahead > 0, count, 0)
     distance = jnp.maximum(-ahead, 0) if self.is_decoder else jnp.abs(ahead)
@@ -143,15 +142,15 @@ class T5(nnx.Module):
   """Logits of the decoder's next token, (batch, to, vocab), for int32 tokens (batch, from) and (batch, to).
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.
   """
 
-  def __init__(self, found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str = "float32"):
+  def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
     width, vocab = found["d_model"], found["vocab_size"]
     self.tied, scaled = found["tie_word_embeddings"], found["scale_decoder_outputs"]
@@ -173,7 +172,7 @@ class T5(nnx.Module):
     return self.shared.attend(x) if self.tied else self.lm_head(x)
 
 
-def norm(found: Mapping[str, Any], rngs: nnx.Rngs, param_dtype: str) -> nnx.RMSNorm:
+def norm(found: ConfigJson, rngs: nnx.Rngs, param_dtype: str) -> nnx.RMSNorm:
   """A norm of the model's width."""
   return nnx.RMSNorm(
     found["d_model"], epsilon=found["layer_norm_epsilon"], param_dtype=param_dtype, rngs=rngs

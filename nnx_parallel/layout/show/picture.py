@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 
-def holders(leaf: LeafPlan) -> np.ndarray[Any, Any]:
+def holders(leaf: LeafPlan) -> np.ndarray:
   """The ids of the devices that hold each block: shape `(*leaf.shards, leaf.copies)`."""
   sizes, mesh = axis_sizes(leaf.mesh), leaf.mesh
   ids = mesh.device_ids if isinstance(mesh, Mesh) else np.arange(mesh.size).reshape(tuple(sizes.values()))
@@ -27,7 +27,7 @@ def holders(leaf: LeafPlan) -> np.ndarray[Any, Any]:
 
 
 def elements(leaf: LeafPlan, dim: int, shard: int) -> str:
-  """The elements of one dim in a shard, without padding: `0:4`; `:` for a dim that is not split."""
+  """The elements of a dim in a shard, without padding: `0:4`; `:` for a dim that is not split."""
   if leaf.shards[dim] == 1:
     return ":"
   size, end = leaf.local_shape[dim], leaf.shape[dim]

@@ -1,9 +1,9 @@
 """The arrays of a trace that a compiler keeps in memory.
 
-Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
-than keep its result. What they keep are results of products, loops, gathers and reductions, and what products
-read: that is in memory anyway. So what a trace saves as `exp(logits)` in float32 beside a mask of the targets
-is, in the program, the logits.
+Compilers fuse an elementwise operation into the operation that reads it, and repeat it in the backward pass
+rather than keep its result. They keep results of products, loops, gathers and reductions, and the operands of
+products, which are in memory anyway. So where a trace saves `exp(logits)` in float32 and a mask of the
+targets, the program keeps the logits.
 Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
 """
 
@@ -16,13 +16,14 @@ from typing import Any
 from nnx_parallel.core.dims import ELEMENTWISE, PRODUCTS
 from nnx_parallel.core.interpret import Facts, facts_of
 from nnx_parallel.core.jaxprs import CALLS, called, inner_equations, nbytes, opened
+from nnx_parallel.core.types import JaxprEqn, Program, Var
 
 Variables = tuple[Any, ...]
 _FUSED = ELEMENTWISE - {"name", "reduce_precision"} | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
-"""What a `checkpoint_name` marks may be kept, and what `reduce_precision` rounds is made as it is."""
+"""The argument of `checkpoint_name` may be kept, and the result of `reduce_precision` is stored as it is."""
 
 
-def is_fused(eqn: Any) -> bool:
+def is_fused(eqn: JaxprEqn) -> bool:
   """Whether an operation is elementwise, or a function of such operations only (`jnp.where`)."""
   name = eqn.primitive.name
   if name in CALLS:
@@ -30,29 +31,29 @@ def is_fused(eqn: Any) -> bool:
   return name in _FUSED
 
 
-def _is_product(eqn: Any) -> bool:
-  """Whether it is a product, or a function with one (`jnp.einsum`)."""
+def _is_product(eqn: JaxprEqn) -> bool:
+  """Whether an operation is a product, or a function with a product (`jnp.einsum`)."""
   eqns = inner_equations(eqn) if eqn.primitive.name in CALLS else [eqn]
   return any(e.primitive.name in PRODUCTS for e in eqns)
 
 
-def stored(jaxpr: Any, saved: Collection[Any]) -> list[Any]:
-  """The variables of a jaxpr that a program keeps to have the saved ones again, inputs left out.
+def stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
+  """The variables of a jaxpr that a program keeps to recover the saved variables, except inputs.
 
-  What a product reads stays. Another elementwise result is replaced by its sources where they, without those
-  that are kept anyway, are no larger. Inputs of the trace cost nothing.
+  Operands of products stay. Other elementwise results are replaced by their sources if these, without the
+  sources that are kept anyway, are no larger. Inputs of the trace cost nothing.
   """
   body = opened(jaxpr)
   sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)
   read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
-  kept: dict[Any, None] = {var: None for var in saved if id(var) in read}
+  kept: dict[Var, None] = {var: None for var in saved if id(var) in read}
   for var in sorted((v for v in saved if v not in kept), key=lambda v: -nbytes(v.aval)):
     further = [source for source in sources[var] if source not in kept]
     kept |= dict.fromkeys(further if sum(nbytes(v.aval) for v in further) <= nbytes(var.aval) else [var])
   return list(kept)
 
 
-def _sources_after(eqn: Any, inputs: list[Variables]) -> list[Variables]:
+def _sources_after(eqn: JaxprEqn, inputs: list[Variables]) -> list[Variables]:
   if eqn.primitive.name == "optimization_barrier":
     return inputs
   if is_fused(eqn):

@@ -1,11 +1,11 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
 The trace gives shapes; parameters and batch have axes; `core.flow` has the rule of each operation. Axis sizes
-are used only when the result is evaluated, so one trace is enough for every factorisation of a mesh.
+are used only when the result is evaluated, so one trace serves every factorisation of a mesh.
 
-Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
-conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
-by its own collectives under `shard_map`, is not counted: `Propagation.uncounted` lists them.
+It counts matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
+conditional count. A loop of unknown length counts once. Other compute, and collectives that a program calls
+under `shard_map`, are not counted: `Propagation.uncounted` lists them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nnx_parallel.core.dims import IDENTITIES, MOVES
 from nnx_parallel.core.flow import Flow, Meeting, Met, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, Inner, read, through, values_of, walk, wiring
 from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of
+from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Var
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
@@ -32,7 +33,7 @@ _LIGHT = MOVES | IDENTITIES | {
   "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
 }  # fmt: skip
 _HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
-# Collectives that the user writes under `shard_map`: what they send is not counted.
+# Collectives that the user writes under `shard_map`: their traffic is not counted.
 _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
@@ -64,10 +65,10 @@ class LayoutChange:
   """An array of the batch that changes its layout, forward and (the other way) backward.
 
   Attributes:
-    axes: what is exchanged.
+    axes: the exchanged axes.
     part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
       a gather.
-    times: runs.
+    times: the number of runs.
   """
 
   axes: Split
@@ -81,19 +82,19 @@ class Product:
 
   Attributes:
     arithmetic: type and precision, as `Chip.peak` takes them.
-    flops: of the whole product, once per run.
-    times: runs.
+    flops: the FLOPs of the full product, once per run.
+    times: the number of runs.
     split: axes that divide the work.
     summed: axes over which partial results are added up.
     out: the result, per run.
-    source: identity of the data operand, so that products of one input are recognised.
+    source: the identity of the data operand, so that products of one input are recognised.
     data: the data operand as it is multiplied, per run.
-    spread: axes of the other operand's free dims that the data operand does not have: its gradient is
-      summed over them. Where the data comes split over them (sequence parallel), a gather before and a
-      scatter of the gradient send as much as that sum.
-    other: the other operand where it comes from; nothing for a kernel.
+    spread: axes of the other operand's free dims that the data operand does not have: its gradient is summed
+      over them. If the data is split over them (sequence parallelism), a gather before and a scatter of the
+      gradient send as much as this sum.
+    other: the other operand at its source; nothing for a kernel.
     weighs: whether the other operand is made of parameters only.
-    shared: axes of dims that both operands have and the result keeps, for example that of experts.
+    shared: axes of dims that both operands have and the result keeps, such as the dim of experts.
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
     gathers: operands, gathered over the axes that the product does not use.
   """
@@ -121,10 +122,10 @@ class RematRegion:
   `saves(primitive, **params)` is true for a result that is not computed again; None: nothing is kept.
   """
 
-  jaxpr: Any
+  jaxpr: Program
   inputs: tuple[Flow, ...]
   times: int
-  saves: Callable[..., Any] | None
+  saves: Callable[..., bool] | None
 
 
 class Propagation:
@@ -134,19 +135,19 @@ class Propagation:
     products: matrix products in order.
     kept: parts under `jax.checkpoint`.
     largest: (bytes, axes) of the largest arrays that depend on the batch, per run; without elementwise
-      results, which compilers fuse into what reads them.
-    flows: of every variable of the outermost trace.
+      results, which compilers fuse into their readers.
+    flows: the flow of every variable of the outermost trace.
     moves: arrays that change their layout.
     hops: activations that go to the next stage of a pipeline, or come from it.
-    reordered: weights that move to their stages, with one run for each time that they or their gradients do.
+    reordered: weights that move to their stages, with one run for each move of them or of their gradients.
     copied: weights that each stage has a copy of: the sum of their gradients.
     read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
-    uncounted: operation -> runs, of what computes and is not in `products`.
+    uncounted: operation -> runs, of operations that compute and are not in `products`.
   """
 
   def __init__(
     self,
-    saves: Callable[..., Any] | None = None,
+    saves: Callable[..., bool] | None = None,
     batch_axes: Sequence[str] = (),
     stage: str | None = None,
   ) -> None:
@@ -165,15 +166,15 @@ class Propagation:
     self.hops: list[LayoutChange] = []
     self.reordered: list[LayoutChange] = []
     self.copied: list[Sharded] = []
-    self.flows: dict[Any, Flow] = {}
+    self.flows: dict[Var, Flow] = {}
     self.read: dict[int, int] = {}
     self.uncounted: dict[str, int] = {}
-    self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
+    self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are per device
 
-  def run(self, jaxpr: Any, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
+  def run(self, jaxpr: Program, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
     """Propagates through a jaxpr that runs `times` times."""
 
-    def step(eqn: Any, inputs: list[Flow]) -> list[Flow]:
+    def step(eqn: JaxprEqn, inputs: list[Flow]) -> list[Flow]:
       results = self._step(eqn, inputs, times)
       if not is_fused(eqn):
         for var, flow in zip(eqn.outvars, results, strict=True):
@@ -187,7 +188,7 @@ class Propagation:
     self.flows = flows  # the outermost trace is done last
     return [read(var, flows, unsplit) for var in opened(jaxpr).outvars]
 
-  def _step(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+  def _step(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
     name = eqn.primitive.name
     if name == "shard_map":
       return self._shard_map(eqn, inputs, times)
@@ -214,8 +215,8 @@ class Propagation:
       self._kernel(eqn, inputs, flows, times)
     return flows
 
-  def _inside(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
-    """An operation that runs programs: counted once what a loop carries is known."""
+  def _inside(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
+    """An operation that runs programs: counted once the carries of its loops are known."""
     changes, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
     if is_checkpoint(eqn):
       self.kept.append(RematRegion(called(eqn), tuple(inputs), times, params_of(eqn).get("policy")))
@@ -234,7 +235,7 @@ class Propagation:
       self._miss(ENDLESS, times)
     return results
 
-  def _read(self, eqn: Any, inputs: Sequence[Flow]) -> None:
+  def _read(self, eqn: JaxprEqn, inputs: Sequence[Flow]) -> None:
     for var, flow in zip(eqn.invars, inputs, strict=True):
       if flow.parameter is not None:
         size = var.aval.dtype.itemsize
@@ -243,9 +244,9 @@ class Propagation:
   def _miss(self, what: str, times: int) -> None:
     self.uncounted[what] = self.uncounted.get(what, 0) + times
 
-  def _kernel(self, eqn: Any, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
+  def _kernel(self, eqn: JaxprEqn, inputs: Sequence[Flow], flows: Sequence[Flow], times: int) -> None:
     """An operation without a jaxpr: counted by its own cost estimate, or listed as uncounted."""
-    estimate = eqn.params.get("cost_estimate")
+    estimate: Any = eqn.params.get("cost_estimate")
     if not getattr(estimate, "flops", 0):
       self._miss(eqn.primitive.name, times)
       return
@@ -265,14 +266,14 @@ class Propagation:
       )
     )
 
-  def _part(self, split: Split, *variables: Any) -> Sharded:
+  def _part(self, split: Split, *variables: Var) -> Sharded:
     return Sharded(sum(nbytes(v.aval) for v in variables) * self._shards(split), split)
 
   def _shards(self, names: frozenset[str]) -> int:
-    """By what sizes of one device are multiplied for those of the whole array; 1 outside `shard_map`."""
+    """The factor from the sizes of one device to the global sizes; 1 outside `shard_map`."""
     return math.prod(self._manual.get(axis, 1) for axis in names)
 
-  def _shard_map(self, eqn: Any, inputs: list[Flow], times: int) -> list[Flow]:
+  def _shard_map(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
     manual, sizes = frozenset(eqn.params["newly_manual_axes"]), eqn.params["mesh"].shape
 
     def laid(flow: Flow, spec: Sequence[Any]) -> Flow:
@@ -285,7 +286,7 @@ class Propagation:
     self._manual = before
     return [laid(flow, spec) for flow, spec in zip(out, eqn.params["out_specs"], strict=True)]
 
-  def _dot(self, eqn: Any, inputs: list[Flow], times: int, found: Meeting) -> Flow:
+  def _dot(self, eqn: JaxprEqn, inputs: list[Flow], times: int, found: Meeting) -> Flow:
     left, right = inputs[:2]
     met = found.meet(left, right, self._batch)
     out = Flow(met.axes, left.data or right.data, left.weight or right.weight)
@@ -323,9 +324,9 @@ class Propagation:
     return out
 
   def _gathers(
-    self, eqn: Any, inputs: list[Flow], found: Meeting, met: Met, times: int
+    self, eqn: JaxprEqn, inputs: list[Flow], found: Meeting, met: Met, times: int
   ) -> Iterator[LayoutChange]:
-    """The operands that are gathered: over axes of free dims that the result does not have, or of one sum."""
+    """The operands that are gathered: over axes of free dims that the result lacks, or of one sum."""
     kept = [frozenset(itertools.chain(*dims)) for dims in (met.main, met.other)]
     for side, (var, flow) in enumerate(zip(eqn.invars[:2], inputs[:2], strict=True)):
       other = inputs[1 - side]
@@ -335,7 +336,7 @@ class Propagation:
       if lost:
         yield LayoutChange(frozenset(lost), self._part(flow.names - lost, var), times)
 
-  def _constrain(self, eqn: Any, flow: Flow, times: int) -> Flow:
+  def _constrain(self, eqn: JaxprEqn, flow: Flow, times: int) -> Flow:
     """A sharding constraint; an axis that moves to another dim is an all-to-all."""
     out, axes = eqn.outvars[0], constraint(eqn, flow.axes)
     if flow.data:
@@ -345,7 +346,7 @@ class Propagation:
       self._to_stages(self._stage, out, flow, axes, times)
     return Flow(axes, flow.data, flow.weight, flow.parameter)
 
-  def _to_stages(self, stage: str, var: Any, flow: Flow, axes: Sequence[Sequence[str]], times: int) -> None:
+  def _to_stages(self, stage: str, var: Var, flow: Flow, axes: Sequence[Sequence[str]], times: int) -> None:
     """Weights of a pipeline that are split over its stages from here on, and were not, or along another dim.
 
     A copy for each stage has the stages on dim 0; layers have them on dim 1.
@@ -357,23 +358,23 @@ class Propagation:
     if arrives[0]:
       self.copied.append(Sharded(here.bytes // var.aval.shape[0], flow.names))
     else:
-      # Whole on each stage, only the gradients move: an all-gather. In another order, both do.
+      # If replicated on each stage, only the gradients move: an all-gather. In another order, both move.
       both = 2 if stage in flow.names else 1
       self.reordered.append(LayoutChange(frozenset((stage,)), here, both * times))
 
-  def _exchange(self, var: Any, split: Split, arriving: Split, times: int) -> None:
+  def _exchange(self, var: Var, split: Split, arriving: Split, times: int) -> None:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
       self.moves.append(LayoutChange(split & arriving, self._part(split, var), times))
 
 
-def unsplit(array: Any) -> Flow:
-  """The flow of a number or an array that stands in the program."""
+def unsplit(array: AnyArray) -> Flow:
+  """The flow of a number or an array that is part of the program."""
   return Flow(((),) * len(np.shape(array)), False)
 
 
 def _joined(first: Flow, after: Flow) -> Flow:
-  """What starts as zeros takes the axes that a loop's body, or another branch, gives it."""
+  """A value that starts as zeros takes the axes of the value from a loop's body, or from another branch."""
   if first == after:
     return first
   return Flow(
