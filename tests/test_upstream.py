@@ -405,6 +405,23 @@ def test_errors_of_explicit_axes_have_a_known_name():
   assert type(info.value).__name__ == "ShardingTypeError"
 
 
+def test_auto_axes_refuse_the_shardings_of_explicit_ones():
+  """`train/axes.py` knows a model that states shardings by these errors, which name the type of axis."""
+  mesh = nxp.make_mesh(x=8)
+  where = NamedSharding(nxp.make_mesh(x=8, explicit=True), P("x"))
+  a = np.ones((8, 8), np.float32)
+  stated = (
+    lambda a: jax.reshard(a, P("x")),
+    lambda a: jax.reshard(a, where) + 1,
+    lambda a: jnp.dot(a, a, out_sharding=P("x")),
+    lambda a: jnp.asarray(a).at[jnp.arange(8)].get(out_sharding=P("x")),
+    lambda a: jax.lax.with_sharding_constraint(a, where),
+  )
+  for function in stated:
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Auto"):
+      jax.eval_shape(function, a)
+
+
 def test_what_runs_at_exit_can_run_before_threads_are_joined():
   """`checkpoint/checkpointer.py`: a background save is finished while its threads can still start others."""
   assert callable(threading._register_atexit)
