@@ -1,7 +1,7 @@
 """The exceptions and the warning of this package.
 
-A message has what failed and where, the values that were seen, and the call that works. Every exception is
-a subclass of `NnxParallelError`, and of the builtin for that kind of mistake (`ValueError`, ...).
+A message says what failed and where, the values seen, and the call that works. Every exception is a subclass
+of `NnxParallelError`, and of the builtin for that kind of mistake (`ValueError`, ...).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NnxParallelError(Exception):
 
   Args:
     what: one sentence: what failed, and where (the Variable's path, the file).
-    details: the values that were seen, for example shape, names, rule and mesh; printed indented.
+    details: the values seen, for example shape, names, rule and mesh; printed indented.
     fix: the call or command that works; printed after `Fix:`.
 
   Example:
@@ -74,7 +74,7 @@ class HostError(NnxParallelError, RuntimeError):
 
 
 class RecipeError(NnxParallelError, ValueError):
-  """A recipe file that cannot be loaded or does not define what a command needs."""
+  """A recipe file that cannot be loaded or lacks a function that a command needs."""
 
 
 class ReportError(NnxParallelError, RuntimeError):

@@ -16,12 +16,14 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+  from nnx_parallel.train.axes import auto_axes
   from nnx_parallel.train.rng import fold_rng_over_axis
 
 __all__ = [
   "Routing",
   "Schedule",
   "all_gather_matmul",
+  "auto_axes",
   "balanced_bias",
   "context_attention",
   "experts",

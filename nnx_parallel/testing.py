@@ -45,7 +45,7 @@ def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTrans
   """Keeps the norm of each gradient that the optimizer was given, for `run_training` to read.
 
   These are the gradients after the reductions between replicas and over microbatches. Losses alone do not
-  show gradients that are wrong by a factor, because Adam trains the same with them.
+  show gradients that are wrong by a factor, because Adam trains the same with such gradients.
 
   Args:
     tx: the transformation to wrap; outermost.
@@ -82,11 +82,11 @@ class Training:
   """The result of `run_training`.
 
   Attributes:
-    losses: one for each step.
+    losses: the loss of each step.
     norms: dotted path -> norm of the gradient on the last batch, taken in the last step if there is a
       history, and after it otherwise.
-    history: dotted path -> norm of the gradient in each step, as the optimizer got it; empty when the plan's
-      optimizer is not one of `with_gradient_norms`.
+    history: dotted path -> norm of the gradient in each step, as the optimizer got it; empty if the plan's
+      optimizer is not made by `with_gradient_norms`.
   """
 
   losses: np.ndarray[Any, Any]
@@ -170,7 +170,7 @@ def assert_same_training(
   """Asserts that training on each plan gives the numbers of one device, step by step and leaf by leaf.
 
   The single-device run uses the first plan's `init`, rules and optimizer on a mesh of one device. Losses are
-  compared at every step, and the norms of all gradients at the end; at every step too where the plans'
+  compared at every step, and the norms of all gradients at the end; also at every step if the plans'
   optimizer is a `with_gradient_norms(tx)`.
 
   Args:
@@ -178,7 +178,7 @@ def assert_same_training(
     plans: name -> plan with an optimizer, all of the same module.
     batches: host batches, one for each step.
     rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.
-    **options: for the `train_step` of the plans; the single device gets whole batches.
+    **options: for the `train_step` of the plans; the single device gets full batches.
 
   Returns:
     Name -> result; the single-device run is `"one device"`.
@@ -221,7 +221,7 @@ def assert_same_numbers(name: str, one: Training, many: Training, *, rtol: float
   """Asserts that two runs on the same batches have the same losses and gradient norms.
 
   Args:
-    name: of the second run, for messages.
+    name: the name of the second run, for messages.
     one: the run on one device.
     many: the run to check.
     rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.

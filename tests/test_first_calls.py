@@ -40,7 +40,7 @@ def optimizer():
 CALLS = {
   "an nnx.Optimizer": (
     lambda: nxp.plan(init, MESH(), optimizer=optimizer()),
-    "must be an optax transformation, and is an nnx.Optimizer",
+    "must be an optax transformation, but is an nnx.Optimizer",
     "optimizer=optimizer.tx; create_sharded_model(plan) returns",
   ),
   "an optimizer that was not called": (
@@ -50,7 +50,7 @@ CALLS = {
   ),
   "a learning rate": (
     lambda: nxp.plan(init, MESH(), optimizer=0.02),
-    "must be an optax transformation, and is 0.02",
+    "must be an optax transformation, but is 0.02",
     "optimizer=optax.adamw(0.02)",
   ),
   "a class": (
@@ -88,7 +88,7 @@ CALLS = {
   "an array for numpy in init": (
     lambda: nxp.plan(lambda: nnx.Param(np.asarray(jnp.ones(3))), MESH()),
     "init needs the value of an array",
-    "compute with numpy",
+    "as numbers with numpy",
   ),
   "rules that were not called": (
     lambda: nxp.plan(init, MESH(), [nxp.fsdp]),
@@ -169,8 +169,8 @@ CALLS = {
   ),
   "a step to estimate": (
     lambda: nxp.report.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
-    "an estimate reads the loss function, and got a TrainStep",
-    "what train_step(loss_fn) was made from",
+    "an estimate reads the loss function, but got a TrainStep",
+    "the loss function of the train step",
   ),
   "a mesh to compare": (lambda: PLAN().diff(MESH()), "plan.diff needs a plan", "plan.diff(other)"),
   "no batch to compile": (

@@ -2,9 +2,9 @@
 
 Orbax stores one Zarr 3 folder per array, without compression: on local disks that is faster than the default
 in both directions, and a damaged file belongs to one array. The step folder is an ordinary Orbax checkpoint,
-readable with `orbax.checkpoint.v1.load_checkpointables` alone. Loading by Orbax is no option in a job of
-several processes: it counts its loads, all processes must make equally many, and a process that verifies its
-share, or meets damage, makes more than the others.
+readable with `orbax.checkpoint.v1.load_checkpointables` alone. Orbax cannot load it in a job of several
+processes: it counts its loads, and all processes must make equally many, but a process that verifies its
+share, or meets damage, makes more loads than the others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from orbax.checkpoint import v1 as ocp
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.storage import kvstore_of
 
-_CLEAN_UP_S = 10.0  # in which what else is being written should end
-# Below this a replicated array is written by one process, not cut into a file per replica.
+_CLEAN_UP_S = 10.0  # other writes should end within this time
+# Below this a replicated array is written by one process, not cut into one file per replica.
 _SMALLEST_REPLICA_SLICE = 4 << 20
 
 Box = tuple[tuple[int, int], ...]
@@ -46,16 +46,16 @@ def start_save(
 ) -> Callable[[float], None]:
   """Starts writing the arrays; the returned function waits, and raises the error of a failed write.
 
-  It takes seconds to wait at most, and may be called again after a `TimeoutError`. Where one process cannot
-  write, Orbax makes the others wait up to twenty minutes for it: see `Block.wait_for`.
+  Each wait takes at most `seconds`, and may be repeated after a `TimeoutError`. If one process cannot write,
+  Orbax makes the other processes wait up to twenty minutes for it: see `Block.wait_for`.
 
   Args:
     step_dir: created by this call; appears under its name once complete.
-    items: arrays by item and folder name; none of them empty.
-    chunk_bytes: largest piece that is read as a whole; None stores each shard as one piece.
-    byte_budget: most bytes in flight beyond the arrays themselves.
-    background: whether all arrays are copied off the devices before this returns; otherwise only a budget's
-      worth of copies exists at a time.
+    items: arrays by item and folder name; none of them is empty.
+    chunk_bytes: the largest piece that is read at once; None stores each shard as one piece.
+    byte_budget: the maximum number of bytes in flight beyond the arrays themselves.
+    background: whether all arrays are copied off the devices before this returns; otherwise the copies that
+      exist at a time stay within the budget.
   """
   context = _context()
   budget = _write_budget(items, byte_budget)
@@ -72,9 +72,9 @@ def start_save(
 def _result(response: Any, seconds: float) -> None:
   """As `response.result`, without its endless clean-up after a failure.
 
-  Orbax then waits for the other items, and these for the other processes, which may have failed too.
+  Orbax then waits for the other items, and they wait for the other processes, which may have failed too.
   """
-  failed = response._thread_runner._future.exception(seconds)  # tests/test_upstream.py has what is used of it
+  failed = response._thread_runner._future.exception(seconds)  # tests/test_upstream.py checks these
   if failed is None:
     response.result()
     return
@@ -145,19 +145,19 @@ def read(
   *,
   byte_budget: int,
 ) -> dict[str, Array]:
-  """Reads arrays of an item into their targets' shardings, each process its own shards, alone.
+  """Reads arrays of an item into their targets' shardings; each process reads its own shards, independently.
 
   Args:
-    folder: of the item.
-    stored: shape and dtype on the disk, by name.
-    targets: shape, dtype and sharding wanted; without a sharding a numpy array. A shape may be larger than
-      the stored one; the rest is zero.
-    byte_budget: host bytes in flight: half in shards that are being read, unless one array has more, and half
-      in chunks that several shards share.
+    folder: the folder of the item.
+    stored: the shape and dtype on disk, by name.
+    targets: the wanted shape, dtype and sharding; without a sharding, a numpy array. A shape may be larger
+      than the stored shape; the rest is zero.
+    byte_budget: host bytes in flight: half in shards being read, unless one array is larger, and half in
+      chunks that several shards share.
 
   Raises:
-    ValueError: a file is not what was written, or missing.
-    OSError: a file cannot be looked for.
+    ValueError: a file is missing, or differs from the written file.
+    OSError: the file system cannot look for a file.
   """
   context = ts.Context({"cache_pool": {"total_bytes_limit": byte_budget // 2}})
   opened = {name: _open(folder / name, form, context) for name, form in stored.items()}

@@ -1,7 +1,7 @@
-"""The steps of a directory: which is the newest, which is the best, which may be deleted.
+"""The steps of a directory: the newest, the best, and the steps that may be deleted.
 
-Each step names the one before it in its run. The newest step is the end of the last lineage, and not always
-the step with the largest number.
+Each step names its predecessor in its run. The newest step is the end of the last lineage, and not always the
+step with the largest number.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from nnx_parallel.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """Keeps the newest steps, every k-th one, and the best by a metric; the newest always stays.
+  """Keeps the newest steps, every k-th step, and the best by a metric; the newest step always stays.
 
   Attributes:
-    newest: how many of the newest steps to keep; None keeps all.
-    every: keeps each step that this divides.
+    newest: the number of newest steps to keep; None keeps all.
+    every: keeps each step that is a multiple of this.
     best: the metric that `step="best"` and `keep_best` compare.
-    mode: `min` or `max`: which value of the metric is best.
-    keep_best: how many of the best steps to keep.
+    mode: `min` or `max`: whether small or large values of the metric are best.
+    keep_best: the number of best steps to keep.
 
   Raises:
-    CheckpointError: counts that are not whole or below 1, or an unknown mode.
+    CheckpointError: a count that is not an integer or below 1, or an unknown mode.
 
   Example:
     >>> keep = Retention(newest=2, every=100, best="loss")
@@ -66,7 +66,7 @@ class Retention:
     return sorted(finite, key=lambda step: (sign * values[step], -step))
 
   def expired(self, metrics: Mapping[int, Mapping[str, float]], newest_first: Sequence[int]) -> list[int]:
-    """The steps to delete, in the order of their numbers; `metrics` are those of every saved step."""
+    """The steps to delete, in the order of their numbers; `metrics` has the metrics of every saved step."""
     if self.newest is None:
       return []
     kept = {*newest_first[: self.newest], *self.ranked(metrics)[: self.keep_best]}
@@ -127,7 +127,7 @@ class Catalog:
     return next(iter(self.retention.ranked(_metrics(self.headers()))), None)
 
   def expired(self) -> list[int]:
-    """The steps that need not be kept; never the newest, nor a damaged one."""
+    """The steps that need not be kept; never the newest, nor a damaged step."""
     if self.retention.newest is None:
       return []
     metrics = _metrics(headers := self.headers())
@@ -139,7 +139,7 @@ class Catalog:
     The latest may be damaged, or have no manifest; reading it raises.
 
     Raises:
-      CheckpointError: there is no such step; the message lists those there are.
+      CheckpointError: there is no such step; the message lists the existing steps.
     """
     if step is None or step == "latest":
       number = next(iter(newest_first(self.headers())), None) if self.storage.steps() else None
@@ -174,7 +174,7 @@ class Catalog:
       raise CheckpointError(
         f"cannot save step {step}: it exists in {self.storage.directory}.",
         details=f"steps: {self.storage.steps()}",
-        fix="pass overwrite=True to replace it once the new one is complete, or use another step.",
+        fix="pass overwrite=True to replace it once the new step is complete, or use another step.",
       )
     if exists and not self.storage.can_replace():
       raise CheckpointError(
@@ -204,7 +204,7 @@ class Catalog:
 
 
 def whole(value: object, *, least: int) -> int | None:
-  """The value as an int, or None when it is not a whole number from `least` up."""
+  """The value as an int, or None if it is not an integer of at least `least`."""
   try:
     number = operator.index(value)  # pyright: ignore[reportArgumentType]
   except TypeError:
@@ -228,7 +228,7 @@ def as_step(step: object) -> int:
   """The number of a step.
 
   Raises:
-    CheckpointError: not a whole number from 0 up.
+    CheckpointError: not a non-negative integer.
   """
   number = whole(step, least=0)
   if number is None or number >= 2**63:
@@ -245,10 +245,10 @@ def _metrics(headers: Mapping[int, Header | None]) -> dict[int, Mapping[str, flo
 
 
 def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
-  """Sorts steps by age: those of the last lineage, then those that it left behind.
+  """Sorts steps by age: first the steps of the last lineage, then the steps that it left behind.
 
-  The step that was written last ends the last lineage. Each step of it follows its parent, or, when that was
-  deleted, the youngest older step with a smaller number. Of a step without a header only the number counts.
+  The last written step ends the last lineage. Each step of it follows its parent, or, if the parent was
+  deleted, the youngest older step with a smaller number. For a step without a header only the number counts.
 
   Example:
     >>> parents = {100: None, 200: 100, 150: 100}
@@ -268,7 +268,7 @@ def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
 
 
 def _follows(step: int, earlier: int, headers: Mapping[int, Header | None]) -> bool:
-  """Whether a step continues the run of an earlier one, as far as its parents are known."""
+  """Whether a step continues the run of an earlier step, as far as its parents are known."""
   while step > earlier and (header := headers.get(step)) is not None:
     step = -1 if header.parent is None else header.parent
   return step >= earlier
@@ -289,7 +289,7 @@ class Place:
   after: float
 
   def stamp(self) -> float:
-    """The time of the commit. A new step is later than all others, even if the clock was set back."""
+    """The time of the commit. A new step is later than all other steps, even if the clock was set back."""
     now = min(max(time.time(), 0.0), LATEST)  # the clock may be wrong
     return max(now, math.nextafter(self.after, math.inf)) if self.time is None else self.time
 

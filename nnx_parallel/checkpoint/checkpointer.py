@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
-from concurrent.futures.thread import ThreadPoolExecutor  # its hook at exit must be set before the one below
+from concurrent.futures.thread import ThreadPoolExecutor  # its exit hook must be set before the hook below
 from typing import Any, TypeVar, overload
 
 import jax
@@ -49,31 +49,31 @@ _lost = False  # a save failed since then: nothing but the exit code can tell
 class Checkpointer:
   """Saves and restores steps in a directory.
 
-  Each step is one folder, an ordinary Orbax checkpoint with a manifest beside it. A step appears under its
-  number only when it is complete and on the disk, so whatever `steps()` lists can be restored. In a job of
-  several processes, make each call on all of them.
+  Each step is one folder, an ordinary Orbax checkpoint with a manifest. A step appears under its number only
+  when it is complete and on disk, so every step in `steps()` can be restored. In a job of several processes,
+  make each call on all of them.
 
   Args:
-    directory: local, or an object store that `etils.epath` and TensorStore know; made at the first save. An
-      object store has no lock, so let one job write there, and steps are not replaced in place.
-    max_to_keep: how many of the newest steps to keep; None keeps all. Each step names the one that its run
-      resumed from or saved before; steps that a run left behind when it resumed from an earlier step go
-      first.
-    keep_every: also keep each step that this divides.
-    best: name of the metric that decides which step is best; the best steps are kept too.
+    directory: local, or an object store that `etils.epath` and TensorStore support; made at the first save.
+      An object store has no lock, so let only one job write there; it cannot replace steps in place.
+    max_to_keep: the number of newest steps to keep; None keeps all. Each step names the step that its run
+      resumed from or saved before; steps that a run left behind when it resumed from an earlier step are
+      deleted first.
+    keep_every: also keep each step that is a multiple of this.
+    best: the name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
-    keep_best: how many of the best.
-    asynchronous: whether `save` returns once the arrays are copied off the devices. A save that is not done
-      when the script ends is finished then; if it fails, the exit code is 1.
-    verify: what `restore` checks beside the files' sizes: `"full"` every value, `"metadata"` the contents of
-      all small files, `"off"` nothing.
+    keep_best: the number of best steps to keep.
+    asynchronous: whether `save` returns once the arrays are copied off the devices. An unfinished save is
+      finished when the script ends; if it fails, the exit code is 1.
+    verify: what `restore` checks in addition to file sizes: `"full"` every value, `"metadata"` the contents
+      of all small files, `"off"` nothing.
     byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
-      save holds a copy of them all.
-    chunk_bytes: largest piece of an array that is read in one go; None stores each shard as one piece.
+      save holds a copy of all arrays.
+    chunk_bytes: the largest piece of an array that is read at once; None stores each shard as one piece.
 
   Attributes:
     directory: the absolute path, an `epath.Path`.
-    restored: the `Manifest` of the step that the last `restore` took; None before the first.
+    restored: the `Manifest` of the step that the last `restore` took; None before the first restore.
 
   Raises:
     CheckpointError: an option without a meaning, or a path that is a file.
@@ -117,7 +117,7 @@ class Checkpointer:
     self._position_saved = False  # it was saved
     self._restored_step: int | None = None
     self._closed = False
-    self._lock = threading.RLock()  # of one save; a signal handler may save within a save
+    self._lock = threading.RLock()  # for one save; a signal handler may save within a save
     _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
@@ -143,27 +143,27 @@ class Checkpointer:
     """Saves the state of a run as one step, completely or not at all.
 
     The step follows the step that this object restored or saved last, or later steps of another Checkpointer;
-    otherwise it follows the newest step. A smaller step is refused where the directory holds newer ones that
+    otherwise it follows the newest step. A smaller step is refused if the directory holds newer steps that
     the run did not resume from.
 
-    The log has at INFO, before the start, the bytes of the step and the host memory that this process will
-    need. Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded
-    arrays are cut to their logical shape first, which takes a copy of them.
+    Before the start, it logs (INFO) the bytes of the step and the host memory that this process will need.
+    Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded arrays
+    are first cut to their logical shape, which copies them.
 
     Args:
       step: not negative.
       model: a module, with Variables of every type; an `nnx.State`; a pytree of arrays; or a tuple or dict of
         these.
       optimizer: an `nnx.Optimizer`, a pytree of arrays, or a tuple or dict of these.
-      only: which leaves of the model to save: a filter of nnx (`nnx.LoRAParam`), or patterns of paths.
+      only: the leaves of the model to save: a filter of nnx (`nnx.LoRAParam`), or path patterns.
       extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
       metrics: numbers; `best` compares them.
-      plan: the plan of model and optimizer, to be kept as a record.
-      overwrite: whether to replace the step; the old one stays until the new one is complete. A step that
+      plan: the plan of model and optimizer, which is stored as a record.
+      overwrite: whether to replace the step; the old step stays until the new step is complete. A step that
         this run has not reached keeps its place: adding a metric to it does not make it the newest.
 
     Raises:
-      CheckpointError: the step exists, or newer ones of another run do; a leaf cannot be stored, the disk
+      CheckpointError: the step exists, or newer steps of another run do; a leaf cannot be stored, the disk
         refuses, another job is writing here, or an earlier background save failed.
     """
     with self._lock, no_mesh():
@@ -249,7 +249,7 @@ class Checkpointer:
     return multihost.decided(self._catalog.best)
 
   def metadata(self, step: int | str | None = None) -> Manifest:
-    """What a step holds, without reading its arrays.
+    """The contents of a step, without reading its arrays.
 
     Args:
       step: a number, `"latest"` (also None) or `"best"`.
@@ -283,7 +283,7 @@ class Checkpointer:
 
     Args:
       target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `weight_map`, `optimizer` and
-        `as_numpy`: pass what the restore will get.
+        `as_numpy`: pass the same values as to the restore.
       step: a number, `"latest"` (also None) or `"best"`.
       only: as for `restore`.
       skip: as for `restore`.
@@ -294,7 +294,7 @@ class Checkpointer:
       as_numpy: as for `restore`.
 
     Returns:
-      What fits, what is missing, extra, renamed or changed, and the bytes that a restore would read.
+      The leaves that fit, are missing, extra, renamed or changed, and the bytes that a restore would read.
 
     Raises:
       CheckpointError: no such step, or arguments that name nothing.
@@ -348,11 +348,11 @@ class Checkpointer:
     on_corrupt: str = "error",
     as_numpy: bool = False,
   ) -> Any:
-    """Restores a step into the target's layout; the layout it was saved in does not matter.
+    """Restores a step into the target's layout; the saved layout does not matter.
 
-    The log has at INFO, before the start, the bytes to read and the host memory that they take. The next
-    `save` of this object follows the step that was restored into a target: look at other steps of a run with
-    another Checkpointer.
+    Before the start, it logs (INFO) the bytes to read and the host memory that they take. The next `save` of
+    this object follows the step that was restored into a target: look at other steps of a run with another
+    Checkpointer.
 
     Args:
       target: a plan, or a tuple or dict of plans, as the models were saved; a module or `nnx.State`, whose
@@ -362,17 +362,17 @@ class Checkpointer:
       only: patterns of paths to restore, or a filter of nnx for the model's leaves (`nnx.LoRAParam`);
         everything else stays as the target has it.
       skip: patterns of paths, in the target or the checkpoint, to leave alone.
-      rename: path in the target, or its start, to the saved one.
+      rename: path in the target, or its beginning, to the saved path.
       cast: whether one float dtype may become another.
-      weight_map: how saved leaves make up the target's, as a `WeightMap`: layers stacked or cut, dims
+      weight_map: how saved leaves become the target's, as a `WeightMap`: layers stacked or cut, dims
         transposed, split or merged. The patterns above then match the saved paths.
-      optimizer: `"restore"`, `"drop"` (leave it, and return the model only) or, with a plan, `"fresh"` (make
-        a new one).
+      optimizer: `"restore"`, `"drop"` (ignore it, and return only the model) or, with a plan, `"fresh"` (make
+        a new optimizer).
       on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
-      as_numpy: return numpy arrays; without a target, of everything that was saved.
+      as_numpy: return numpy arrays; without a target, of all saved leaves.
 
     Returns:
-      The model, or (model, optimizer), or a tree like the target; of several plans, (models, optimizers).
+      The model, or (model, optimizer), or a tree like the target; for several plans, (models, optimizers).
 
     Raises:
       CheckpointError: no such step, leaves that do not fit, or damage, all named.
@@ -411,7 +411,7 @@ class Checkpointer:
       as_numpy: return numpy arrays.
 
     Returns:
-      A tree like the target; without one, with `as_numpy`, numpy arrays by path; for JSON, the value.
+      A tree like the target; without a target, with `as_numpy`, numpy arrays by path; for JSON, the value.
 
     Raises:
       CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
@@ -552,7 +552,7 @@ class Checkpointer:
     given["filter as only"] = given.pop("choose") is not None
     if unused := [name for name, value in given.items() if value]:
       raise CheckpointError(
-        f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns what was saved.",
+        f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns all saved leaves.",
         fix="only= and skip= choose leaves by their paths; pass a target for the rest.",
       )
 
@@ -711,7 +711,7 @@ def report_lost() -> None:
   for checkpointer in [*_UNFINISHED]:
     try:
       checkpointer.wait()
-    except Exception:  # noqa: BLE001 (shown; each of the others has to be shown too)
+    except Exception:  # noqa: BLE001 (shown; the remaining errors must be shown too)
       traceback.print_exc()
   if _lost:
     sys.stdout.flush()
@@ -720,6 +720,6 @@ def report_lost() -> None:
 
 
 # atexit comes too late to finish a background save: by then Python starts no more threads, and Orbax needs
-# them. Only the other hook comes earlier.
+# threads. Only this other hook runs earlier.
 threading._register_atexit(finish_saves)  # pyright: ignore
 atexit.register(report_lost)

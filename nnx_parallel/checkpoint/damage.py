@@ -14,7 +14,7 @@ from etils import epath
 from nnx_parallel.errors import CheckpointError
 
 _NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
-# What TensorStore writes for the same.
+# The messages of TensorStore for the same.
 _TEXTS = (
   "RESOURCE_EXHAUSTED",
   "PERMISSION_DENIED",
@@ -28,7 +28,7 @@ _TEXTS = (
 
 
 class DamagedError(CheckpointError):
-  """A checkpoint whose files or values are not those that were saved."""
+  """A checkpoint whose files or values differ from the saved ones."""
 
 
 class VanishedError(CheckpointError):
@@ -49,19 +49,19 @@ def vanished(step_dir: epath.Path) -> VanishedError:
   """The error for a step that another process removed or replaced."""
   return VanishedError(
     f"{step_dir} vanished: another process removed or replaced it.",
-    fix="take another step: Checkpointer(...).steps() lists those there are.",
+    fix="take another step: Checkpointer(...).steps() lists the steps.",
   )
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-  """An error, what caused it, and so on."""
+  """An error, its cause, the cause of the cause, and so on."""
   while error is not None:
     yield error
     error = error.__cause__ or error.__context__
 
 
 def raise_transient(error: BaseException, what: str) -> None:
-  """Raises when the cause of an error is this machine and not the checkpoint.
+  """Raises if the cause of an error is this machine and not the checkpoint.
 
   Raises:
     CheckpointError: what could not be read, and why.
@@ -76,5 +76,5 @@ def raise_transient(error: BaseException, what: str) -> None:
     raise CheckpointError(
       f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
       details=str(error)[:300],
-      fix="remove the cause and try again; this is no sign of damage.",
+      fix="remove the cause and try again; this is not a sign of damage.",
     ) from error

@@ -46,13 +46,13 @@ class TargetLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """What a restore fills.
+  """The leaves that a restore fills.
 
   Attributes:
     leaves: the arrays to read, by item and path.
     values: the paths of leaves that are JSON values, by item.
-    build: makes the result from the arrays and values that were read; leaves that were left out keep the
-      target's values, or get those of `init`.
+    build: makes the result from the read arrays and values; omitted leaves keep the target's values, or get
+      the values of `init`.
     left_out: paths of the target that a filter does not choose, by item.
     drops_optimizer: whether a saved optimizer is not restored on purpose.
   """
@@ -104,23 +104,23 @@ class LeafPair:
 
 @dataclasses.dataclass(frozen=True)
 class Diff(Shown):
-  """The differences between a checkpoint and a target, and what a restore would read.
+  """The differences between a checkpoint and a target, and the bytes that a restore would read.
 
   Attributes:
-    step: the step compared.
+    step: the compared step.
     matches: leaves that fit.
     missing: leaves of the target that the checkpoint does not have, each with the nearest saved name of
       the same shape, or None.
     extra: saved leaves that the target does not have.
     reshaped: leaves with another logical shape.
-    retyped: leaves with another dtype or key implementation, or with one that jax cannot make now.
+    retyped: leaves with another dtype or key implementation, or with a dtype that jax cannot make now.
     skipped: leaves left out by name.
     misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
     values: the saved JSON values that fill the target's, by item and the target's path.
-    bytes_read: bytes of arrays that this process wants of the files: its shards. Chunks are read as a whole.
-    device_bytes: most bytes on one device of this process when all is restored.
-    host_bytes: most host memory of this process during the restore: the byte budget, or twice the largest
-      array, and the shards of devices in host memory.
+    bytes_read: the bytes of arrays that this process needs: its shards. Chunks are always read in full.
+    device_bytes: the maximum number of bytes on a device of this process after the restore.
+    host_bytes: the maximum host memory of this process during the restore: the byte budget, or twice the
+      largest array, and the shards of devices in host memory.
   """
 
   step: int
@@ -162,7 +162,7 @@ class Diff(Shown):
     """Raises unless everything fits.
 
     Raises:
-      CheckpointError: lists what does not, with the nearest names.
+      CheckpointError: lists the leaves that do not fit, with the nearest names.
     """
     if self.fits:
       return
@@ -225,7 +225,7 @@ class Diff(Shown):
       )
     if self.retyped:
       return "ask for the saved dtype, or for a conversion between float types: cast=True."
-    return "name what may stay out: restore(..., skip=[...]), or what is wanted: only=[...]."
+    return "name the leaves to leave out: restore(..., skip=[...]), or the leaves to restore: only=[...]."
 
 
 def compare(
@@ -238,10 +238,10 @@ def compare(
   cast: bool = False,
   byte_budget: int = 0,
 ) -> Diff:
-  """Compares the leaves of a checkpoint with those of a target, by name. Differences are no errors.
+  """Compares the leaves of a checkpoint with the leaves of a target, by name. Differences are not errors.
 
-  `only`, `skip`, `rename`, `cast`: as for `Checkpointer.restore`. Of saved items that are not in the target,
-  only an optimizer is `extra`.
+  `only`, `skip`, `rename`, `cast`: as for `Checkpointer.restore`. Among saved items that are not in the
+  target, only an optimizer counts as `extra`.
   """
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
   matches: list[LeafPair] = []
@@ -384,7 +384,7 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   if not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
     raise CheckpointError(
       f"{argument}={names!r} is not a list of names.",
-      fix="only=nnx.Not(...) leaves out what a filter chooses.",
+      fix="only=nnx.Not(...) leaves out the leaves that a filter chooses.",
     )
   if not (found := tuple(names)) and argument == "only":
     raise CheckpointError("only=[] chooses no leaf.", fix="only=['head.*'], or leave it out for all leaves.")
@@ -415,7 +415,7 @@ def _closest(name: str, names: list[str]) -> str | None:
 
 
 def _made_of(dtype: DTypeLike) -> Any:
-  """The dtype of an array that jax makes from this one; 32 bits for 64 while `jax_enable_x64` is off."""
+  """The dtype of an array that jax makes from this dtype: 32 bits for 64 while `jax_enable_x64` is off."""
   return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 

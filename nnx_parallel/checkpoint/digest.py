@@ -1,12 +1,12 @@
 """A digest of an array's values that does not depend on how the array is laid out.
 
 Each element's bits are mixed with its position and the results are summed modulo 2**32. A sum has no order,
-so each device digests its own shards, and only one number per device is sent. The same values give the same
-digest on any mesh, any process count, and on the host.
+so each device digests its own shards, and sends only one number. The same values give the same digest on any
+mesh, with any process count, and on the host.
 
-A change within one 32-bit word (an element of up to four bytes, half of one of eight) always changes the
-digest. Other damage passes with a probability of about 2**-32, also structured damage such as the same bit
-flipped in several elements. That guards against rot, not malice.
+A change within one 32-bit word (an element of up to four bytes, or half of an eight-byte element) always
+changes the digest. Other damage passes with a probability of about 2**-32, including structured damage such
+as the same bit flipped in several elements. The digest guards against rot, not malice.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def digest(array: Array, shape: Shape | None = None) -> jax.Array:
   """Digests an array's global value.
 
   Args:
-    array: any dtype with items of one byte or more; not a typed key. Of a `jax.Array` each device reads only
-      its own shard. Host arrays are digested on the CPU.
+    array: any dtype with items of one byte or more; not a typed key. Each device reads only its own shard of
+      a `jax.Array`. Host arrays are digested on the CPU.
     shape: logical global shape; the rest is padding and does not count.
 
   Returns:
-    uint32 numbers on the array's devices, of a `jax.Array` not waited for: `total` waits and adds them up.
-    Of an array that is spread over processes, each process gets its own share.
+    uint32 numbers on the array's devices, without waiting: `total` waits and adds them up. For an array that
+    is spread over processes, each process gets its own share.
 
   Example:
     >>> x = np.arange(6, dtype=np.float32)
@@ -66,13 +66,13 @@ def digest(array: Array, shape: Shape | None = None) -> jax.Array:
 def digest_later(array: Array) -> Callable[[], int]:
   """Starts `digest`, so that a training loop need not wait for it.
 
-  The array may be donated or changed as soon as this returns. On GPUs and TPUs the programs are in the
-  device's queue by then. On CPUs the work would take the caller's cores, so it is done later, on views of the
-  shards' memory, as Orbax writes them: jax donates no buffer that has a view.
+  The array may be donated or changed as soon as this returns. On GPUs and TPUs the programs are already in
+  the device's queue. On CPUs the work would take the caller's cores, so it is done later, on views of the
+  shards' memory, as Orbax writes them: jax does not donate a buffer that has a view.
 
   Returns:
-    A function that waits and returns what `total` does: of an array that is spread over processes, this
-    process's share, and of another, zero on all but process 0. To be called once, on any thread.
+    A function that waits and returns the result of `total`: for an array that is spread over processes, this
+    process's share; for any other array, zero on all processes but process 0. Call it once, on any thread.
 
   Example:
     >>> x = jnp.arange(6.0)
@@ -85,7 +85,7 @@ def digest_later(array: Array) -> Callable[[], int]:
   if everywhere and jax.process_index():
     return lambda: 0
   if isinstance(array, np.ndarray) or not on_cpu(array.sharding):
-    # Not later: all processes must run this program in the same order among their others.
+    # Not later: all processes must run this program at the same place in their order of programs.
     parts = digest(array)
     return lambda: total(parts)
   shape, wide = tuple(array.shape), array.dtype.itemsize > 4
@@ -96,7 +96,7 @@ def digest_later(array: Array) -> Callable[[], int]:
   ]
 
   def later() -> int:
-    # Aliases, no copies. Without x64, which is each thread's own, jax would make 32 bits of 64.
+    # Views, not copies. Without x64, which is a setting of each thread, jax would turn 64 bits into 32.
     with jax.enable_x64(wide):
       parts = [
         _digest_at(jax.device_put(view, device), np.array(starts, np.uint32), shape)
@@ -109,7 +109,7 @@ def digest_later(array: Array) -> Callable[[], int]:
 
 
 def total(parts: jax.Array) -> int:
-  """Waits for what `digest` returned, and adds up this process's share."""
+  """Waits for the result of `digest`, and adds up this process's share."""
   rows = [parts]
   if not (parts.is_fully_addressable or parts.is_fully_replicated):
     rows = [shard.data for shard in parts.addressable_shards]
@@ -117,10 +117,10 @@ def total(parts: jax.Array) -> int:
 
 
 def host_device() -> Any:
-  """The device of this process on which host arrays are digested: a CPU, where jax has one."""
+  """The device of this process on which host arrays are digested: a CPU, if jax has one."""
   try:
     return jax.local_devices(backend="cpu")[0]
-  except RuntimeError:  # JAX_PLATFORMS names others only
+  except RuntimeError:  # JAX_PLATFORMS names other platforms only
     return jax.local_devices()[0]
 
 
@@ -216,7 +216,7 @@ def _digest_part(
 
 
 def _place(index: jax.Array, dim: int) -> jax.Array:
-  """What the places along a dim are mixed with."""
+  """The value that each place along a dim is mixed with."""
   return _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
 
 
@@ -241,7 +241,7 @@ def _digest_by_tiles(array: jax.Array, offsets: Sequence[jax.Array], shape: Shap
   down, across = -(-rows // height), -(-columns // width)
 
   def look(flat: jax.Array, dims: range) -> tuple[jax.Array, jax.Array]:
-    """What the elements with these numbers are mixed with along these dims, and which of them count."""
+    """The values to mix into the elements with these numbers along these dims, and which elements count."""
     place, counts = jnp.zeros_like(flat), jnp.ones_like(flat)
     for dim in reversed(dims):
       size = u32(array.shape[dim])
@@ -267,7 +267,7 @@ def _digest_by_tiles(array: jax.Array, offsets: Sequence[jax.Array], shape: Shap
     row_numbers, column_numbers = numbers(row, height), numbers(column, width)
     row_place, row_counts = look(row_numbers, range(split))
     column_place, column_counts = every_column or look(column_numbers, range(split, ndim))
-    row_counts = row_counts * (row_numbers >= top).astype(u32)  # the last tiles overlap those before
+    row_counts = row_counts * (row_numbers >= top).astype(u32)  # the last tiles overlap the tiles before
     column_counts = column_counts * (column_numbers >= left).astype(u32)
     place = row_place[:, None, None] + column_place[None, :, None] + words_place[None, None]
     mixed = _mix(words ^ place) * column_counts[None, :, None]

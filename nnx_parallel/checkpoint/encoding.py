@@ -93,7 +93,7 @@ def encoding_of(shape: tuple[int, ...], dtype: DTypeLike, *, path: str) -> str:
 
 
 def encode(leaf: Array, encoding: str) -> Array:
-  """Gives the array that is stored for a leaf with one element or more; undone by `decode`."""
+  """The array that is stored for a leaf with one or more elements; `decode` undoes it."""
   if encoding.startswith("key:"):
     return jax.random.key_data(leaf)
   if encoding == PLAIN:
@@ -148,7 +148,7 @@ def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
   """The dims of a stored array after the leaf's, and the bytes of its elements.
 
   Raises:
-    ValueError: an unknown name, or an encoding of other dtypes.
+    ValueError: an unknown name, or an encoding for other dtypes.
   """
   has_keys = dtype.startswith("key<")
   if has_keys and encoding == EMPTY:
@@ -205,7 +205,7 @@ def read_json(value: Json, depth: int = 0) -> Any:
   """Undoes `check_json`.
 
   Raises:
-    ValueError: what it never writes.
+    ValueError: a value that it never writes.
   """
   if depth > 2 * _DEEPEST:  # a tuple takes two levels
     raise ValueError("values are nested too deeply")
@@ -225,7 +225,7 @@ def key_dtype(implementation: str) -> Any:
   """The dtype of typed PRNG keys of `threefry2x32` and the like.
 
   Raises:
-    ValueError: jax has none of that name.
+    ValueError: jax has no implementation of that name.
   """
   return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
@@ -237,7 +237,7 @@ def key_encoding(dtype: DTypeLike) -> str:
   def note(key: jax.Array) -> None:
     names.append(str(jax.random.key_impl(key)))
 
-  # jax.random.key_impl takes keys only; a traced one has a dtype and costs nothing.
+  # jax.random.key_impl takes only keys; a traced key has a dtype and costs nothing.
   jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
   return f"key:{names[0]}"
 

@@ -1,9 +1,9 @@
-"""The manifest: what a checkpoint holds, written last and signed with its own digest.
+"""The manifest: the list of a checkpoint's contents, written last and signed with its own digest.
 
 It is the file `nnx_parallel.json` of a step's folder. A folder with a readable manifest is a complete
-checkpoint. The first line, the header, is all that a search for a step reads: number, time, metrics and
-parent. The second line names every leaf with its logical shape, dtype, kind and digests, every file with its
-size, and the versions, plan and JSON values of the run. Both are JSON.
+checkpoint. A search for a step reads only the first line, the header: number, time, metrics and parent. The
+second line names every leaf with its logical shape, dtype, kind and digests, every file with its size, and
+the versions, plan and JSON values of the run. Both are JSON.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
-# A field may be added to the format: readers ignore what they do not know. A field with another meaning is
-# another format, and then what reads the older one stays. Format 4 has `digests` of parts, whose sum counts.
+# A field may be added to the format: readers ignore unknown fields. A field with a new meaning needs a new
+# format, and the reader of the old format stays. Format 4 has `digests` of parts; their sum counts.
 FORMAT, READABLE = 5, (4, 5)
 LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999; a later save is later than that
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
-# What parsing raises where fields are missing, of other types, or nested too deeply.
+# The errors of parsing if fields are missing, of other types, or nested too deeply.
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -45,11 +45,11 @@ class LeafRecord:
     folder: name under which the array store holds it, inside the item's folder.
     shape: logical global shape in elements, without padding.
     dtype: as `encoding.dtype_name` writes it.
-    encoding: of the stored array (`encoding.encoding_of`).
+    encoding: the encoding of the stored array (`encoding.encoding_of`).
     kind: the Variable's type, for example `"Param"`; empty for plain arrays.
-    nbytes: bytes of the stored array.
-    digest: of the stored array (`digest.digest`); 0 for an array without elements.
-    layout: the one it was saved in, as `diff.layout_text` writes it; empty for numpy arrays.
+    nbytes: the bytes of the stored array.
+    digest: the digest of the stored array (`digest.digest`); 0 for an array without elements.
+    layout: the layout in which it was saved, as `diff.layout_text` writes it; empty for numpy arrays.
   """
 
   folder: str
@@ -82,13 +82,13 @@ class ItemRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """The first line of a manifest, which is all that a search for a step reads.
+  """The first line of a manifest; a search for a step reads only this line.
 
   Attributes:
     step: the training step.
-    time: seconds since 1970 when it was first committed; later than that of any step committed before it.
-    metrics: numbers that `best` compares; not finite ones included.
-    parent: the step that the run resumed from or saved before this one; None at the start of a run.
+    time: the time of its first commit, in seconds since 1970; later than the time of all steps before it.
+    metrics: the numbers that `best` compares, including values that are not finite.
+    parent: the step that the run resumed from or saved before this step; None at the start of a run.
   """
 
   step: int
@@ -99,7 +99,7 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest(Header):
-  """All that is known about a checkpoint without reading its arrays.
+  """All facts about a checkpoint that can be read without its arrays.
 
   Attributes:
     step: as in `Header`.
@@ -107,11 +107,11 @@ class Manifest(Header):
     metrics: as in `Header`.
     parent: as in `Header`.
     items: the trees, by name.
-    extra: JSON values saved beside the trees, for example a data cursor.
+    extra: JSON values saved with the trees, for example a data cursor.
     plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
-    versions: of Python and the packages that wrote it.
+    versions: the versions of Python and the packages that wrote it.
     fingerprint: changes whenever any value, path, shape or dtype changes.
-    files: bytes of every other file of the step, by relative path.
+    files: the bytes of every other file of the step, by relative path.
     hashes: SHA-256 of the files that hold no array data, by relative path.
   """
 
@@ -151,7 +151,7 @@ def read(step_dir: epath.Path) -> Manifest:
 
   Raises:
     VanishedError: the folder is not there.
-    CheckpointError: no manifest, one that was damaged, or one of another format.
+    CheckpointError: the manifest is missing, damaged, or has another format.
   """
   with _fields_of_the_format(step_dir):
     return _parse(*_read(step_dir))
@@ -162,7 +162,7 @@ def read_header(step_dir: epath.Path) -> Header:
 
   Raises:
     VanishedError: the folder is not there.
-    CheckpointError: no manifest, one that was damaged, or one of another format.
+    CheckpointError: the manifest is missing, damaged, or has another format.
   """
 
   def first_line(file: epath.Path) -> bytes:
@@ -174,7 +174,7 @@ def read_header(step_dir: epath.Path) -> Header:
 
 
 def as_json(step_dir: epath.Path) -> dict[str, Json]:
-  """The manifest as it is stored, header and body in one.
+  """The manifest as stored, with header and body merged.
 
   Raises:
     CheckpointError: as `read`.
@@ -185,7 +185,7 @@ def as_json(step_dir: epath.Path) -> dict[str, Json]:
 
 
 def is_no_file(path: epath.Path) -> bool:
-  """Whether a local path is something other than a file, such as a pipe, which would block when opened."""
+  """Whether a local path is not a regular file, such as a pipe, which would block when opened."""
   return os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -215,8 +215,8 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
       raise vanished(step_dir) from None
     raise DamagedError(
       f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
-      fix='restore another step: Checkpointer(...).steps() lists the complete ones; on_corrupt="fallback" '
-      "takes the newest good one. If the folder is not a checkpoint, move it elsewhere.",
+      fix='restore another step: Checkpointer(...).steps() lists the complete steps; on_corrupt="fallback" '
+      "takes the newest good step. If the folder is not a checkpoint, move it elsewhere.",
     ) from None
   except _NOT_THE_FORMAT as error:
     raise _damaged(file, f"it cannot be read as JSON ({error})") from error
@@ -262,7 +262,7 @@ def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
     yield
   except _NOT_THE_FORMAT as error:
     raise _damaged(
-      step_dir / FILE, f"a field is not what the format has ({type(error).__name__}: {error})"
+      step_dir / FILE, f"a field does not match the format ({type(error).__name__}: {error})"
     ) from error
 
 
@@ -315,7 +315,7 @@ def _sha256(text: str | bytes) -> str:
 def _damaged(file: epath.Path, why: str) -> DamagedError:
   return DamagedError(
     f"{file} is damaged: {why}.",
-    fix='restore another step, or let restore(..., on_corrupt="fallback") take the newest good one.',
+    fix='restore another step, or let restore(..., on_corrupt="fallback") take the newest good step.',
   )
 
 

@@ -1,4 +1,4 @@
-"""Agreement between processes before a call in which each waits for the others."""
+"""Agreement between processes before a call in which each process waits for the others."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SOUND, _DAMAGED, _FAILED = range(3)
 
 @dataclasses.dataclass
 class Block:
-  """A block of `together`.
+  """A block of the function `together`.
 
   Attributes:
-    mine: what this process tells the others at its end: a JSON value.
-    found: after the block, what each process told.
+    mine: the JSON value that this process sends to the other processes at the end of the block.
+    found: after the block, the value of each process.
   """
 
   mine: Any = None
@@ -46,17 +46,16 @@ class Block:
 
 @contextlib.contextmanager
 def together(name: str = "together") -> Generator[Block]:
-  """A block that fails on every process when it fails on one, so that none waits for the others forever.
+  """A block that fails on every process when it fails on one, so that no process waits forever.
 
-  All processes raise a `DamagedError` or none does: no process may take an older step alone.
+  All processes raise a `DamagedError` or no process does: no process may take an older step alone.
 
   Args:
-    name: another one for blocks on another thread than most, which meet these in any order.
+    name: a separate name for blocks on another thread, which meet the other blocks in any order.
 
   Raises:
     Exception: this process's error.
-    CheckpointError: another process failed; it says which, and how.
-    HostError: a process did not come.
+    CheckpointError: another process failed; the error says which, and how.
   """
   block = Block()
   if jax.process_count() == 1:
@@ -67,7 +66,7 @@ def together(name: str = "together") -> Generator[Block]:
   block.exchange = Exchange(name)
   try:
     yield block
-  except Exception as caught:  # noqa: BLE001 (raised again, once the others know)
+  except Exception as caught:  # noqa: BLE001 (raised again, once the other processes know)
     error = caught
   code = _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
   block.exchange.say(json.dumps({"code": code, "what": _what(error), "value": block.mine}))
@@ -79,7 +78,7 @@ def together(name: str = "together") -> Generator[Block]:
     kind = DamagedError if worst == _DAMAGED else CheckpointError
     failed = [process for process, one in enumerate(said) if one["code"] == worst]
     raise kind(
-      f"processes {failed} failed, so this one stopped too.",
+      f"processes {failed} failed, so this process stopped too.",
       details=f"process {failed[0]}: {said[failed[0]]['what']}",
       fix="read the error of the first of them.",
     ) from error
@@ -111,7 +110,7 @@ def require_same(what: str, text: str) -> None:
 
 
 def decided(function: Callable[[], T]) -> T:
-  """What the function returns on process 0, a JSON value: the others may not see the same files yet."""
+  """The function's result on process 0, a JSON value: other processes may not see the same files yet."""
   with together() as block:
     if jax.process_index() == 0:
       block.mine = function()
@@ -131,7 +130,7 @@ def sparse(numbers: Sequence[int]) -> dict[str, int]:
 
 
 def summed(shares: Sequence[dict[str, int]], count: int) -> list[int]:
-  """Adds up what `sparse` made on each process, modulo 2**32.
+  """Adds up the results of `sparse` on each process, modulo 2**32.
 
   Example:
     >>> summed([sparse([0, 5]), sparse([3, 2**32 - 1])], 2)

@@ -44,7 +44,7 @@ def format(path: Path) -> str:
 
 
 def parse(text: str) -> Path:
-  """Reads what `format` wrote.
+  """Reads the text that `format` wrote.
 
   Example:
     >>> parse(format(("layers", 0, "0", ("x", 1), "a.b")))
@@ -67,7 +67,7 @@ def file_name(text: str) -> str:
     >>> file_name("layers.0.kernel"), file_name("a/b"), file_name("")
     ('layers.0.kernel', 'a%2Fb', '%')
   """
-  if not text:  # a tree that is one array
+  if not text:  # a tree that is a single array
     return "%"
   # Orbax and file systems treat leading dots and underscores as their own names.
   safe = quote(text, safe=" +-_.,()=@")
@@ -89,7 +89,7 @@ def _write(part: Part, path: Path) -> str:
     return str(part)
   if re.search("[\ud800-\udfff]", part):
     raise CheckpointError(
-      f"cannot save {path!r}: the name {part!r} is no Unicode text.", fix="use another name in the module."
+      f"cannot save {path!r}: the name {part!r} is not Unicode text.", fix="use another name in the module."
     )
   text = re.sub(r"([\\.,()])", r"\\\1", part)
   return f"\\s{text}" if not part or _INTEGER.fullmatch(part) else text

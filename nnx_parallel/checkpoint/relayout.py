@@ -54,7 +54,7 @@ def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = Fals
   Args:
     sharding: gives the mesh.
     shape: global shape in elements.
-    keep: whether to keep what divides `shape` of the layout of `sharding`.
+    keep: whether to keep the parts of `sharding`'s layout that divide `shape`.
 
   Example:
     >>> mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

@@ -20,7 +20,7 @@ from nnx_parallel.core.nodes import is_key
 
 logger = logging.getLogger(__name__)
 
-# What the readers raise for damaged files.
+# The errors that readers raise for damaged files.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
 # Which small files' contents each kind of verification compares; digests cover the chunks in "full".
 _HASHED = {"full": "metadata", "metadata": "all", "off": "none"}
@@ -33,13 +33,13 @@ def read(
   """Reads all matched leaves.
 
   `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
-  all small files. The files' sizes are always compared.
+  all small files. File sizes are always compared.
 
   Returns:
     Arrays by item and the target's path.
 
   Raises:
-    DamagedError: names the leaf and the files that are not what was saved.
+    DamagedError: names the leaf, and the files that differ from the saved files.
   """
   logger.info(
     "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
@@ -66,7 +66,7 @@ def read(
 def _read_all(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
 ) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, int]]]:
-  """Reads the arrays. For each, whether this process's digest is a share of the whole, and that digest."""
+  """Reads the arrays; for each, whether this process's digest is only a share, and that digest."""
   results: dict[str, dict[str, Array]] = {}
   waiting: list[tuple[LeafPair, jax.Array]] = []
   for item, group in itertools.groupby(diff.matches, lambda leaf: leaf.item):
@@ -102,7 +102,7 @@ def check_values(
     try:
       arrays = _load(step_dir, manifest, group, byte_budget)
     except DamagedError:
-      arrays = {}  # each is read alone, to name those that are damaged
+      arrays = {}  # each array is read alone, to name the damaged arrays
     for leaf in group:
       try:
         found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
@@ -116,9 +116,9 @@ def check_values(
 def damaged_files(
   step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, hashed: str = "all"
 ) -> dict[str, str]:
-  """Lists files that are missing, cut short, unreadable, or not what was written, each with its problem.
+  """Lists files that are missing, cut short, unreadable, or changed, each with its problem.
 
-  `hashed` says of which small files the contents are checked: `"all"`, `"metadata"` alone, or `"none"`.
+  `hashed` says which small files have their contents checked: `"all"`, only `"metadata"`, or `"none"`.
 
   Raises:
     CheckpointError: a file that this machine cannot read at the moment.
@@ -172,23 +172,23 @@ def _check_files(
 
 
 def _files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list[str]:
-  """What is wrong with the files of a leaf."""
+  """The problems of the files of a leaf."""
   folder = f"{match.item}/{match.saved.folder}/"
   names = [name for name in manifest.files if name.startswith(folder)]
   return [*damaged_files(step_dir, manifest, names).values()]
 
 
 def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, number: int) -> list[str]:
-  """What is wrong with a leaf of this digest, its damaged files first; nothing with a good one."""
+  """The problems of a leaf with this digest, its damaged files first; empty for a good leaf."""
   if number == leaf.saved.digest:
     return []
   where = f"{leaf.item}/{leaf.saved_path}"
-  text = f"the values of {where} are not those that were saved (files under {leaf.item}/{leaf.saved.folder})"
+  text = f"the values of {where} differ from the saved values (files under {leaf.item}/{leaf.saved.folder})"
   return [*_files_of(step_dir, manifest, leaf), text]
 
 
 def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
-  """Cuts the reads into groups of one item and about the budget."""
+  """Cuts the reads into groups of one item and about the size of the budget."""
   group: list[LeafPair] = []
   total = 0
   for leaf in matches:
@@ -208,7 +208,7 @@ def _load(
   """Reads leaves of one item, by folder.
 
   Raises:
-    DamagedError: names the first that cannot be read.
+    DamagedError: names the first leaf that cannot be read.
   """
   item = group[0].item
   full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
@@ -244,7 +244,7 @@ def _on_host(leaf: LeafRecord) -> TargetLeaf:
 
 
 def place(array: Array | None, leaf: LeafPair) -> Array:
-  """Turns what was read (None for an array without elements) into the leaf, in its dtype and sharding."""
+  """Turns a stored array (None for an array without elements) into the leaf, in its dtype and sharding."""
   struct, how = leaf.target.struct, leaf.saved.encoding
   if array is None:
     how = encoding.key_encoding(struct.dtype) if is_key(struct.dtype) else encoding.PLAIN

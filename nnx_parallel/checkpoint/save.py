@@ -26,7 +26,7 @@ from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Files up to this size are hashed: all of the metadata, none of the large arrays.
+# Files up to this size are hashed: all of the metadata, but no large arrays.
 _HASHED_BYTES = 1 << 20
 
 
@@ -101,7 +101,7 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step, replacing one that exists; the caller has locked the storage.
+  """Starts writing a step, and replaces an existing step; the caller has locked the storage.
 
   In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
 
@@ -129,7 +129,7 @@ def write(
         step,
         f"{content.nbytes:,}",
         f"{copies:,}",
-        f", and {content.cut_bytes:,} bytes beside the padded arrays" if content.cut_bytes else "",
+        f", and {content.cut_bytes:,} bytes in addition to the padded arrays" if content.cut_bytes else "",
       )
       wait = array_io.start_save(
         folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background

@@ -1,9 +1,9 @@
-"""Where the steps are: a local directory, or an object store. No other module asks which of them it is.
+"""Where the steps are: a local directory or an object store. Only this module distinguishes the two.
 
 On a local file system a step is written under a temporary name, made durable, and renamed: a folder with the
 name of a step is a complete checkpoint. Object stores have no atomic rename. There a step is written under
-its final name and is complete with its manifest, written last; a file beside it marks a save or a deletion in
-progress. This package deletes only what has one of its suffixes, such a mark, or its manifest.
+its final name, and its manifest, written last, makes it complete; a separate file marks a save or a deletion
+in progress. This package deletes only folders with one of its suffixes, such a mark, or its manifest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
 _PIECE = 1 << 20
 _SYNCING = 16
 _REQUESTS = 64  # to an object store at a time
-# What flock says on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
+# The errors of flock on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 _LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
@@ -59,9 +59,9 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
     path = epath.Path(directory).expanduser()
     remote = not is_local(path)
     if remote:
-      # TensorStore writes what fsspec lists: a listing that fsspec keeps would be an old one.
+      # TensorStore writes files that fsspec lists: a listing that fsspec keeps would be out of date.
       fsspec.config.conf.setdefault(os.fspath(path).partition("://")[0], {})["use_listings_cache"] = False
-      path.exists()  # imports what the store needs
+      path.exists()  # imports the modules that the store needs
   except (KeyError, ImportError) as error:
     raise CheckpointError(
       f"cannot open {directory}: no file system for it is installed.",
@@ -106,7 +106,7 @@ class Storage:
   # Reading.
 
   def steps(self) -> list[int]:
-    """The steps that have a manifest, smallest number first; other folders, empty ones too, do not count."""
+    """The steps that have a manifest, smallest number first; other folders, even empty ones, do not count."""
     if not self.directory.is_dir():
       return []
     named = ((entry, entry.name.removesuffix(REPLACED)) for entry in self.directory.iterdir())
@@ -120,7 +120,7 @@ class Storage:
     return replaced if not folder.exists() and (replaced / manifest.FILE).exists() else folder
 
   def identity(self, step: int) -> int | None:
-    """A number that changes when another folder takes the name of a step; None when there is none."""
+    """A number that changes when another folder takes the name of a step; None if there is no folder."""
     return 0 if self.folder(step).exists() else None
 
   def unrecognised_steps(self) -> list[int]:
@@ -151,12 +151,12 @@ class Storage:
     """Holds the directory for writing.
 
     Raises:
-      CheckpointError: another process, or another save of this one, holds it.
+      CheckpointError: another process, or another save of this process, holds it.
     """
     return contextlib.nullcontext()
 
   def recover(self) -> list[str]:
-    """Finishes or undoes what a killed process left; the caller holds the lock.
+    """Finishes or undoes the work of a killed process; the caller holds the lock.
 
     Returns:
       The names of the folders that were removed or put back.
@@ -174,10 +174,10 @@ class Storage:
     return touched
 
   def check_place(self, step: int) -> None:
-    """Raises where a step cannot be saved: something else has its folder.
+    """Raises if a step cannot be saved because something else has its folder.
 
     Raises:
-      CheckpointError: why, and what to do.
+      CheckpointError: the reason, and the fix.
     """
     if self.is_unrecognised(step):
       raise CheckpointError(
@@ -206,11 +206,11 @@ class Storage:
     self._path(step, SAVING).write_text("")
 
   def commit(self, step: int) -> None:
-    """Makes what is in `saving(step)`, with its manifest, the step."""
+    """Turns the contents of `saving(step)`, with its manifest, into the step."""
     self._path(step, SAVING).unlink()  # the manifest was the commit
 
   def abandon(self, step: int) -> None:
-    """Removes what a failed save left. The next save removes what remains."""
+    """Removes the files of a failed save. The next save removes any remaining files."""
     self.recover()
 
   def delete(self, step: int) -> None:
@@ -245,7 +245,7 @@ class Storage:
 
   def _remove(self, step: int) -> None:
     folder = self._path(step)
-    (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is no step
+    (folder / manifest.FILE).unlink(missing_ok=True)  # first: from now on it is not a step
     if folder.exists():
       folder.rmtree()
 
@@ -324,7 +324,7 @@ class LocalStorage(Storage):
   @override
   def check_space(self, step: int, nbytes: int) -> None:
     require_space(self.directory, nbytes)
-    # Where Orbax cannot make it on process 0, the other processes wait for it for twenty minutes.
+    # If Orbax cannot make it on process 0, the other processes wait for it for twenty minutes.
     if not self.saving(step).exists():
       self.saving(step).mkdir()
       self.saving(step).rmdir()
@@ -371,7 +371,7 @@ def _held(directory: epath.Path, holder: str, me: str) -> CheckpointError:
     details=f"held by {holder or 'a process without a name yet'}",
     fix="wait until the other save has finished: checkpointer.wait(); or share one Checkpointer."
     if own
-    else "give each job its own directory, or wait until the other has finished.",
+    else "give each job its own directory, or wait until the other job has finished.",
   )
 
 

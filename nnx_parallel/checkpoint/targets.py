@@ -1,4 +1,4 @@
-"""Reads what users pass to `save` and `restore` into tables of leaves."""
+"""Reads the arguments of `save` and `restore` into tables of leaves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Remap(Protocol):
   """Makes leaves of a target from other saved leaves, such as a `WeightMap`."""
 
   def through(self, target: Target) -> Target:
-    """A target of the saved leaves, whose `build` makes those of the given target."""
+    """A target of the saved leaves, whose `build` makes the leaves of the given target."""
     ...
 
 
@@ -58,9 +58,9 @@ def read(
       concrete arrays; or a pair of such a target and its optimizer.
     optimizer: `restore`, `drop` or `fresh`.
     as_numpy: whether a pytree's leaves become numpy arrays.
-    item: the item that the target stands for.
-    record: of the step; distinguishes a tree of two from a pair.
-    choose: a filter of nnx for the leaves of the model; None takes them all.
+    item: the item that the target represents.
+    record: the manifest of the step; distinguishes a tree of two from a pair.
+    choose: a filter of nnx for the leaves of the model; None takes all leaves.
 
   Raises:
     CheckpointError: options that the target cannot honour, a leaf without a sharding, or a filter that
@@ -125,7 +125,7 @@ def _check_options(target: object, plans: list[Plan[Any]], optimizer: str, as_nu
   if optimizer == "fresh" and all(plan.tx is None for plan in plans):
     raise CheckpointError(
       'optimizer="fresh" needs a plan with an optimizer: only a plan can make one.',
-      fix='restore(plan, optimizer="fresh"); or optimizer="drop", beside an optimizer that was just made.',
+      fix='restore(plan, optimizer="fresh"); or optimizer="drop", with an optimizer that was just made.',
     )
   if as_numpy and (is_plan or has_nodes(target)):
     raise CheckpointError(
@@ -135,7 +135,7 @@ def _check_options(target: object, plans: list[Plan[Any]], optimizer: str, as_nu
 
 
 def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
-  """Splits `only` into patterns and a filter of nnx; one of them is None."""
+  """Splits `only` into patterns and a filter of nnx; one of the two is None."""
   if only is None or isinstance(only, str):
     return only, None
   if not isinstance(only, Iterable):
@@ -145,7 +145,7 @@ def split_only(only: Only | None) -> tuple[tuple[str, ...] | str | None, Any]:
 
 
 def saved_roots(model: object, optimizer: object, only: Only | None = None) -> dict[str, Leaves]:
-  """The leaves that `save` writes, by item: the optimizer's, and the model's or those that `only` names."""
+  """The leaves that `save` writes, by item: the optimizer's, and the model's that `only` selects."""
   leaves = flatten(model)[0]
   if not leaves:
     raise CheckpointError(
@@ -240,7 +240,7 @@ def _plans_target(tree: PyTree, optimizer: str) -> Target:
     made = [part.build(of(name, part)) for name, part in parts]
     pairs = [one if isinstance(one, tuple) else (one, None) for one in made]
     models, optimizers = (structure.unflatten(side) for side in zip(*pairs, strict=True))
-    if isinstance(optimizers, dict):  # a model that is not trained has none
+    if isinstance(optimizers, dict):  # a model that is not trained has no optimizer
       optimizers = {name: one for name, one in optimizers.items() if one is not None}
     return models if all(one is None for _, one in pairs) else (models, optimizers)
 
@@ -294,15 +294,15 @@ def _chosen(leaves: Mapping[str, Leaf], choose: Any) -> Leaves:
 
 
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
-  """Gives the leaves of a tree by path as text, and a function that puts values in their place.
+  """The leaves of a tree by path as text, and a function that puts values in their place.
 
   Args:
-    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and any other registered pytree of
+    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and other registered pytrees of
       these, of arrays and of JSON values; None is not a leaf.
 
   Returns:
-    The leaves (a Variable that is there twice at its first path only), and a function that takes new values
-    of some or all of them. It fills Variables in place, and copies the containers around other leaves.
+    The leaves (a Variable that occurs twice, at its first path only), and a function that takes new values of
+    some or all leaves. It fills Variables in place, and copies the containers of other leaves.
 
   Example:
     >>> leaves, rebuild = flatten({"a": [1, 2], "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
@@ -371,7 +371,7 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
 
 
 def _abstract(leaves: Mapping[str, Leaf], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
-  """The shape, dtype and sharding of each leaf that is an array; others are left out.
+  """The shape, dtype and sharding of each leaf that is an array; other leaves are left out.
 
   Raises:
     CheckpointError: a leaf without a sharding, unless `as_numpy`.

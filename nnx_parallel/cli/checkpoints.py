@@ -53,7 +53,7 @@ def register(commands: options.Commands) -> None:
     *("path", "out", *options.LAYOUT, "--weight-map", "--skip", "--dry-run"),
     help="turn safetensors into a checkpoint",
     description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
-    " optimizer when the recipe has one. Leaves that are skipped are initialised. Exit code 3:"
+    " optimizer if the recipe has an optimizer. Leaves that are skipped are initialised. Exit code 3:"
     " an array has no use, or a leaf no source (--dry-run, --match).",
   )
   importing.add_argument(
@@ -67,8 +67,8 @@ def register(commands: options.Commands) -> None:
     run_inspect,
     "directory",
     "--step",
-    help="list the steps of a checkpoint directory and what one of them holds",
-    description="Lists the complete steps, then the trees, leaves, values and versions of one of them.",
+    help="list the steps of a checkpoint directory and the contents of a step",
+    description="Lists the complete steps, then the trees, leaves, values and versions of a step.",
   )
   inspect.add_argument(
     "--leaves",
@@ -82,7 +82,7 @@ def register(commands: options.Commands) -> None:
     run_reshard,
     *("directory", "out", *options.LAYOUT, "--step"),
     help="rewrite a checkpoint for another layout",
-    description="Writes one step again, cut as the recipe is laid out on the mesh, into another directory."
+    description="Writes a step again, cut as the recipe is laid out on the mesh, into another directory."
     " Any layout restores from any checkpoint; this only makes many restores of one layout faster.",
   )
   options.add_command(
@@ -199,7 +199,7 @@ def _print_steps(checkpointer: Checkpointer) -> None:
 
 
 def _print_leaves(record: Manifest, pattern: str | None) -> None:
-  """Prints the leaves that match a pattern, or all, with equal layers in one row."""
+  """Prints the leaves that match a pattern, or all leaves, with equal layers in one row."""
   from nnx_parallel.core.text import format_array, format_bytes, number_pattern, print_text, text_table
 
   for item, tree in record.items.items():
@@ -221,7 +221,7 @@ def _print_leaves(record: Manifest, pattern: str | None) -> None:
 
 
 def run_reshard(args: argparse.Namespace) -> int:
-  """Restores one step, and saves all that it holds."""
+  """Restores a step, and saves everything that it holds."""
   from flax import traverse_util
 
   from nnx_parallel.checkpoint import paths
@@ -246,7 +246,7 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-  """Checks the steps, one line each."""
+  """Checks the steps, one line for each step."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.damage import VanishedError
   from nnx_parallel.checkpoint.storage import storage_of

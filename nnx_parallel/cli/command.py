@@ -20,7 +20,7 @@ OK, FAILED, INTERRUPTED, CUT_SHORT = 0, 1, 130, 141  # argparse ends with 2; opt
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The parser of all commands, those that a newcomer needs first."""
+  """The parser of all commands, with the commands for newcomers first."""
   parser = argparse.ArgumentParser(
     prog="nnx-parallel",
     description="Parallelism for Flax NNX: any module, any mesh, one plan.",
@@ -50,13 +50,13 @@ def _with_options(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command, with the arguments of the process by default; returns the exit code."""
+  """Runs a command, with the arguments of the process by default; returns the exit code."""
   parser = make_parser()
   if not (sys.argv[1:] if argv is None else argv):
     parser.print_help()
     return OK
   args = parser.parse_args(argv)
-  code = CUT_SHORT  # until the answer is known; what a shell shows for SIGPIPE
+  code = CUT_SHORT  # until the answer is known; the code that a shell shows for SIGPIPE
   try:
     code = args.run(args)
     sys.stdout.flush()

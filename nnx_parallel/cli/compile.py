@@ -90,7 +90,7 @@ def loss_of(recipe: Recipe) -> Any:
   """The recipe's loss.
 
   Raises:
-    RecipeError: it has none.
+    RecipeError: the recipe has no loss.
   """
   if recipe.loss is None:
     raise RecipeError(f"the recipe {recipe.name} has no loss().", fix="def loss(model, batch): ...")

@@ -1,4 +1,4 @@
-"""`nnx-parallel demo`: the whole path once on real text, with every claim checked; `make demo` runs it."""
+"""`nnx-parallel demo`: the main job once on real text, with every claim checked; `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = {
   "one device": {"data": 1, "fsdp": 1, "tensor": 1},
 }
 TOLERANCE = 1e-5  # largest relative difference of a loss; training is in float32
-RECORD = "demo.txt"  # the summary of a demo; a folder that has it may be replaced by the next one
+RECORD = "demo.txt"  # the summary of a demo; the next demo may replace a folder that has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Continued:
   """The next losses after a restore on another mesh.
 
   Attributes:
-    title: of the mesh.
-    devices: their number.
-    losses: of the next steps.
-    difference: the largest relative one to the run that never stopped.
-    misplaced: the arrays that are not laid out as planned.
+    title: the title of the mesh.
+    devices: the number of devices.
+    losses: the losses of the next steps.
+    difference: the largest relative difference to the run that never stopped.
+    misplaced: the arrays without their planned layout.
   """
 
   title: str
@@ -142,10 +142,10 @@ def heading(title: str, text: str) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-  """An empty folder; one of an earlier demo is replaced.
+  """An empty folder; the folder of an earlier demo is replaced.
 
   Raises:
-    CheckpointError: the folder holds something that no demo made.
+    CheckpointError: the folder holds other files than a demo's.
   """
   if folder.is_dir() and any(folder.iterdir()):
     if not (folder / RECORD).is_file():
@@ -196,7 +196,7 @@ def _losses(job: Job, count: int) -> list[float]:
 
 
 def print_comparison(straight: Sequence[float], others: Sequence[Continued], step: int) -> None:
-  """Prints the losses on each mesh, step by step, beside those of the run that never stopped."""
+  """Prints the losses on each mesh, step by step, with the losses of the run that never stopped."""
   from nnx_parallel.core.text import print_text, text_table
 
   columns = [("never stopped", DEVICES, straight, "")]

@@ -1,4 +1,4 @@
-"""`nnx-parallel launch`: starts the processes of a job on this machine, and again when one fails."""
+"""`nnx-parallel launch`: starts the processes of a job on this machine, and restarts them if one fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def register(commands: options.Commands) -> None:
     " or a save takes",
   )
   add("--grace", type=float, default=30.0, metavar="S", help="seconds to save after SIGTERM or Ctrl-C (30)")
-  add("--all-logs", action="store_true", help="show noise, and what others print after the first failure")
+  add(
+    "--all-logs",
+    action="store_true",
+    help="show noise, and the output of others after the first failure",
+  )
   add("command", nargs=argparse.REMAINDER, metavar="-- RECIPE|SCRIPT ...", help="and its arguments")
 
 
@@ -114,7 +118,7 @@ def command_of(words: Sequence[str]) -> list[str]:
 
 
 def resumed(command: Sequence[str]) -> list[str]:
-  """The command of a later attempt: it goes on from the newest step, whatever step the first one took.
+  """The command of a later attempt: it resumes from the newest step, whatever the first attempt's step.
 
   Example:
     >>> resumed(["train", "text_lm", "--resume", "40", "--steps", "50"])
@@ -133,7 +137,7 @@ def is_training(command: Sequence[str]) -> bool:
 
 
 def _is_recipe(file: Path) -> bool:
-  """Whether the file defines what `train` needs; it is read, not run."""
+  """Whether the file defines the functions that `train` needs; it is read, not run."""
   try:
     tree = ast.parse(file.read_text())
   except SyntaxError:

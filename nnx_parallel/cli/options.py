@@ -1,4 +1,4 @@
-"""What commands share: their arguments, the recipe on its mesh, and the devices to simulate."""
+"""Common to all commands: their arguments, the recipe on its mesh, and the devices to simulate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCANS: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": F
 
 
 def positive(text: str) -> int:
-  """A whole number from 1 up, for argparse."""
+  """A positive integer, for argparse."""
   number = int(text)
   if number < 1:
     raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -104,7 +104,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "type": parse_rules,
     "default": {},
     "metavar": "NAME=AXIS+...,...",
-    "help": "mesh axes of logical names, in place of those in the recipe's rules: sequence=tensor",
+    "help": "mesh axes of logical names, in place of the mesh axes in the recipe's rules: sequence=tensor",
   },
   "--zero": {
     "type": int,
@@ -117,11 +117,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   "--remat": {
     "default": AS_WRITTEN,
     "choices": REMATS,
-    "help": "what layers keep for the backward pass (default: as the recipe does)",
+    "help": "activations that layers save for the backward pass (default: as the recipe does)",
   },
   "--layers": {
     "metavar": "PATTERN",
-    "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default: what repeats in the model)",
+    "help": "dotted paths of the layers, as in 'decoder.blocks.*' (default: the repeated parts of the model)",
   },
   "--scan-layers": {
     "default": "auto",
@@ -159,7 +159,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "help": "a Python file with WEIGHT_MAP = WeightMap(...), or the folder of a model on Hugging Face, whose"
     " config.json tells its family (default: import looks for one in PATH; without one, names are paths)",
   },
-  "--dry-run": {"action": "store_true", "help": "list what would become of each array, and do nothing"},
+  "--dry-run": {"action": "store_true", "help": "list what would happen to each array, and do nothing"},
 }
 LAYOUT = ("recipe", "--mesh", "--devices", "--rules", "--zero", "--offload")
 STEP = (*LAYOUT, "--microbatches", "--remat", "--layers")
@@ -199,7 +199,7 @@ def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
 def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = False) -> Mesh:
   """The mesh of a command on real or simulated devices; must come before jax's first use.
 
-  With `join`, on those of all processes of the job.
+  With `join`, on the devices of all processes of the job.
   """
   sizes = mesh_sizes(recipe, args.mesh, args.rules, getattr(args, "pipeline", None))
   start_devices(sizes, args.devices)
@@ -214,7 +214,7 @@ def changed_rules(recipe: Recipe, changes: Rules) -> Any:
   """The recipe's rules with the changes of `--rules`.
 
   Raises:
-    ShardingError: a name that looks like a misspelt one, or an axis twice. Other new names are added.
+    ShardingError: a name that looks misspelt, or an axis twice. Other new names are added.
   """
   from nnx_parallel.loop.job import rules_of
   from nnx_parallel.rules.ruleset import RuleSet
@@ -328,8 +328,8 @@ def mesh_sizes(
 def start_devices(sizes: Sizes, devices: int | None) -> None:
   """Simulates as many CPU devices as the mesh needs; must come before jax's first use.
 
-  An accelerator, if there is one, is used all the same, unless `devices` is given. A count in the
-  environment (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
+  An accelerator is used even then, unless `devices` is given. A count in the environment
+  (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
 
   Raises:
     MeshError: the mesh needs another number of devices than `--devices` says.
@@ -345,8 +345,8 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
         fix=f"--devices {needed}, or another --mesh.",
       )
     jax.config.update("jax_platforms", "cpu")
-  # A collective holds one thread of XLA's pool for each simulated device that waits, and the pool is as
-  # large as XLA takes the machine to be: on two cores, eight devices can starve each other.
+  # A collective holds one thread of XLA's pool for each simulated device that waits, and XLA sizes the pool
+  # by the machine: on two cores, eight devices can starve each other.
   os.environ.setdefault("NPROC", str(4 * max(devices or needed, os.cpu_count() or 1)))
   flags = os.environ.get("XLA_FLAGS", "")
   if os.environ.get("JAX_NUM_CPU_DEVICES") or "xla_force_host_platform_device_count" in flags:

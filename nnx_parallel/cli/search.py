@@ -23,8 +23,8 @@ def register(commands: options.Commands) -> None:
     run,
     *("recipe", "--rules", "--zero", "--offload", "--layers", "--pipeline", "--batch", "--html", "--json"),
     help="find a fast layout of a recipe that fits on a machine",
-    description="Tries about a dozen meshes with microbatches and remat policies. The memory plan leaves out"
-    " what is too large, and a compiler decides. Prints the winner as code. Exit code 3: nothing fits.",
+    description="Tries about a dozen meshes with microbatches and remat policies. The memory plan rejects too"
+    " large layouts, and a compiler decides. Prints the winner as code. Exit code 3: nothing fits.",
   )
   add = parser.add_argument
   add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
@@ -34,7 +34,7 @@ def register(commands: options.Commands) -> None:
     choices=range(65),
     default=3,
     metavar="N",
-    help="compile the N fastest at most, until the compiler accepts one (3); 0: none",
+    help="compile at most the N fastest layouts, until the compiler accepts one (3); 0: none",
   )
   add("--remat", nargs="+", choices=options.REMATS, default=("none", "dots", "full"), help="policies to try")
 

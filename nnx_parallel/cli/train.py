@@ -18,7 +18,7 @@ if TYPE_CHECKING:
   from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.loop.metrics import Record
 
-# The options that decide what is computed; they are kept in the checkpoints.
+# The options that decide what is computed; they are stored in the checkpoints.
 _SETTINGS = ("steps", "zero", "offload", "remat", "text", "seed", "eval_every", "early_stop")
 
 
@@ -50,7 +50,7 @@ def register(commands: options.Commands) -> None:
   path("--checkpoint", "save the last step here")
   count("--save-every", "also save every N-th step")
   add("--save-every-minutes", type=float, metavar="M", help="also save every M minutes")
-  count("--keep", "keep the newest N steps, and the one of the lowest eval_loss")
+  count("--keep", "keep the newest N steps, and the step with the lowest eval_loss")
   add(
     "--resume",
     nargs="?",
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
   try:
     return _run(args)
   except NnxParallelError:
-    mark_failed()  # the others of the job wait for this process, and need not
+    mark_failed()  # the other processes of the job wait for this process, but need not
     raise
 
 
@@ -201,10 +201,10 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
 
 
 def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
-  """Places one batch, so that missing data or a wrong size is an error before the model is made.
+  """Places a batch, so that missing data or a wrong size is an error before the model is made.
 
   Returns:
-    Its number of examples; 0 when there is no batch.
+    The number of examples of the batch; 0 if there is no batch.
   """
   import nnx_parallel as nxp
   from nnx_parallel.train.losses import examples_in
@@ -240,7 +240,7 @@ def make_job(
   for warning in caught:
     print(f"warning: {warning.message}", file=sys.stderr)
   if job.relaid is not None:
-    print(f"a layout other than at step {job.step}:\n{job.relaid}", file=sys.stderr)
+    print(f"a different layout than at step {job.step}:\n{job.relaid}", file=sys.stderr)
   if job.changes:
     print(f"settings changed since step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
   return job
@@ -259,7 +259,7 @@ def describe(job: Job) -> str:
 
 
 def draw(out: Path, title: str) -> str:
-  """Draws the loss curve next to the metrics; returns its path, or why there is none."""
+  """Draws the loss curve next to the metrics; returns its path, or the reason why there is none."""
   from nnx_parallel.loop.metrics import draw_curves, read_metrics
 
   try:

@@ -1,1 +1,1 @@
-"""What every other package builds on: traces, Variables and paths, mesh axes, padding, text, figures."""
+"""The base of every other package: traces, Variables and paths, mesh axes, padding, text, figures."""

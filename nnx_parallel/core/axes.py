@@ -12,7 +12,7 @@ Entry = str | tuple[str, ...] | None
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-  """The mesh axes of one dim of a spec, major to minor; none where the compiler chooses them."""
+  """The mesh axes of one dim of a spec, major to minor; none if the compiler chooses them."""
   if entry is None or entry is PartitionSpec.UNCONSTRAINED:
     return ()
   return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -24,12 +24,12 @@ def axes_by_dim(spec: PartitionSpec | Sequence[Any], rank: int) -> tuple[tuple[s
 
 
 def axes_in(spec: Iterable[Any]) -> tuple[str, ...]:
-  """The mesh axes of a whole spec."""
+  """The mesh axes of a full spec."""
   return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
 def entry_of(axes: tuple[str, ...]) -> Entry:
-  """The inverse of `axes_of`: one axis by itself, None for none."""
+  """The inverse of `axes_of`: a single axis is not a tuple, and no axis is None."""
   return axes[0] if len(axes) == 1 else axes or None
 
 

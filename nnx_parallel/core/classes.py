@@ -8,7 +8,7 @@ Ratio = int | Fraction
 
 
 class Forest:
-  """Nodes in classes; within a class, each node has a ratio to each other one.
+  """Nodes in classes; within a class, each node has a ratio to each other node.
 
   Example:
     >>> forest = Forest()
@@ -32,7 +32,7 @@ class Forest:
     return len(self._parent) - 1
 
   def root(self, node: int) -> int:
-    """The node that stands for the class."""
+    """The node that represents the class."""
     parent = self._parent
     while parent[node] != node:
       above = parent[node]

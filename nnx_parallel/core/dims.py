@@ -1,16 +1,16 @@
-"""What each operation of a trace does with the dims of its arrays: one table, read by all that follow dims.
+"""How each operation of a trace treats the dims of its arrays: one table for all code that follows dims.
 
 An operation is described as an einsum of named factors, the form of the sharding rules of Shardy: a product
 of matrices is `ab,bc->ac`. A dim of an operand and a dim of a result that share a factor are the same dim:
-the operation treats each position along it alike, so a block of the operands gives the same block of the
+the operation treats all positions along it alike, so a block of the operands gives the same block of the
 results. A factor that no result has is reduced: the results of its blocks are added up, or combined as the
-name of the operation says. The other cases are marked in the text of a `DimMap`:
+name of the operation says. Other cases are marked in the text of a `DimMap`:
 
 - `A`, upper case: the dim is the same, but the operation mixes its positions, or picks some of them: the dim
   of a `cumsum`, a `sort` or a `concatenate`, a window, the looked-up dim of a `gather` (which no result has).
-  A layout can stay; blocks cannot be computed apart.
+  Its layout can stay, but its blocks cannot be computed separately.
 - `a+`: the major part of a dim that a reshape splits or merges. `moved` says where other parts go.
-- `_`: a dim that nothing else shares: of size 1 and broadcast, made by the operation, or not followed.
+- `_`: a dim without a partner: of size 1 and broadcast, made by the operation, or not followed.
 
 Sources: Shardy, https://openxla.org/shardy/sharding_representation; GSPMD, arXiv:2105.04663.
 """
@@ -76,7 +76,7 @@ class DimMap:
   Attributes:
     operands: the factors of each operand.
     results: the factors of each result.
-    mixed: factors along which positions are not treated alike.
+    mixed: the factors along which positions are not treated alike.
     major: factors that are only the major part of some of their dims, in a reshape.
   """
 
@@ -107,7 +107,7 @@ class DimMap:
 
 
 def dim_map(eqn: JaxprEqn) -> DimMap | None:
-  """What an operation does with dims; None for calls, loops, kernels, and operations that are not listed."""
+  """How an operation treats dims; None for calls, loops, kernels, and operations that are not listed."""
   rule = _RULES.get(eqn.primitive.name)
   return None if rule is None else rule(eqn)
 
@@ -119,13 +119,13 @@ def moved(
 
   Args:
     dim: a dim before the reshape, which is `outer x length x rest`.
-    outer: the size of what comes before the part in the dim.
+    outer: the size of the dim before the part.
     length: the size of the part.
     before: the shape.
     after: the new shape.
 
   Returns:
-    The new dim, and what comes before the part in it; None if the reshape splits the part.
+    The new dim, and the size before the part in it; None if the reshape splits the part.
 
   Example:
     >>> moved(1, 1, 6, (4, 6), (24,))
@@ -160,7 +160,7 @@ def _mapped(eqn: JaxprEqn, *operands: Sequence[int | None], mixed: Iterable[int]
 
 
 def _alike(eqn: JaxprEqn, mixed: Iterable[int] = ()) -> DimMap:
-  """Operands and results with the same dims; others (scalars) have none, nor have dims that are broadcast."""
+  """Operands and results with equal dims; other operands (scalars) and broadcast dims have no factors."""
   befores, afters = _shapes(eqn.invars), _shapes(eqn.outvars)
   mixed = frozenset(mixed)
   whole = afters[0]
@@ -187,7 +187,7 @@ def _custom_derivative(eqn: JaxprEqn) -> DimMap | None:
 
 
 def _identity(eqn: JaxprEqn) -> DimMap:
-  """Each result is one of the operands."""
+  """Each result equals one of the operands."""
   counts = itertools.count()
   own = [tuple(itertools.islice(counts, len(shape))) for shape in _shapes(eqn.invars)]
   return DimMap(tuple(own), tuple(own[: len(eqn.outvars)]))
@@ -226,7 +226,7 @@ def _windows(eqn: JaxprEqn) -> DimMap:
 
 
 def _leading(count: Callable[[JaxprEqn], int]) -> Callable[[JaxprEqn], DimMap]:
-  """Operations on the last `count` dims of their first operand: those before them are a batch."""
+  """Operations on the last `count` dims of their first operand: earlier dims are a batch."""
 
   def rule(eqn: JaxprEqn) -> DimMap:
     first = len(eqn.invars[0].aval.shape) - count(eqn)
@@ -314,7 +314,7 @@ def _product(
   shared: Sequence[Sequence[int]],
   groups: Sequence[int] = (),
 ) -> DimMap:
-  """The result has the dims of both, then the other dims of the left, and of the right operand."""
+  """The result has the shared dims, then the other dims of the left, and of the right operand."""
   (rank,) = (len(shape) for shape in _shapes(eqn.outvars))
   free = itertools.count(len(shared[0]))
   sides: list[list[int | None]] = []
@@ -327,7 +327,7 @@ def _product(
 
 
 def _convolution(eqn: JaxprEqn) -> DimMap:
-  """Windows along the space dims; groups of channels, or of the batch, mix those."""
+  """Windows along the space dims; groups of channels, or of the batch, mix these dims."""
   numbers, params = eqn.params["dimension_numbers"], eqn.params
   (batch, channel, *space), (out, into, *_) = numbers.lhs_spec, numbers.rhs_spec
   out_batch, out_channel, *out_space = numbers.out_spec
@@ -369,7 +369,7 @@ def _gather(eqn: JaxprEqn) -> DimMap:
 
 
 def _scatter(eqn: JaxprEqn) -> DimMap:
-  """An update of rows of a table: the indices' dims are summed over, or one is chosen."""
+  """An update of rows of a table: the indices' dims are summed over, or one row is chosen."""
   numbers = eqn.params["dimension_numbers"]
   table, indices, updates = _shapes(eqn.invars[:3])
   dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)

@@ -1,4 +1,4 @@
-"""Named arguments of optax updates: some take any, some none, some only certain names."""
+"""Named arguments of optax updates: some updates take any name, some none, some only certain names."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = PALETTE = (
 )  # fmt: skip
 INSTALL = "pip install 'nnx-parallel[plots]'"
 LIMIT = 16
-"""Boxes drawn along one side of a grid; the note below counts the others."""
+"""Boxes drawn along one side of a grid; a note counts the remaining boxes."""
 _LETTER = 0.085  # inches, of the wider letters at 9 points
 
 
@@ -41,7 +41,7 @@ def new_figure(width: float = 9.0, height: float = 3.0) -> Figure:
 
 
 def plain(text: str) -> str:
-  """Text without formulas: matplotlib reads a dollar sign as the start of one."""
+  """Text without formulas: matplotlib reads a dollar sign as the start of a formula."""
   return text.replace("$", r"\$")
 
 
@@ -61,11 +61,11 @@ def draw_grid(
   note: str,
   dashed: Callable[[tuple[int, ...]], bool] = lambda index: False,
 ) -> Figure:
-  """A grid of boxes with device numbers; the last dim runs to the right, the others downwards.
+  """A grid of boxes with device numbers; the last dim runs to the right, other dims run downwards.
 
   Args:
     devices: the numbers in each box, along the last dim.
-    names: of the other dims; dims of size 1 are left out.
+    names: the names of the other dims; dims of size 1 are left out.
     label: the text for `(dim, position)` of a row or column.
     title: a few lines above.
     note: a line below.

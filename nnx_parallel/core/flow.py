@@ -1,9 +1,9 @@
 """Propagates mesh axes through the operations of a trace: the layout that each result should have.
 
-A dim keeps its axes, and an array uses each axis once. Two dims of a product may need the same axis: an axis
-of the batch stays with the data (the parameter is gathered: fsdp), any other axis stays with the parameter
-(the data is gathered: tensor parallel, after a sequence-parallel part). Axis sizes do not matter. Reports
-count by these layouts; train steps constrain the compiler to them.
+A dim keeps its axes, and an array uses each axis once. Two dims of a product may need the same axis: a batch
+axis stays with the data (the parameter is gathered: fsdp), any other axis stays with the parameter (the data
+is gathered: tensor parallelism, after a sequence-parallel part). Axis sizes do not matter. Reports count by
+these layouts; train steps constrain the compiler to them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Met:
   """The layout of a product's result, and the axes of its operands.
 
   Attributes:
-    axes: of the result.
-    main_is_left: whether the left operand is the data; the other one is then a parameter, or data too.
+    axes: the axes of the result.
+    main_is_left: whether the left operand is the data; the right operand is then a parameter, or data too.
     shared: axes of the dims that both operands have and the result keeps.
     wanted: axes of the parameter's free dims that do not split the batch.
     main: axes of the data operand's free dims in the result.
@@ -76,10 +76,10 @@ class Meeting:
   Attributes:
     summed: dims of the left and of the right operand that are summed over.
     shared: dims that both have and the result keeps.
-    free: dims that only one of them has.
-    flops: of the whole product.
-    places: dim of the result, for each of the shared dims, the free ones of the left, and of the right. None
-      for a plain product: in this order.
+    free: dims that only one operand has.
+    flops: the FLOPs of the full product.
+    places: the dim of the result for each of the shared dims, the free dims of the left, and of the right
+      operand. None for a plain product: in this order.
   """
 
   summed: tuple[Sequence[int], Sequence[int]]
@@ -89,7 +89,7 @@ class Meeting:
   places: Sequence[int] | None = None
 
   def meet(self, left: Flow, right: Flow, batch: frozenset[str]) -> Met:
-    """The layout of the result; an axis that both operands have on different dims goes to one of them."""
+    """The layout of the result; an axis on different dims of the two operands goes to one of them."""
     main_is_left = left.data or not right.data
     main, other = (left, right) if main_is_left else (right, left)
     main_free, other_free = self.free if main_is_left else self.free[::-1]
@@ -147,7 +147,7 @@ def _flops(eqn: JaxprEqn, found: DimMap) -> int:
 
 
 class _Used:
-  """Hands out axes to the dims of one array, each axis once."""
+  """Assigns axes to the dims of an array, each axis once."""
 
   def __init__(self) -> None:
     self.names: set[str] = set()
@@ -162,9 +162,9 @@ class _Used:
 
 
 def result_axes(eqn: JaxprEqn, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
-  """Axes of an operation's result: each dim takes those of the same dim of an operand, data first.
+  """Axes of an operation's result: each dim takes the axes of the same dim of an operand, data first.
 
-  Where a reshape splits dims, or an operation has no map, dims of the same place or size are taken to be one.
+  If a reshape splits dims, or an operation has no map, dims of equal place or size count as the same dim.
   """
   shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
   split = sorted((n for n, flow in enumerate(inputs) if flow.names), key=lambda n: not inputs[n].data)
@@ -196,7 +196,7 @@ def _match_sizes(
 
 
 def shard_map_axes(spec: Sequence[Any], before: Axes, manual: frozenset[str]) -> Axes:
-  """The axes of an array inside or outside a `shard_map`: those of its spec, then the automatic ones."""
+  """The axes of an array inside or outside a `shard_map`: first the axes of its spec, then automatic axes."""
   dims = axes_by_dim(spec, len(before))
   return tuple((*dim, *without(own, manual)) for dim, own in zip(dims, before, strict=True))
 

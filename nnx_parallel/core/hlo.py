@@ -1,7 +1,7 @@
 """A reader for the text of a compiled program (HLO), as CPU, NVIDIA and TPU compilers print it.
 
-Only what reports need is read: computations, instructions, who calls whom and how often, and the source
-line of each instruction. `Compiled.as_text()` and the files of `xla_dump_to` are both accepted.
+It reads only what reports need: computations, instructions, which computations call which and how often, and
+the source line of each instruction. `Compiled.as_text()` and the files of `xla_dump_to` are both accepted.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Instruction:
   """One line of a computation.
 
   Attributes:
-    name: in the program.
-    opcode: what it does.
+    name: its name in the program.
+    opcode: the name of its operation.
     result: the text of its type.
     inputs: the instructions of the same computation that it reads.
     arguments: the text between its parentheses.
@@ -113,7 +113,7 @@ class Instruction:
 
   @functools.cached_property
   def index(self) -> int:
-    """The number of a parameter, or the place in a tuple of what is taken out of it."""
+    """The number of a parameter, or the index of an element that is read from a tuple."""
     return int(self.arguments if self.opcode == "parameter" else self.attribute("index"))
 
   @property
@@ -150,7 +150,7 @@ class Computation:
 
   @functools.cached_property
   def last_read(self) -> Mapping[Instruction, list[Instruction]]:
-    """Instruction -> those whose values it is the last to read; without the root."""
+    """Instruction -> the instructions whose values it reads last; without the root."""
     last = {read: at for at in self.instructions for read in at.inputs}
     last.pop(self.root, None)
     found: dict[Instruction, list[Instruction]] = {}
@@ -171,13 +171,13 @@ class Executed:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A whole module of HLO text."""
+  """A full module of HLO text."""
 
   computations: Mapping[str, Computation]
   entry: Computation
   frames: Mapping[int, str]
   partitions: int = 0
-  """Devices of the program, or of one slice where there are several; 0 if the text does not give it."""
+  """The devices of the program, or of one of several slices; 0 if the text does not give the number."""
   aliases: tuple[tuple[int, int], ...] = ()
   """The place of each result that takes an argument's memory, and the number of the argument."""
 
@@ -221,7 +221,7 @@ class Program:
           yield from self._walk(self.computations[name], inner, instruction)
 
   def condition(self, loop: Instruction) -> Computation:
-    """What decides whether a `while` goes on."""
+    """The computation that decides whether a `while` continues."""
     return self.computations[loop.attribute("condition").lstrip("%")]
 
   def body(self, loop: Instruction) -> Computation:
@@ -265,7 +265,7 @@ def _initial(loop: Instruction, index: int) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-  """How far the counter moves in one pass: by two in windowed products on TPU. None: not by a constant."""
+  """The counter's step per pass: two in windowed products on TPU. None: the step is not a constant."""
   if body.root.opcode != "tuple":
     return 1
   at, step = body.root.inputs[index], 0
@@ -368,7 +368,7 @@ def read_instruction(line: str, known: dict[str, Instruction] | None = None) -> 
 
 
 def _closing(text: str, opening: int) -> int:
-  """Index just after the parenthesis that closes the one at `opening`."""
+  """The index just after the parenthesis that closes the parenthesis at `opening`."""
   depth = 0
   for match in _PARENTHESIS.finditer(text, opening):
     depth += 1 if match.group() == "(" else -1
@@ -409,7 +409,7 @@ def _read_frames(text: str) -> dict[int, str]:
 def _users_line(frame: int, own: Mapping[int, str], parents: Mapping[int, int]) -> str:
   """The innermost line outside other packages, or the innermost line.
 
-  This package counts as the user's: what it adds to a step (sums over microbatches) has no line of theirs.
+  This package counts as the user's: its additions to a step (sums over microbatches) have no user line.
   """
   at = frame
   while at in own and "site-packages" in own[at].replace("site-packages/nnx_parallel/", ""):

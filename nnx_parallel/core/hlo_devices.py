@@ -44,8 +44,8 @@ class AxisMatch:
 
   Attributes:
     axes: names, in mesh order; empty when every group is a single device.
-    whole: whether a group is all of those axes; False when it is a part of them (a pair of
-      neighbours, a split axis).
+    whole: whether a group spans all of these axes; False if it spans a part of them (a pair of neighbours, a
+      split axis).
   """
 
   axes: tuple[str, ...]
@@ -84,13 +84,13 @@ class AxisFinder:
       # Smaller groups fit inside the sub-grid when both members share the sub-grid's label.
       if bool(np.all(grid == grid[labels])):
         return AxisMatch(axes, False)
-    raise AssertionError("the whole mesh contains every group")
+    raise AssertionError("the full mesh contains every group")
 
 
 def group_labels(text: str, devices: int) -> Labels:
   """The smallest member of the group of each of the positions, from the text of `replica_groups`.
 
-  Empty braces mean one group of all devices; positions in no group are alone.
+  Empty braces mean one group of all devices; a position in no group is a group of one.
   """
   labels = np.arange(devices)
   for row in group_rows(text, devices):
@@ -114,11 +114,11 @@ def group_rows(text: str, devices: int) -> list[list[int]]:
 
 
 def blocks_over(text: str, sizes: Mapping[str, int]) -> tuple[int, Labels, Labels]:
-  """Reads axes as `'a', 'b':(2)2`, the second of which is a part of an axis: 2 blocks, inside of 2 others.
+  """Reads axes as `'a', 'b':(2)2`, where the second is a part of an axis: 2 blocks, inside 2 other blocks.
 
   Returns:
-    The number of blocks; the block of each position of the mesh; and the position in the first block that
-    has the same place in all other axes.
+    The number of blocks; the block of each position of the mesh; and the position in the first block with the
+    same place in all other axes.
   """
   rest = np.arange(math.prod(sizes.values()))
   count, block = 1, np.zeros_like(rest)
@@ -174,7 +174,7 @@ class Tiling:
   """How an array is split over devices.
 
   Attributes:
-    parts: blocks along each dim; one for each dim of the array, or empty where it is replicated.
+    parts: the number of blocks along each dim; empty if the array is replicated.
     blocks: (devices, dims): the number of the block that each device holds.
     manual: whether it is inside a `shard_map`, so that the array is a block already.
   """
@@ -184,7 +184,7 @@ class Tiling:
   manual: bool = False
 
   def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of one block; the last along a dim may reach beyond the array."""
+    """Sizes of one block; the last block along a dim may reach beyond the array."""
     return tuple(-(-n // k) for n, k in zip(shape, self.parts or (1,) * len(shape), strict=True))
 
 
@@ -192,7 +192,7 @@ class Tiling:
 def read_tiling(text: str, devices: int) -> Tiling | None:
   """Reads the value of `sharding=` of one array; empty means replicated.
 
-  Returns None for a layout that is not known here (one device holds all, partial sums).
+  Returns None for an unsupported layout (one device holds all, partial sums).
   """
   if "unreduced" in text or "maximal" in text:
     return None
@@ -207,7 +207,7 @@ def read_tiling(text: str, devices: int) -> Tiling | None:
 
 
 def split_layouts(text: str) -> tuple[str, ...]:
-  """The layouts of a tuple's elements: `{{...}, {...}}` -> two texts; that of one array is the only one.
+  """The layouts of a tuple's elements: `{{...}, {...}}` -> two texts; an array has a single layout.
 
   Example:
     >>> split_layouts("{{replicated}, {devices=[2]<=[2]}}")

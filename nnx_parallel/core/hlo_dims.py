@@ -1,4 +1,4 @@
-"""Operations of compiled programs as `jax.lax` has them: their parameters, and what they do with dims.
+"""Operations of compiled programs in terms of `jax.lax`: their parameters, and how they treat dims.
 
 HLO and `jax.lax` have the same operations, so the table in `core/dims.py` is read for both.
 """
@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset({
   "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "subtract",
   "tan", "tanh", "xor",
 })  # fmt: skip
-"""Operations on each position by itself; all operands have the shape of the result, or are scalars."""
+"""Elementwise operations; all operands have the shape of the result, or are scalars."""
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -119,9 +119,9 @@ _LIKE: Mapping[str, tuple[str, _Params]] = {
 
 
 def dims_of(at: Instruction, shapes: Shapes, results: Shapes) -> DimMap | None:
-  """What an operation does with the dims of its operands; None where it is not in the table.
+  """How an operation treats the dims of its operands; None if it is not in the table.
 
-  Of a reduction of several arrays, the map is of the first one.
+  For a reduction of several arrays, the map is for the first array.
   """
   if at.opcode not in _LIKE or (at.opcode == "scatter" and len(results) > 1):
     return None

@@ -1,13 +1,13 @@
-"""Interprets traces (jaxprs): one walk through the operations of a program, whatever is wanted of them.
+"""Interprets traces (jaxprs): one walk through the operations of a program, for every purpose.
 
-A rule says what happens to an operation. Where it gives `DEFAULT`, the walk goes on by itself:
-- `interpret` runs a program with arrays, or with values that stand for arrays. Default: the operation itself.
-- `facts_of` follows what is known of values, without values. Default: what the operation's own programs say;
-  a loop is walked until what it carries stays the same.
+A rule says what happens to an operation. If it returns `DEFAULT`, the walk handles the operation:
+- `interpret` runs a program with arrays, or with values that represent arrays. Default: the operation itself.
+- `facts_of` propagates facts about values, without values. Default: the facts from the operation's own
+  programs; a loop is walked until the facts of its carry stay the same.
 - `Interpreter` does both, also inside calls, checkpoints, loops, branches, custom rules and `shard_map`:
-  their programs are traced anew under the rule. `rewritten` is that for a rule without facts.
+  their programs are traced again under the rule. `rewritten` does this for a rule without facts.
 
-How the programs inside an operation are connected with it is known in one place, `wiring`.
+Only `wiring` knows how the programs inside an operation are connected with it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, P, Program, Value, Va
 
 F = TypeVar("F")
 ROUNDS = 64
-"""How often a loop is walked at most, until what is known of its carry stays the same."""
+"""The maximum number of walks of a loop, until the facts of its carry stay the same."""
 DEFAULT: Any = object()
-"""What a rule gives for an operation that it leaves to the walk."""
+"""The result of a rule for an operation that it leaves to the walk."""
 Values: TypeAlias = dict[Var, Value]
 Rule: TypeAlias = Callable[[JaxprEqn, list[Value]], Sequence[Value]]
 """`(operation, values of its inputs) -> values of its results`, or `DEFAULT`."""
@@ -70,7 +70,7 @@ def values_of(jaxpr: Program, inputs: Sequence[Value], lift: Callable[[jax.Array
 def walk(
   eqns: Iterable[JaxprEqn], values: Values, step: Rule, lift: Callable[[jax.Array], Value] = _same
 ) -> None:
-  """Adds the results of operations, in order, to `values`: what `step` gives for each of them."""
+  """Adds the results of operations, in order, to `values`: the results of `step` for each operation."""
   for eqn in eqns:
     results = step(eqn, [read(var, values, lift) for var in eqn.invars])
     values.update(zip(eqn.outvars, results, strict=True))
@@ -96,9 +96,9 @@ def interpret(
 
   Args:
     jaxpr: the program, closed or not.
-    inputs: one value for each of its inputs.
+    inputs: one value for each input of the program.
     rule: gives the results of an operation, or `DEFAULT`, which runs the operation itself on arrays.
-    lift: makes such a value of an array, for literals and constants.
+    lift: makes a value from an array, for literals and constants.
   """
   values = values_of(jaxpr, inputs, lift)
   run_operations(opened(jaxpr).eqns, values, rule, lift)
@@ -119,7 +119,7 @@ class Inner:
   """A program that an operation runs.
 
   Attributes:
-    key: the parameter of the operation that holds it; the branches of a cond have one.
+    key: the parameter of the operation that holds it; the branches of a cond share one parameter.
     program: the program, closed or not.
     inputs: for each input of the program, the position of the operation's input that it reads.
     gives: whether the operation returns the program's results; a while does not return its condition.
@@ -136,7 +136,7 @@ class Wiring:
   """How the programs that an operation runs are connected with it.
 
   Attributes:
-    inner: the programs; none of an operation that JAX runs as one piece (a kernel).
+    inner: the programs; empty for an operation that JAX runs as one unit (a kernel).
     carried: in a loop, a result -> the input that it is in the next step.
     rows: inputs that a scan reads row by row.
     stacked: results that a scan makes row by row.
@@ -171,17 +171,17 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 
 @dataclasses.dataclass(frozen=True)
 class Facts(Generic[F]):
-  """What is known of values, and how it goes through operations, loops and branches.
+  """Facts about values, and how they propagate through operations, loops and branches.
 
   Attributes:
-    constant: what is known of an array that stands in the program, given the array.
-    follow: `(operation, facts of its inputs) -> facts of its results`. It may give `DEFAULT` for an operation
-      that runs programs: what is known of the results of these.
-    join: a join in the sense of lattices (of equal facts the same, in any order, and soon no more): what is
-      known of a value that is one of two: the results of two branches, or what a loop carries
-      first and what it carries after a step.
-    row: what is known of a row in a scan, given the scan and what is known of all rows.
-    stack: the same in the other direction.
+    constant: the fact of a constant array of the program, given the array.
+    follow: `(operation, facts of its inputs) -> facts of its results`. For an operation that runs programs it
+      may return `DEFAULT`: the facts of the results of these programs.
+    join: a join in the sense of lattices (equal facts give the same fact, in any order, and it soon stops
+      growing): the fact of a value that is one of two: the results of two branches, or the first carry of a
+      loop and the carry after a step.
+    row: the fact of a row in a scan, given the scan and the fact of all rows.
+    stack: the inverse: the fact of all rows, given the fact of a row.
   """
 
   constant: Callable[[jax.Array], F]
@@ -195,14 +195,14 @@ NO_FACTS: Facts[None] = Facts(lambda _: None, lambda eqn, _: [None] * len(eqn.ou
 
 
 def facts_of(jaxpr: Program, inputs: Sequence[F], facts: Facts[F]) -> dict[Var, F]:
-  """What is known of each variable of a program, given what is known of its inputs."""
+  """The fact of each variable of a program, given the facts of its inputs."""
   known = values_of(jaxpr, inputs, facts.constant)
   walk(opened(jaxpr).eqns, known, lambda eqn, some: facts_after(eqn, some, facts), facts.constant)
   return known
 
 
 def facts_after(eqn: JaxprEqn, inputs: Sequence[F], facts: Facts[F]) -> Sequence[F]:
-  """What is known of the results of an operation."""
+  """The facts of the results of an operation."""
 
   def inside(inner: Inner, inputs: list[F]) -> list[F]:
     known = facts_of(inner.program, inputs, facts)
@@ -215,14 +215,14 @@ def facts_after(eqn: JaxprEqn, inputs: Sequence[F], facts: Facts[F]) -> Sequence
 def through(
   eqn: JaxprEqn, inputs: Sequence[F], inside: Callable[[Inner, list[F]], Sequence[F]], facts: Facts[F]
 ) -> list[F]:
-  """What is known of the results of an operation that runs programs.
+  """The facts of the results of an operation that runs programs.
 
   Args:
     eqn: the operation.
-    inputs: what is known of its inputs.
-    inside: what is known of the results of one of its programs, given what is known of the inputs. For a loop
-      it is asked until what the loop carries stays the same, and `join` has to let it; its last answers hold.
-    facts: how they go through loops and branches.
+    inputs: the facts of its inputs.
+    inside: the facts of the results of one of its programs, given the facts of the inputs. For a loop it is
+      called until the facts of the carry stay the same, which `join` has to ensure; the last result counts.
+    facts: how facts propagate through loops and branches.
   """
   wires, known = wiring(eqn), list(inputs)
   for _ in range(ROUNDS):
@@ -234,7 +234,9 @@ def through(
       break
     known = [met.get(n, fact) for n, fact in enumerate(known)]
   else:
-    raise RuntimeError(f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is no join")
+    raise RuntimeError(
+      f"facts do not settle in {ROUNDS} rounds of {eqn.primitive.name}: `join` is not a join"
+    )
   joined = results[0]
   for others in results[1:]:
     joined = [facts.join(a, b) for a, b in zip(joined, others, strict=True)]
@@ -247,15 +249,15 @@ def through(
 
 
 class Interpreter(Generic[F]):
-  """Runs programs with a fact beside each value, also inside the programs that operations run.
+  """Runs programs with a fact for each value, also inside the programs that operations run.
 
-  Each of these is traced anew, once for each combination of facts. What cannot be traced anew runs as it is:
-  see `is_walked`. The derivative of a custom rule stays as it is.
+  Each of these programs is traced again, once for each combination of facts. A program that cannot be traced
+  again runs as it is: see `is_walked`. The derivative of a custom rule stays as it is.
 
   Args:
     rule: `(operation, values of its inputs, their facts) -> (values of its results, their facts)`; or
       `DEFAULT`: the operation as it is, but its programs under this rule.
-    facts: how facts go through operations, loops and branches.
+    facts: how facts propagate through operations, loops and branches.
   """
 
   def __init__(self, rule: Callable[[JaxprEqn, list[Value], list[F]], Any], facts: Facts[F]):
@@ -267,7 +269,7 @@ class Interpreter(Generic[F]):
   def __call__(
     self, jaxpr: Program, inputs: Sequence[Value], facts: Sequence[F]
   ) -> tuple[list[Value], list[F]]:
-    """The results of a program, and what is known of them."""
+    """The results of a program, and their facts."""
 
     def step(eqn: JaxprEqn, pairs: list[tuple[Value, F]]) -> list[tuple[Value, F]]:
       inputs, facts = [x for x, _ in pairs], [fact for _, fact in pairs]
@@ -281,7 +283,7 @@ class Interpreter(Generic[F]):
   def default(
     self, eqn: JaxprEqn, inputs: list[Value], facts: list[F]
   ) -> tuple[Sequence[Value], Sequence[F]]:
-    """The results of an operation with its programs under the rule, and what is known of them."""
+    """The results of an operation with its programs under the rule, and their facts."""
     if not is_walked(eqn):
       return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
     if eqn.primitive.name == "shard_map":
@@ -320,7 +322,7 @@ class Interpreter(Generic[F]):
     return mapped(*inputs), found
 
   def _function(self, program: Program, facts: list[F]) -> tuple[Callable[..., list[Value]], list[F]]:
-    """A program as a function of arrays, and what is known of its results once it has been traced."""
+    """A program as a function of arrays, and the facts of its results once it has been traced."""
     found: list[F] = []
 
     def function(*inputs: Value) -> list[Value]:
@@ -355,7 +357,7 @@ def forwarded(jaxpr: Program) -> list[int | None]:
   """For each output, the position of the input that it is equal to; None for computed outputs.
 
   Also through calls, checkpoints, loops and branches: `nnx.remat` and `nnx.scan` return every Variable that
-  they got. What a custom rule returns has another gradient.
+  they receive. The result of a custom rule has another gradient.
   """
   known = facts_of(jaxpr, range(len(opened(jaxpr).invars)), _POSITIONS)
   return [read(var, known, _POSITIONS.constant) for var in opened(jaxpr).outvars]
@@ -376,9 +378,9 @@ _POSITIONS: Facts[Hashable] = Facts(
 
 
 def without_copies(jaxpr: P) -> P:
-  """A jaxpr, closed or not, that reads what an operation returns of its inputs as these inputs.
+  """A jaxpr, closed or not, that reads inputs directly where an operation returns them unchanged.
 
-  `nnx.jit` returns every Variable that it gets.
+  `nnx.jit` returns every Variable that it receives.
   """
   inner = opened(jaxpr)
   if inner is not jaxpr:

@@ -51,13 +51,13 @@ class ScanCounts:
 
 
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
-  """The parameters of an operation, also of one that jax keeps in an object: `jax_remat3` and its like."""
+  """The parameters of an operation, even if jax keeps them in an object: `jax_remat3` and similar."""
   held = eqn.params.get(_OBJECT)
   return eqn.params if held is None else held.params
 
 
 def changed_params(eqn: JaxprEqn, changed: Mapping[str, Any]) -> dict[str, Any]:
-  """The parameters of an operation itself, with some of those that `params_of` gives changed."""
+  """The original parameters of an operation, with changes to some parameters of `params_of`."""
   held = eqn.params.get(_OBJECT)
   if held is None or not changed:
     return {**eqn.params, **changed}
@@ -93,10 +93,10 @@ def as_function(jaxpr: Program) -> Callable[..., Sequence[jax.Array]]:
 
 
 def placed(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
-  """Gives what is traced in its body the source line and the name stack of an operation.
+  """Gives operations that are traced in its body the source line and the name stack of an operation.
 
-  Else every operation of a loss that is evaluated again would seem to come from a line of this package.
-  JAX cuts the user's lines off what is inside its own jitted functions (`jnp.take`): that has their caller's.
+  Otherwise every operation of a loss that is evaluated again would seem to come from a line of this package.
+  JAX drops the user's lines inside its own jitted functions (`jnp.take`): these get their caller's line.
   """
   source = eqn.source_info
   names = source_info_util.current_name_stack() + source.name_stack
@@ -112,7 +112,7 @@ def place_of(eqn: JaxprEqn) -> str:
 def bind(eqn: JaxprEqn, inputs: Sequence[Value], **changed: Any) -> Sequence[jax.Array]:
   """The results of an operation for other inputs, with some of its parameters changed.
 
-  Inside a `shard_map`, its axes are manual for operations that were traced outside of it too.
+  Inside a `shard_map`, its axes are also manual for operations that were traced outside of it.
   """
   active = jax.sharding.get_abstract_mesh()
   inside = AxisType.Manual in active.axis_types
@@ -142,7 +142,7 @@ def programs(eqn: JaxprEqn) -> list[Program]:
 
 
 def equations(jaxpr: Program, enters: Callable[[JaxprEqn], bool] = lambda _: True) -> Iterator[JaxprEqn]:
-  """Every equation of a jaxpr, those of inner jaxprs included, or of the inner jaxprs of some equations."""
+  """Every equation of a jaxpr, and of its inner jaxprs, or of the inner jaxprs of some equations."""
   for eqn in opened(jaxpr).eqns:
     yield eqn
     if enters(eqn):
@@ -158,7 +158,7 @@ def inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 def gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
   """The trace of the gradient of one operation, by its own rules."""
-  fixed = eqn.params.get("num_consts", 0)  # what a rule closes over has no gradient
+  fixed = eqn.params.get("num_consts", 0)  # constants of a rule have no gradient
 
   def gradient(given: list[jax.Array]) -> list[jax.Array]:
     def run(*xs: jax.Array) -> list[jax.Array]:
@@ -175,7 +175,7 @@ def gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
 def rules(jaxpr: Program) -> Iterator[JaxprEqn]:
   """The operations of a trace, and of its inner programs, that have a gradient by `jax.custom_vjp`.
 
-  Not those of a `shard_map`: without it they can't be traced.
+  Rules inside a `shard_map` are left out: they cannot be traced without it.
   """
 
   def is_one(eqn: JaxprEqn) -> bool:
@@ -188,17 +188,17 @@ def rules(jaxpr: Program) -> Iterator[JaxprEqn]:
 
 
 def has_rule(eqn: JaxprEqn) -> bool:
-  """Whether an operation has a gradient of its own, by `jax.custom_jvp` or `jax.custom_vjp`."""
+  """Whether an operation has a custom gradient, by `jax.custom_jvp` or `jax.custom_vjp`."""
   return eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")) or "traced" in params_of(eqn)
 
 
 def among(var: Var, some: Container[Var]) -> bool:
-  """Whether an input or result of an operation is one of some variables; a literal is none."""
+  """Whether an input or result of an operation is one of some variables; a literal is not."""
   return not isinstance(var, core.Literal) and var in some
 
 
 def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set[Var]:
-  """Some variables of a program, or of a list of its operations, and those that depend on them."""
+  """Some variables of a program, or of a list of its operations, and the variables that depend on them."""
   found = {*first}
   eqns: Any = getattr(jaxpr, "eqns", jaxpr)
   for eqn in eqns:
@@ -208,7 +208,7 @@ def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set
 
 
 def is_tracer(x: object) -> bool:
-  """Whether a value is one of a trace."""
+  """Whether a value is a tracer."""
   return isinstance(x, Tracer)
 
 
@@ -225,7 +225,7 @@ def nbytes(x: AnyArray) -> int:
 def scan_counts(eqn: JaxprEqn) -> ScanCounts:
   """Counts constants and carried values by rank: a row has one more dim outside the loop than inside.
 
-  The parameters with these counts have other names in other versions.
+  The parameters with these counts have different names in different versions.
   """
   inner = opened(eqn.params["jaxpr"])
   rows = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, inner.invars, strict=True))
@@ -256,10 +256,10 @@ def traced(function: Callable[..., PyTree], like: Program) -> ClosedJaxpr:
 def call_equation(
   function: Callable[..., Sequence[jax.Array]], inputs: Sequence[Var], outputs: Sequence[Var], like: JaxprEqn
 ) -> JaxprEqn:
-  """An operation that computes variables of a trace from others by a function, traced once.
+  """An operation that computes variables of a trace from other variables by a function, traced once.
 
   Args:
-    function: of flat arrays.
+    function: a function of flat arrays.
     inputs: variables of the trace.
     outputs: the variables that it makes.
     like: the operation whose place in the source it takes.
@@ -273,7 +273,7 @@ def call_equation(
 def operations_behind(
   eqns: Sequence[JaxprEqn], wanted: Iterable[Var], *, effects: bool = False
 ) -> list[JaxprEqn]:
-  """The operations, in order, that some variables need; and those with effects, if asked for."""
+  """The operations, in order, that some variables need; on request, also operations with effects."""
   used = {var for var in wanted if not isinstance(var, core.Literal)}
   kept: list[JaxprEqn] = []
   for eqn in reversed(eqns):

@@ -1,4 +1,4 @@
-"""Hashable stand-ins for programs: equal only if the programs are."""
+"""Hashable keys for programs: equal only if the programs are equal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DERIVATIVES = (
 
 
 def identity(jaxpr: Program) -> Hashable:
-  """What tells a program from others, with constants by value, and gradients that have rules of their own."""
+  """The identity of a jaxpr, with constants by value, and gradients that have custom rules."""
   return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
 
 
 def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
-  """The type and the bytes of an array; of a tracer, which one it is."""
+  """The type and the bytes of an array; for a tracer, its identity."""
   if is_tracer(x):
     return id(x)
   if is_key(jnp.result_type(x)):
@@ -37,12 +37,13 @@ def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
 
 
 class Keys:
-  """Stand-ins for the static parts of programs.
+  """Keys for the static parts of programs.
 
   Args:
-    of_constant: the one of a constant that a program carries.
-    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; else they are left out.
-    shared: whether equal inner programs get a number, so that keys of one object only are compared.
+    of_constant: the key of a constant that a program carries.
+    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left
+      out.
+    shared: whether equal inner programs get a number, so that only keys of one object can be compared.
   """
 
   def __init__(
@@ -61,7 +62,7 @@ class Keys:
 
   def _params(self, eqn: JaxprEqn) -> Hashable:
     before = self._in_rule
-    # A rule inside of these can't be traced by itself: it may use an axis of the mesh.
+    # A rule inside of these cannot be traced separately: it may use an axis of the mesh.
     self._in_rule = before or eqn.primitive.name in ("shard_map", "pallas_call")
     try:
       return self.params(eqn.params)
@@ -69,16 +70,16 @@ class Keys:
       self._in_rule = before
 
   def context(self, context: Any) -> Hashable:
-    """The one of the configuration that an operation was traced under."""
+    """The key of the configuration that an operation was traced under."""
     return context.compute_type, context.threefry_partitionable, self.of(context.xla_metadata)
 
   def literal(self, literal: core.Literal) -> Hashable:
-    """The one of a number in a program."""
+    """The key of a number in a program."""
     return str(literal.aval), np.asarray(literal.val).tobytes()
 
   def of(self, value: Any) -> Hashable:
-    """The one of a program, or of another parameter."""
-    if hasattr(opened(value), "eqns"):  # a program, or one that is traced
+    """The key of a program, or of another parameter."""
+    if hasattr(opened(value), "eqns"):  # a program, or a traced program
       place = id(value), self._in_rule
       if place not in self._bodies:  # jax traces equal calls once, so most bodies are the same object
         key = self._body(value)
@@ -100,7 +101,7 @@ class Keys:
     try:
       hash(value)
     except TypeError:
-      # What cannot be hashed equals nothing but itself: not grouped, and still right.
+      # An unhashable value equals only itself: it is not grouped, but the result is still right.
       return type(value), id(value)
     return type(value), value
 
@@ -116,8 +117,8 @@ class Keys:
     return tuple(shapes), code, results, tuple(map(self._of_constant, constants(body))), rules
 
   def _rule(self, eqn: JaxprEqn) -> Hashable:
-    """The gradient of an operation that has one of its own."""
-    # A rule in a shard_map can't be traced outside of it, but the gradient of the whole can.
+    """The gradient of an operation that has a custom gradient."""
+    # A rule in a shard_map cannot be traced outside of it, but the gradient of the full shard_map can.
     mapped = eqn.primitive.name == "shard_map" and any(map(has_rule, inner_equations(eqn)))
     if not (has_rule(eqn) or mapped):
       return None
@@ -134,13 +135,13 @@ class Keys:
     inputs: list[Var],
     fixed: Callable[[JaxprEqn], bool],
   ) -> Hashable:
-    """What operations do, with numbers in place of variables.
+    """A key of operations, with numbers in place of variables.
 
     Args:
       eqns: the operations.
-      numbers: the number of each variable that is known; those of the others are added.
-      inputs: gets the variables that no operation makes, and the literals that are none of the program.
-      fixed: whether the literals of an operation are part of what it does.
+      numbers: the number of each known variable; numbers of other variables are added.
+      inputs: receives the variables that no operation makes, and the literals that are not of the program.
+      fixed: whether the literals of an operation are part of its key.
     """
     code: list[Hashable] = []
     for eqn in eqns:

@@ -1,4 +1,4 @@
-"""Finds the layers of a module: what repeats in it."""
+"""Finds the layers of a module: its repeated parts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """Modules of one class and structure beside each other: the blocks of a model.
+  """Adjacent modules of one class and structure: the blocks of a model.
 
   Attributes:
     pattern: their dotted paths, with `*` for the number.
     kind: the name of their class.
     paths: where they are, in order.
-    unlike: how their Variables differ from those of layers before them with the same pattern and class.
+    unlike: how their Variables differ from earlier layers with the same pattern and class.
   """
 
   pattern: str
@@ -41,11 +41,11 @@ class Layers:
 
 
 def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
-  """The layers of a model, outermost first; inside a layer none are looked for.
+  """The layers of a model, outermost first; layers inside a layer are not searched.
 
-  Layers are two or more modules of one class with a matrix among their Variables that are the elements of a
-  list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Those with Variables of equal
-  paths, types, shapes and dtypes are one group, and one of the groups has two or more.
+  Layers are two or more modules of one class that have a matrix among their Variables, and are the elements
+  of a list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Modules with Variables
+  of equal paths, types, shapes and dtypes form a group, and at least one group has two or more modules.
 
   Args:
     model: a module, live or abstract, or a tuple or dict of them.
@@ -105,7 +105,7 @@ def modules_of(model: Model) -> Iterator[tuple[Path, nnx.Module]]:
 
 
 def _pattern(path: Path) -> str | None:
-  """The path with `*` for the number at its end; None where it has none."""
+  """The path with `*` for the number at its end; None if it has no number."""
   if not path:
     return None
   last = str(path[-1])
@@ -127,7 +127,7 @@ def _structure(module: object) -> _Structure:
 
 
 def _unlike(structure: _Structure, other: _Structure) -> str:
-  """The first Variable of a structure that another one does not have, or has in another form."""
+  """The first Variable of a structure that is missing in another structure, or has another form there."""
   more = [row for row in structure if row not in other] or [row for row in other if row not in structure]
   if not more:
     return "another order of Variables"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -17,6 +17,8 @@ from nnx_parallel.errors import MeshError
 AnyMesh = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a C++ class, untyped
 Grid: TypeAlias = np.ndarray[Any, Any]
+Explicit = bool | Collection[str]
+"""Which axes are Explicit: all, none, or those named."""
 M = TypeVar("M", bound=AnyMesh)
 
 
@@ -24,7 +26,7 @@ def make_mesh(
   axes: Mapping[str, int] | None = None,
   *names: object,
   devices: Sequence[Device] | None = None,
-  explicit: bool = False,
+  explicit: Explicit = False,
   dcn: Mapping[str, int] | None = None,
   **sizes: int,
 ) -> Mesh:
@@ -37,10 +39,11 @@ def make_mesh(
     axes: axis sizes in devices as a mapping, for names that no keyword can have; merged with `sizes`.
     *names: nothing; `jax.make_mesh` has names here, and the error shows the right call.
     devices: the devices to use; all of `jax.devices()` when not given.
-    explicit: use `AxisType.Explicit` for every axis (sharding in types) instead of `AxisType.Auto`.
+    explicit: use `AxisType.Explicit` (sharding in types) instead of `AxisType.Auto`, for every axis, or for
+      those named. Steps compute on Auto axes all the same, unless the model states shardings.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
       that factor of the axis crosses the data-center network, the rest stays inside a slice.
-    **sizes: axis name -> size in devices; one may be `-1`: what the others leave.
+    **sizes: axis name -> size in devices; one size may be `-1`: the remaining devices.
 
   Returns:
     A `jax.sharding.Mesh` over exactly `devices`.
@@ -61,19 +64,19 @@ def make_mesh(
     raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
   shape = _complete(_merged(axes, names, sizes, counted=True), len(devices))
   dcn_shape = _dcn_shape(shape, dcn or {})
-  types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
+  types = _axis_types(shape, explicit)
   return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
 
 
 def abstract_mesh(
-  axes: Mapping[str, int] | None = None, *names: object, explicit: bool = False, **sizes: int
+  axes: Mapping[str, int] | None = None, *names: object, explicit: Explicit = False, **sizes: int
 ) -> AbstractMesh:
   """A mesh of any size with no devices behind it, for planning.
 
   Args:
     axes: axis sizes in devices as a mapping; merged with `sizes`.
     *names: nothing, as in `make_mesh`.
-    explicit: use `AxisType.Explicit` for every axis.
+    explicit: as in `make_mesh`.
     **sizes: axis name -> size in devices; `-1` is an error, since the number of devices is unknown.
 
   Returns:
@@ -88,12 +91,22 @@ def abstract_mesh(
     4096
   """
   shape = _merged(axes, names, sizes, counted=False)
-  kind = AxisType.Explicit if explicit else AxisType.Auto
-  return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
+  return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=_axis_types(shape, explicit))
+
+
+def _axis_types(shape: Mapping[str, int], explicit: Explicit) -> tuple[AxisType, ...]:
+  chosen = set(shape) if explicit is True else set(explicit or ())
+  if not chosen <= set(shape):
+    raise MeshError(
+      f"explicit names {sorted(chosen - set(shape))[0]!r}, which is no axis.",
+      details=f"axes {dict(shape)}",
+      fix="explicit=True for all axes, or a tuple of their names.",
+    )
+  return tuple(AxisType.Explicit if name in chosen else AxisType.Auto for name in shape)
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-  """Whether some axes are Explicit, and the others Auto; a `MeshError` for Manual axes."""
+  """Whether some axes are Explicit; all remaining axes must be Auto. A `MeshError` for Manual axes."""
   if not isinstance(mesh, (Mesh, AbstractMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise MeshError(
       f"{mesh!r:.80} is not a mesh.",
@@ -110,7 +123,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
 
 
 def auto_mesh(mesh: M) -> M:
-  """The same mesh with Auto axes, where the compiler chooses what the types of Explicit ones would say."""
+  """The same mesh with Auto axes: the compiler chooses the shardings instead of the types."""
   if not is_explicit(mesh):
     return mesh
   kinds = (AxisType.Auto,) * len(mesh.axis_names)
@@ -119,14 +132,20 @@ def auto_mesh(mesh: M) -> M:
   return cast(M, Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
 
 
+def explicit_axes(mesh: AnyMesh) -> bool | list[str]:
+  """What `make_mesh` takes as `explicit` for axes of these types."""
+  names = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  found = [str(name) for name, kind in names if kind == AxisType.Explicit]
+  return found if 0 < len(found) < len(mesh.axis_names) else is_explicit(mesh)
+
+
 def axis_kinds(mesh: AnyMesh) -> str:
   """The types of the axes, for messages: `Auto`, `Explicit`, or both with their axes."""
-  names = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  explicit = [str(name) for name, kind in names if kind == AxisType.Explicit]
-  if not is_explicit(mesh) or len(explicit) == len(mesh.axis_names):
-    return "Explicit" if is_explicit(mesh) else "Auto"
-  rest = [str(name) for name in mesh.axis_names if name not in explicit]
-  return f"Explicit {', '.join(explicit)} and Auto {', '.join(rest)}"
+  found = explicit_axes(mesh)
+  if isinstance(found, bool):
+    return "Explicit" if found else "Auto"
+  rest = [str(name) for name in mesh.axis_names if name not in found]
+  return f"Explicit {', '.join(found)} and Auto {', '.join(rest)}"
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
@@ -189,7 +208,7 @@ def _merged(
     raise MeshError(
       f"mesh axis {twice[0]!r} is given twice.",
       details=f"axes={dict(axes or {})}, and {dict(sizes)}",
-      fix=f"leave {twice[0]!r} out of one of them.",
+      fix=f"give {twice[0]!r} only once.",
     )
   shape: dict[str, Any] = {**(axes or {}), **sizes}
   if not shape:
@@ -222,7 +241,7 @@ def _complete(shape: dict[str, int], count: int) -> dict[str, int]:
   unknown = [name for name, size in shape.items() if size == -1]
   if len(unknown) > 1:
     raise MeshError(
-      f"only one mesh axis can be -1, and {', '.join(unknown)} are.",
+      f"only one mesh axis can be -1, but {', '.join(unknown)} are.",
       details=f"axes {shape}",
       fix=f"give a size to {unknown[0]!r} or {unknown[1]!r}.",
     )
@@ -282,7 +301,7 @@ def _arrange(shape: dict[str, int], dcn: dict[str, int], devices: list[Device]) 
       details=f"axes {shape}, {len(devices)} devices",
       fix=f"make_mesh(..., dcn={{{name!r}: {slices}}}): that factor of {name!r} goes over the slow network.",
     )
-  # `jax.make_mesh` splits physical axes on one kind of chip only, and refuses several slices.
+  # `jax.make_mesh` splits physical axes on one kind of chip only, and rejects several slices.
   return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 

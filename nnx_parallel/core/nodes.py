@@ -21,7 +21,7 @@ from nnx_parallel.errors import ShardingError
 Path = tuple[Hashable, ...]
 Names = tuple[Entry, ...]
 DECLARED = "declared_sharding"
-"""Metadata key with the user's annotation, and the one that creation wrote in its place for flax:
+"""Metadata key with the user's annotation, and the annotation that creation wrote for flax:
 `(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
 """Metadata key with the plan's rules for activations; see `constrain.Scope`."""
@@ -30,7 +30,7 @@ FLAX_PREFIX = "_pytree__"
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
-"""Metadata keys that mean a layout in other code, and nothing to flax."""
+"""Metadata keys that are a layout in other code, but mean nothing to flax."""
 _FLAX_KEYS = frozenset(
   (
     *_NAME_KEYS,
@@ -56,7 +56,7 @@ def plain_path(path: Sequence[object]) -> Path:
   """Converts a path of `jax.tree_util` to the plain parts of a plan's paths."""
 
   def part(key: object) -> Hashable:
-    # A pytree may be registered with keys of its own: strings, for example.
+    # A pytree may be registered with custom keys, for example strings.
     return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
   return tuple(map(part, path))
@@ -101,15 +101,15 @@ def variables(module: object) -> dict[Path, Leaf]:
 
 
 def array_leaves(module: object) -> dict[Path, Leaf]:
-  """`variables`, without those that hold no array but `None` or optax's `MaskedNode`."""
+  """`variables`, except Variables that hold no array but `None` or optax's `MaskedNode`."""
   return {path: leaf for path, leaf in variables(module).items() if jax.tree.leaves(value_of(leaf))}
 
 
 def merge(graphdef: nnx.GraphDef[Any], state: State) -> Any:
   """`nnx.merge`, also around `ShapeDtypeStruct`s in place of raw arrays.
 
-  flax takes a struct that stands in a tuple, dict or other pytree for a static value, and so would lose it.
-  There it is marked as data.
+  flax takes a struct inside a tuple, dict or other pytree for a static value, and so would lose it. This
+  function marks it as data.
   """
   node, flat = nnx.merge(graphdef, state), dict(nnx.to_flat_state(state))
   structs = {path for path, leaf in flat.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -123,7 +123,7 @@ def merge(graphdef: nnx.GraphDef[Any], state: State) -> Any:
 def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, AnyArray]) -> None:
   """Puts raw arrays at their paths in a live module; a tuple that holds some is replaced by a copy.
 
-  So is any other container that is no module; `nnx.update` refuses tuples and dataclasses.
+  Other containers that are not modules are also copied; `nnx.update` rejects tuples and dataclasses.
 
   Example:
     >>> from flax import nnx

@@ -3,11 +3,11 @@
 A padded Variable is a subclass of the Variable's type (so that filters such as `nnx.Param` match it). Its raw
 value has the storage shape; its `get_value`, `[...]`, `.shape` and operators have the logical shape. Inside a
 compiled program on Auto axes the slice is free: the shards of the stored array are already the shards of the
-logical one, and no collective is added (measured: equal collectives and temporaries, and equal numbers).
-Gradients have zeros in the padding, because that is the transpose of a slice.
+logical array, and no collective is added (measured: equal collectives and temporaries, and equal numbers).
+Gradients have zeros in the padding, because the transpose of a slice does this.
 
-Optimizers see logical shapes too (`logical_transformation`), so that means over a parameter, as in Adafactor,
-and thresholds on its size are those of one device.
+Optimizers also see logical shapes (`logical_transformation`), so that means over a parameter, as in
+Adafactor, and thresholds on its size equal the values on one device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nnx_parallel.errors import ShardingError
 
 PADDED = "padded_shape"
 """Metadata key of a padded Variable: `(logical shape, storage shape)`."""
-# Attributes of the stored array; all others are those of the logical array.
+# Attributes of the stored array; all other attributes belong to the logical array.
 _STORED_ATTRIBUTES = frozenset(
   ("dtype", "ndim", "sharding", "addressable_shards", "is_deleted", "delete", "block_until_ready", "devices")
 )
@@ -166,7 +166,7 @@ def _store(variable: Variable, value: AnyArray) -> None:
 
 
 def crop(value: AnyArray, logical: tuple[int, ...], storage: tuple[int, ...]) -> AnyArray:
-  """Cuts an array of the storage shape to the logical shape; one of the logical shape is returned unchanged.
+  """Cuts an array of the storage shape to the logical shape; an array of the logical shape stays unchanged.
 
   The array may have lost or gained dims under `vmap` or `scan`. Values without a shape are returned
   unchanged; any other shape is an error, because the position of the padding is unknown.
@@ -175,7 +175,7 @@ def crop(value: AnyArray, logical: tuple[int, ...], storage: tuple[int, ...]) ->
   if shape is None or shape == logical:
     return value
   limits = _limits(tuple(shape), logical, storage)
-  if not isinstance(value, (jax.Array, np.ndarray)):  # abstract, or what flax prints for an array
+  if not isinstance(value, (jax.Array, np.ndarray)):  # abstract, or the object that flax prints for an array
     return jax.ShapeDtypeStruct(limits, value.dtype)
   return _gather_cut_dims(value, limits)[tuple(slice(limit) for limit in limits)]
 
@@ -202,7 +202,7 @@ def _limits(shape: tuple[int, ...], logical: tuple[int, ...], storage: tuple[int
     return options.pop()
   raise ShardingError(
     f"a padded array of shape {storage} (logical {logical}) has the shape {shape} here.",
-    details="so it is not clear which dim is padded" if options else "which is neither of the two",
+    details="so the padded dim is unknown" if options else "which is neither of the two",
     fix="map over another dim, or plan with uneven='replicate' for this array.",
   )
 

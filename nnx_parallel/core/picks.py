@@ -1,8 +1,8 @@
-"""Reads one element of each row, the logit of a target, by a comparison, which fuses with what is around it.
+"""Reads an element of each row, the logit of a target, by a comparison, which fuses with its neighbours.
 
-An indexed read needs the whole array in memory, and its gradient is one more array of that size: for the
-logits of a large vocabulary they are the largest arrays of a step. The values are the same: a sum of the
-element and of zeros.
+An indexed read needs the full array in memory, and its gradient is another array of that size: for the logits
+of a large vocabulary they are the largest arrays of a step. The values are the same: a sum of the element and
+zeros.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def is_pick(eqn: JaxprEqn) -> bool:
     return False
   shape = eqn.invars[0].aval.shape
   last = (len(shape) - 1,)
-  # jax reads a dim of size 1 as a whole, and the others index by index.
+  # jax reads a dim of size 1 as a slice, and other dims index by index.
   before = tuple(d for d in range(len(shape) - 1) if shape[d] != 1)
   ones = tuple(d for d in range(len(shape) - 1) if shape[d] == 1)
   element = eqn.outvars[0] if name == "gather" else eqn.invars[2]
   return (
-    # Of the window, of what is indexed, and of the batch, for a look-up as for an addition.
+    # Dims of the window, of the indexed array, and of the batch, for a look-up as for an addition.
     tuple(map(tuple, params["dimension_numbers"])) == (ones, last, last, before, tuple(range(len(before))))
     and element.aval.shape == (*shape[:-1], 1)
     and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)

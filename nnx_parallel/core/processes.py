@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other through JAX's coordinator, without the devices."""
+"""Messages between the processes of a job, through JAX's coordinator, without the devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 import jax
-from jax._src import distributed  # tests/test_upstream.py has what is used of it
+from jax._src import distributed  # tests/test_upstream.py checks the private parts
 
 from nnx_parallel.errors import HostError
 
@@ -29,12 +29,12 @@ def wait_for_all(name: str, timeout: float) -> None:
 
 
 class Exchange:
-  """A text of each process, for all of them; on any thread.
+  """A text of each process, for all processes; on any thread.
 
-  All processes make it, and call `all` once, equally often for each name.
+  All processes make it, and call `all` equally often for each name.
 
   Args:
-    name: what it is for.
+    name: its purpose.
   """
 
   def __init__(self, name: str):
@@ -45,7 +45,7 @@ class Exchange:
     _client().key_value_set(f"{self._key}/{jax.process_index()}", text)
 
   def so_far(self) -> dict[int, str]:
-    """What was said until now, by process."""
+    """The texts so far, by process."""
     found = _client().key_value_dir_get(f"{self._key}/")
     return {int(key.rpartition("/")[2]): text for key, text in found}
 
@@ -57,7 +57,7 @@ class Exchange:
     """
     _wait(self._key, self._name, timeout)
     found = self.so_far()
-    # All are here, so none still reads what was said the time before.
+    # All processes are here, so no process still reads the previous texts.
     mine = f"{self._key}/{jax.process_index()}"
     if old := _old_keys.pop(self._name, None):
       _client().key_value_delete(old)
@@ -87,7 +87,7 @@ def _wait(key: str, name: str, timeout: float) -> None:
   try:
     client.key_value_set(mine, "")
     client.wait_at_barrier(key, max(1, round(1000 * timeout)))
-  except RuntimeError as error:  # JaxRuntimeError is one
+  except RuntimeError as error:  # JaxRuntimeError is a subclass
     missing = missing_tasks(str(error))
     with contextlib.suppress(RuntimeError):  # the coordinator may be gone
       came = {int(one.rpartition("/")[2]) for one, _ in client.key_value_dir_get(here)}

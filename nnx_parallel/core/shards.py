@@ -29,9 +29,9 @@ def on_shards(
 
   Args:
     f: a function of pytrees of arrays.
-    mesh: the mesh; the active one, if there is one.
-    in_specs: one for each argument.
-    out_specs: those of the results.
+    mesh: the mesh; None: the active mesh, if there is one.
+    in_specs: one spec for each argument.
+    out_specs: the specs of the results.
     axes: the axes that become manual; None: all that are not manual yet.
   """
   if mesh is None:
@@ -62,9 +62,9 @@ def laid_out(
 
   Args:
     x: an array.
-    mesh: the mesh, if there is one.
+    mesh: the mesh, or None.
     spec: the spec.
-    axes: those that the spec is about: others stay where they are; None: all.
+    axes: the axes that the spec covers: other axes stay as they are; None: all axes.
   """
   if mesh is None or AxisType.Explicit not in mesh.axis_types:
     return x
@@ -77,30 +77,31 @@ def laid_out(
 
 
 def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
-  """`x` in the sharding `where`, unless that is None: in its type on an Explicit mesh."""
+  """`x` in the sharding `where`, unless that is None: in its type on Explicit axes."""
   if where is None:
     return x
   if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
-    return jax.sharding.reshard(x, where)
+    own = auto_sharding(where)
+    if own.mesh.abstract_mesh != jax.sharding.get_abstract_mesh():
+      return jax.sharding.reshard(x, NamedSharding(where.mesh, explicit_part(where.spec, where.mesh)))
+    where = own
   return jax.lax.with_sharding_constraint(x, where)
 
 
-def auto_sharding(where: NamedSharding | None) -> NamedSharding | None:
+def auto_sharding(where: NamedSharding) -> NamedSharding:
   """The same layout on Auto axes."""
-  if where is None:
-    return None
   return NamedSharding(auto_mesh(where.mesh), where.spec, memory_kind=where.memory_kind)
 
 
 def on_auto_axes(
   run: Callable[..., PyTree], mesh: AnyMesh, specs: Callable[[PyTree], PyTree] = lambda _: PartitionSpec()
 ) -> Callable[..., Any]:
-  """`run` with Auto axes in place of the Explicit ones of `mesh`; its arguments and results keep their types.
+  """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types.
 
   Args:
     run: a function of pytrees of arrays, to be traced under `jax.jit`.
     mesh: the mesh of its arguments.
-    specs: of its results: `results -> PartitionSpecs`, as a prefix of their tree.
+    specs: the specs of its results: `results -> PartitionSpecs`, as a prefix of their tree.
   """
   auto = auto_mesh(mesh)
 
@@ -116,7 +117,7 @@ def on_auto_axes(
 
 
 def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
-  """The Explicit axes of a spec: what a type can say."""
+  """The Explicit axes of a spec, which a type can express."""
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   auto = frozenset(str(name) for name, kind in kinds.items() if kind != AxisType.Explicit)
   return PartitionSpec(*(entry_of(without(axes_of(entry), auto)) for entry in spec))
@@ -128,7 +129,7 @@ def _untyped(x: AnyArray) -> Any:
 
 
 def split_batch(x: AnyArray, count: int) -> jax.Array:
-  """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is each `count`-th one from `n`.
+  """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is every `count`-th from `n`.
 
   Each part stays spread over all devices that split the examples. A scalar is given to each part.
   """

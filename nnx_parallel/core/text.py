@@ -33,7 +33,7 @@ def few(names: Sequence[str]) -> str:
 
 
 WIDTH = 118
-"""Columns of what is printed into a file, a pipe or a notebook."""
+"""The number of columns for output to a file, a pipe or a notebook."""
 _GAP = "  "
 _INDENT = "    "
 _BESIDE = 20
@@ -97,7 +97,7 @@ class Paged(Shown):
 
 
 def not_counted(operations: Mapping[str, int]) -> str:
-  """A line that names what an estimate left out, or nothing."""
+  """A line that names the operations that an estimate left out, or an empty string."""
   if not operations:
     return ""
   return "Not counted: " + ", ".join(f"{count} x {name}" for name, count in operations.items()) + "."
@@ -178,7 +178,7 @@ def format_array(dtype: object, shape: tuple[int, ...]) -> str:
 
 
 def format_spec(spec: PartitionSpec) -> str:
-  """A spec with one entry per dim: `(-, fsdp, data+fsdp)`; `replicated` when nothing is split."""
+  """A spec with one entry per dim: `(-, fsdp, data+fsdp)`; `replicated` if nothing is sharded."""
   if not any(spec):
     return "replicated"
   parts = ["-" if not e else e if isinstance(e, str) else "+".join(e) for e in spec]
@@ -214,7 +214,7 @@ def text_table(
     rows: the cells.
     right: columns that are aligned to the right.
     wrap: columns of prose; they share the remaining `width`, and wrap.
-    below: columns that are printed below their row on a narrow page; by default those of `wrap`.
+    below: columns that are printed below their row on a narrow page; by default the columns of `wrap`.
     width: columns of text; by default `page_width()`.
     measure: rows that decide the widths, for several tables of equal widths.
   """
@@ -243,7 +243,7 @@ def text_table(
 
 
 def _room(sizes: Sequence[int], width: int, columns: Sequence[int], free: Sequence[int]) -> int:
-  """The width that the other columns leave for the `free` ones."""
+  """The width that the other columns leave for the `free` columns."""
   fixed = sum(sizes[c] for c in columns if c not in free)
   return width - fixed - len(_GAP) * (len(columns) - 1)
 

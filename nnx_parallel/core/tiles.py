@@ -1,8 +1,8 @@
 """Evaluates a part of a trace tile by tile: for blocks of one or two of its dims.
 
 A program that makes a large array and reduces it need not hold it: each operation maps dims of its result to
-dims of its operands, so a block of the result needs blocks of the operands only. Tiles are followed back to
-values that are small, or that an operation without such a map makes (leaves), which are sliced.
+dims of its operands, so a block of the result needs only blocks of the operands. Tiles are followed back to
+small values, or to results of operations without such a map (leaves), which are sliced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Labels: TypeAlias = tuple[tuple[DimName, int, int], ...]
 Node: TypeAlias = tuple[Var, Labels]
 """A variable of a trace, and which of its dims are named."""
 _WHOLE = SCATTERS | MATRIX | {"fft"} | (PRODUCTS - {"dot_general"}) | (IDENTITIES - {"sharding_constraint"})
-"""Operations that are not computed for each tile: they cost much, or lay out the whole array."""
+"""Operations that are not computed for each tile: they cost much, or lay out the full array."""
 
 
 class Untiled(Exception):
@@ -51,12 +51,12 @@ def described(eqn: JaxprEqn) -> str:
 class Grid:
   """Blocks of named dims.
 
-  The last block ends where its dim ends, so it may overlap the one before: what is `fresh` counts.
+  The last block ends where its dim ends, so it may overlap the previous block: only `fresh` positions count.
 
   Attributes:
-    lengths: of the named dims.
-    blocks: lengths of the blocks of some of them.
-    parts: the number of equal parts of some of them, each of which is cut into blocks by itself.
+    lengths: the lengths of the named dims.
+    blocks: the block lengths of some of them.
+    parts: the number of equal parts of some of them; each part is cut into blocks separately.
   """
 
   lengths: Mapping[DimName, int]
@@ -87,7 +87,7 @@ class Grid:
     return (np.arange(parts)[:, None] * part + within).reshape(-1)
 
   def fresh(self, tile: jax.Array, labels: Labels, places: Places, other: float = 0.0) -> jax.Array:
-    """A tile with another number in place of what an earlier tile has too."""
+    """A tile with another number at positions that an earlier tile has too."""
     for name, dim, factor in labels:
       if name in self.blocks and self.lengths[name] // self.parts.get(name, 1) % self.blocks[name]:
         size, length = self.blocks[name], tile.shape[dim]
@@ -103,7 +103,7 @@ class Grid:
     return self._start(name, places)[0] + jnp.arange(self.blocks[name])
 
   def _start(self, name: DimName, places: Places) -> tuple[jax.Array, jax.Array]:
-    """Where a block starts, and where what no block before it has starts."""
+    """The start of a block, and the start of the positions that no earlier block has."""
     parts, size, place, ahead = self.parts.get(name, 1), self.blocks[name], places[name], 0
     length, count = self.lengths[name] // parts, self.count(name) // parts
     if parts > 1:
@@ -119,7 +119,7 @@ class Grid:
     return tuple(found)
 
   def untiled(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
-    """The shape of an array, of that of a tile."""
+    """The shape of an array, given the shape of a tile."""
     found = list(shape)
     for name, dim, _ in labels:
       if name in self.blocks:
@@ -179,7 +179,7 @@ class Tiles:
     self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}
 
   def need(self, var: Var, labels: Labels, strict: Callable[[Var], bool] = lambda _: False) -> None:
-    """Makes a value one of those that are evaluated.
+    """Adds a value to the evaluated values.
 
     Raises:
       Untiled: an operation that must be evaluated tile by tile (`strict`) cannot be.
@@ -247,10 +247,10 @@ class Tiles:
 
 
 def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> list[Labels]:
-  """The labels that the operands of an operation need for those of its result.
+  """The labels that the operands of an operation need, given the labels of its result.
 
   Raises:
-    Untiled: a block of the result is no function of blocks of the operands.
+    Untiled: a block of the result is not a function of blocks of the operands.
   """
   labels = tuple(label for label in labels if lengths[label[0]] > 1)
   dims = {dim for _, dim, _ in labels}
@@ -277,9 +277,9 @@ def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> lis
 
 
 def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName, int]) -> Labels:
-  """The labels of an operation's result for those of an operand.
+  """The labels of an operation's result, given the labels of an operand.
 
-  Dims that it sums over lose theirs, and so do those that a reshape splits.
+  Dims that it sums over lose their labels, and so do dims that a reshape splits.
 
   Raises:
     Untiled: the operation has no map of its dims.
@@ -297,7 +297,7 @@ def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName
 
 
 def ordered(labels: Iterable[tuple[DimName, int, int]]) -> Labels:
-  """Labels in the order that makes equal ones equal."""
+  """Labels in a canonical order."""
   return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))
 
 
@@ -308,17 +308,17 @@ def gradients(
   cotangents: Sequence[tuple[jax.Array, Labels]],
   grid: Grid,
 ) -> list[jax.Array]:
-  """The cotangents of arrays of which a program reads tiles, summed over all tiles in float32.
+  """The cotangents of arrays that a program reads in tiles, summed over all tiles in float32.
 
-  Tiles are visited in nested loops over the blocks, outermost those that most of the arrays have. The sum of
-  an array that has them is held in float32 for one block at a time.
+  Tiles are visited in nested loops over the blocks; the blocks that most arrays have are outermost. The sum
+  of an array that has these blocks is held in float32 for one block at a time.
 
   Args:
     part: `(places, tiles of others, *tiles of inputs) -> tiles of results`.
     inputs: the arrays with a gradient.
-    others: those without.
-    cotangents: of the results.
-    grid: of the tiles.
+    others: the arrays without a gradient.
+    cotangents: the cotangents of the results.
+    grid: the grid of the tiles.
   """
 
   def has(name: DimName, labels: Labels) -> bool:
@@ -360,20 +360,20 @@ def gradients(
 def tied(xs: Sequence[jax.Array]) -> list[jax.Array]:
   """The same arrays, each of which depends on all of them.
 
-  The derivative of a scan computes ahead of it what depends on its constants alone: a mask of equal layers
-  would be broadcast, and kept, for all tiles at once.
+  The derivative of a scan computes values that depend only on its constants ahead of the scan: a mask of
+  equal layers would be broadcast, and kept, for all tiles at once.
   """
   token = sum((x[:0].sum().astype(jnp.float32) for x in xs if x.ndim), jnp.zeros(()))
   return [jax.lax.optimization_barrier((x, token))[0] for x in xs]
 
 
 def filled(aval: Aval, value: float, dtype: DTypeLike) -> jax.Array:
-  """An array of one value, with the shape of a variable, and its sharding on Explicit axes."""
+  """A constant array, with the shape of a variable, and its sharding on Explicit axes."""
   return jax.lax.full(aval.shape, value, dtype, sharding=struct(aval).sharding)
 
 
 def finite(largest: jax.Array) -> jax.Array:
-  """Maxima of exponents, with 0 for those of rows without any: `-inf - -inf` would be NaN."""
+  """Maxima of exponents, with 0 for empty rows: `-inf - -inf` would be NaN."""
   return jnp.where(largest == -jnp.inf, jnp.zeros_like(largest), largest)
 
 

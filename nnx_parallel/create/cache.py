@@ -12,10 +12,11 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: float = 0.0) -> str:
   """Keeps compiled programs in a directory, for this process and for later processes.
 
-  jax's own cache, without the thresholds that leave out the many small programs of a creation. Processes may
-  share the directory; an entry is found by its program, the compiler, its flags and the devices. Programs
-  in the directory are run: use one that only people you trust can write. On simulated CPU devices a loaded
-  program with several collectives at a time may hang (jaxlib 0.12.0); a compiled one does not.
+  This is jax's cache, without the thresholds that leave out the many small programs of a creation. Processes
+  may share the directory; the key of an entry is its program, the compiler, its flags and the devices.
+  Programs in the directory are run: use a directory that only trusted people can write. On simulated CPU
+  devices a loaded program with several concurrent collectives may hang (jaxlib 0.12.0); a compiled program
+  does not.
 
   Args:
     directory: made when it does not exist; or a bucket that jax can write, for example `gs://bucket/cache`.

@@ -91,11 +91,11 @@ def create_sharded_model(
 ) -> Any:
   """Creates a module, and its optimizer, with every Variable directly in its shards.
 
-  No device holds all of an array that the plan splits, unless its initializer computes with all of it (an
-  orthogonal one does). With the initializers of flax, the values equal `init()` on one device bit for bit,
-  except in three cases that the guide "Creating" lists. Works with or without an active `jax.set_mesh`, on
-  Auto and Explicit meshes. Given a constructor, it is traced once. Given a plan, its `init` is traced again,
-  so that values which it reads (a seed) are today's.
+  No device holds a full array that the plan splits, unless its initializer needs the full array (an
+  orthogonal initializer does). With the initializers of flax, the values equal `init()` on one device bit for
+  bit, except in three cases that the guide "Creating" lists. Works with or without an active `jax.set_mesh`,
+  on Auto and Explicit meshes. A constructor is traced once. With a plan, its `init` is traced again, so that
+  values which it reads (a seed) are current.
 
   The logger `nnx_parallel` lists the compiled programs at level INFO.
 
@@ -104,9 +104,9 @@ def create_sharded_model(
     mesh: the mesh, when `init` is a constructor.
     rules: the rules, when `init` is a constructor.
     compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
-      compile time does not grow with depth. `"jit"`: the constructor as one `nnx.jit` program, the
-      reference. A constructor that cannot be sliced is also created as one program; a note of the plan and a
-      logged warning give the reason.
+      compile time does not grow with depth. `"jit"`: the constructor as one `nnx.jit` program, the reference.
+      A constructor that cannot be sliced is also created as one program; a note of the plan and a logged
+      warning give the reason.
     **options: the options of `plan`, when `init` is a constructor: `optimizer`, `zero`, ...
 
   Returns:
@@ -169,7 +169,7 @@ def construct(
   shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in plan.leaves]
   sliced = cut_plan(plan, shardings, traces) if compile == "slices" else "compile='jit'"
   if traces:
-    traces.clear()  # large beside a shard, and of no more use
+    traces.clear()  # large compared with a shard, and no longer needed
   if not isinstance(sliced, str):
     logger.info("%s", "\n".join(_programs(plan, sliced)))
     arrays = assemble(sliced, shardings, mesh)
@@ -215,7 +215,7 @@ def _trace(plan: Plan) -> dict[Root, Trace]:
 
 
 def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, AnyArray]]) -> None:
-  what = "init built another structure than when it was planned"
+  what = "init built another structure than in the plan"
   fix = "make init depend on nothing that changes between calls, or plan again."
   check_structure(plan.leaves, arrays, what, fix)
 
@@ -285,8 +285,9 @@ def real_mesh(plan: Plan) -> Mesh:
 def unsharded(init: Callable[[], M]) -> M:
   """Builds a module on the default device, without a mesh, and keeps its annotations.
 
-  flax refuses to build an annotated module without a mesh. This is for notebooks, exports and tests on one
-  device; the annotations stay on the Variables, so the same constructor can be planned on a mesh later.
+  flax refuses to build an annotated module without a mesh. This function is for notebooks, exports and tests
+  on one device; the annotations stay on the Variables, so the same constructor can be planned on a mesh
+  later.
 
   Args:
     init: builds the module; its annotations need no mesh and no rules.

@@ -22,8 +22,8 @@ R = TypeVar("R")
 def instantiate(plan: Plan[R], arrays: Mapping[Root, Arrays]) -> R:
   """Puts arrays (global storage shape) into a new live module, or `(module, optimizer)`.
 
-  Each Variable keeps the user's annotation and gets what flax needs to apply it without an active mesh:
-  `mesh`, and `sharding_rules` with the axes that were resolved.
+  Each Variable keeps the user's annotation and gets the metadata that flax needs to apply it without an
+  active mesh: `mesh`, and `sharding_rules` with the resolved axes.
   """
   model = _merge(plan, "model", arrays)
   if plan.tx is None:

@@ -21,9 +21,8 @@ from nnx_parallel.layout.plan import Plan, check_plan
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises an error unless a live module and its optimizer have the planned layout.
 
-  Shape, dtype, devices, spec and memory kind of each array are compared, the bytes on each device, and the
-  sharding that flax would derive from the Variable's metadata: the one that later computations constrain it
-  to.
+  It compares the shape, dtype, devices, spec and memory kind of each array, the bytes on each device, and the
+  sharding that flax would derive from the Variable's metadata, to which later computations constrain it.
 
   Args:
     model: the live module.
@@ -31,7 +30,7 @@ def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any]
     optimizer: its optimizer; left out of the comparison when None.
 
   Raises:
-    LayoutMismatchError: names every leaf that differs, with what was planned and what was found.
+    LayoutMismatchError: names every leaf that differs, with the planned and the found layout.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -85,7 +84,7 @@ def differences(
 
 
 def _difference(leaf: LeafPlan, live: Leaf) -> str:
-  """How one leaf differs from the plan; empty if it does not."""
+  """How a leaf differs from the plan; empty if it does not differ."""
   planned = f"{leaf.name}: planned {format_array(leaf.dtype, leaf.storage_shape)} {leaf.spec}"
   planned += f" in {leaf.memory_kind}" if leaf.on_host else ""
   if live is None:

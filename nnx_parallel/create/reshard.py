@@ -38,24 +38,24 @@ def reshard(
 ) -> R:
   """Moves a live module into the layout of a plan, from any mesh and any specs.
 
-  Array by array, so that at most about `byte_budget` bytes per device are under way at a time. The arrays of
-  the new module share no memory with the old ones, so a step that donates one cannot delete the other. Tied
-  Variables remain tied.
+  It moves array by array, so that about `byte_budget` bytes per device, at most, are in flight at a time. The
+  arrays of the new module share no memory with the old arrays, so a step that donates one module cannot
+  delete the other. Tied Variables remain tied.
 
   Args:
     model: the live module: the planned module, or a module with the same Variables.
     plan: the plan.
-    optimizer: its optimizer, moved too; needed if and only if the plan has one.
-    donate: free each old array as soon as it is moved: the peak is one copy of the model and the budget.
-      The old module cannot be used afterwards.
-    byte_budget: bytes per device that may be under way before waiting; at least one array is.
+    optimizer: its optimizer, moved too; required if and only if the plan has an optimizer.
+    donate: free each old array as soon as it is moved: the peak is one copy of the model and the budget. The
+      old module cannot be used afterwards.
+    byte_budget: bytes per device that may be in flight before waiting; at least one array always is.
 
   Returns:
     The new module; `(module, optimizer)` when the plan has an optimizer.
 
   Raises:
     PlanError: the module and the plan differ in paths, shapes or dtypes; or `optimizer` is missing, or given
-      for a plan without one.
+      for a plan without an optimizer.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -75,7 +75,7 @@ def reshard(
   arrays: dict[Root, dict[Path, AnyArray]] = {
     root: {path: value_of(leaf) for path, leaf in found.items()} for root, found in leaves.items()
   }
-  # A padded Variable may be stored at another size than this plan's; what it shows is what must fit.
+  # A padded Variable may be stored at another size than this plan's; its logical shape must fit.
   padded = [leaf for found in leaves.values() for leaf in found.values() if is_padded(leaf)]
   shapes = {id(leaf.get_raw_value()): tuple(leaf.shape) for leaf in padded}
   return instantiate(plan, _place(plan, arrays, donate=donate, byte_budget=byte_budget, shapes=shapes))
@@ -92,7 +92,8 @@ def from_arrays(
     arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple; global
       shapes in elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
     plan: the plan.
-    optimizer: the same for the optimizer (without `optimizer/`); needed if and only if the plan has one.
+    optimizer: the same for the optimizer (without `optimizer/`); required if and only if the plan has an
+      optimizer.
 
   Returns:
     The live module; `(module, optimizer)` when the plan has an optimizer.
@@ -129,7 +130,7 @@ def from_arrays(
 def _check_optimizer(plan: Plan, optimizer: object) -> None:
   if (plan.tx is None) != (optimizer is None):
     has = (
-      "has an optimizer, and none was given" if optimizer is None else "has no optimizer, and one was given"
+      "has an optimizer, but none was given" if optimizer is None else "has no optimizer, but one was given"
     )
     raise PlanError(
       f"the plan {has}.",
@@ -156,11 +157,11 @@ def _place(
   byte_budget: int,
   shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[Root, dict[Path, jax.Array]]:
-  """Moves the arrays; `shapes` has the shapes without padding of those that have padding, by their ids."""
+  """Moves the arrays; `shapes` has the logical shapes of padded arrays, by their ids."""
   real_mesh(plan)
   for root, found in arrays.items():
     _check_arrays(plan, root, found, shapes)
-  # One array may stand in several Variables; only the last of them may free it.
+  # One array may be in several Variables; only the last Variable may free it.
   uses = collections.Counter(id(value) for found in arrays.values() for value in found.values())
   placed: dict[Root, dict[Path, jax.Array]] = {}
   moving: list[jax.Array] = []
@@ -206,7 +207,7 @@ def _move(source: AnyArray, leaf: LeafPlan) -> jax.Array:
   if source.shape == leaf.storage_shape:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
-    # Cut and padded where it is: its devices need not be those of the plan.
+    # Cut and padded on its own devices, which may differ from the plan's devices.
     return put(_resized(source, leaf.shape, leaf.storage_shape), leaf.sharding)
   shape, host = leaf.storage_shape, np.asarray(source)
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
@@ -246,7 +247,7 @@ def _check_arrays(
 
 
 def _fits(value: AnyArray, leaf: LeafPlan, shape: tuple[int, ...] | None) -> bool:
-  """Whether an array, whose shape without padding is `shape` if it has padding, is the planned one."""
+  """Whether an array, whose logical shape is `shape` if it is padded, fits the planned array."""
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     return False
   if is_key(leaf.dtype) and not is_key(value.dtype):
@@ -257,7 +258,7 @@ def _fits(value: AnyArray, leaf: LeafPlan, shape: tuple[int, ...] | None) -> boo
 
 
 def _implementation(leaf: LeafPlan) -> Any:
-  # jax.random.key_impl takes a key, not its dtype; a traced one costs nothing.
+  # jax.random.key_impl takes a key, not its dtype; a traced key costs nothing.
   found: list[Any] = []
   jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf.struct)
   return found[0]

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
-from nnx_parallel.core.shards import auto_sharding, join_batch, pinned, split_batch
+from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
@@ -41,7 +41,7 @@ State = tuple[list[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What a generator was made with; see `generator`.
+  """The options of a generator; see `generator`.
 
   Raises:
     DecodeError: options that do not fit.
@@ -69,12 +69,12 @@ class Options:
         fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
       )
     if self.padding not in ("right", "left"):
-      raise DecodeError(f"padding={self.padding!r} is no side.", fix='padding="right" or padding="left".')
+      raise DecodeError(f"padding={self.padding!r} is not a side.", fix='padding="right" or padding="left".')
     beams, pipeline = isinstance(self.sampling, Beams), self.layer_options.pipeline
     if beams and self.slots is not None:
       raise DecodeError(
         "beams of a row are computed together, and slots are for rows that end at different times.",
-        fix="leave slots= out, and give as many prompts at a time as the memory holds.",
+        fix="leave slots= out, and give as many prompts at a time as fit in memory.",
       )
     if pipeline is None:
       if self.layer_options.pattern is not None:
@@ -90,13 +90,13 @@ class Options:
       )
     if pipeline.virtual_stages > 1:
       raise DecodeError(
-        f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, and in generation there is none.",
+        f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, but generation has no bubble.",
         fix=f"pipeline={pipeline.axis!r}",
       )
 
 
 class Args(NamedTuple):
-  """What differs between calls: arrays, all global; None for what is not given."""
+  """The values that differ between calls: global arrays; None for missing arguments."""
 
   prompts: AnyArray
   lengths: AnyArray
@@ -105,10 +105,10 @@ class Args(NamedTuple):
 
 
 class Bound:
-  """The program of one model as it is now.
+  """The program for the current structure of a model.
 
-  Over slots and beams the model is called for one row, under `jax.vmap`: each row has a cache and a position
-  of its own. The model's caches are then those of one row, and only their shapes are used.
+  Over slots and beams the model is called for one row, under `jax.vmap`: each row has a separate cache and
+  position. The model's caches are then caches of one row, and only their shapes are used.
   """
 
   def __init__(self, options: Options, used: LayersUsed, model: Model):
@@ -116,7 +116,7 @@ class Bound:
     self.binding = Binding({"model": model})
     self.outside = places_outside(self.binding)
     self.places = self.outside.on_auto_axes()
-    # The arrays of the program: of Variables, then raw ones.
+    # The arrays of the program: first the arrays of Variables, then raw arrays.
     places = [*self.binding.template.variables, *self.binding.template.raw]
     self.labels = [self.binding.labels[i] for i in places]
     self.shardings = [self.outside.shardings[i] for i in places]
@@ -124,13 +124,13 @@ class Bound:
     self.others = [i for i in range(len(places)) if i not in self.caches]
     if not self.caches and options.cache is None:
       raise DecodeError(
-        f"{type(model).__name__} has no nnx.Cache, so no token would see those before it.",
+        f"{type(model).__name__} has no nnx.Cache, so no token would see earlier tokens.",
         fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
         "or give generator(cache=make, call=call) for a model that takes its cache as an argument.",
       )
     self.pipeline = options.layer_options.pipeline
     self.own_rows = 2 if isinstance(options.sampling, Beams) else int(options.slots is not None)
-    """Dims of the rows, each with a cache of its own: none over a batch, slots, or batch and beams."""
+    """The dims of the rows, each with a separate cache: none over a batch, slots, or batch and beams."""
     self.keeps_caches = not self.own_rows and self.pipeline is None
     """Whether the program empties the model's caches and returns them; else only their shapes are used."""
     mesh = self.binding.mesh
@@ -151,7 +151,7 @@ class Bound:
     self.jitted: Any = jax.jit(
       self._typed,
       donate_argnums=0 if self.keeps_caches else (),
-      keep_unused=True,  # the old caches are memory for the new ones
+      keep_unused=True,  # the old caches' memory is reused for the new caches
       out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
     )
 
@@ -166,7 +166,7 @@ class Bound:
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
   def defaults(self, prompts: tuple[int, ...]) -> Args:
-    """What stands for arguments that are not given; placed once, since that takes longer than a token."""
+    """The default values of missing arguments; placed once, since placing takes longer than a token."""
     batch, width = prompts
     if prompts not in self._defaults:
       numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32), jax.random.key(0)
@@ -193,7 +193,7 @@ class Bound:
     return self._divided([*self.binding.read(), *self.binding.raw])
 
   def _divided(self, arrays: list[AnyArray]) -> tuple[list[AnyArray], list[AnyArray]]:
-    """The caches among all arrays of the program, and the others."""
+    """The caches among all arrays of the program, and the remaining arrays."""
     return [arrays[i] for i in self.caches], [arrays[i] for i in self.others]
 
   def __call__(self, args: Args) -> Generated:
@@ -246,9 +246,9 @@ class Bound:
       shared = {*self.axes} & {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}
       if shared:
         raise DecodeError(
-          f"{what} cannot use {self.labels[i]}, which is split over {few(sorted(shared))} as the batch is.",
+          f"{what} cannot use {self.labels[i]}, which is sharded over {few(sorted(shared))} like the batch.",
           details=f"spec {sharding.spec}, batch over {self.axes}",
-          fix="nxp.reshard(model, plan) to a plan that splits weights over other axes than the batch,\n"
+          fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
           "or a mesh with Auto axes, and no pipeline=.",
         )
 
@@ -276,7 +276,7 @@ class Bound:
     return self._pin(x, entry_of(self.axes))
 
   def _logits(self, x: jax.Array) -> jax.Array:
-    """Logits `(rows, ..., vocabulary)` that are split as the head splits them.
+    """Logits `(rows, ..., vocabulary)` that are sharded as the head shards them.
 
     If they were replicated at once, XLA would gather the head's kernel, which is larger.
     """
@@ -285,7 +285,7 @@ class Bound:
     between = [None] * (x.ndim - 2)
     split = self._pin(x, entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
     greedy = isinstance(self.options.sampling, Sampling) and self.options.sampling.temperature == 0
-    # Sums over the vocabulary would depend on how it is split, and so would what is drawn.
+    # Sums over the vocabulary would depend on its sharding, and so would the drawn tokens.
     return split if greedy else self._rows(split)
 
   def _grouped(self, x: jax.Array) -> jax.Array:
@@ -293,19 +293,18 @@ class Bound:
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
   def _pinned(self, caches: list[jax.Array]) -> list[jax.Array]:
-    layouts = self._of_caches if self.explicit else map(auto_sharding, self._of_caches)
-    pairs = zip(caches, layouts, strict=True)
+    pairs = zip(caches, self._of_caches, strict=True)
     if not self.own_rows:
       return [pinned(x, where) for x, where in pairs]
     return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
 
   def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
-    """Caches of all rows in the layout of the batch, and in each row in that of its own dims.
+    """Caches of all rows, with rows in the layout of the batch, and each row in the layout of its own dims.
 
     Args:
       x: the caches; their first dims are the rows.
-      own: entries of the spec of a row; axes of the batch among them are left out.
-      rest: the entry of the dims after those.
+      own: entries of the spec of a row; batch axes among them are left out.
+      rest: the entry of all later dims.
     """
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
     entries += [rest] * (x.ndim - self.own_rows - len(entries))
@@ -363,7 +362,7 @@ class Bound:
   def _turns(
     self, axis: str, others: list[jax.Array], caches: list[jax.Array], rows: int, length: int
   ) -> Turns:
-    """Calls of the model for one group of rows, its layers on stages."""
+    """Calls of the model for one group of rows, with its layers on stages."""
 
     def call(others: list[jax.Array], inputs: PyTree, state: State) -> PyTree:
       (tokens, position), (caches, own) = inputs, state
@@ -383,7 +382,7 @@ class Bound:
     return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
   def _over_rows(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`call` for each row by itself, where rows have caches of their own."""
+    """`call` for each row separately, if rows have separate caches."""
     if not self.own_rows:
       return call
 
@@ -489,9 +488,9 @@ def _check_logits(logits: jax.Array, tokens: jax.Array) -> None:
 
 
 def _capacity(model: Model) -> tuple[int, int] | None:
-  """Batch and length of the caches of flax's attentions: a full one overwrites its last entry unnoticed."""
+  """Batch and length of the caches of flax's attentions: a full cache silently overwrites its last entry."""
   attentions = [node for _, node in nnx.iter_modules(model) if isinstance(node, nnx.MultiHeadAttention)]
-  # Stacked attentions have the dims of their stack in front: a kernel by itself has 3.
+  # Stacked attentions have extra leading dims: the kernel of a single attention has 3 dims.
   shapes = [
     node.cached_key.shape[node.query.kernel.ndim - 3 :] for node in attentions if node.cached_key is not None
   ]
@@ -501,7 +500,7 @@ def _capacity(model: Model) -> tuple[int, int] | None:
 def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: int, own_rows: bool) -> None:
   (batch, length), (rows, width) = capacity, prompts
   wanted, why = (
-    (1, "each slot or beam has a cache for one") if own_rows else (rows, f"there are {rows} prompts")
+    (1, "each slot or beam has a cache for one row") if own_rows else (rows, f"there are {rows} prompts")
   )
   if batch != wanted:
     raise DecodeError(
@@ -513,6 +512,6 @@ def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: 
   if needed > length:
     fix = f"init_cache((batch, {needed}, features)) of each attention"
     raise DecodeError(
-      f"prompts of {width} tokens and {limit} new ones need a cache of length {needed}, and it has {length}.",
+      f"prompts of {width} tokens and {limit} new ones need a cache of length {needed}; it has {length}.",
       fix=fix + (f", or max_new_tokens={length - width + 1}." if length >= width else "."),
     )

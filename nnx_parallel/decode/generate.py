@@ -1,4 +1,4 @@
-"""Generates tokens in one compiled program: the cache, the loop and the draws stay on the devices."""
+"""Generates tokens in one compiled program: the cache, the loop and the sampling stay on the devices."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Generator:
   """Compiled generation; made by `generator`.
 
   Attributes:
-    options: what it was made with.
-    layers: what the stages of a pipeline do, and on a mesh with Explicit axes which axes the program computes
-      on, when it was last compiled or lowered; print it.
+    options: the options of the generator.
+    layers: the work of the pipeline's stages, and on a mesh with Explicit axes the axes that the program
+      computes on, as last compiled or lowered; print it.
   """
 
   def __init__(self, options: Options):
@@ -44,19 +44,19 @@ class Generator:
   ) -> Generated:
     """Continues each prompt.
 
-    The model's `nnx.Cache` Variables are emptied (zeros) first, donated, and hold the last state after; with
-    slots or beams they stay as they are. Nothing else of the model changes.
+    The model's `nnx.Cache` Variables are first reset to zeros, donated, and hold the last state afterwards;
+    with slots or beams they stay as they are. Nothing else in the model changes.
 
     Args:
       model: a live module, on any mesh.
-      prompts: integers `(batch, width)`, global; from the host, they are split as the plan's batch.
-      lengths: tokens of each prompt `(batch,)`, at least 1; None where none is padded.
-      key: `jax.random.key(...)`; needed where tokens are drawn.
+      prompts: integers `(batch, width)`, global; host arrays are sharded like the plan's batch.
+      lengths: the number of tokens of each prompt, `(batch,)`, at least 1; None if no prompt is padded.
+      key: `jax.random.key(...)`; required for sampling.
       requests: a number for each row `(batch,)`, folded into its key: a row with the same number and prompt
         gets the same tokens in any batch. None: the index of the row.
 
     Returns:
-      The new tokens and how many there are of them.
+      The new tokens and their number.
 
     Raises:
       DecodeError: prompts, lengths, a cache or a key that do not fit.
@@ -108,7 +108,7 @@ class Generator:
       prompts: as in `lower`.
 
     Returns:
-      A function of the raw arrays of the model, those of its Variables, prompts, lengths, requests and a key,
+      A function of the raw arrays of the model, its Variables' arrays, prompts, lengths, requests and a key,
       which returns the fields of `Generated` and the caches by the number of their Variable; and its abstract
       arguments after the first two.
     """
@@ -143,34 +143,33 @@ def generator(
   pipeline: str | Pipeline | None = None,
   layers: str | None = None,
 ) -> Generator:
-  """Makes a compiled generator of tokens, on the layout that the model has.
+  """Makes a compiled generator of tokens, for the layout that the model has.
 
   One program reads the prompts and writes up to `max_new_tokens` for each; it ends early when every row has
-  met a stop token. The cache has the layout of the model's `nnx.Cache` Variables, which the plan lays out
-  like other Variables. Tokens do not depend on the layout: each row draws from its own key.
+  reached a stop token. The cache has the layout of the model's `nnx.Cache` Variables, which the plan lays out
+  like other Variables. Tokens do not depend on the layout: each row samples from its own key.
 
   Args:
-    max_new_tokens: the most tokens that a row gets.
+    max_new_tokens: the maximum number of new tokens of a row.
     sampling: greedy, `nxp.Sampling(temperature=..., top_k=..., top_p=...)`, or `nxp.Beams(4)`.
-    stop: a token, or several, that end a row; the token itself is returned.
+    stop: a token, or several, that end a row; the stop token is returned too.
     padding: the side on which shorter prompts are padded.
-    call: `call(model, tokens, position)` returns the logits `(batch, n, vocabulary)` of int32 tokens
-      `(batch, n)`; `position`, an int32 scalar, is the position of the first of the `n`. None:
-      `model(tokens)`.
-    cache: `cache(batch, length)` makes the empty cache, a pytree, of a model that takes it as an argument;
-      use `nxp.constrain` in it for its layout. `call(model, tokens, position, cache)` then returns
+    call: `call(model, tokens, position)` returns the logits `(batch, n, vocabulary)` of int32 tokens `(batch,
+      n)`; `position`, an int32 scalar, is the position of the first of the `n` tokens. None: `model(tokens)`.
+    cache: `cache(batch, length)` makes the empty cache, a pytree, for a model that takes its cache as an
+      argument; use `nxp.constrain` in it for its layout. `call(model, tokens, position, cache)` then returns
       `(logits, cache)`.
-    prefill: the most tokens of a prompt that are read in one step; `n` of `call` is this or 1. Prompts of a
-      batch are read together as far as the shortest goes, the rest one by one. `nnx.MultiHeadAttention` needs
-      no change for it; another attention must see that a token does not attend to those after it.
-    slots: compute this many rows at a time, each with a cache and a position of its own; a row that ends
-      takes the next prompt. So there may be any number of prompts, and no row waits for the longest. The
+    prefill: the maximum number of prompt tokens that are read in one step; `n` of `call` is this number or 1.
+      All prompts of a batch are read in such steps up to the length of the shortest prompt, and token by
+      token after it. `nnx.MultiHeadAttention` needs no change; other attentions must mask later tokens.
+    slots: compute this many rows at a time, each with a separate cache and position; when a row ends, its
+      slot takes the next prompt. So there may be any number of prompts, and no row waits for the longest. The
       model is called for one row, under `jax.vmap`: its caches are for a batch of 1. With beams the model is
-      called for one row too; beams and slots together are an error.
+      also called for one row; beams and slots cannot be combined.
     pipeline: the mesh axis of stages, each of which holds some of the layers and their caches. The batch is
-      cut into as many groups as there are stages, which go round: each stage always works on one of them. The
-      model is called for a group, so its caches are for a batch of that size. Weights on other devices are
-      moved to their stages once in each call.
+      cut into as many groups as there are stages, and the groups circulate: each stage always works on one
+      group. The model is called for a group, so its caches are for a batch of that size. Weights on other
+      devices are moved to their stages once in each call.
     layers: dotted paths of the layers of a pipeline, as in `train_step`.
 
   Returns:
@@ -220,7 +219,7 @@ def _check_prompts(prompts: AnyArray) -> None:
 
 
 def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:
-  """The arguments of a call as integers; None for what is not given."""
+  """The arguments of a call as integers; None for missing arguments."""
   _check_prompts(prompts)
   batch, width = np.shape(prompts)
   found = [prompts.astype(np.int32) if hasattr(prompts, "astype") else np.asarray(prompts, np.int32)]

@@ -31,7 +31,7 @@ class _Rows(NamedTuple):
   """Where rows are, dim 0 of all arrays."""
 
   token: jax.Array
-  """What they read next."""
+  """The next tokens that they read."""
   found: jax.Array
   """The tokens that they have written, `(rows, limit)`."""
   counts: jax.Array
@@ -44,9 +44,9 @@ class Generated(NamedTuple):
 
   Attributes:
     tokens: int32 `(batch, max_new_tokens)`, global: the new tokens of each row, then zeros. With `nxp.Beams`
-      `(batch, beams, max_new_tokens)`, the best one first.
-    lengths: int32, as `tokens` without its last dim: how many tokens are new, the stop token included.
-    scores: float32, as `lengths`: those of the beams; None without.
+      `(batch, beams, max_new_tokens)`, the best beam first.
+    lengths: int32, as `tokens` without its last dim: the number of new tokens, including the stop token.
+    scores: float32, as `lengths`: the scores of the beams; None without beams.
   """
 
   tokens: jax.Array
@@ -56,17 +56,17 @@ class Generated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """What all loops share.
+  """Common to all loops.
 
-  Attributes:
+  limit: the maximum number of new tokens of a row.
     limit: the most new tokens of a row.
     stops: tokens that end a row.
-    prefill: the most tokens of a prompt that are read at once.
-    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last of
-      them, `(rows, vocabulary)`. Over slots, `position` is that of each row.
+    prefill: the maximum number of prompt tokens that are read at once.
+    forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last
+      token, `(rows, vocabulary)`. Over slots, `position` has an entry for each row.
     rows: lays out an array whose dim 0 is the batch.
     whole: replicates an array.
-    kept: lays out what is kept of each row: its tokens, and how many there are.
+    kept: lays out the stored results of each row: its tokens, and their number.
     logits: lays out logits `(rows, ..., vocabulary)`.
   """
 
@@ -91,7 +91,7 @@ class Loop:
     return ~jnp.all(rows.ended) if self.stops else step < last
 
   def read_together(self, prompts: jax.Array, lengths: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-    """Reads what all prompts have, `prefill` tokens at once, but for the last token of the shortest."""
+    """Reads the positions that all prompts share, `prefill` at once, except the last of the shortest."""
     position = jnp.zeros((), jnp.int32)
     part = min(self.prefill, prompts.shape[-1] - 1)
     if part <= 1:
@@ -125,7 +125,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   """Continues as many groups of prompts as there are stages, one on each; all arrays are `[groups, ...]`.
 
   In a tick, group `tick % stages` enters the first stage with its next token, and the next group leaves the
-  last one, with the logits of its own.
+  last stage with its logits.
   """
   groups = asked.prompts.shape[0]
   first = jnp.zeros((), jnp.int32)
@@ -201,7 +201,7 @@ def _advanced(
 
 
 def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
-  """The tokens at a position, or at those of each row. Clamped: past the widest prompt no row reads."""
+  """The tokens at one position, or at a position for each row; no row reads past the widest prompt."""
   column = jnp.minimum(position, prompts.shape[1] - 1)
   if not column.ndim:
     return jax.lax.dynamic_index_in_dim(prompts, column, 1, keepdims=False)
@@ -212,19 +212,19 @@ class _Slots(NamedTuple):
   """The loop over slots. All but the state is small, and replicated."""
 
   request: jax.Array
-  """The row of the prompts that a slot works on; their number, where none is left."""
+  """The prompt that a slot works on; the number of prompts, if no prompt is left."""
   position: jax.Array
   """Tokens that its cache has read."""
   rows: _Rows
   state: PyTree
   done: Generated
-  """What the requests that have ended got."""
+  """The results of the requests that have ended."""
   following: jax.Array
   """The next request that no slot has begun."""
 
 
 def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Generated:
-  """Continues any number of prompts in as many slots as `fresh` has rows: one that ends takes the next."""
+  """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts."""
   asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
   requests, width = asked.prompts.shape
   slots = jax.tree.leaves(fresh)[0].shape[0]
@@ -278,14 +278,14 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Gen
 
 
 def _chosen(rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-  """Row by row, the new state or the old one."""
+  """For each row, the new state or the old state."""
   return jax.vmap(lambda row, *states: jax.tree.map(functools.partial(jnp.where, row), *states))(
     rows, new, old
   )
 
 
 class _Hypotheses(NamedTuple):
-  """Beams of each row; `tokens` is `(batch, beams, limit)`, the others `(batch, beams)`."""
+  """Beams of each row; `tokens` is `(batch, beams, limit)`, other arrays are `(batch, beams)`."""
 
   scores: jax.Array
   tokens: jax.Array
@@ -298,10 +298,10 @@ class _Hypotheses(NamedTuple):
 
 
 def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated:
-  """Keeps the likeliest beginnings of each row: those that have ended beside those that go on.
+  """Keeps the likeliest beams of each row, both finished and unfinished.
 
-  The state has dims `(batch, beams)`. A row ends when no beginning that goes on can get a better score than
-  those that have ended.
+  The state has dims `(batch, beams)`. A row ends when no unfinished beam can reach a better score than the
+  finished beams.
   """
   prompts, lengths = asked.prompts, asked.lengths
   batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
@@ -343,7 +343,7 @@ def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated
   zeros = jnp.zeros((batch, kept), jnp.int32)
   none = jnp.full((batch, kept), -jnp.inf)
   empty = _Hypotheses(none, jnp.zeros((batch, kept, limit), jnp.int32), zeros)
-  # The beams of a row are equal until its first own token, so one of them has them all.
+  # The beams of a row are equal until its first own token, so only one of them may continue.
   alive = empty._replace(scores=none.at[:, 0].set(0.0))
   start = jnp.zeros((batch,), jnp.int32)
   tokens = _repeated(_column(prompts, position)[:, None], kept)[..., 0]

@@ -1,4 +1,4 @@
-"""Lets the attentions of flax read several tokens of a prompt at once: by themselves they take one."""
+"""Lets the attentions of flax read several tokens of a prompt at once; unchanged, they read one."""
 
 from __future__ import annotations
 

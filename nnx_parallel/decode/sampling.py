@@ -56,7 +56,7 @@ class Sampling:
 
     Args:
       logits: `(batch, vocabulary)`, global.
-      keys: `(batch,)`, one for each row; not used by greedy decoding.
+      keys: `(batch,)`, one for each row; greedy decoding does not use them.
 
     Returns:
       int32 tokens `(batch,)`.
@@ -68,14 +68,14 @@ class Sampling:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
   def _kept(self, logits: jax.Array) -> jax.Array:
-    """The logits with those that may not be drawn at minus infinity."""
+    """The logits, with minus infinity for tokens that must not be drawn."""
     if self.top_k is not None:
       least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
       logits = jnp.where(logits < least, -jnp.inf, logits)
     if self.top_p < 1:
       falling = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
       chances = jax.nn.softmax(falling, axis=-1)
-      # A token is kept while those before it sum to less than top_p, so the first one always is.
+      # A token is kept while earlier tokens sum to less than top_p, so the first token is always kept.
       kept = jnp.cumsum(chances, axis=-1) - chances < self.top_p
       least = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
       logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -22,15 +22,15 @@ class Turns:
 
   Attributes:
     call: `(arrays, (tokens, position), state) -> (logits, arrays, state)`, for one group of rows.
-    options: with a pipeline.
+    options: the options of the layers, including a pipeline.
     axis: the mesh axis of the stages.
-    arrays: those of the model.
-    state: that of one group before its first token.
+    arrays: the arrays of the model.
+    state: the state of one group before its first token.
     inputs: makes any tokens and position, for a number of tokens.
     labels: the names of the leaves of the arrays.
-    specs: of the leaves of the state; None where the compiler chooses.
-    mesh: the mesh, if there is one.
-    used: gets what was done with the layers.
+    specs: the specs of the leaves of the state; None: the compiler chooses.
+    mesh: the mesh, or None.
+    used: receives how the layers were computed.
   """
 
   call: Callable[..., PyTree]
@@ -48,7 +48,7 @@ class Turns:
   )
 
   def begin(self, tokens: int, going: PipelineState | None) -> PipelineState:
-    """What goes round before calls with so many tokens: with empty caches, or with those of other calls."""
+    """The state before calls with this many tokens: with empty caches, or the caches of earlier calls."""
     stream, prepared = self._of(tokens)
     begun = stream.begin(prepared, self._states(), self.inputs(tokens))
     return begun if going is None else PipelineState(begun.ring, going.layers, going.alone)
@@ -56,7 +56,7 @@ class Turns:
   def __call__(
     self, going: PyTree, tick: PyTree, entering: PyTree, leaving: PyTree, passes: PyTree = None
   ) -> PyTree:
-    """One tick, for the tokens and position of two groups: the logits of the second, and what goes round."""
+    """One tick, for the tokens and position of two groups: the logits of the second, and the next state."""
     stream, prepared = self._of(entering[0].shape[1])
     (logits,), going = stream.tick(prepared, going, tick, entering, leaving, passes)
     return logits, going
@@ -86,7 +86,7 @@ class Turns:
 
 
 def lost(labels: Sequence[str]) -> DecodeError:
-  """The error of a call that changes what is kept nowhere."""
+  """The error of a call that changes values that are not stored."""
   return DecodeError(
     f"the call changed {few([*labels])}, which no nnx.Cache holds: the next token would not see it.",
     fix="make it an nnx.Cache, or call model.eval() where it belongs to training.",

@@ -1,4 +1,4 @@
-"""Waiting for all processes, one value for all, work for one process of a host."""
+"""Barriers between processes, one value for all processes, work for one process of a host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nnx_parallel.errors import HostError
 def main_process() -> bool:
   """Whether this is process 0, which prints, writes files and talks to other services.
 
-  What all processes must do together (steps, `to_host`, `Checkpointer.save`) does not belong under it.
+  Calls that all processes must make (steps, `to_host`, `Checkpointer.save`) do not belong under it.
 
   Returns:
     True on process 0, and in a job of one process.
@@ -37,10 +37,10 @@ def main_process() -> bool:
 def barrier(name: str, *, timeout: float = 300) -> None:
   """Waits until all processes have called `barrier` with the same name, equally often.
 
-  Work on the devices that was started before need not be done. In a job of one process it returns at once.
+  Earlier work on the devices need not be done. In a job of one process it returns at once.
 
   Args:
-    name: what the processes wait for; printed when one does not come.
+    name: the reason for the wait; printed if a process does not come.
     timeout: in seconds, from the first process that waits; the runtime looks about once a second.
 
   Raises:
@@ -61,10 +61,10 @@ def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree
 
   Args:
     value: anything that can be pickled: text, numbers, a pytree of arrays; only the value of `source` counts,
-      and other processes may pass None. Arrays with shards on other processes are the same everywhere
-      already, and an error.
+      and other processes may pass None. Arrays with shards on other processes are already the same
+      everywhere, and are an error.
     source: the number of the process.
-    timeout: seconds to wait for the others.
+    timeout: the time to wait for the other processes, in seconds.
 
   Returns:
     The value of `source`, with `jax.Array`s as numpy arrays.
@@ -100,7 +100,7 @@ def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree
 
 
 def _packed(value: PyTree) -> bytes:
-  """The value or what is wrong with it: the others wait for either."""
+  """The value or its error: the other processes wait for either."""
   try:
     return pickle.dumps(("", jax.tree.map(_on_host, value)))
   except Exception as error:  # noqa: BLE001 (pickling runs code of the value's own)
@@ -114,8 +114,8 @@ def _on_host(leaf: Leaf) -> AnyArray:
 def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
   """Calls a function on one process of each host. All processes wait until all hosts are done.
 
-  For downloads and files on a local disk. Hosts are told apart by their names (in containers, by theirs); the
-  process with the lowest number of each host makes the call.
+  For downloads and files on a local disk. Hosts are distinguished by their host names (in containers, by the
+  container's name); the process with the lowest number of each host makes the call.
 
   Args:
     function: without arguments; its result is not kept.
@@ -125,7 +125,7 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
     Whether this process made the call.
 
   Raises:
-    Exception: that of the function, on the process that made the call.
+    Exception: the function's error, on the process that made the call.
     HostError: it failed on another process (named), or a process did not come in time.
 
   Example:
@@ -142,7 +142,7 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
   if mine:
     try:
       function()
-    except Exception as caught:  # noqa: BLE001 (raised again, once the others know)
+    except Exception as caught:  # noqa: BLE001 (raised again, once the other processes know)
       error = caught
   barrier("once_per_host", timeout=timeout)
   codes = np.asarray(multihost_utils.process_allgather(np.int32(error is not None))).reshape(-1)

@@ -20,7 +20,7 @@ from nnx_parallel.checkpoint.checkpointer import finish_saves, report_lost
 from nnx_parallel.errors import HostError, NnxParallelWarning
 from nnx_parallel.hosts.rollcall import roll_call
 
-# Where one of these is set, somebody meant to start several processes.
+# If one of these is set, several processes were meant to start.
 MARKERS = (
   "RANK",
   "WORLD_SIZE",
@@ -39,11 +39,11 @@ class Processes:
 
   Attributes:
     index: the number of this process.
-    count: of processes.
+    count: the number of processes.
     local_devices: the number of devices of this process.
     devices: the number of devices of all processes.
-    found: how the others were found: `"arguments"`, `"RANK and WORLD_SIZE"`, `"jax"` for its own detection
-      of the cluster, `"before"` when the runtime was up already, `"alone"` when there are no others.
+    found: how the other processes were found: `"arguments"`, `"RANK and WORLD_SIZE"`, `"jax"` for its own
+      detection of the cluster, `"before"` if the runtime was already up, `"alone"` if there are no others.
   """
 
   index: int
@@ -71,31 +71,32 @@ def init_distributed(
 ) -> Processes:
   """Joins all processes of the job; call it before anything that uses JAX's devices.
 
-  The others are found by the first of these that applies: the arguments; the variables of torchrun (`RANK`,
-  `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which `nnx-parallel launch` sets too; JAX's own
-  detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them, the job has one process, and
-  the call returns immediately: the same script runs everywhere. A second call changes nothing. JAX's devices
-  are in use after it, so settings such as `jax_num_cpu_devices` come before.
+  The other processes are found by the first of these that applies: the arguments; the variables of torchrun
+  (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which `nnx-parallel launch` also sets;
+  JAX's own detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them, the job has one
+  process, and the call returns immediately: the same script runs everywhere. A second call changes nothing.
+  The call initialises JAX's devices, so settings such as `jax_num_cpu_devices` must come before it.
 
-  In a job of several processes an exception that nobody catches ends its process at once, after the
-  traceback: JAX would first wait for the others, which wait for it.
+  In a job of several processes an uncaught exception ends its process at once, after the traceback: JAX would
+  first wait for the other processes, which wait for this process.
 
   Args:
-    address: `host:port` of process 0, a port that is free there. With it, `count` and `index` are needed.
+    address: `host:port` of process 0, with a port that is free there. It requires `count` and `index`.
     count: the number of processes.
     index: the number of this process, from 0.
-    local_devices: which of the GPUs of this host are for this process; by default those that are visible
-      where the host has one process, else the one of its local number.
-    devices_per_process: checked where given; fewer or more devices are an error.
-    timeout: seconds to wait for the others.
-    heartbeat_timeout: seconds without a sign of life after which JAX takes a process for dead, and ends all.
+    local_devices: the GPUs of this host for this process; by default the visible GPUs if the host has one
+      process, else the GPU of its local number.
+    devices_per_process: the expected number; fewer or more devices are an error.
+    timeout: the time to wait for the other processes, in seconds.
+    heartbeat_timeout: the seconds without a sign of life after which JAX takes a process for dead, and ends
+      all.
 
   Returns:
     The number of this process, of all processes, and of their devices.
 
   Raises:
-    HostError: a process did not come (named where the address is known), numbers that do not fit, JAX's
-      devices were used before, processes with different numbers of devices, or GPUs that nobody uses.
+    HostError: a process did not come (named if the address is known), numbers that do not fit, JAX's devices
+      were used before, processes with different numbers of devices, or unused GPUs.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -169,10 +170,10 @@ def init_distributed(
 
 
 def from_torchrun(environment: Mapping[str, str]) -> tuple[str | None, int | None, int | None]:
-  """Address, count and index out of the variables of torchrun; three times None without them.
+  """Address, count and index from the variables of torchrun; three times None without them.
 
   Raises:
-    HostError: only some of them are set, or one is no number.
+    HostError: only some of them are set, or one is not a number.
 
   Example:
     >>> from_torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
@@ -199,11 +200,11 @@ def from_torchrun(environment: Mapping[str, str]) -> tuple[str | None, int | Non
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
-  """The `local_device_ids` to pass to JAX: `[]` for all that are visible, None for JAX's own choice.
+  """The `local_device_ids` to pass to JAX: `[]` for all visible devices, None for JAX's own choice.
 
-  Under Slurm and Open MPI, JAX gives each task the one GPU of its local number. That is wrong where a task
-  has its host for itself (it would use one GPU of eight), and where the scheduler shows each task its own GPU
-  only, as number 0.
+  Under Slurm and Open MPI, JAX gives each task the GPU of its local number. That is wrong if a task is alone
+  on its host (it would use one GPU of eight), and if the scheduler shows each task only its own GPU, as
+  number 0.
 
   Example:
     >>> visible_devices({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}), visible_devices({"SLURM_LOCALID": "3"})
@@ -234,7 +235,7 @@ def _warn_without_srun() -> None:
 
 
 def _checked(found: str, devices_per_process: int | None) -> Processes:
-  """Compares what all processes have: every process sees the same list, so all of them raise or none."""
+  """Compares the devices of all processes: every process sees the same list, so all of them raise or none."""
   count = jax.process_count()
   each = collections.Counter(device.process_index for device in jax.devices())
   seen = Processes(jax.process_index(), count, jax.local_device_count(), jax.device_count(), found)
@@ -252,13 +253,13 @@ def device_problem(
   devices_per_process: int | None,
   environment: Mapping[str, str],
 ) -> tuple[str, str] | None:
-  """What is wrong with the devices of the processes, and the fix; None when nothing is.
+  """The error about the devices of the processes, and its fix; None if there is no error.
 
   Args:
     each: process -> its number of devices.
-    count: of processes.
+    count: the number of processes.
     backend: such as `"gpu"`.
-    devices_per_process: as of `init_distributed`.
+    devices_per_process: as in `init_distributed`.
     environment: the variables of this process.
   """
   without = [process for process in range(count) if not each.get(process)]
@@ -283,12 +284,12 @@ def device_problem(
     return None
   if backend == "cpu" and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
     return (
-      f"Slurm gave this node {granted} GPUs, and JAX sees none.",
+      f"Slurm gave this node {granted} GPUs, but JAX sees none.",
       'install the GPU build (pip install "jax[cuda12]"), or set JAX_PLATFORMS=cpu on purpose.',
     )
   if backend in ("gpu", "cuda", "rocm") and wanted * int(here[0]) < int(granted):
     return (
-      f"Slurm gave this node {granted} GPUs, and its {here[0]} tasks see {wanted} each.",
+      f"Slurm gave this node {granted} GPUs, but its {here[0]} tasks see {wanted} each.",
       f"srun --ntasks-per-node={granted} --gpus-per-task=1, or one task per node that sees all:"
       f" srun --ntasks-per-node=1 --gpus-per-task={granted};"
       " devices_per_process= if the rest is meant to be idle.",
@@ -300,16 +301,17 @@ _failed = False
 
 
 def mark_failed() -> None:
-  """Lets this process end at once, with code 1, without waiting for the others."""
+  """Lets this process end at once, with code 1, without waiting for the other processes."""
   global _failed
   _failed = True
 
 
 def end_at_once_on_failure() -> None:
-  """After an exception that nobody caught, ends the process before JAX waits for the others at exit.
+  """After an uncaught exception, ends the process before JAX waits for the other processes at exit.
 
-  They may wait for this one in a collective, and JAX's exit for them: up to five minutes. Python's own exit
-  waits for threads, and one of Orbax may wait for a process whose save failed. Background saves are finished.
+  They may wait for this process in a collective, and JAX's exit waits for them: up to five minutes. Python's
+  own exit waits for threads, and a thread of Orbax may wait for a process whose save failed. Background saves
+  are finished first.
   """
   former = sys.excepthook
 

@@ -24,9 +24,9 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
   """Places one batch on the devices. The `batch` rule shards dim 0 of each array.
 
   In a job of several processes each passes its own share: the examples for its own devices. The global batch
-  is all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis that
-  does not split the batch runs across them) pass the same share. Nothing is sent or compared, so all shares
-  must have the same shapes.
+  consists of all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis
+  that does not split the batch runs across them) pass the same share. Nothing is sent or compared, so all
+  shares must have the same shapes.
 
   Args:
     batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. A global `jax.Array` is
@@ -152,9 +152,9 @@ def batches(
 
   With `batch`, the source has samples by their global index: a `grain.MapDataset`, a Grain
   `RandomAccessDataSource`, or a list. Batch `k` has the samples from `start + k * batch` on, for any number
-  of devices and processes; threads read and stack them in the background, on each process only those that its
-  devices hold (and the first, for its shapes). To continue on other devices, pass as `start` how many samples
-  were used.
+  of devices and processes. Background threads read and stack the samples; each process reads only the samples
+  of its devices (and the first sample, for its shapes). To continue on other devices, pass the number of used
+  samples as `start`.
 
   When the source fails, the batches before the failure are yielded first.
 
@@ -167,10 +167,11 @@ def batches(
     last: a last batch with fewer samples is left out (`"drop"`), filled up with copies of the last sample
       (`"pad"`: samples are dicts, and each batch gets a `"mask"`, bool (batch,), false for copies), or
       yielded as it is, where the mesh axes can split it (`"keep"`).
-    threads: how many samples are read at a time; 1 for a source that is not thread-safe.
-    prefetch: how many batches are placed ahead, and, with `batch`, as many more read ahead (one at least).
-    global_batch: each process's source gives global batches; as for `shard_batch`. With `batch` it has no
-      meaning.
+    threads: the number of samples that are read at a time; 1 for a source that is not thread-safe.
+    prefetch: the number of batches that are placed ahead; with `batch`, as many more are read ahead (at least
+      one).
+    global_batch: each process's source gives global batches; as for `shard_batch`. It has no meaning with
+      `batch`.
 
   Returns:
     An iterator of placed batches, in order.

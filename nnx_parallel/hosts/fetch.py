@@ -21,7 +21,7 @@ def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
   Args:
     tree: a pytree of global arrays: metrics, gradients, a state; or a module or an optimizer, whose state is
       fetched. Leaves that are not arrays are returned as they are.
-    timeout: seconds to wait for the other processes, where something is gathered.
+    timeout: the time to wait for the other processes, in seconds, if an array is gathered.
 
   Returns:
     The same pytree with numpy arrays of the global shapes; nested dicts by path for a module, an optimizer or

@@ -1,4 +1,4 @@
-"""What a process tells the launcher: that it has made a step, and that it ended because it was asked to."""
+"""Messages of a process to the launcher: it has made a step, or it ended because it was asked to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a job on this machine, shows their output, and starts them again when one fails.
+"""Starts the processes of a job on this machine, shows their output, and restarts them if one fails.
 
 Nothing here imports jax: the launcher holds no device.
 """
@@ -30,11 +30,11 @@ NOISE = re.compile(
   r"|WARNING: All log messages before absl::"
   r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
 )
-REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a line of its own
+REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a separate line
 # A bar that is redrawn ends with \r; a read may end between the parts of \r\n.
 END_OF_LINE = re.compile(rb"(\r?\n|\r(?!\n|\Z))")
 LONGEST_LINE = 1 << 16  # bytes
-# What a process prints when another one has gone. The other is shown first, so these lines wait for a moment.
+# Output of a process after another process has ended. The other process is shown first, so these lines wait.
 COMPLAINT = re.compile(
   r"Traceback \(most recent call last\)|[EF]\d{4} \d\d:\d\d:\d\d\.\d+ |Fatal Python error"
 )
@@ -46,21 +46,24 @@ TAIL = 30  # lines
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """What to start, and how to look after it.
+  """The command of a job, and how to supervise it.
 
   Attributes:
-    command: of each process.
-    again: of a process of an attempt after one that made a step; by default the same.
-    processes: how many to start here.
-    devices_per_process: simulated CPU devices for each; None for the accelerators, one for each process.
-    cluster: one process, whose number and peers the scheduler's variables say; they are left as they are.
-    restarts: how many times all are started again after a failure.
-    pause: seconds before the first restart; twice as many before the next, up to a minute, and as few as at
-      first after an attempt that got further than all before.
-    hang_after: seconds without a step, after its first, that make a process a failure; None for never.
+    command: the command of each process.
+    again: the command after an attempt that made a step; by default the same.
+    processes: the number of processes to start here.
+    devices_per_process: the number of simulated CPU devices of each process; None for accelerators, one for
+      each process.
+    cluster: whether there is one process, whose number and peers come from the scheduler's variables,
+      unchanged.
+    restarts: how often all processes are restarted after a failure.
+    pause: seconds before the first restart; the pause doubles for each next restart, up to a minute, and
+      starts over after an attempt that got further than all before.
+    hang_after: seconds without a step, after its first step, that count as a failure of a process; None:
+      never.
     grace: seconds between a signal to the launcher and the end by force.
-    end_after: seconds between a failure and the end of the others by force: they cannot save alone.
-    all_logs: whether to show noise, and what the others print after the first failure.
+    end_after: seconds between a failure and the forced end of the other processes: they cannot save alone.
+    all_logs: whether to show noise, and the output of other processes after the first failure.
   """
 
   command: Sequence[str]
@@ -123,17 +126,17 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
   """Runs a job to its end: all processes ended well, the budget of restarts is used up, or a signal came.
 
   SIGTERM and the first Ctrl-C are passed on to the processes, which may save; the second ends them at once.
-  No process outlives this one, even if it is killed.
+  No process outlives the launcher, even if the launcher is killed.
 
   Args:
-    job: what to start.
+    job: the job to start.
     write: shows a line.
 
   Returns:
-    0, the code of the process that failed first, 75 when a process was asked to stop (SIGTERM, to the
-    launcher or to any process) and all saved and ended in order, or 128 + n after another end by a signal.
+    0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
+    or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
 
-  Raises:
+  HostError: the command cannot be started.
     HostError: a command that cannot be started.
 
   Example:
@@ -144,7 +147,7 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
   if job.processes < 1 or (job.cluster and job.processes != 1):
     raise HostError(
       f"cannot start {job.processes} processes{' of a cluster here' if job.cluster else ''}.",
-      fix="--processes 1 or more; with --cluster one, since the scheduler starts a launcher for each.",
+      fix="--processes 1 or more; with --cluster 1, since the scheduler starts a launcher for each.",
     )
   best, pause, outcome = -1, job.pause, Outcome(0)
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
@@ -194,16 +197,16 @@ class _Attempt:
   """All processes of a job, started once.
 
   Attributes:
-    job: what is started.
-    command: of each process.
-    number: of the attempt.
-    folder: of the files of heartbeats.
+    job: the job of the attempt.
+    command: the command of each process.
+    number: the number of the attempt.
+    folder: the folder of the heartbeat files.
     came: the signals that the launcher got so far.
     write: shows a line.
     workers: the processes.
     outcome: the first failure, or the signal.
-    signalled: how many signals were acted on.
-    end_by: when processes that are left are ended by force.
+    signalled: the number of handled signals.
+    end_by: the time at which remaining processes are ended by force.
   """
 
   job: Job
@@ -219,7 +222,7 @@ class _Attempt:
   started: float = dataclasses.field(default_factory=time.monotonic)
 
   def run(self) -> Outcome:
-    """Returns when none of the processes, nor any that they started, is left."""
+    """Returns when all processes, and all processes that they started, have ended."""
     watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
       stack.callback(os.close, alive)
@@ -251,7 +254,7 @@ class _Attempt:
     return self.workers
 
   def _look(self) -> None:
-    """Sees who ended, who hangs and which signals came, and does what follows from it."""
+    """Checks which processes ended or hang and which signals came, and reacts."""
     failed = self._ended()
     for worker in self.workers:
       worker.look()
@@ -280,7 +283,7 @@ class _Attempt:
       if worker.code is not None or (code := worker.supervisor.poll()) is None:
         continue
       worker.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
-      worker.signal(signal.SIGKILL)  # what it started and left behind
+      worker.signal(signal.SIGKILL)  # processes that it started and left behind
       while self._show(worker, hold=first is not None):
         pass
       self._show_later(worker, hold=first is not None)
@@ -299,7 +302,7 @@ class _Attempt:
 
   def _pass_on(self) -> None:
     """The first signal lets processes save; the second ends them."""
-    self.signalled += 1  # one after the other: the next may come at any moment
+    self.signalled += 1  # one at a time: the next signal may come at any moment
     first = self.signalled == 1
     self.write(f"-- {signal.Signals(self.came[0]).name}: passed on" if first else "-- ending at once")
     self.end_by = time.monotonic() + (self.job.grace if first else 0)
@@ -307,7 +310,7 @@ class _Attempt:
     _signal_all(self.workers, signal.SIGTERM)
 
   def _show(self, worker: Worker, *, hold: bool = False) -> bool:
-    """Shows what a process printed, until a failure; False when there is no more, now or ever."""
+    """Shows the output of a process, until a failure; False if there is no more output, now or ever."""
     lines, more = _read(worker, self.job.all_logs)
     for line in lines:
       if not worker.later and COMPLAINT.match(line):
@@ -340,7 +343,7 @@ def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     pass_fds=[watched],
-    start_new_session=True,  # a group of its own, which Ctrl-C in the terminal does not reach
+    start_new_session=True,  # a separate group, which Ctrl-C in the terminal does not reach
     bufsize=0,
   )
 
@@ -388,7 +391,7 @@ def _read(worker: Worker, all_logs: bool) -> tuple[list[str], bool]:
 
 
 def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
-  """The process that is behind all others, when one has made no step for too long, and what it does."""
+  """The process behind all others, if a process has made no step for too long, and its state."""
   if job.hang_after is None:
     return None
   stepped = [worker for worker in workers if worker.code is None and worker.step is not None]
@@ -403,7 +406,7 @@ def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
 
 
 def _stopped_groups() -> set[int]:
-  """The process groups with a stopped process; none where there is no /proc."""
+  """The process groups with a stopped process; empty without /proc."""
   found: set[int] = set()
   for file in Path("/proc").glob("[0-9]*/stat"):
     with contextlib.suppress(OSError):
@@ -438,7 +441,7 @@ def describe(code: int) -> str:
 
 
 def worker_variables(job: Job, number: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
-  """The environment of one process: that of the launcher, where its peers are, and its simulated devices."""
+  """The environment of one process: the launcher's, the address of its peers, and its simulated devices."""
   variables = {**environment, "PYTHONUNBUFFERED": "1"}
   if not job.cluster:
     count = str(job.processes)

@@ -16,16 +16,16 @@ from nnx_parallel.errors import HostError
 
 
 def roll_call(address: str, count: int, process: int, timeout: float) -> None:
-  """Returns on all processes when all are there, and raises on all of them when one is not.
+  """Returns on all processes if all processes are there; otherwise raises on all of them.
 
   Args:
     address: `host:port` of process 0.
-    count: of processes.
-    process: the number of this one.
+    count: the number of processes.
+    process: the number of this process.
     timeout: in seconds.
 
   Raises:
-    HostError: names the processes that did not come, came twice, or count otherwise.
+    HostError: names the processes that did not come, came twice, or have another count.
   """
   host, port = address.rsplit(":", 1)
   deadline = time.monotonic() + timeout
@@ -38,13 +38,13 @@ def roll_call(address: str, count: int, process: int, timeout: float) -> None:
       problem,
       details=f"this is process {process} of {count} on {socket.gethostname()}, coordinator {address},"
       f" timeout {timeout:g} s",
-      fix="start every process with the same address and count and its own number; read the log of those"
-      " that are missing; open the port between the hosts; or raise timeout=.",
+      fix="start every process with the same address and count and its own number; read the log"
+      " of missing processes; open the port between the hosts; or raise timeout=.",
     )
 
 
 def _called(port: int, count: int, deadline: float) -> str:
-  """Process 0: what is wrong, or nothing."""
+  """Process 0: returns the error, or an empty string."""
   came: dict[int, socket.socket] = {}
   problem = ""
   try:
@@ -100,7 +100,7 @@ def _read(connection: socket.socket) -> dict[str, int] | None:
 
 
 def _answered(host: str, port: int, mine: dict[str, int], deadline: float) -> str:
-  """Any other process: what is wrong, or nothing."""
+  """Any other process: returns the error, or an empty string."""
   last = "nothing listens there"
   while (left := deadline - time.monotonic()) > 0:
     try:

@@ -1,4 +1,4 @@
-"""Reads the samples of global batches, each process only those of its own rows, ahead of their use."""
+"""Reads the samples of global batches ahead of their use; each process reads only its own rows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Samples(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-  """Global batches of consecutive samples: of `start` to `start + size`, and so on, to the end.
+  """Global batches of consecutive samples: from `start` to `start + size`, and so on, to the end.
 
   Attributes:
     source: the samples.
     size: samples in a global batch.
-    start: the global index of the first.
-    last: what becomes of a last batch that is shorter.
+    start: the global index of the first sample.
+    last: how to handle a shorter last batch.
   """
 
   source: Samples
@@ -58,12 +58,12 @@ class Sampler:
 
   @property
   def remainder(self) -> int:
-    """Samples in the shorter last batch; 0 when there is none, or it is dropped."""
+    """The number of samples in the shorter last batch; 0 if there is no such batch, or it is dropped."""
     left = max(len(self.source) - self.start, 0)
     return 0 if self.last == "drop" else left % self.size
 
   def lengths(self) -> Iterator[tuple[int, int]]:
-    """The first index of each batch and the number of its rows; those of a padded batch count."""
+    """The first index of each batch and the number of its rows, including padded batches."""
     end = len(self.source) - self.remainder
     for first in range(self.start, end - self.size + 1, self.size):
       yield first, self.size
@@ -71,7 +71,7 @@ class Sampler:
       yield end, self.size if self.last == "pad" else self.remainder
 
   def sample(self, index: int) -> PyTree:
-    """One sample; after the end, the last one again. With `last="pad"` it says which of both it is."""
+    """A sample; after the end, the last sample. With `last="pad"` it is marked as real or as a copy."""
     real = min(index, len(self.source) - 1)
     try:
       found = self.source[real]
@@ -81,7 +81,7 @@ class Sampler:
     if found is None:
       raise TrainError(
         f"sample {real} is None.",
-        details="a filter of Grain leaves None in place of what it removes, so batches would differ in size",
+        details="a filter of Grain leaves None in place of removed samples, so batches would differ in size",
         fix="filter before: a source of the indices that stay; or batches from to_iter_dataset(), without"
         " batch=.",
       )
@@ -116,7 +116,7 @@ class Sampler:
 
     def share(first: int, length: int) -> PyTree:
       indices = [first + int(row) for row in rows[length]]
-      size = -(-len(indices) // threads)  # one task per thread: one per sample costs more than a quick read
+      size = -(-len(indices) // threads)  # one task per thread; one per sample costs more than a quick read
       parts = readers.map(part, [indices[at : at + size] for at in range(0, len(indices), size)])
       return length, stacked(list(itertools.chain(*parts)), indices)
 
@@ -141,13 +141,13 @@ def stacked(samples: list[PyTree], indices: list[int]) -> PyTree:
   """One tree with the samples along a new dim 0.
 
   Raises:
-    TrainError: samples with other leaves or shapes than the first.
+    TrainError: samples with other leaves or shapes than the first sample.
   """
   first = _shapes(samples[0])
   for index, sample in zip(indices, samples, strict=True):
     if (found := _shapes(sample)) != first:
       raise TrainError(
-        f"sample {index} has other arrays than sample {indices[0]}, so they are no batch.",
+        f"sample {index} has other arrays than sample {indices[0]}, so they cannot form a batch.",
         details=f"{found}\nand not {first}",
         fix="crop or pad them to one shape: grain.MapDataset.source(...).map(...).",
       )

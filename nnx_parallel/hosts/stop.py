@@ -18,14 +18,14 @@ class StopSignals:
   """A block in which SIGTERM and the first Ctrl-C ask the loop to stop and do not end the process.
 
   At the end of the block the former handlers are restored (a handler that was set within the block stays),
-  and get the signal that came: the process then ends as it would have, only later. After SIGTERM, where no
-  handler was set before, its exit code is 75: the loop was left in order, which 143 would not say. An
-  exception that leaves the block has priority. A second Ctrl-C ends the process at once. In a forked process,
-  such as a worker that reads data, every signal does.
+  and get the signal that came: the process then ends as usual, only later. After SIGTERM, if no handler was
+  set before, its exit code is 75: the loop ended in order, which 143 would not say. An exception that leaves
+  the block has priority. A second Ctrl-C ends the process at once. In a forked process, such as a worker that
+  reads data, every signal does.
 
-  In a job of several processes JAX's preemption service listens, to SIGTERM only: when one process gets it,
-  all agree on a step to stop after. Where that service is switched off
-  (`jax_enable_preemption_service`), and outside the main thread, signals act as before.
+  In a job of several processes JAX's preemption service listens, to SIGTERM only: if one process gets it, all
+  processes agree on a step to stop after. If that service is switched off (`jax_enable_preemption_service`),
+  and outside the main thread, signals act as before.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -66,7 +66,7 @@ class StopSignals:
     self._came, self._process = None, os.getpid()
     for number in (signal.SIGTERM, signal.SIGINT):
       former = signal.getsignal(number)
-      # What is ignored stays ignored; None is a handler that Python cannot put back.
+      # An ignored signal stays ignored; None is a handler that Python cannot restore.
       if former not in (signal.SIG_IGN, None):
         self._former[number] = former
         signal.signal(number, self._handle)
@@ -75,7 +75,7 @@ class StopSignals:
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     self._process = None
     for number, former in self._former.items():
-      if signal.getsignal(number) == self._handle:  # and not what was set within the block, to stay
+      if signal.getsignal(number) == self._handle:  # not a handler that was set within the block: it stays
         signal.signal(number, former)
     if error is not None:
       return
@@ -85,7 +85,7 @@ class StopSignals:
       return
     former = self._former[self._came]
     if not callable(former):
-      # Not killed: what is open can be closed.
+      # Not killed, so open files can be closed.
       raise SystemExit(STOPPED if self._came == signal.SIGTERM else 128 + self._came)
     former(self._came, None)
 
@@ -97,7 +97,7 @@ class StopSignals:
       return
     self._came = number
     if number == signal.SIGINT:
-      # Not print: the interrupted code may be in the middle of one.
+      # Not print: the interrupted code may be inside a print.
       os.write(2, b"\ninterrupted: stopping after this step; again to end at once\n")
 
   def _pass_on(self, number: int, frame: types.FrameType | None, *, again: bool) -> None:

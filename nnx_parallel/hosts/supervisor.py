@@ -2,9 +2,9 @@
 
   python supervisor.py PIPE COMMAND...
 
-PIPE is a file descriptor whose other end only the launcher holds: it is readable when the launcher has ended,
-however it ended. Then this process group, worker and its children, is killed. A signal to the supervisor is
-passed to the worker alone; the supervisor's exit code is the worker's, 128 + n for a signal.
+PIPE is a file descriptor whose other end only the launcher holds: it becomes readable when the launcher ends,
+however it ends. Then this process group, with the worker and its children, is killed. A signal to the
+supervisor is passed only to the worker; the supervisor's exit code is the worker's, 128 + n for a signal.
 """
 
 import os

@@ -10,6 +10,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
   from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.orbax import restore_orbax
+  from nnx_parallel.interop.peft import export_peft, import_peft
   from nnx_parallel.interop.program import export_program, load_program
   from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
   from nnx_parallel.interop.weights import Rule, WeightMap, load_weight_map
@@ -21,10 +22,12 @@ __all__ = [
   "dry_run_export",
   "dry_run_import",
   "export_linen",
+  "export_peft",
   "export_program",
   "export_safetensors",
   "from_config",
   "import_linen",
+  "import_peft",
   "import_safetensors",
   "linen_names",
   "load_huggingface",

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), added to the weights that they stand beside."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685), merged into the weights that they adapt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_lora(
   rngs: nnx.Rngs,
   param_dtype: DTypeLike = jnp.float32,
 ) -> list[str]:
-  """Adds low-rank adapters to linear layers of a model, in place; call it in the function that is planned.
+  """Adds low-rank adapters to linear layers of a model, in place; call it in the planned function.
 
   A layer adds `alpha / rank` times the output of its adapter to its own output. The adapter is `lora.lora_a`
   `(inputs, rank)` and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of the layer's own
@@ -44,10 +44,10 @@ def add_lora(
     model: a module with `nnx.Linear` or `nnx.LinearGeneral` layers, at any depth.
     targets: patterns of the paths of layers, as for `Checkpointer.restore(only=)`: `"layers.*.self_attn.*"`
       matches all linear layers below it.
-    rank: of the adapters.
+    rank: the rank of the adapters.
     alpha: the output is multiplied by `alpha / rank`; None: by 1.
     rngs: for the first factor, which is drawn as in PEFT.
-    param_dtype: of the adapters. They compute in the dtype of the layer's output.
+    param_dtype: the dtype of the adapters. They compute in the dtype of the layer's output.
 
   Returns:
     Paths of the layers.
@@ -69,7 +69,7 @@ def add_lora(
     ((8, 2), (2, 16))
   """
   if rank < 1:
-    raise CheckpointError(f"rank={rank} is no rank of an adapter.", fix="rank=8")
+    raise CheckpointError(f"rank={rank} is not a rank of an adapter.", fix="rank=8")
   patterns = Patterns([targets] if isinstance(targets, str) else targets, ())
   layers = linear_layers(model)
   chosen = {path: layer for path, layer in layers.items() if not patterns.leaves_out(path)}
@@ -84,7 +84,7 @@ def add_lora(
   return [*chosen]
 
 
-def linear_layers(model: nnx.Module) -> dict[str, nnx.Module]:
+def linear_layers(model: nnx.Module) -> dict[str, Any]:
   """The linear layers of a model by path, the model itself at the empty path."""
   return {path_str(path): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, LINEAR)}
 
@@ -97,10 +97,10 @@ def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_
   """
   shape, inputs = tuple(layer.kernel.shape), _features(layer.in_features)
   if hasattr(layer, "lora"):
-    raise CheckpointError(f"{path} has an adapter already.", fix="patterns that name each layer once.")
+    raise CheckpointError(f"{path} has an adapter already.", fix="use patterns that name each layer once.")
   if shape != (*inputs, *_features(layer.out_features)):
     raise CheckpointError(
-      f"{path} is no single layer: its kernel has the shape {shape}.",
+      f"{path} is not a single layer: its kernel has the shape {shape}.",
       details=f"inputs {inputs}, outputs {_features(layer.out_features)}",
       fix="call add_lora on the block, inside the function that nnx.vmap maps.",
     )
@@ -130,7 +130,7 @@ def _with_lora(kind: type[Any]) -> type[Any]:
 
 
 def _adapted(layer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-  """The output `y` of a layer on `x`, and that of its adapter."""
+  """The output `y` of a layer on `x`, plus the output of its adapter."""
   axis = getattr(layer, "axis", (-1,))
   x = jnp.moveaxis(x, axis, range(-len(axis), 0))
   x = x.reshape(*x.shape[: x.ndim - len(axis)], -1)
@@ -146,11 +146,12 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   """Adds the adapters of one model to the weights of another, in place and in their layout.
 
   Args:
-    base: a live module without adapters, on the mesh of `adapted`: its float weights, also where those of
-      `adapted` are quantized.
+    base: a live module without adapters, on the mesh of `adapted`: it supplies float weights even if the
+      weights of `adapted` are quantized.
     adapted: a live module with adapters, of `add_lora`, of `nnx.LoRALinear`, or of Qwix: `kernel_lora_a`
-      `(inputs, rank)` and `kernel_lora_b` `(rank, outputs)` beside `kernel`, whose first dims are the inputs.
-    scale: of the product of both. None: that of `add_lora`, and 1 for others; for Qwix, pass `alpha / rank`.
+      `(inputs, rank)` and `kernel_lora_b` `(rank, outputs)` next to `kernel`, whose first dims are inputs.
+    scale: the factor of their product. None: the scale of `add_lora`, and 1 for other adapters; for Qwix,
+      pass `alpha / rank`.
 
   Returns:
     Paths of the weights that were changed.
@@ -185,7 +186,7 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   if wrong:
     raise CheckpointError(
       f"the base has no {few(wrong)}, or not of the size of its adapter.",
-      fix="give the model that the adapters were trained beside, made without them.",
+      fix="give the base model of the adapters, made without adapters.",
     )
   layers: dict[Any, nnx.Module] = dict(nnx.iter_modules(adapted))
   for path, (a, b) in pairs.items():
@@ -217,7 +218,7 @@ def _second(path: Path) -> str:
 
 
 def _weight(path: Path) -> Path:
-  """The weight that a first factor stands beside."""
+  """The weight that a first factor adapts."""
   if path[-1] == "lora_a":
     return (*path[:-2], "kernel")
   return (*path[:-1], str(path[-1]).removesuffix("_lora_a"))

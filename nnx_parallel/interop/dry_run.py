@@ -1,4 +1,4 @@
-"""The dry run of an import or export: what becomes of each array, before any is read."""
+"""The dry run of an import or export: what happens to each array, before any array is read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from nnx_parallel.layout.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """What becomes of an array of the file, or of a leaf of the model.
+  """What happens to an array of the file, or to a leaf of the model.
 
   Attributes:
     status: `read`, `write`, `ignored`, `initialised`, `left out`; or `unused`, `missing`, `does not fit`.
-    file: the name in the file, empty if there is none; `*` stands for the numbers of a stack.
-    array: its dtype and shape there.
-    model: the path in the model, empty if there is none.
-    leaf: its dtype and shape there.
-    note: the spec of a leaf that is read; else the reason.
+    file: the name in the file, or empty; `*` replaces the numbers of a stack.
+    array: the array's dtype and shape in the file.
+    model: the path in the model, or empty.
+    leaf: the leaf's dtype and shape in the model.
+    note: the spec of a leaf that is read; otherwise the reason.
   """
 
   status: str
@@ -39,10 +39,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-  """What would become of each array; prints as a table with equal layers in one row.
+  """What would happen to each array; prints as a table with equal layers in one row.
 
   Attributes:
-    rows: one for each array, or stack of arrays, and leaf.
+    rows: one row for each array, or stack of arrays, and leaf.
   """
 
   rows: Sequence[Row]
@@ -73,16 +73,16 @@ def dry_run_import(
   *,
   skip: Iterable[str] = (),
 ) -> DryRun:
-  """What `import_safetensors` would do with the same arguments; reads the headers of the files alone.
+  """What `import_safetensors` would do with the same arguments; reads only the headers of the files.
 
   Args:
     path: as for `import_safetensors`.
-    plan: of the model; it may be on an abstract mesh.
+    plan: the plan of the model; it may be on an abstract mesh.
     weight_map: as for `import_safetensors`.
     skip: as for `import_safetensors`.
 
   Returns:
-    A table of what becomes of each array; `complete` says whether the import can go on.
+    A table of what happens to each array; `complete` says whether the import can proceed.
 
   Raises:
     CheckpointError: files that cannot be read, a pattern that does not fit its arrays, or a `skip` that
@@ -127,10 +127,10 @@ def dry_run_import(
 
 
 def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
-  """What `export_safetensors` would write of a model with this plan; no array is read.
+  """The arrays that `export_safetensors` would write for a model with this plan; no array is read.
 
   Args:
-    plan: of the model.
+    plan: the plan of the model.
     weight_map: as for `export_safetensors`.
     skip: as for `export_safetensors`.
 

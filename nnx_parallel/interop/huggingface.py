@@ -1,6 +1,6 @@
 """Weight maps for models of Hugging Face: tables by family, found from `config.json`.
 
-The tables are data: `huggingface.toml`. Their paths are those of `nnx_parallel.interop.families`.
+The tables are data: `huggingface.toml`. Their paths are the paths of `nnx_parallel.interop.families`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,8 +55,33 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
   """
   folder = Path(folder)
   config = read_config(folder)
-  table = _table(config, folder)
-  arrays = _arrays(folder)
+  return _weight_map(_table(config, folder), config, _arrays(folder))
+
+
+def module_names(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[dict[str, str]]:
+  """The names of modules in transformers by the path of their kernel here.
+
+  Args:
+    folder: holds `config.json`.
+    paths: of the kernels of a module of that family.
+
+  Returns:
+    The names below the class with the head, and those that older files and the class without a head have.
+
+  Raises:
+    CheckpointError: no `config.json`, or a family without a table.
+  """
+  config = read_config(Path(folder))
+  table = _table(config, Path(folder))
+  found = _weight_map(table, config, {}).names_of(paths)
+  now = {path: name.removesuffix(".weight") for path, name in found.items()}
+  before = dict(now)
+  for new, old in table.get("older", ()):
+    before = {path: name.replace(new, old) for path, name in before.items()}
+  return [now, before]
+
+
+def _weight_map(table: Mapping[str, Any], config: Mapping[str, Any], arrays: dict[str, Tensor]) -> WeightMap:
   default = np.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
   rules: list[Rule] = []
   for name, model, *pattern in table["rules"]:
@@ -105,7 +130,7 @@ def _matching(file: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _tied(table: Mapping[str, Any], config: ConfigJson, arrays: Mapping[str, Tensor]) -> dict[str, bool]:
-  """Whether stored arrays that the model ties to others equal them, by name."""
+  """Whether stored arrays that the model ties to other arrays equal them, by name."""
   found: dict[str, bool] = {}
   for name, other in table.get("tied", ()):
     other = _renamed(table, arrays, other)
@@ -127,10 +152,10 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-  """What `config.json` holds.
+  """The contents of `config.json`.
 
   Raises:
-    CheckpointError: there is none, or it cannot be read.
+    CheckpointError: the file is missing, or cannot be read.
   """
   try:
     found = json.loads((folder / CONFIG).read_text())
@@ -154,7 +179,7 @@ def _table(config: ConfigJson, folder: Path) -> dict[str, Any]:
   raise CheckpointError(
     f"{folder} is of the family {family!r}, which has no table here.",
     details=f"families with a table: {', '.join(known)}",
-    fix="write WeightMap(Rule(...), ...) for it, or have one guessed (match_by_shape, --match).",
+    fix="write WeightMap(Rule(...), ...) for it, or let one be guessed (match_by_shape, --match).",
   )
 
 

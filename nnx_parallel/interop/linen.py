@@ -1,7 +1,7 @@
 """Weights of Flax Linen: trees of variables, msgpack files, and the names they have there.
 
-A Linen module becomes an nnx module by `flax.nnx.bridge.ToNNX` and is then planned, made and trained as any
-other. Its leaves have the names that Linen gives them, below the collection: `params.Dense_0.kernel`.
+A Linen module becomes an nnx module by `flax.nnx.bridge.ToNNX` and is then planned, made and trained like any
+other module. Its leaves have Linen's names, below the collection: `params.Dense_0.kernel`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, 
 from nnx_parallel.layout.plan import Plan
 
 OTHERS = ("opt_state.*", "step", "tx.*")
-"""What a train state has beside the variables of the model."""
+"""Fields of a train state other than the variables of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,9 @@ def import_linen(
   Args:
     source: a msgpack file (`flax.serialization.to_bytes`, `msgpack_serialize`), its bytes, or a tree of
       variables by collection. `nn.Partitioned` and `nn.LogicallyPartitioned` boxes are taken off.
-    plan: the layout; when it has an optimizer, a fresh one is made.
-    weight_map: how the arrays become leaves: `Rule("params.Dense_{i}.kernel", "layers.{i}.kernel")`. By
-      default that of `linen_names(plan)`, for a module made by `nnx.bridge.ToNNX`.
+    plan: the layout; if it has an optimizer, a new optimizer is made.
+    weight_map: how the arrays become leaves: `Rule("params.Dense_{i}.kernel", "layers.{i}.kernel")`. The
+      default is `linen_names(plan)`, for a module made by `nnx.bridge.ToNNX`.
     skip: patterns of paths that the source does not have; these leaves are initialised.
 
   Returns:
@@ -157,7 +157,7 @@ def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[st
       ) from error
   if not isinstance(tree, Mapping):
     raise CheckpointError(
-      f"these are no variables of Linen, but a {type(tree).__name__}.",
+      f"expected variables of Linen, but got a {type(tree).__name__}.",
       fix='a tree by collection: {"params": {...}, "batch_stats": {...}}.',
     )
   rows = jax.tree_util.tree_leaves_with_path(meta.unbox(dict(tree)))

@@ -1,9 +1,9 @@
-"""A weight map guessed from shapes and names, for a model of one's own that no table knows.
+"""A weight map guessed from shapes and names, for your own model that no table knows.
 
-Arrays that differ only in numbers between dots are one family: `h.0.fc.weight`, `h.1.fc.weight`. A family of
-the file and one of the model are a pair if they have the same numbers and a pattern makes the one shape of
-the other. Where a family fits several, the names decide, then the order; the report says which was guessed.
-Whether kernels are transposed is decided for the file as a whole: the way that finds more.
+Arrays that differ only in numbers between dots form a family: `h.0.fc.weight`, `h.1.fc.weight`. A family of
+the file and a family of the model form a pair if they have the same numbers and a pattern turns one shape
+into the other. If a family fits several families, the names decide, then the order; the report marks such
+guesses. Whether kernels are transposed is decided for the full file: the way that finds more pairs wins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nnx_parallel.layout.plan import Plan
 How = Literal["by order: check", "by name", "by elimination", "unique shape"]
 Arrays = dict[str, tuple[Shape, str]]  # shape and dtype, by name
 SLOTS = "ijkl"
-# From arrays of torch to those of flax: Linear, attention's products and biases, convolutions.
+# From torch arrays to flax arrays: Linear, attention's products and biases, convolutions.
 TURNED = "o i -> i o"
 PATTERNS = (
   "(h d) e -> e h d",
@@ -46,11 +46,11 @@ class Family:
   """Arrays of one shape and dtype whose names differ only in numbers.
 
   Attributes:
-    name: with `{i}`, `{j}` for these.
-    numbers: of each array.
-    shape: of each array.
-    dtype: of each array.
-    place: among the families.
+    name: the name, with `{i}`, `{j}` for the numbers.
+    numbers: the numbers of each array.
+    shape: the shape of each array.
+    dtype: the dtype of each array.
+    place: the place among the families.
   """
 
   name: str
@@ -62,13 +62,13 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """A family of the file and the one of the model that it makes.
+  """A family of the file, and the family of the model that it makes.
 
   Attributes:
-    file: of the file.
-    model: of the model.
-    rule: that makes the one of the other.
-    how: it was found.
+    file: the family of the file.
+    model: the family of the model.
+    rule: the rule that makes one from the other.
+    how: how it was found.
   """
 
   file: Family
@@ -79,10 +79,10 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
-  """A guessed weight map; prints what was guessed, and how.
+  """A guessed weight map; prints the guesses and their reasons.
 
   Attributes:
-    pairs: what belongs together.
+    pairs: the matched families.
     unused: families of the file without a leaf.
     missing: families of the model without an array.
   """
@@ -104,7 +104,7 @@ class Matched:
   def as_code(self) -> str:
     """A Python file with the weight map, to be corrected; `load_weight_map` and the commands read it.
 
-    Arrays without a leaf stand there to be ignored.
+    Arrays without a leaf are listed as ignored.
     """
     lines = ["from nnx_parallel.interop.weights import Rule, WeightMap", "", "WEIGHT_MAP = WeightMap("]
     for pair in self.pairs:
@@ -135,12 +135,12 @@ def match_by_shape(path: str | os.PathLike[str], plan: Plan, *, skip: Iterable[s
 
   Args:
     path: see `read_tensors`; only the headers are read.
-    plan: of the model.
+    plan: the plan of the model.
     skip: patterns of paths that the files do not have.
 
   Returns:
-    The guess. Read it, and compare the model's outputs with known ones: arrays of the same shape may be
-    swapped, and a square one may be transposed.
+    The guess. Read it, and compare the model's outputs with known outputs: arrays of the same shape may be
+    swapped, and a square array may be transposed.
 
   Raises:
     CheckpointError: files that cannot be read, or a `skip` that matches nothing.
@@ -177,7 +177,7 @@ def _left(there: Arrays, wanted: Arrays, pairs: Sequence[Pair]) -> tuple[Arrays,
 
 
 def _found(pairs: Sequence[Pair]) -> tuple[int, float]:
-  """How many leaves the pairs make, and how alike the names are."""
+  """The number of leaves that the pairs make, and the similarity of the names."""
   likeness = sum(sum(_likeness(pair.file, pair.model)) for pair in pairs)
   return sum(len(pair.model.numbers) for pair in pairs), likeness
 
@@ -208,7 +208,7 @@ def _split(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _without(arrays: Arrays, families: Iterable[Family]) -> Arrays:
-  """The arrays that are of none of these families."""
+  """The arrays that are in none of these families."""
   taken = {(one.name, numbers) for one in families for numbers in one.numbers}
   return {
     name: kind for name, kind in arrays.items() if (name, ()) not in taken and _split(name) not in taken
@@ -251,7 +251,7 @@ def _assign(files: Sequence[Family], leaves: Sequence[Family], ways: Sequence[st
 
 
 def _parents(key: tuple[Family, Family]) -> tuple[str, str]:
-  """The layers that two arrays are of; the other arrays of the one belong to the other."""
+  """The layers of two arrays; other arrays of one layer belong to the other layer."""
   file, leaf = (one.name.rpartition(".")[0] for one in key)
   return file, leaf
 
@@ -310,7 +310,7 @@ def _result(shape: Shape, pattern: str, sizes: tuple[tuple[str, int], ...]) -> S
 
 
 def _likeness(file: Family, leaf: Family) -> tuple[bool, float]:
-  """Whether both or none are a bias, and how alike the names are; their ends count most."""
+  """Whether both or neither are a bias, and how similar the names are; their ends count most."""
   words = [_words(one.name) for one in (file, leaf)]
   ratios = [_ratio(*("".join(one[-count:]) for one in words)) for count in (1, 2, 99)]
   return _is_bias(file) == _is_bias(leaf), round(sum(ratios), 1)

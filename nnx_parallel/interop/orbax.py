@@ -45,14 +45,14 @@ def restore_orbax(
   Args:
     path: the folder of the step.
     target: as for `Checkpointer.restore`.
-    item: which of its trees, when it holds several.
+    item: the item that holds the model, if there are several.
     prefix: where the model is inside the tree, for example `"params"`.
-    optimizer: `"drop"`; `"fresh"` for a new one beside the model; or `"restore"`, when the target has one.
-    optimizer_item: which tree holds the optimizer, when that is another.
-    optimizer_prefix: where the optimizer is inside the tree: what holds `step` and `opt_state`.
+    optimizer: `"drop"`; `"fresh"` for a new optimizer; or `"restore"`, if the target has an optimizer.
+    optimizer_item: the item that holds the optimizer, if it is another item.
+    optimizer_prefix: the place of the optimizer inside the tree: the node that holds `step` and `opt_state`.
     skip: patterns of paths, in the target or under the prefix, to leave alone.
-    weight_map: how its arrays become leaves, when the model has another structure: `linen_names(plan)`.
-    byte_budget: most bytes in flight.
+    weight_map: how its arrays become leaves, if the model has another structure: `linen_names(plan)`.
+    byte_budget: the maximum number of bytes in flight.
 
   Returns:
     As `Checkpointer.restore`.
@@ -97,7 +97,7 @@ def restore_orbax(
       f"cannot restore {step_dir}: it does not fit the target.",
       details="\n".join([*diff.problems(), f"saved: {', '.join([*names][:8])}"]),
       fix='if the model is inside another tree: prefix="params", and for the optimizer optimizer_item= or '
-      "optimizer_prefix=; what may stay out: skip=[...].",
+      "optimizer_prefix=; leaves to leave out: skip=[...].",
     )
   found: dict[str, dict[str, AnyArray]] = {}
   for root in goal.leaves:
@@ -115,7 +115,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
   """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree.
 
   Raises:
-    CheckpointError: not an Orbax checkpoint, or several items and none named.
+    CheckpointError: not an Orbax checkpoint, or several items but no name.
   """
   with array_io.quiet():
     try:
@@ -144,7 +144,7 @@ def _keys(prefix: str) -> Keys:
 
 
 def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
-  """The leaves under a prefix by their paths as text, without those under the prefixes of others."""
+  """The leaves under a prefix by their paths as text, without leaves under the prefixes of other trees."""
   away = [other for other in others if len(other) > len(start)]
   inside = [
     keys
@@ -174,7 +174,7 @@ def _record(leaf: Leaf, wanted: TargetLeaf | None) -> LeafRecord:
 
 
 def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
-  """Makes a leaf of what was read. Orbax returns typed keys, although its metadata describes their data."""
+  """Makes a leaf of a stored array. Orbax returns typed keys, although its metadata describes their data."""
   if is_key(array.dtype):
     return jax.device_put(array, match.target.struct.sharding)
   return place(array, match)
@@ -186,10 +186,10 @@ def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: 
   Args:
     step_dir: the step.
     item: the item's name.
-    tree: shape, dtype and sharding wanted in place of each array, without a sharding for a numpy array;
-      `PLACEHOLDER` in place of those that are not wanted.
-    byte_budget: most bytes in flight.
-    pad: whether arrays may be larger than the stored ones; the rest is zero.
+    tree: the wanted shape, dtype and sharding in place of each array, without a sharding for a numpy array;
+      `PLACEHOLDER` in place of unwanted arrays.
+    byte_budget: the maximum number of bytes in flight.
+    pad: whether arrays may be larger than the stored arrays; the rest is zero.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.
@@ -197,7 +197,7 @@ def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: 
   context = ocp.Context()
   context.memory_options.read_concurrent_bytes = max(byte_budget, largest + 1)
   context.array_options.loading.enable_padding_and_truncation = pad
-  # Each process reads alone: the others must not wait for one that cannot read a file.
+  # Each process reads independently: the others must not wait for a process that cannot read a file.
   me = jax.process_index()
   context.multiprocessing_options.primary_host = me
   context.multiprocessing_options.active_processes = {me}
@@ -206,11 +206,11 @@ def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: 
     try:
       return ocp.load(step_dir, abstract, checkpointable_name=item)
     except Exception as error:
-      # Orbax wraps what TensorStore raised while it read a shard in a bare `Exception`.
+      # Orbax wraps the error that TensorStore raised while it read a shard in a bare `Exception`.
       if type(error) is not Exception or error.__cause__ is None:
         raise
       cause = error.__cause__
-    raise cause  # not above, where the two would be each other's cause
+    raise cause  # not above, where the two errors would be each other's cause
 
 
 def _abstract(leaf: Leaf) -> AnyArray:

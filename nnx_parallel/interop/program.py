@@ -1,7 +1,7 @@
 """A program with its layout in one file, for a process that lacks the source of its model.
 
-`jax.export` does the work. The file is a zip of what it serializes and of `layout.json`, which has the mesh
-axes and the paths of the Variables: weights come from a checkpoint.
+`jax.export` does the work. The file is a zip of its serialized program and of `layout.json`, which has the
+mesh axes and the paths of the Variables. The weights come from a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import is_explicit, make_mesh
+from nnx_parallel.core.mesh import explicit_axes, make_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -38,16 +38,16 @@ def export_program(
   *args: PyTree,
   platforms: Sequence[str] | None = None,
 ) -> None:
-  """Writes a compiled function of a model, with the layout that the model has, and without its weights.
+  """Writes a compiled function of a model, with the layout that the model has, but without its weights.
 
   Args:
-    file: where to write it; replaced where it is there.
+    file: the file to write; an existing file is replaced.
     function: `function(model, *args)`, which returns arrays in tuples, lists and dicts. It may change
-      Variables, such as a cache. Or what `nxp.generator` made.
+      Variables, such as a cache. Or the result of `nxp.generator`.
     model: a live module, on any mesh.
-    *args: arrays, or `ShapeDtypeStruct`s, with shardings where they are to be split; all global. Of a
+    *args: arrays, or `ShapeDtypeStruct`s, with shardings if they are to be split; all global. For a
       generator: the prompts.
-    platforms: such as `("tpu",)`; by default that of the model's devices.
+    platforms: such as `("tpu",)`; by default the platform of the model's devices.
 
   Raises:
     CheckpointError: the module `flatbuffers`, which `jax.export` writes with, is not installed.
@@ -92,7 +92,7 @@ def export_program(
   mesh = places.mesh
   layout = {
     "axes": {} if mesh is None else {str(name): size for name, size in mesh.shape.items()},
-    "explicit": mesh is not None and is_explicit(mesh),
+    "explicit": mesh is not None and explicit_axes(mesh),
     "paths": [list(binding.template.paths[i][1:]) for i in binding.template.variables],
     "specs": [_entries(x.sharding) for x in leaves],
     "changes": changes,
@@ -105,11 +105,11 @@ def export_program(
 
 
 def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None) -> Served:
-  """Reads what `export_program` wrote; the source of the model is not needed.
+  """Reads the file of `export_program`; the source of the model is not needed.
 
   Args:
     file: the file.
-    devices: JAX devices, as many as the program was written for; by default the first ones.
+    devices: JAX devices, as many as the program was written for; by default the first devices.
 
   Returns:
     The program, without weights.
@@ -140,7 +140,7 @@ def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None 
 
 
 class Served:
-  """A program of a model whose source is not here; made by `load_program`.
+  """A program of a model without its source; made by `load_program`.
 
   Attributes:
     mesh: its mesh; None for one device.
@@ -160,7 +160,7 @@ class Served:
 
     count = len(exported.in_avals)
     read = [None] * count if mesh is None else exported.in_shardings_jax(mesh)
-    # What the program does not read, such as a cache that it empties, has no sharding there.
+    # Inputs that the program does not read, such as a cache that it empties, have no sharding there.
     structs = [struct(x, where or named([])) for x, where in zip(exported.in_avals, read, strict=True)]
     (changing, fixed, *args), _ = jax.tree.unflatten(exported.in_tree, structs)
     self.args: tuple[PyTree, ...] = tuple(args)
@@ -185,7 +185,8 @@ class Served:
 
     Args:
       weights: arrays of the same paths and global shapes, in a nested dict such as
-        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. What lies elsewhere is moved.
+        `nxp.Checkpointer("run").restore(served.weights)`, or an `nnx.State`. Arrays with another layout are
+        moved.
 
     Returns:
       The program itself.
@@ -210,14 +211,14 @@ class Served:
     return self
 
   def __call__(self, *args: PyTree) -> PyTree:
-    """Runs the program; Variables that it changes are those of the next call.
+    """Runs the program; the next call uses the Variables that it changes.
 
     Args:
-      *args: as `args` says; from the host or elsewhere, they are moved to their layout. Those of a generator
-        are prompts, lengths, numbers of requests and a key.
+      *args: as `args` says; host arrays and arrays with another layout are moved. For a generator: prompts,
+        lengths, numbers of requests and a key.
 
     Returns:
-      What the function returned, global; of a generator a dict of the fields of `nxp.Generated`.
+      The result of the function, global; for a generator a dict of the fields of `nxp.Generated`.
 
     Raises:
       CheckpointError: the weights have not been loaded.
@@ -232,7 +233,7 @@ class Served:
 
 
 def _of_module(binding: Binding, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """`function` of a model's raw arrays and Variables; returns what it did and those it changed, by number."""
+  """`function` of raw arrays and Variables; returns its result and the changed arrays, by number."""
 
   def run(raw: list[jax.Array], leaves: list[Any], *args: PyTree) -> PyTree:
     arrays = binding.template.join(leaves, raw)
@@ -245,7 +246,7 @@ def _of_module(binding: Binding, function: Callable[..., PyTree]) -> Callable[..
 
 
 def _split(leaves: Sequence[AnyArray], changes: Sequence[int]) -> tuple[list[AnyArray], list[AnyArray]]:
-  """The leaves that a program changes, whose memory it may take, and the others."""
+  """The leaves that a program changes, whose memory it may take, and the other leaves."""
   return [leaves[i] for i in changes], [x for i, x in enumerate(leaves) if i not in {*changes}]
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -78,9 +79,9 @@ class Tensor:
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
-    """Writes a part of the array, one run of consecutive bytes after the other.
+    """Writes a part of the array, one run of consecutive bytes after another.
 
-    A memory map would write whole pages, and overwrite what other processes write to the same file.
+    A memory map would write full pages, and overwrite the bytes of other processes in the same file.
     """
     if not values.size:
       return
@@ -145,7 +146,7 @@ def import_safetensors(
 
   Args:
     path: see `read_tensors`.
-    plan: the layout; when it has an optimizer, a fresh one is made.
+    plan: the layout; if it has an optimizer, a new optimizer is made.
     weight_map: how arrays of the file become leaves; None: names are paths.
     skip: patterns of paths that the files do not have; these leaves are initialised.
 
@@ -201,13 +202,31 @@ def export_safetensors(
     >>> export_safetensors(folder, nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
     ['bias', 'kernel']
   """
+  return write_folder(path, model, weight_map, skip=skip, file_bytes=file_bytes)
+
+
+def write_folder(
+  path: str | os.PathLike[str],
+  model: object,
+  weight_map: WeightMap | None = None,
+  *,
+  skip: Iterable[str] = (),
+  file_bytes: int = 5 << 30,
+  single: str = SINGLE,
+  beside: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+  """`export_safetensors`, with the name of a single file, and texts to write beside it by file name.
+
+  Raises:
+    CheckpointError: as `export_safetensors`.
+  """
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")
   is_first = jax.process_index() == 0
 
   @contextlib.contextmanager
   def together() -> Generator[None]:
-    """A block of the export; an error on one process ends it on all."""
+    """A block of the export; an error on one process ends it on all processes."""
     with multihost.together(), storage.friendly_errors(f"export to {final.name}", final.parent):
       yield
 
@@ -226,7 +245,9 @@ def export_safetensors(
         for left in temporary.iterdir():
           if left.name != storage.LOCK:
             left.unlink()
-        _lay_out(temporary, specs, file_bytes)
+        _lay_out(temporary, specs, file_bytes, single)
+        for name, text in beside.items():
+          (temporary / name).write_text(text)
     with together():
       tensors = read_tensors(temporary)
     for first, *tied in families:
@@ -263,7 +284,7 @@ def _require_new(final: Path) -> None:
 def _to_write(
   groups: Iterable[Group], leaves: Mapping[str, _Leaf]
 ) -> tuple[list[list[Group]], dict[str, jax.ShapeDtypeStruct]]:
-  """The groups, tied ones together, and the arrays of the file."""
+  """The groups, with tied leaves in one group, and the arrays of the file."""
   families: dict[tuple[str, ...], list[Group]] = {}
   specs: dict[str, jax.ShapeDtypeStruct] = {}
   for found in groups:
@@ -343,7 +364,7 @@ def _file_names(index: Path) -> dict[str, str]:
     names = json.loads(index.read_text())["weight_map"]
     for tensor, file in names.items():
       if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or os.sep in file:
-        raise ValueError(f"{tensor} is not in a file beside it, but in {file!r}")
+        raise ValueError(f"{tensor} is not in a file of the same folder, but in {file!r}")
     return names
   except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
     raise CheckpointError(
@@ -417,13 +438,13 @@ def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
   return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
 
 
-def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> None:
+def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int, single: str) -> None:
   """Creates the files with their headers and full sizes, and the index."""
   total = _nbytes(specs)
   storage.require_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
   groups = [*_cut_into_files(specs, file_bytes)]
   names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-  names = names if len(groups) > 1 else [SINGLE]
+  names = names if len(groups) > 1 else [single]
   for name, group in zip(names, groups, strict=True):
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

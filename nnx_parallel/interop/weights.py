@@ -8,12 +8,12 @@
     )
 
 A rule has a name in the file, a path in the model, and an einops pattern from the file to the model. A
-`{name}` stands for a number. If only the name in the file has it, the arrays of all numbers are stacked along
+`{name}` matches a number. If only the name in the file has it, the arrays of all numbers are stacked along
 the first dim of the pattern's left side. If only the path has it, the array is cut into layers along the
 first dim of the right side. A rule may have several paths: these leaves are tied, and written once.
 
 The same rules serve import, export and restore. The arrays of the file are read evenly sharded over the
-devices, and one compiled program makes the leaves; an export runs the inverse.
+devices, and one compiled program makes the leaves; an export runs the inverse program.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ Side = Literal["model", "file"]
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-  """What a rule does with arrays. Rules with equal transforms share compiled programs.
+  """How a rule transforms arrays. Rules with equal transforms share compiled programs.
 
   Attributes:
-    pattern: of einops, from the file to the model; empty for none.
-    sizes: of axes in the pattern.
-    stacked: whether several arrays of the file make up one of the model.
+    pattern: the einops pattern from the file to the model; empty for no change.
+    sizes: the sizes of axes in the pattern.
+    stacked: whether several arrays of the file make one array of the model.
     cut: whether one array of the file holds several layers of the model.
   """
 
@@ -66,7 +66,7 @@ class Transform:
   cut: bool
 
   def apply(self, arrays: Sequence[jax.Array], to: Side) -> list[jax.Array]:
-    """The leaves of the model, one for each layer, from arrays of the file; `to="file"` is the reverse."""
+    """The leaves of the model, one for each layer, from arrays of the file; `to="file"` is the inverse."""
     left, arrow, right = self.pattern.partition("->")
     pattern = self.pattern if to == "model" else f"{right}{arrow}{left}"
     joined, split = (self.stacked, self.cut) if to == "model" else (self.cut, self.stacked)
@@ -76,14 +76,14 @@ class Transform:
     return [*jnp.unstack(array)] if split else [array]
 
   def spec_of_file(self, leaf: PartitionSpec, rank: int) -> PartitionSpec:
-    """The spec of an array of the file that gives its leaf this one, as far as it goes.
+    """The spec of an array of the file that gives its leaf this spec, as far as possible.
 
     A dim of the file gets the axes of the leaf's dim that starts with the same axis of the pattern: then the
     program moves nothing between devices.
 
     Args:
       leaf: the spec of a leaf.
-      rank: dims of an array of the file.
+      rank: the number of dims of an array of the file.
 
     Example:
       >>> spec = PartitionSpec("tensor", None, "fsdp")
@@ -107,12 +107,12 @@ class Rule:
   """One correspondence between a name in the file and a path, or tied paths, in the model.
 
   Args:
-    file: name in the file; `{name}` stands for a number.
-    model: path in the model, or several.
-    pattern: of einops, from the file to the model; empty when the dims are the same.
-    dtype: of the array in the file, when the model has another. An export writes it. An import then casts
-      arrays of any floating-point dtype of 16 bits or more to the dtype of the model.
-    **sizes: of axes in the pattern, where they do not follow from the array's shape.
+    file: the name in the file; `{name}` matches a number.
+    model: the path in the model, or several paths.
+    pattern: the einops pattern from the file to the model; empty if the dims are the same.
+    dtype: the dtype of the array in the file, if the model has another dtype. An export writes it. An import
+      then casts arrays of any floating-point dtype of 16 bits or more to the dtype of the model.
+    **sizes: sizes of axes in the pattern, if they do not follow from the array's shape.
 
   Raises:
     CheckpointError: numbers that correspond to nothing, or a pattern without an arrow.
@@ -165,7 +165,7 @@ class Group:
 
   Attributes:
     rule: the rule.
-    file: the name in the file; a `{name}` in it is that of a stack.
+    file: the name in the file; a `{name}` in it is the number of a stack.
     layers: paths of the leaves by number of the layer; a leaf that is not cut is layer 0.
     names: the names in the file, once they are known.
   """
@@ -262,14 +262,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """What a weight map finds for the leaves of a model in a file.
+  """The result of a weight map's search for the leaves of a model in a file.
 
   Attributes:
-    groups: the arrays that make leaves, and these.
+    groups: the arrays that make leaves, and the leaves.
     missing: why a leaf has no source, by path.
     cut: layers of arrays in the file that the model does not have, in words.
     unused: arrays of the file that no rule uses.
-    ignored: those that the weight map ignores.
+    ignored: the arrays that the weight map ignores.
   """
 
   groups: list[Group]
@@ -304,7 +304,7 @@ class WeightMap:
     Args:
       paths: of all leaves.
       shapes: of the arrays in the file, by name.
-      skip: paths that need no source; a layer that belongs to one may stay unused.
+      skip: paths that need no source; a layer of such a path may stay unused.
 
     Returns:
       The arrays of the file that make each leaf.
@@ -328,7 +328,7 @@ class WeightMap:
   def compare(
     self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
   ) -> Comparison:
-    """Finds the arrays of a file for the leaves of a model, as `match` does, and what is left over.
+    """Finds the arrays of a file for the leaves of a model, like `match`, and the remaining arrays.
 
     Args:
       paths: as for `match`.
@@ -336,7 +336,7 @@ class WeightMap:
       skip: as for `match`.
 
     Returns:
-      The arrays that make leaves, and what is missing, cut and unused.
+      The arrays that make leaves, and the missing, cut and unused arrays.
 
     Raises:
       CheckpointError: a pattern does not fit the arrays of its rule.
@@ -376,7 +376,7 @@ class WeightMap:
       The arrays of the file, and the leaves that make each.
 
     Raises:
-      CheckpointError: a path without a rule, or layers that do not make up a whole array.
+      CheckpointError: a path without a rule, or layers that do not make up a full array.
     """
     groups, lost = self._groups(paths)
     if lost:
@@ -390,9 +390,13 @@ class WeightMap:
         raise CheckpointError(
           f"cannot write {group.file}: of its {max(group.layers) + 1} layers there are only "
           f"{sorted(group.layers)}.",
-          fix="leave out all of them by name, or none.",
+          fix="leave out all of them by name, or none of them.",
         )
     return groups
+
+  def names_of(self, paths: Iterable[str]) -> dict[str, str]:
+    """The name in the file of each of these paths that has a rule, by path."""
+    return {path: group.file for group in self._groups(paths)[0] for path in group.layers.values()}
 
   def through(self, target: Target) -> Target:
     """The target of a restore whose saved leaves have the names and forms of the file.
@@ -432,7 +436,7 @@ class WeightMap:
     return dataclasses.replace(target, leaves=wanted, build=build)
 
   def _groups(self, paths: Iterable[str], parameters: Container[str] = ()) -> tuple[list[Group], list[str]]:
-    """The groups, and the paths without a rule; `parameters` are those that a path may end with."""
+    """The groups, and the paths without a rule; a path may end with one of `parameters`."""
     table: dict[tuple[Rule, str, str], dict[int, str]] = {}
     lost: list[str] = []
     for path in paths:
@@ -527,9 +531,9 @@ def import_arrays(
   """Makes a model from named arrays; each process reads its share of each.
 
   Args:
-    origin: what is read, for messages.
+    origin: the name of the source, for messages.
     sources: finds the arrays; an error on one process is raised on all.
-    plan: the layout; when it has an optimizer, a fresh one is made.
+    plan: the layout; if it has an optimizer, a new optimizer is made.
     weight_map: how the arrays become leaves.
     skip: patterns of paths that have no source; these leaves are initialised, and so is random state.
 
@@ -587,7 +591,7 @@ def model_leaves(plan: Plan) -> dict[str, TargetLeaf]:
 
 
 def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
-  """The paths that an import leaves as they are initialised: those skipped, and random state.
+  """The paths that an import leaves as they are initialised: skipped paths, and random state.
 
   Raises:
     CheckpointError: a pattern that matches no path.
@@ -596,7 +600,7 @@ def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[st
 
 
 def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, AnyArray]:
-  """The leaves of a model that an export writes: all but those skipped, and random state.
+  """The leaves of a model that an export writes: all but skipped leaves and random state.
 
   Raises:
     CheckpointError: a pattern that matches no path.
@@ -650,7 +654,7 @@ def _random_state(model: object) -> set[str]:
   return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
 
 
-_PART = re.compile(r"\([^)]*\)|[^\s()]+")  # of a side of a pattern: one dim
+_PART = re.compile(r"\([^)]*\)|[^\s()]+")  # one dim of a side of a pattern
 _COPY = Transform("", (), stacked=False, cut=False)
 
 

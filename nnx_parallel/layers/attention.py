@@ -73,8 +73,8 @@ from nnx_parallel.layout.constrain import manual_too
 
 AttentionName = Literal["blockwise", "fused", "ring", "ulysses"]
 Attention = AttentionName | int | None
-"""`"blockwise"`, or the length of the blocks; `"fused"`: a kernel where there is one; `"ring"`, `"ulysses"`:
-by blocks too, over the axis that splits positions; None: as written."""
+"""`"blockwise"`, or the block length; `"fused"`: a fused kernel where JAX has a suitable kernel; `"ring"`,
+`"ulysses"`: blockwise too, over the mesh axis that shards positions; None: as written."""
 WORDS: tuple[AttentionName, ...] = ("blockwise", "fused", "ring", "ulysses")
 OVER_AXIS = ("ring", "ulysses")
 BLOCK = 512
@@ -100,10 +100,11 @@ class _Found:
   """The attentions of a program.
 
   Attributes:
-    taken: for each that is computed another way, why it has no kernel.
-    left: why each of the others is computed as it is written.
-    kept: those that were taken whose weights are read elsewhere too, so that all of them exist.
-    reasons: why softmaxes are no attentions.
+    taken: for each attention that is rewritten, why it does not use a fused kernel.
+    left: for each attention that stays as written, why.
+    kept: the rewritten attentions whose weights are also read elsewhere, so that the full weights still
+      exist.
+    reasons: why some softmaxes are not attentions.
   """
 
   taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
@@ -112,7 +113,7 @@ class _Found:
   reasons: list[str] = dataclasses.field(default_factory=list[str])
 
   def add(self, other: _Found) -> None:
-    """Adds those of another program."""
+    """Adds the attentions of another program."""
     self.taken += other.taken
     self.left += other.left
     self.kept += other.kept
@@ -120,7 +121,7 @@ class _Found:
 
   @property
   def counts(self) -> str:
-    """How many were taken, of how many, and why the others were not."""
+    """How many attentions were rewritten, out of how many, and why the rest were not."""
     count = len(self.taken)
     text = f"{count} of {count + len(self.left)} found" if self.left else f"{count} found"
     if self.left:
@@ -138,14 +139,14 @@ class _Softmax:
   Attributes:
     exp: the exponential.
     largest: the maximum over the keys.
-    order: the dims of what it is the maximum of, for each of those of the scores.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
     total: the sum over the keys.
     sink: a logit of each row that belongs to no key, or None.
     cuts: the maximum and the sum, a sink included.
     product: of the weights and the values.
     side: which operand of the product the weights are.
-    labels: dims of the weights, and of the product's result, in terms of those of the scores.
-    zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
+    labels: the dims of the weights and of the product's result, as dims of the scores.
+    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
   exp: JaxprEqn
@@ -166,7 +167,7 @@ class _Softmax:
 
   @property
   def turned(self) -> list[int]:
-    """The dims of the maximum, for each of those of the sum."""
+    """For each dim of the sum, the matching dim of the maximum."""
     kept = [d for d in range(len(self.order)) if d not in self.summed]
     return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
 
@@ -189,8 +190,8 @@ class _Way:
     asked: the option.
     block: the length of the blocks.
     kernel: the fused kernel, if it is used.
-    axis: the mesh axis whose devices share it; None: it is computed as if there were one device.
-    size: of the axis.
+    axis: the mesh axis whose devices share the attention; None: the rewrite assumes one device.
+    size: the size of the axis.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
@@ -213,10 +214,10 @@ class _Way:
 
 
 def check_attention(attention: Attention) -> Attention:
-  """The option itself.
+  """Returns the option unchanged.
 
   Raises:
-    TrainError: it is none.
+    TrainError: the option is not valid.
   """
   if (
     attention is None
@@ -232,10 +233,10 @@ def check_attention(attention: Attention) -> Attention:
 
 
 def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, str]:
-  """The trace of a loss with its attention by blocks or a kernel, and a line that says what was found.
+  """The trace of a loss with blockwise or fused attention, and a line that reports the attentions found.
 
   Raises:
-    TrainError: none is found; with an option of `OVER_AXIS`, one of them cannot be shared by the devices.
+    TrainError: the loss has no attention; or, with an option of `OVER_AXIS`, the devices cannot share one.
   """
   way, found = _way(attention), _Found()
   changed = _changed(jaxpr, way, found, {})
@@ -288,14 +289,14 @@ def _way(attention: Attention) -> _Way:
       f"attention={attention!r} needs a mesh axis that splits the positions.",
       details=f"mesh {dict(mesh.shape)}"
       + (f", whose axis {axis!r} is {kinds[axis].name}" if axis in kinds else ""),
-      fix="nxp.make_mesh(data=2, context=4), not explicit, and nxp.presets.context(), or a rule for `seq` on"
-      " an axis that splits no weight.",
+      fix="nxp.make_mesh(data=2, context=4), and nxp.presets.context(), or a rule for `seq` on an axis that"
+      " splits no weight; on Explicit axes, a model that states no shardings.",
     )
   return _Way(attention, block, kernel, None, 1)
 
 
 def _changed(jaxpr: Program, way: _Way, found: _Found, layers: dict[Hashable, tuple[Program, _Found]]) -> Any:
-  """The program with its attention computed another way. Equal layers get one program, which is made once."""
+  """The program with its attention rewritten. Equal layers share one rewritten program."""
   flat = with_sinks_apart(as_quotients(without_shifts(flattened(jaxpr, is_opened))), is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
@@ -365,9 +366,9 @@ def _exists(body: Jaxpr, match: _Softmax, remaining: set[int]) -> bool:
 
 
 def _form(body: Jaxpr, exp: JaxprEqn) -> str:
-  """How a softmax is written that is followed by a product, and is none of those that are known."""
+  """Describes a softmax that is followed by a product but does not match a known form."""
   if _largest(body, exp) is None:
-    return "what is subtracted from its scores is not their maximum (but another number, or nothing)"
+    return "it does not subtract the maximum from its scores (but another number, or nothing)"
   return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 
@@ -445,7 +446,7 @@ def _attentions(body: Jaxpr, exp: JaxprEqn, reasons: list[str]) -> list[_Softmax
         selected.add(out)
     except Untiled:
       spoiled.update(eqn.outvars)
-      if name not in ("log", "add", "max"):  # of a log-sum-exp, which is no attention
+      if name not in ("log", "add", "max"):  # from a log-sum-exp, which is not an attention
         note = (
           " (a logit that belongs to no key, an attention sink, is cut off so)" if name == "slice" else ""
         )
@@ -460,11 +461,11 @@ def _attentions(body: Jaxpr, exp: JaxprEqn, reasons: list[str]) -> list[_Softmax
 
 @dataclasses.dataclass(frozen=True)
 class _Top:
-  """What is subtracted from scores before the exponential.
+  """The value that is subtracted from scores before the exponential.
 
   Attributes:
     largest: the maximum over the keys.
-    order: the dims of what it is the maximum of, for each of those of the scores.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
     cut: the maximum, a sink included.
     sink: a logit of each row that belongs to no key, or None.
     shift: the operand of the subtraction.
@@ -479,7 +480,7 @@ class _Top:
   made: Mapping[Var, JaxprEqn]
 
   def is_sum(self, eqn: JaxprEqn, totals: Sequence[JaxprEqn]) -> bool:
-    """Whether an operation adds the sink's exponential to the sum of the others."""
+    """Whether an operation adds the sink's exponential to the sum of the other exponentials."""
     sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
     if len(sums) != 1:
       return False
@@ -529,7 +530,7 @@ def _is_where_finite(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> bool:
 
 
 def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
-  """The dims of a value, for each of those of the scores, which it is in another order; None: it is not."""
+  """For each dim of the scores, the matching dim of a transposed copy; None: the value is not such a copy."""
   (first, dims), (second, wanted) = (_turned_back(x, made) for x in (var, scores))
   if first is second:
     return tuple(dims.index(d) for d in wanted)
@@ -537,7 +538,7 @@ def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int,
 
 
 def _turned_back(var: Var, made: Mapping[Var, JaxprEqn]) -> tuple[Var, tuple[int, ...]]:
-  """What a value is in another order of its dims and another dtype, and its dims, for each of the value's."""
+  """Follows a value back through casts and transposes: the source, and its dim for each dim of the value."""
   dims = tuple(range(len(var.aval.shape)))
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     name = eqn.primitive.name
@@ -555,7 +556,7 @@ def _joined(
   """The labels of a result of exponentials and their sums, which must lie along the same dims.
 
   Raises:
-    Untiled: they lie along others, or the operation does not say where.
+    Untiled: the dims differ, or the operation does not say where they go.
   """
   found: dict[DimName, tuple[int, int]] = {}
   for n in operands:
@@ -570,7 +571,7 @@ def _is_zero(var: Var, zeros: set[Var]) -> bool:
 
 
 def _power(eqn: JaxprEqn, own: list[tuple[int, int] | None], zeros: set[Var]) -> tuple[int, int] | None:
-  """The powers in a result, of an operation that multiplies or selects; None for others."""
+  """The powers in the result of an operation that multiplies or selects; None for other operations."""
   name = eqn.primitive.name
   if name in _SCALES:
     return own[0]
@@ -603,12 +604,12 @@ def _placed(
 
 
 def _replaced(body: Jaxpr, match: _Softmax, way: _Way) -> tuple[JaxprEqn | None, str | None]:
-  """The operation that computes an attention, or None where one block holds it all; and why no kernel does.
+  """The blockwise or fused operation of an attention, or None for a single block; and why it has no kernel.
 
-  The reason is None where a kernel does.
+  The reason is None where the fused kernel is used.
 
   Raises:
-    _NotAttention: it is none, or cannot be computed by blocks.
+    _NotAttention: the match is not an attention, or it cannot be computed blockwise.
   """
   if way.kernel is None:
     return _blocked(body, match, way), ""
@@ -621,10 +622,10 @@ def _replaced(body: Jaxpr, match: _Softmax, way: _Way) -> tuple[JaxprEqn | None,
 
 
 def _blocked(body: Jaxpr, match: _Softmax, way: _Way) -> JaxprEqn | None:
-  """The operation that computes an attention by blocks; None where one block holds it all.
+  """The operation that computes an attention blockwise; None if one block holds the attention.
 
   Raises:
-    _NotAttention: it is none, or cannot be, by the devices that must share it.
+    _NotAttention: the match is not an attention, or the devices cannot share it.
   """
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
@@ -655,7 +656,7 @@ def _blocked(body: Jaxpr, match: _Softmax, way: _Way) -> JaxprEqn | None:
   tiles.need(values, _of_values(match, share))
   _check_leaves(body, tiles, scores, {row, column}, cut)
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
-  if any(label is not None and label[2] > 1 for label in split):  # the minor one of several in a dim
+  if any(label is not None and label[2] > 1 for label in split):  # the minor of several labels in a dim
     if way.is_over_axis:
       raise _NotByBlocks(f"{_softmax(match)}: its queries, keys or heads are the minor part of a dim")
     return _blocked(body, match, dataclasses.replace(way, axis=None, size=1))
@@ -705,10 +706,10 @@ def _softmax(match: _Softmax) -> str:
 
 
 def _heads(match: _Softmax, way: _Way, lengths: Mapping[DimName, int]) -> int:
-  """The dim of the scores that is heads: the last that weights and values share, after that of the examples.
+  """The heads' dim of the scores: the last dim that weights and values share, after the examples' dim.
 
   Raises:
-    _NotByBlocks: there is none, or devices cannot share it evenly.
+    _NotByBlocks: there is no such dim, or devices cannot share it evenly.
   """
   shape = match.exp.outvars[0].aval.shape
   shared = meeting(match.product).shared[match.side]  # pyright: ignore[reportOptionalMemberAccess]
@@ -724,7 +725,7 @@ def _heads(match: _Softmax, way: _Way, lengths: Mapping[DimName, int]) -> int:
 
 
 def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: set[Var]) -> None:
-  """Refuses scores that no product makes, and parts of them that would be made whole or of whole scores."""
+  """Refuses scores that are not a product, and parts of them that need all scores or are computed in full."""
   text = f"softmax of {scores.aval.str_short()}"
   meets = [
     eqn
@@ -738,7 +739,7 @@ def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: 
   depends = dependents(body, own)
   for eqn, _ in tiles.parts.values():
     if eqn.primitive.name in _JUMPS and any(among(var, depends) for var in eqn.invars):
-      # A tile rounds its scores in another way: what equals the other operand may be found above or below it.
+      # A tile rounds its scores differently: values equal to the other operand may end up above or below it.
       first = next(var for var in own if eqn.outvars[0] in dependents(body, {var}))
       maker: Any = tiles.made(first)
       raise _NotByBlocks(
@@ -759,15 +760,16 @@ def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-  """What a tile of an attention that was found computes, from tiles of the leaves.
+  """The computation of one tile of an attention, from tiles of its leaves.
 
   Attributes:
-    body: the program that the attention is found in.
+    body: the program that contains the attention.
     match: the attention.
     tiles: its operations.
-    ends: the nodes that are evaluated: what the maximum is of, the exponentials, what is summed, the weights.
+    ends: the nodes to evaluate: the input of the maximum, the exponentials, the input of the sum, the
+      weights.
     values: the node of the values.
-    share: what each device computes.
+    share: the part that each device computes.
   """
 
   body: Jaxpr
@@ -779,7 +781,7 @@ class _Program:
 
   @functools.cached_property
   def nodes(self) -> list[Node]:
-    """The leaves, those with gradients first."""
+    """The leaves; leaves with gradients come first."""
     leaves = [node for node in self.tiles.leaves if node[0] not in self.match.cuts]
     return sorted(leaves, key=lambda node: not is_inexact(node[0].aval))
 
@@ -850,11 +852,11 @@ class _Program:
 
   @functools.cached_property
   def hidden(self) -> tuple[np.ndarray, float]:
-    """Which tiles the mask hides wholly, and a number below which a row sees nothing; `-inf` if that is NaN.
+    """Which tiles the mask hides completely, and a number below which a row sees nothing (`-inf` for NaN).
 
-    A row that sees nothing is the mean of the values if what hides a score is finite, and the weights are
-    nothing but exponentials over their sum. Where tiles are hidden by different finite numbers, a row that
-    sees nothing weighs those with the larger one, so that all of them are computed.
+    A row that sees nothing is the mean of the values if hidden scores are finite and the weights are
+    exponentials over their sum. Where different finite numbers hide the tiles, a row that sees nothing gives
+    weight to the scores with the larger number, so no tile is skipped.
     """
     names = self.share.row, self.share.column
     bounds = Hidden(self.body, self.tiles.grid, *names)

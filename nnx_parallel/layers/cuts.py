@@ -1,4 +1,4 @@
-"""Slices of logits as slices of the weights: what a padded vocabulary has too many is not computed."""
+"""Slices weights instead of logits: the padded columns of a vocabulary are not computed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Value, Var
 
 
 def with_cut_weights(flat: ClosedJaxpr) -> ClosedJaxpr:
-  """A closed flat program in which columns of a product that are sliced off are not computed.
+  """A closed flat program that does not compute the columns of a product that are sliced off.
 
-  It has other operations only where `product[..., :n]`, or that of the product with a bias or in another
-  dtype, is all that is read of the product's columns.
+  The program changes only where `product[..., :n]`, or the same slice of the product after a bias or a cast,
+  is the only read of the product's columns.
   """
   made = {out: eqn for eqn in opened(flat).eqns for out in eqn.outvars}
   values: dict[Var, jax.Array] = {}

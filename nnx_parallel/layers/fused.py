@@ -1,8 +1,8 @@
-"""Computes an attention that was found in a trace by the fused kernel that JAX has for a chip.
+"""Computes an attention from a trace with the fused kernel that JAX has for the chip.
 
-The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys; it
-is mapped over the batch and the heads, and placed on the mesh by `jax.shard_map`: a kernel is a program of
-one device. An attention of another form is blockwise.
+The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys. It
+is mapped over the batch and the heads, and `jax.shard_map` places it on the mesh, because a kernel runs on
+one device. Attentions of other forms are blockwise.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ def splash_sequence(
   window: int | None,
   interpret: bool = False,
 ) -> jax.Array:
-  """The same kernel for the attention of a sequence to itself, whose masks it makes by itself.
+  """The same kernel for the attention of a sequence to itself; it builds its masks from the arguments.
 
   Args:
-    query: `[heads, length, features]`; they share the head of the keys.
+    query: `[heads, length, features]`; all heads share one head of the keys.
     key: `[length, features]`.
     value: `[length, out]`.
-    segments: integers `[length]`: a position sees those with the same one; or None.
+    segments: integers `[length]`: a position sees positions with the same integer; None: no segments.
     causal: a query sees no later position.
-    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too.
-    interpret: run it on any platform, slowly.
+    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
+    interpret: run the kernel on any platform, slowly.
 
   Raises:
-    NotFused: it has no blocks for this length.
+    NotFused: the kernel has no block size for this length.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -128,9 +128,8 @@ def _padded(x: jax.Array) -> jax.Array:
 
 
 KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
-"""The kernel of each platform that has one that can be compiled for a machine that is not here.
-
-The GPU's, cuDNN's, can only be lowered where its library is.
+"""The kernel of each platform whose kernel can be compiled without the device. The GPU kernel (cuDNN) can
+only be lowered where its library is installed.
 """
 SEQUENCES: dict[str, Kernel] = {"tpu": splash_sequence}
 """The same for the attention of a sequence to itself."""
@@ -141,13 +140,12 @@ class _Scores:
   """The scores of an attention: a product of queries and keys, scaled, capped and masked.
 
   Attributes:
-    product: of queries and keys.
-    dims: its dims, for each of those of the scores.
-    scale: of the product.
+    product: the product of queries and keys.
+    dims: for each dim of the scores, the dim of the product.
+    scale: the scale of the product.
     cap: `cap * tanh(x / cap)` of the scaled product, or None.
-    masks: booleans, their dims for each of those of the scores, and whether a product is kept where they are
-      true.
-    fill: what products that are not kept become.
+    masks: booleans, their dim for each dim of the scores, and whether a product is kept where they are true.
+    fill: the value that replaces products that are not kept.
   """
 
   product: JaxprEqn
@@ -165,8 +163,9 @@ class _Form:
   Attributes:
     scores: the scores.
     inputs: query, key and value.
-    orders: for each, its dims: those of the batch, others of the query, then length and features.
-    shared: how many dims are of the batch, heads included.
+    orders: for each input, its dims: first the batch dims, then other dims of the query, then length and
+      features.
+    shared: the number of batch dims, heads included.
     order: the dims of the result, in terms of the dims of the kernels' results.
     row, column: the dims of the scores that are queries and keys.
   """
@@ -181,7 +180,7 @@ class _Form:
 
 
 def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
-  """The kernel for the devices of the mesh in scope, or for the default ones."""
+  """The kernel for the devices of the mesh in scope; without a mesh, for the default devices."""
   scope = scope_in_use()
   meshes = [None if scope is None else scope.mesh, jax.sharding.get_abstract_mesh()]
   devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
@@ -221,11 +220,11 @@ def by_kernel(body: Jaxpr, match: Any, kernel: Kernel) -> JaxprEqn:
 
 
 def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
-  """What is done with the product of queries and keys, from the softmax back to it."""
+  """Reads back from the softmax to the product of queries and keys."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
   if _uncast(largest, made, ("stop_gradient",))[0] is not _uncast(var, made)[0]:
-    raise NotFused("a maximum of other values than its scores is subtracted")
+    raise NotFused("it subtracts a maximum that is not of its scores")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
   masks: list[tuple[Var, tuple[int, ...], bool]] = []
@@ -247,7 +246,7 @@ def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
     elif name == "select_n" and cap is None and _is_mask(inputs[0], var):
       low = {n: x * factor for n, x in enumerate(numbers) if n and x is not None and x * factor <= _FILL}
       if len(low) != 1:
-        raise NotFused(f"its scores go through {described(eqn)}, which is no mask")
+        raise NotFused(f"its scores go through {described(eqn)}, which is not a mask")
       ((side, fill),) = low.items()
       masks.append((inputs[0], dims, side == 1))
       fills.add(fill)
@@ -262,7 +261,7 @@ def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
 
 
 def _weights(match: Any, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
-  """The dims of the weights, in terms of those of the scores."""
+  """The dims of the weights, as dims of the scores."""
   var, dims = _uncast(match.product.invars[match.side], made)
   eqn, exponentials = made[var], _uncast(match.exp.outvars[0], made)
   if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) != exponentials:
@@ -316,7 +315,7 @@ def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
     raise NotFused(f"{described(dot)} and {described(match.product)} pair other dims")
   row = max(others, key=sizes.__getitem__, default=column)
   if row == column or sizes[row] == 1 or sizes[column] == 1:
-    raise NotFused("there is one query, or one key")
+    raise NotFused("there is only one query, or one key")
   groups = [name for name in others if name != row]
   value = dict(zip(summed.shared[of_values], shared, strict=True))
   value |= {summed.summed[of_values][0]: column, summed.free[of_values][0]: _FEATURES}
@@ -334,7 +333,7 @@ def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
 
 
 def _names(met: Meeting, side: int, names: Mapping[int, int]) -> dict[int, int]:
-  """The dims of an operand of the product of queries and keys -> those of the scores."""
+  """Maps the dims of an operand of the product of queries and keys to the dims of the scores."""
   first = len(met.shared[0]) + (len(met.free[0]) if side else 0)
   found = {dim: names[place] for place, dim in enumerate(met.shared[side])}
   found |= {dim: names[first + n] for n, dim in enumerate(met.free[side])}
@@ -355,7 +354,7 @@ def _is_cast(eqn: JaxprEqn) -> bool:
 def _uncast(
   var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()
 ) -> tuple[Var, tuple[int, ...]]:
-  """The variable that one is before its casts, transposes and some other operations, and the dims of that."""
+  """The variable before casts, transposes and some other operations, and its dims."""
   dims = tuple(range(len(var.aval.shape)))
   while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
     if made[var].primitive.name == "transpose":
@@ -369,7 +368,7 @@ def _is_mask(var: Var, scores: Var) -> bool:
 
 
 def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
-  """The one number that a value consists of, if the trace says it."""
+  """The number that fills a constant value, if the trace shows it."""
   if isinstance(var, core.Literal):
     return float(var.val) if jnp.ndim(var.val) == 0 else None
   eqn = made.get(var)
@@ -450,7 +449,7 @@ def _placed(
   split = _split(query.shape[:-2], free)
   splits = [split, *[split[: form.shared]] * 2, *[[]] * len(masks)]
   arrays = [query, key, value, *masks]
-  if explicit:  # the compiler moves what other axes split
+  if explicit:  # the compiler moves the dims that other axes shard
     own = [PartitionSpec(*(tuple(a for a in axes if a in explicit) for axes in dims)) for dims in splits]
     arrays = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, own, strict=True)]
   specs = [PartitionSpec(*dims) for dims in splits]
@@ -461,9 +460,9 @@ def _placed(
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-  """The mesh axes of each dim: the batch's of the first; the others of the first after it that they divide.
+  """The mesh axes of each dim: batch axes on the first, each other axis on the first later dim it divides.
 
-  The compiler moves what is laid out otherwise.
+  The compiler moves arrays with another layout.
   """
   scope = scope_in_use()
   rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)

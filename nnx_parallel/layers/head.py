@@ -1,10 +1,10 @@
-"""Chunked cross-entropy: a model's head and its loss by chunks of the head's columns, without an edit.
+"""Chunked cross-entropy: computes a model's head and its loss in chunks of columns, without an edit.
 
-The head is the last product of the trace of a loss whose result goes through a softmax. What is done with
-its columns, the logits, is rewritten so that they are only ever summed, compared or looked up row by row:
-`exp(x - max)` is `exp(x)` times a number of the row, and so are a log-softmax and its products with targets.
-These statistics are computed for one chunk of the columns after another, forward and backward, so that the
-logits never exist at once. Each chunk of the weights is read once in each direction.
+The head is the last product in the trace of a loss whose result goes through a softmax. The operations on its
+columns, the logits, are rewritten so that they only sum, compare or look up values row by row: `exp(x - max)`
+is `exp(x)` times a number per row, and so are a log-softmax and its products with targets. These statistics
+are computed one chunk of columns at a time, forward and backward, so that the full logits never exist. Each
+chunk of the weights is read once in each direction.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def check_chunks(chunks: int | None) -> None:
   """Checks the option.
 
   Raises:
-    TrainError: it is no positive number.
+    TrainError: it is not a positive number.
   """
   if chunks is not None and (type(chunks) is not int or chunks < 1):
     raise TrainError(
-      f"loss_chunks={chunks!r} is not a positive number.", fix="loss_chunks=8; None: in one piece."
+      f"loss_chunks={chunks!r} is not a positive number.", fix="loss_chunks=8; None: not chunked."
     )
 
 
@@ -89,7 +89,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   """The closed trace of a loss with its head computed in chunks, and a line that says so.
 
   Raises:
-    TrainError: no head is found, or what is done with its logits cannot be evaluated by chunks.
+    TrainError: the loss has no head, or operations on its logits cannot be computed in chunks.
   """
   flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, is_opened))
   product, others = _head(flat.jaxpr, chunks)
@@ -112,7 +112,7 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   line = f"the head and the loss of each token in {count} chunks of the {length} columns"
   if count < chunks:
     why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "chunks are of equal length"
-    line += f" (of {chunks} that were asked for: {why})"
+    line += f" (of {chunks} requested: {why})"
   if others:
     whole_heads = ", ".join(map(described, others))
     line += f"; the last of {1 + len(others)} heads only, as written: {whole_heads}"
@@ -137,7 +137,7 @@ def _shards(length: int) -> tuple[int, int]:
 
 
 def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
-  """The last product that makes logits, and the others."""
+  """The last product that makes logits, and the earlier such products."""
   softmaxes = Softmaxes(body)
   found: dict[int, JaxprEqn] = {}
   for eqn in body.eqns:
@@ -145,7 +145,7 @@ def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
       product = softmaxes.product_before(eqn)
       if product is not None:
         found[id(product)] = product
-  # A router makes logits too, and what comes after it depends on them.
+  # A router makes logits too, and the later operations depend on them.
   outs = {product.outvars[0] for product in found.values()}
   heads = [p for p in found.values() if not outs & (dependents(body, {p.outvars[0]}) - {p.outvars[0]})]
   heads = [eqn for eqn in body.eqns if any(eqn is head for head in heads)]
@@ -154,7 +154,7 @@ def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
   count = sum(eqn.primitive.name == "dot_general" for eqn in body.eqns)
   raise TrainError(
     f"loss_chunks={chunks} finds no head in the loss.",
-    details="a head is a product whose columns all go through a softmax, one that no product with values"
+    details="a head is a product whose columns all go through a softmax, and that no product with values"
     f" follows; the loss has {count} products outside of its layers, scans and checkpoints, and no head",
     fix="logits = x @ weights and a cross-entropy of them in the loss function; or leave loss_chunks out.",
   )
@@ -187,15 +187,15 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
       elif (
         eqn.primitive.name == "reduce_sum"
         and among(eqn.invars[0], exponentials)
-        and size // 2 <= eqn.invars[0].aval.size <= size  # of most tokens: the last one has no target
+        and size // 2 <= eqn.invars[0].aval.size <= size  # most tokens: the last token has no target
       ):
         return dim
     problems.append(problem)
   raise Untiled(next(filter(None, problems), product))
 
 
-# A statistic of the columns: a number, or a few, for each row. That of all columns is that of their chunks,
-# combined. The columns are the last dim, which stays, with size 1.
+# A statistic of the columns is one number, or a few, per row. The statistics of the chunks combine to the
+# statistic of all columns. The columns are the last dim, which stays, with size 1.
 
 
 def _wide(x: jax.Array) -> DTypeLike:
@@ -222,7 +222,7 @@ class _Sum:
 
 @dataclasses.dataclass(frozen=True)
 class _Exponentials:
-  """The maximum of an array, and the sum of `exp(it - maximum)`, times another array if one is given."""
+  """The maximum of an array, and the sum of `exp(it - maximum)`, optionally times another array."""
 
   stale = (-math.inf, 0)
   start = (-math.inf, 0)
@@ -289,7 +289,7 @@ class _Best:
 
   def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
     pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
-    ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, that of the first column
+    ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, the first column
     return [-ordered[0][..., : self.count], ordered[1][..., : self.count]]
 
   def part(self, known: Sequence[jax.Array], x: jax.Array, columns: jax.Array) -> list[jax.Array]:
@@ -302,13 +302,13 @@ _Kind = _Sum | _Exponentials | _Largest | _Best
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-  """A product of what has columns and what has none: `exp(power + shift) * factor * share`.
+  """A product of terms with and without columns: `exp(power + shift) * factor * share`.
 
   Attributes:
     power: an array with columns; None: there is no exponential.
-    shift: a number of each row.
+    shift: a number per row.
     factor: an array with columns; None: 1.
-    share: a number of each row; None: 1.
+    share: a number per row; None: 1.
   """
 
   power: jax.Array | None = None
@@ -519,7 +519,7 @@ class _Rewriting:
     return jnp.broadcast_to(functools.reduce(jnp.add, found), shape).astype(aval.dtype)
 
   def _product_over_columns(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
-    """A product that sums over the columns, such as that of targets and a log-softmax, as a sum."""
+    """A product that sums over the columns, such as targets times a log-softmax, as a sum."""
     met: Any = meeting(eqn)
     side = next(n for n, x in enumerate(inputs) if isinstance(x, _Logits))
     x, other, aval = inputs[side], inputs[1 - side], eqn.invars[side].aval
@@ -537,7 +537,7 @@ class _Rewriting:
     return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
 
   def _best(self, eqn: JaxprEqn, x: _Logits) -> list[_Statistic]:
-    """The largest elements and their columns, or the column of the largest one."""
+    """The largest elements and their columns, or the column of the largest element."""
     aval, dim = eqn.invars[0].aval, x.labels[0][1]
     alone = eqn.primitive.name == "argmax"
     best = _Best(1 if alone else eqn.params["k"])
@@ -566,7 +566,7 @@ class _Rewriting:
     return self._made[key][1]
 
   def _in_levels(self, body: Jaxpr, product: JaxprEqn) -> Jaxpr:
-    """The program with its statistics computed by chunks, those that depend on others after these."""
+    """The program with its statistics in chunks; a statistic comes after the statistics it depends on."""
     depends, size = dependents(body, {*product.outvars}), product.outvars[0].aval.size
 
     def leaf(var: Var, own: Labels) -> bool:
@@ -624,7 +624,7 @@ class _Apart:
 
 
 def _apart(tiles: Tiles, product: JaxprEqn, count: int) -> _Apart | None:
-  """None for one group, for groups of one column, or where the input has no gradient."""
+  """None for one group, for groups of one column, or if the input has no gradient."""
   out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
   given = list(zip(product.invars, wanted, strict=True))
   side = next((n for n, (_, own) in enumerate(given) if not own), None)
@@ -635,14 +635,14 @@ def _apart(tiles: Tiles, product: JaxprEqn, count: int) -> _Apart | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Statistics:
-  """Some statistics, computed by chunks of the columns, as a function of flat arrays.
+  """Some statistics, computed in chunks of the columns, as a function of flat arrays.
 
   Attributes:
-    tiles: of what they are computed from.
-    kinds: theirs.
-    ends: what each of them takes.
-    calls: the operations in whose place they stand.
-    apart: the head, where devices have gradients of its input of their own.
+    tiles: the operations that the statistics are computed from.
+    kinds: the kind of each statistic.
+    ends: the inputs of each statistic.
+    calls: the operations that the statistics replace.
+    apart: the head, if each device has its own gradient of the head's input.
   """
 
   tiles: Tiles
@@ -653,7 +653,7 @@ class _Statistics:
 
   @functools.cached_property
   def leaves(self) -> list[Node]:
-    """What the function takes; first what has a gradient."""
+    """The arguments of the function; arguments with gradients come first."""
     return sorted(self.tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
 
   @property
@@ -725,7 +725,7 @@ class _Statistics:
   def _part(
     self, form: TreeDef, places: Places, fixed: Sequence[jax.Array], *inputs: jax.Array
   ) -> list[jax.Array]:
-    """What a chunk of the columns adds to the statistics, given those of all columns."""
+    """The contribution of a chunk of columns to the statistics, given the statistics of all columns."""
     apart, count = self.apart, len(self.leaves) - self._floats
     known = dict(zip(self.leaves, (*inputs, *fixed[:count]), strict=True))
     if apart is not None:

@@ -1,7 +1,7 @@
-"""Changes what a loss keeps for its backward pass, layer by layer, without touching the module.
+"""Changes which activations a loss saves for its backward pass, layer by layer, without an edit.
 
-Layers are found in the trace: the call of each module that `find_layers` finds, the body of each scan, and
-each part that is already under `jax.checkpoint`. A model that has none of them is an error.
+Layers are found in the trace: each call of a module that `find_layers` finds, each scan body, and each part
+that is already under `jax.checkpoint`. A model without any of them is an error.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ MARK_LAYERS = (
 AUTO_LAYERS = 4
 """The fewest layers of a scan with `scan_layers="auto"`: stacked weights are a copy in each step."""
 _WHAT_IS_A_LAYER = (
-  "a layer is one of several modules of one class and structure beside each other (in a list, or as"
-  " attributes that end in numbers), the body of a scan, or what is under nnx.remat"
+  "a layer is one of several adjacent modules of one class and structure (in a list, or as"
+  " attributes that end in numbers), the body of a scan, or a part under nnx.remat"
 )
 _SHOWN = 6
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _INPUT = "layer input"
-"""The name of what `"offload"` moves to the host's memory."""
+"""The name of the arrays that `"offload"` moves to host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,9 @@ class Remat:
 
   Attributes:
     policy: as in `with_layers`: a word, or a policy of `jax.checkpoint_policies`.
-    every: only each n-th of consecutive equal layers follows the policy; the others keep everything.
-    group: this many consecutive layers are recomputed together, from the input of the first one.
+    every: only every n-th of consecutive equal layers follows the policy; the rest save everything.
+    group: the number of consecutive layers that are recomputed as one unit, from the input of its first
+      layer.
 
   Raises:
     TrainError: no such policy, or a number below 1.
@@ -136,18 +137,18 @@ ScanLayers = Literal["auto"] | bool
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-  """What is done with the layers of a loss.
+  """How the layers of a loss are computed.
 
   Attributes:
-    remat: what each layer keeps for the backward pass.
+    remat: the activations that each layer saves for the backward pass.
     scan_layers: whether consecutive equal layers become one scan.
     pattern: dotted paths of the layers, with `*` for any part; None: see `find_layers`.
-    attention: `"blockwise"` or their length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
-    loss_chunks: in how many chunks of its columns the head is computed, with the loss; None: as written.
-    pipeline: the stages that the layers are run on; None: each device computes all layers.
+    attention: `"blockwise"` or a block length, `"fused"`, `"ring"`, `"ulysses"`; None: as written.
+    loss_chunks: the number of vocabulary chunks of the head and the loss; None: as written.
+    pipeline: the pipeline stages of the layers; None: each device computes all layers.
 
   Raises:
-    TrainError: no such policy, or other option.
+    TrainError: no such policy, or another option is not valid.
   """
 
   remat: Policy = None
@@ -161,20 +162,20 @@ class LayerOptions:
     _ = self.how
     if type(self.scan_layers) is not bool and self.scan_layers != "auto":
       raise TrainError(
-        f"scan_layers={self.scan_layers!r} is no choice.", fix='scan_layers="auto", True or False'
+        f"scan_layers={self.scan_layers!r} is not a valid choice.", fix='scan_layers="auto", True or False'
       )
     if self.pattern is not None and type(self.pattern) is not str:
       raise TrainError(f"layers={self.pattern!r} is no pattern.", fix='layers="blocks.*", one for all layers')
     if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise TrainError(
-        f"pipeline={self.pipeline!r} is no axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
+        f"pipeline={self.pipeline!r} is not an axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
     check_attention(self.attention)
     check_chunks(self.loss_chunks)
 
   @property
   def how(self) -> Remat:
-    """What each layer keeps."""
+    """The activations that each layer saves."""
     if isinstance(self.remat, Remat):
       return self.remat
     return Remat("as written" if self.remat is None else self.remat)
@@ -207,14 +208,14 @@ class LayerOptions:
 
 @dataclasses.dataclass
 class LayersUsed:
-  """What was done with the layers of a loss; print it.
+  """How the layers of a loss were computed; print it.
 
   Attributes:
     found: the layers of the model.
-    done: what was done with them, a line each.
-    reasons: why some were not scanned together, a line each.
-    schedule: that of their pipeline, if they are one.
-    axes: on a mesh with Explicit axes, which axes the loss is computed on, and why.
+    done: how they were computed, one line each.
+    reasons: why some layers are not in one scan, one line each.
+    schedule: the schedule of the pipeline, if there is one.
+    axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
   """
 
   found: tuple[Layers, ...] = ()
@@ -244,35 +245,35 @@ def with_layers(
 ) -> Callable[..., Any]:
   """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
 
-  `train_step(loss, remat=..., scan_layers=...)` does this by itself; this is for a step of your own.
+  `train_step(loss, remat=..., scan_layers=...)` does this already; use this in a hand-written step.
 
   Args:
     loss: `loss(model, batch)`.
-    remat: what each layer keeps for the backward pass. `"none"` keeps everything, `"full"` recomputes each
-      layer from its input (and the parts of it that are under `jax.checkpoint` one by one), `"dots"` keeps
-      the results of matrix products with weights, `"offload"` is `"full"` with the inputs of consecutive
-      equal layers in the host's memory, `"as written"` or None changes nothing. A policy of
-      `jax.checkpoint_policies` holds within each layer. `Remat("full", every=2)` recomputes each second
-      layer, `Remat("full", group=2)` two layers at a time.
-    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
-      with depth. True: wherever two are found. `"auto"`: where layers are rematerialised, and there are 4
-      or more. Else it does not pay: a scan copies the weights of its layers into one stack in each
-      step, and without remat also stacks all that they keep.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
-      one class and structure beside each other, in a list or as attributes that end in numbers.
-    attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
-      or of the number given), so that no array of their product exists. `"fused"`: by the fused kernel of the
-      chip, if JAX has a kernel that computes it (TPUs; a mask may not differ between examples or heads), else
-      by blocks; `step.layers` says which, and why. On a mesh, the mesh in scope places the kernel: of the
-      plan, `use_rules` or `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`, outside of which they
-      are errors. None of these has forward-mode derivatives. None: as written.
-    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so the logits of all
-      columns never exist together. Sums over the vocabulary are sums over the logits themselves: where these
-      are several hundreds, an entropy loses digits. None: as written.
+    remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
+      recomputes each layer from its input (parts under `jax.checkpoint` one by one). `"dots"` saves the
+      results of matrix products with weights. `"offload"` is `"full"`, with the inputs of consecutive equal
+      layers in host memory. `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies`
+      applies within each layer. `Remat("full", every=2)` recomputes every second layer, `Remat("full",
+      group=2)` two layers at a time.
+    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
+      with depth. True: wherever two equal layers are found. `"auto"`: only where 4 or more layers are
+      recomputed. Elsewhere a scan does not pay: it copies the weights of its layers into one stack in each
+      step, and without remat it also stacks all saved activations.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
+      modules of one class and structure, in a list or as attributes that end in numbers.
+    attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
+      of the given number), so that the full scores never exist. `"fused"`: with the fused kernel of the chip,
+      if JAX has a suitable kernel (TPUs; a mask may not differ between examples or heads), else blockwise;
+      `step.layers` reports the choice and the reason. On a mesh, the mesh in scope places the kernel: the
+      mesh of the plan, of `use_rules` or of `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`;
+      elsewhere they are errors. None of these has forward-mode derivatives. None: as written.
+    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so that the full logits
+      never exist. Sums over the vocabulary add the logits as they are: with logits of several hundreds, an
+      entropy loses digits. None: as written.
 
   Returns:
-    A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` where
-    a policy other than `"none"` finds no layer, `scan_layers=True` nothing to scan, `layers` no module,
+    A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` if a
+    policy other than `"none"` finds no layer, `scan_layers=True` nothing to scan, `layers` no module,
     `attention` no attention or `loss_chunks` no head.
 
   Raises:
@@ -320,12 +321,12 @@ def with_options(
 ) -> Callable[..., PyTree]:
   """A function of pytrees of arrays whose marked layers are treated by `options`.
 
-  It raises a `TrainError` where a policy finds no layer.
+  It raises a `TrainError` if a policy finds no layer.
 
   Args:
     function: marks its layers by `options.marking`.
-    options: what is done with them.
-    used: gets what was done.
+    options: how the layers are computed.
+    used: receives how they were computed.
   """
   remat, note = options.how, LayersUsed() if used is None else used
   if not (remat.changes or options.scan_layers is True or options.rewrites):
@@ -346,16 +347,16 @@ def with_stages(
   ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> Callable[..., PyTree]:
-  """A loss whose layers are a pipeline: a function of a whole batch instead of a microbatch.
+  """A loss whose layers are a pipeline: a function of the full batch instead of a microbatch.
 
-  It raises a `TrainError` where it has no equal layers.
+  It raises a `TrainError` if the loss has no equal layers.
 
   Args:
     objective: `(model, batch) -> results`, of pytrees of arrays; marks its layers by `options.marking`.
-    options: what is done with the layers; with a pipeline.
-    microbatches: parts of the batch.
+    options: how the layers are computed; includes a pipeline.
+    microbatches: the number of microbatches of the batch.
     ends: as in `program_of`.
-    used: gets what was done.
+    used: receives how they were computed.
   """
   assert options.pipeline is not None
   pipeline = options.pipeline
@@ -381,15 +382,15 @@ def program_of(
   ends: Callable[[PyTree], tuple[Mapping[int, int], Collection[int]]],
   used: LayersUsed,
 ) -> tuple[Stacks, Signature, TreeDef]:
-  """The trace of a call for a pipeline, what its inputs and results are, and the structure of the results.
+  """The trace of a call for a pipeline, the roles of its inputs and results, and the results' structure.
 
   Args:
-    function: of pytrees of arrays, first the model; marks its layers by `options.marking`.
+    function: a function of pytrees of arrays, the model first; marks its layers by `options.marking`.
     args: its arguments for one microbatch, or one group of rows.
-    options: with a pipeline.
+    options: how the layers are computed; includes a pipeline.
     ends: the position of each result, in the structure of the results -> `Signature.states` and `.outputs`;
       positions of inputs count the arrays of all arguments.
-    used: gets what was done.
+    used: receives how they were computed.
   """
   assert options.pipeline is not None
   with mapped_axes((options.pipeline.axis,)):
@@ -431,7 +432,7 @@ def _traced(
 
 
 def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
-  """The trace of a loss, in which layers get arrays where others of their class get them, and its results."""
+  """The trace of a loss and its results; a layer receives arrays where other layers of its class do."""
   found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
   with scalars_as(scalars):
     traced, shape = found(*args)
@@ -439,7 +440,7 @@ def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> t
     return traced, shape
   try:
     with scalars_as(Scalars(traced=scalars.mixed)):
-      # Another function: JAX would give back the trace of the same one.
+      # A new function: JAX would return the cached trace of the same function.
       again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
   except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
     return traced, shape  # Python reads the number
@@ -450,7 +451,7 @@ def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> t
 
 
 def _operations(jaxpr: Program) -> tuple[list[object], collections.Counter[float]]:
-  """The operations of a program but those that make arrays of scalars, with their types; and its numbers."""
+  """The operations of a program and their types, except broadcasts of scalars; and its numbers."""
   types: list[object] = []
   numbers: collections.Counter[float] = collections.Counter()
   for eqn in equations(jaxpr):
@@ -495,7 +496,7 @@ def _treated(
 
   found = program(traced, leaves)
   if options.scan_layers is True and not scans:
-    layers = "\n".join(map(str, used.found)) or "no modules of one class and structure are beside each other"
+    layers = "\n".join(map(str, used.found)) or "no adjacent modules have one class and structure"
     raise TrainError(
       "scan_layers=True finds no consecutive equal layers.",
       details="\n".join([*reasons][:_SHOWN]) or layers,
@@ -506,10 +507,10 @@ def _treated(
 
 
 def treatment_of(options: LayerOptions) -> Treatment:
-  """What `remat` does with layers."""
+  """How `remat` treats layers."""
   remat = options.how
   policy = remat.policy if remat.changes else None
-  joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as a whole
+  joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as one
   in_units = joint or remat.every > 1
 
   def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
@@ -540,7 +541,7 @@ def treatment_of(options: LayerOptions) -> Treatment:
 
 
 def _line(stacks: Stacks, chain: Chain, remat: Remat) -> str:
-  """What is done with a chain of layers."""
+  """Describes how a chain of layers is computed."""
   paths, units, size = stacks.paths(chain), len(chain.units), len(chain.units[0])
   way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
   each = f", {size} layers each" if size > 1 else ""
@@ -548,7 +549,7 @@ def _line(stacks: Stacks, chain: Chain, remat: Remat) -> str:
 
 
 def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
-  """What a policy does with the layers that are in no chain, and with scans that the model has."""
+  """Describes the policy for layers that are not in a chain, and for scans that the model has."""
   in_chains = {n for chain in stacks.chains.values() for n in chain.calls}
   paths = [layer_of(eqn) for n, eqn in enumerate(stacks.eqns) if is_marked(eqn) and n not in in_chains]
   text = "full, not offloaded" if remat.policy == "offload" else str(Remat(remat.policy))
@@ -557,16 +558,16 @@ def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
     yield several if len(paths) > 1 else f"{paths[0]}: remat {text}"
   for eqn in stacks.eqns:
     if is_checkpoint(eqn) and not calls_layers(called(eqn)):
-      yield f"what is under jax.checkpoint: remat {text}"
+      yield f"parts under jax.checkpoint: remat {text}"
     elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
       yield f"the model's scan of {eqn.params['length']}: remat {remat if has_layer_rows(eqn) else text}"
 
 
 def _check_rules(traced: ClosedJaxpr) -> None:
-  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace other than by its arguments.
+  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly instead of by an argument.
 
   Raises:
-    TrainError: there is one; it could not be evaluated again.
+    TrainError: there is such a rule; it cannot be evaluated again.
   """
   for eqn in rules(traced):
     if any(is_tracer(x) for x in constants(gradient_of(eqn))):
@@ -592,7 +593,7 @@ def _is_opened(eqn: JaxprEqn) -> bool:
 
 
 def _is_layer(eqn: JaxprEqn) -> bool:
-  """Whether a marked call is a layer; one whose products are all in layers of its own is none."""
+  """Whether a marked call is a layer; a call whose products are all in inner layers is not."""
   if not is_marked(eqn):
     return False
   body = called(eqn)
@@ -621,8 +622,8 @@ def _run(
     return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
   if is_checkpoint(eqn):
     body = _layer(called(eqn), policy)
-    # Within a layer, what the user recomputes piece by piece (blocks of attention) stays so under "full";
-    # a policy of the layer cannot see into pieces.
+    # Within a layer, pieces that the user recomputes (blocks of attention) stay so under "full"; a policy of
+    # the layer cannot see into pieces.
     return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
   if eqn.primitive.name == "scan":
     body = _layer(eqn.params["jaxpr"], policy)
@@ -644,7 +645,7 @@ def _scanned(
 def _step_of(
   eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
 ) -> tuple[Body, list[jax.Array], list[jax.Array]]:
-  """A step of a scan, what it carries first, and its rows."""
+  """The step of a scan, its first carry, and its rows."""
   counts = scan_counts(eqn)
   fixed, first, rows = counts.split(inputs)
 
@@ -656,7 +657,7 @@ def _step_of(
 
 
 def _in_units(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> list[jax.Array]:
-  """The results of a scan over layers, of which units of several are treated together."""
+  """The results of a scan over layers in which several layers form one unit."""
   policy, body = remat.policy, eqn.params["jaxpr"]
   kept, carry, rows = _step_of(eqn, inputs, _layer(body, "none"))
   within = kept if policy == "none" else _step_of(eqn, inputs, _layer(body, policy))[0]
@@ -697,7 +698,7 @@ def _checkpointed(body: Callable[..., T], policy: Policy, *, in_scan: bool = Fal
 
 
 def _recomputed(body: Body, policy: Policy, *, in_scan: bool) -> Body:
-  """A unit of layers under a policy; with `"offload"`, what is carried into it is in the host's memory."""
+  """A unit of layers under a policy; with `"offload"`, its carry is in host memory."""
   if policy != "offload":
     return _checkpointed(body, policy, in_scan=in_scan)
 

@@ -1,10 +1,10 @@
 """Marks the calls of layers: each is one closed call in the trace of a loss.
 
 A trace has no modules. Within `marked`, the call of a layer becomes one `jit` operation, named after its
-path, with its Variables and arrays as inputs, and its results and the Variables that it changes as outputs.
-The modules must be copies that belong to the trace, as `nnx.merge` makes them: their class is replaced by a
-subclass whose `__call__` does this, and which a copy that `nnx.vmap` makes of them has too. The user's class
-and live modules stay untouched.
+path. Its inputs are the layer's Variables and arrays; its outputs are the results and the Variables that the
+call changes. The modules must be copies that belong to the trace, as `nnx.merge` makes them: their class is
+replaced by a subclass whose `__call__` does this. Copies that `nnx.vmap` makes of them keep the subclass. The
+user's class and live modules stay untouched.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("whether calls are
 class Scalars:
   """Numbers of Python among the arguments of layers: `aux = 0.0`, to which each layer adds an array.
 
-  The first layer would be traced with a constant, and so be another program than the others.
+  Without it, the first layer would be traced with a constant, and its program would differ from later layers.
 
   Attributes:
-    given: arguments that were such numbers -> the numbers.
-    arrays: arguments that were scalar arrays -> their dtype; None where calls differ in it.
-    traced: arguments that become arrays, of this dtype.
+    given: the arguments that were Python numbers -> the numbers.
+    arrays: the arguments that were scalar arrays -> their dtype; None where the dtype differs between calls.
+    traced: the arguments that become arrays of this dtype.
   """
 
   given: dict[Hashable, list[float]] = dataclasses.field(default_factory=dict[Hashable, list[float]])
@@ -59,11 +59,11 @@ class Scalars:
 
   @property
   def mixed(self) -> dict[Hashable, DType | None]:
-    """Arguments that are numbers in some calls and arrays in others -> the dtype of these."""
+    """The arguments that are numbers in some calls and arrays in others -> the dtype of the arrays."""
     return {place: dtype for place in self.given if (dtype := self.arrays.get(place)) is not None}
 
   def array(self, place: Hashable, x: Value) -> jax.Array | None:
-    """A scalar as the array that the layer gets; None: it stays what it is."""
+    """A scalar as the array that the layer receives; None: the scalar stays as it is."""
     if is_tracer(x):
       self.arrays[place] = x.dtype if self.arrays.get(place, x.dtype) == x.dtype else None
       return x
@@ -135,7 +135,7 @@ def calls_layers(jaxpr: Program) -> bool:
 
 
 def is_or_has_layers(eqn: JaxprEqn) -> bool:
-  """Whether an operation is the call of a layer, or a call, checkpoint or scan that holds one."""
+  """Whether an operation is the call of a layer, or a call, checkpoint or scan that contains one."""
   inside = eqn.primitive.name in (*CALLS, "scan") or is_checkpoint(eqn)
   return is_marked(eqn) or (inside and calls_layers(called(eqn)))
 
@@ -149,7 +149,7 @@ def repeats_layers(eqn: JaxprEqn) -> bool:
 
 
 def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
-  """For each call of a layer, whether it reads one of some inputs."""
+  """For each call of a layer, whether it reads any of the given inputs."""
   for eqn in body.eqns:
     if is_marked(eqn):
       yield any(among(var, rows) for var in eqn.invars)
@@ -164,7 +164,7 @@ def _marking(kind: type, name: str, pytree: bool) -> type:
   """The subclass of a layer's class whose calls are marked with its name.
 
   Raises:
-    TrainError: the class refuses to have one.
+    TrainError: the class cannot be subclassed.
   """
 
   def __call__(self: object, *args: object, **kwargs: object) -> object:
@@ -189,13 +189,13 @@ def _closed_call(
   name: str, kind: type, layer: object, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> PyTree:
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-  # NumPy arrays stay what they are: Python may compute with them.
+  # NumPy arrays stay as they are: Python may compute with them.
   nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
   scalars = _SCALARS.get() or Scalars()
   arrays: dict[int, jax.Array] = {}
   for n, x in enumerate(leaves):
     if type(x) in (int, float) or _is_number(x):
-      # A scalar that is no tracer stays what it is too.
+      # A scalar that is not a tracer stays as it is too.
       array = scalars.array((kind, tree, n), x)
       arrays |= {} if array is None else {n: array}
     elif isinstance(x, jax.Array):
@@ -224,9 +224,10 @@ def _closed_call(
 
 
 def _with_changes(call: Callable[..., dict[int, Value]], modules: PyTree, arrays: PyTree) -> dict[int, Value]:
-  """`nnx.jit(call)(modules, arrays)`, which writes only those Variables that the call changes.
+  """`nnx.jit(call)(modules, arrays)`, but writes only the Variables that the call changes.
 
-  `nnx.jit` writes all: inside `jax.vmap` and other transforms, none of a model from outside may be written.
+  `nnx.jit` writes all Variables. Inside `jax.vmap` and other transforms, a model from outside must not be
+  written.
 
   Raises:
     _NewStructure: the call changes more than the values of Variables and arrays, or returns a module.

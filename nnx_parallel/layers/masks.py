@@ -21,7 +21,7 @@ from nnx_parallel.core.tiles import DimName, Grid, Labels, Node, Untiled, pulled
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 HIDDEN = -1e4
-"""A score of which the exponential is 0 beside those that are seen."""
+"""A score whose exponential is 0 relative to visible scores."""
 _ABSORBING = -1e9
 """A number in which a float32 score is lost when it is added."""
 _LOGICAL = ("and", "or", "not")
@@ -29,7 +29,7 @@ Interval = tuple[np.ndarray, np.ndarray]
 """The least and the largest that an element may be, for `[blocks of rows or 1, blocks of columns or 1]`."""
 _ANY: Interval = (np.full((1, 1), -np.inf), np.full((1, 1), np.inf))
 PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
-"""Operations that give the elements of an array other places, or another type."""
+"""Operations that move the elements of an array, or change its type."""
 _KEPT = (*PLACES, "stop_gradient")
 
 
@@ -111,7 +111,7 @@ def _representable(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> I
 
 
 def _rounded(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:
-  """An interval with what an operation of floats may round."""
+  """An interval, widened by the rounding of a float operation."""
   if not jnp.issubdtype(dtype, np.floating):
     return low, high
   slack = 4 * float(jnp.finfo(dtype).eps)
@@ -142,7 +142,7 @@ def _corners(
 
 
 def _added(x: Interval, y: Interval) -> Interval:
-  """A sum. What may be anything is lost in what is far below: a mask that is added to scores."""
+  """A sum. An unknown value vanishes next to a far lower value: a mask that is added to scores."""
   low, high = x[0] + y[0], x[1] + y[1]
   for one, other in ((x, y), (y, x)):
     lost = np.isposinf(one[1]) & (other[1] <= _ABSORBING)

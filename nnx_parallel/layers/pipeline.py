@@ -1,20 +1,20 @@
 """A scan over layers as a pipeline: each stage of a mesh axis holds some layers and passes microbatches on.
 
-A *tick* is one scan step, in which each stage computes one microbatch by one *chunk* of its layers. Arrays
-have a dim of stages, split over the axis; `jax.vmap` over it makes each device compute its own stage. Then
-every result moves one stage up: one collective-permute of one microbatch. For the backward pass a tick keeps
-only the inputs of its stages, and computes the rest again. The inputs of all ticks are kept, so memory grows
-with the number of microbatches; it would not with the schedule 1F1B.
+A *tick* is one scan step, in which each stage computes one *chunk* of its layers for one microbatch. Arrays
+have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
+every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
+saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
+grows with the number of microbatches; with the schedule 1F1B it would not.
 
-Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups of
-one for each stage. A group goes through all chunks before the next one starts, so the result of the last
-stage comes to stage 0 just when that needs it, and nothing waits. In tick `t`, stage `s` does its work item
-`i = t - s`, whose microbatch and chunk follow from `i` (`Schedule.item`).
+Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
+microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
+last stage reaches stage 0 exactly when stage 0 needs it, and no stage waits. In tick `t`, stage `s` computes
+work item `i = t - s`, which determines its microbatch and chunk (`Schedule.item`).
 
-Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so embedding and head
-are computed once and not once for each stage. The loop has one more buffer for this, of one microbatch for
-each stage. A group is loaded into it and moves one stage down in each tick: stage 0 takes its microbatches
-from it one by one, and the last stage puts its results into the room that they leave.
+Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, s]`, so that the embedding and
+the head are computed once, not once per stage. For this, the loop has one more buffer, of one microbatch per
+stage. A group is loaded into the buffer and moves one stage down in each tick: stage 0 takes its microbatches
+from it one by one, and the last stage writes its results into the free slots.
 
 `PipelineLoop.turn` is one tick of a pipeline without an end (`layers/stream.py`): microbatches come back.
 """
@@ -37,7 +37,7 @@ from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
-"""`(carried, its rows, its state, what is shared, what is gathered) -> (carried, its state, its results)`."""
+"""`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Schedule:
 
   Attributes:
     stages: the size of the mesh axis.
-    microbatches: a multiple of it.
-    layers: how many there are.
-    virtual_stages: chunks of layers on each stage: 1 is GPipe, more a circular (interleaved) schedule.
+    microbatches: a multiple of `stages`.
+    layers: the number of layers.
+    virtual_stages: the number of chunks on each stage: 1 is GPipe, more is a circular (interleaved) schedule.
 
   Raises:
-    SchemeError: microbatches that are no multiple of the stages, or less than one repeat or layer.
+    SchemeError: `microbatches` is not a multiple of `stages`, or there is less than one repeat or layer.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -86,9 +86,9 @@ class Schedule:
     if self.microbatches < 1 or self.microbatches % self.stages:
       count = -(-max(self.microbatches, 1) // self.stages) * self.stages
       raise SchemeError(
-        f"{self.microbatches} microbatches are no multiple of {self.stages} stages.",
-        details="they come in groups of one for each stage, so that no stage waits",
-        fix=f"microbatches={count}; more of them make the bubble smaller.",
+        f"{self.microbatches} microbatches are not a multiple of {self.stages} stages.",
+        details="they come in groups, one microbatch for each stage, so that no stage waits",
+        fix=f"microbatches={count}; more microbatches make the bubble smaller.",
       )
     if self.virtual_stages < 1 or self.virtual_stages * self.stages > max(self.layers, self.stages):
       raise SchemeError(
@@ -122,14 +122,14 @@ class Schedule:
     return (self.stages - 1) / self.ticks
 
   def item(self, tick: AnyArray, stage: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """What a stage does in a tick.
+    """The work item of a stage in a tick.
 
     Args:
-      tick: its number, or an array of them.
-      stage: likewise; arrays broadcast.
+      tick: the tick's number, or an array of numbers.
+      stage: the stage's number, or an array; arrays broadcast.
 
     Returns:
-      Whether it works, on which microbatch, and on which of its chunks.
+      Whether the stage works, on which microbatch, and with which of its chunks.
     """
     i = tick - stage
     of_group = i % (self.stages * self.virtual_stages)
@@ -146,7 +146,7 @@ class Schedule:
 
 
 def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax.Array:
-  """`x` with one dim split over mesh axes, or over none; its other dims stay as they are."""
+  """`x` with one dim sharded over mesh axes, or over none; its other dims stay as they are."""
   if mesh is None:
     return x
   if AxisType.Explicit in mesh.axis_types:
@@ -163,10 +163,10 @@ class PipelineLoop:
   """A scan over layers, to be run as a pipeline.
 
   Attributes:
-    schedule: when which stage computes what.
+    schedule: which stage computes which microbatch in which tick.
     axis: the mesh axis of the stages.
     mesh: the mesh; None: one device.
-    layer: one layer, of one microbatch.
+    layer: the program of one layer, for one microbatch.
   """
 
   schedule: Schedule
@@ -180,21 +180,22 @@ class PipelineLoop:
     """The results of all layers, for all microbatches.
 
     Args:
-      inputs: what the first layer gets, `[groups, stages, ...]`.
+      inputs: the inputs of the first layer, `[groups, stages, ...]`.
       rows: the layers' own arrays, `[virtual_stages, stages, chunk, ...]`.
-      state: those that the layers change, likewise; each microbatch in turn, without gradients.
-      shared: arrays that are one for all layers and microbatches.
-      gathered: arrays `[microbatches, ...]`; each stage gets those of its microbatch.
+      state: the arrays that the layers change, with the same dims; each microbatch in turn, without
+        gradients.
+      shared: the arrays that all layers and microbatches share.
+      gathered: arrays `[microbatches, ...]`; each stage receives the entry of its microbatch.
 
     Returns:
-      What the last layer gives, like `inputs`; the state; and the other results of each layer,
+      The results of the last layer, like `inputs`; the state; and the other results of each layer,
       `[microbatches, layers, ...]`.
     """
     plan, active = self.schedule, self._active
     stages = np.arange(plan.stages)
     first = jax.tree.map(lambda x: x[0], inputs)
     outputs = jax.tree.map(lambda x: jnp.zeros_like(jnp.concatenate([x, x[:1]])), inputs)
-    # Weights are read in the chunk: those that it got as its input would be kept for each tick.
+    # Weights are read inside the chunk: as inputs of the chunk they would be saved for each tick.
     compute = self.by_stage(jax.checkpoint(self._chunk, prevent_cse=False))
     read, put = self.by_stage(_at), self.by_stage(_put)
     shared, gathered = self.for_each_stage((shared, gathered))
@@ -204,7 +205,7 @@ class PipelineLoop:
       ring, line, state, outputs = carry
       works, microbatch, repeat = plan.item(t, stages)
       group, place = t // (plan.stages * plan.virtual_stages), t % (plan.stages * plan.virtual_stages)
-      # Bubbles compute on real values: what they give is unused, and its gradient 0, but 0 * inf is not 0.
+      # Bubbles compute on real values: their results are unused and have gradient 0, but 0 * inf is not 0.
       line = _where(place == 0, _at(inputs, jnp.minimum(group, plan.groups - 1)), line)
       given = self._where((stages == 0) & (repeat == 0), line, ring)
       given = self._where(works, given, first)
@@ -212,7 +213,7 @@ class PipelineLoop:
       microbatch = jnp.clip(microbatch, 0, plan.microbatches - 1)
       result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
       result = _marked(result, works)
-      # A gradient through what an earlier microbatch changed would not be the one of accumulation.
+      # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
       changed = jax.lax.stop_gradient(self._where(works, changed, before))
       state = _swapped(put(_swapped(state), repeat, changed))
       moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
@@ -231,21 +232,21 @@ class PipelineLoop:
   def turn(
     self, entering: PyTree, ring: PyTree, rows: PyTree, state: PyTree, tick: AnyArray, passes: PyTree = None
   ) -> tuple[PyTree, PyTree, PyTree]:
-    """One tick of a pipeline that goes round: as many microbatches as stages, so that no stage waits.
+    """One tick of a circulating pipeline: as many microbatches as stages, so that no stage waits.
 
-    Microbatch `tick % stages` enters. The one that leaves is the next to enter, and in the first
-    `stages - 1` ticks there is none.
+    Microbatch `tick % stages` enters. The microbatch that leaves is the next to enter; none leaves in the
+    first `stages - 1` ticks.
 
     Args:
-      entering: what the first layer gets of one microbatch, `[...]`.
-      ring: what the stages before gave in the last tick, `[stages, ...]`.
+      entering: the input of the first layer for one microbatch, `[...]`.
+      ring: the results of the previous stages in the last tick, `[stages, ...]`.
       rows: the layers' own arrays, `[1, stages, chunk, ...]`.
-      state: those that the layers change for each microbatch, `[stages, microbatches, chunk, ...]`.
-      tick: its number.
+      state: the arrays that the layers change for each microbatch, `[stages, microbatches, chunk, ...]`.
+      tick: the tick's number.
       passes: how often each microbatch goes through all layers; None: without an end.
 
     Returns:
-      The ring and the state after it, and what the last layer gives of the microbatch that leaves.
+      The new ring and state, and the result of the last layer for the microbatch that leaves.
     """
     count = self.schedule.stages
     stages = np.arange(count)
@@ -271,7 +272,7 @@ class PipelineLoop:
   def split_layers(self, stacked: PyTree, *, whole: bool = False) -> PyTree:
     """Arrays `[layers, ...]` as `[virtual_stages, stages, chunk, ...]`, the layers of a stage on its devices.
 
-    `whole`: all layers are on all stages; so are then their gradients, by one all-gather.
+    `whole`: all layers are replicated on all stages; their gradients too, by one all-gather.
     """
     plan = self.schedule
 
@@ -357,7 +358,7 @@ class PipelineLoop:
     return carry, state, made
 
   def _moved(self, tree: PyTree, by: int, dim: int = 0) -> PyTree:
-    """Each stage's arrays on the next one, or on the one before; around the ends."""
+    """Each stage's arrays on the next stage, or on the previous stage; the ends wrap around."""
     size, mesh = self.schedule.stages, self.mesh
     pairs = [(n, (n + by) % size) for n in range(size)]
 
@@ -401,7 +402,7 @@ def size_along(mesh: AnyMesh | None, axis: str) -> int:
 
 
 def _marked(result: PyTree, works: PyTree) -> PyTree:
-  """Tests put NaN into what bubbles compute here."""
+  """Tests insert NaN into the results of bubbles here."""
   del works
   return result
 

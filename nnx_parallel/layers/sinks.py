@@ -1,7 +1,7 @@
 """Attention sinks apart from the scores: a logit of each row that belongs to no key.
 
-Models write `softmax(concatenate([scores, sink]))[..., :-1] @ values`. The same program with the sink beside
-the scores has no array of all of them: the maximum is that of the scores and the sink, and so is the sum.
+Models write `softmax(concatenate([scores, sink]))[..., :-1] @ values`. The same program with a separate sink
+has no array of scores and sink: the maximum is taken over the scores and the sink, and so is the sum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Pair:
   dim: int
 
   def after(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> _Pair | jax.Array | None:
-    """The result of an operation: a pair too, or an array; None if it needs the whole array."""
+    """The result of an operation: a pair or an array; None if the operation needs the concatenated array."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE and len(eqn.outvars) == 1:
       scores, sink = (bind(eqn, [self._part(x, n) for x in inputs])[0] for n in (0, 1))
@@ -69,7 +69,7 @@ class _Pair:
     return None
 
   def _part(self, x: Value, n: int) -> jax.Array:
-    """What one part needs of an operand."""
+    """The part of an operand that one part of the result needs."""
     if isinstance(x, _Pair):
       return x.sink if n else x.scores
     if not getattr(x, "ndim", 0) or x.shape[self.dim] == 1:
@@ -83,12 +83,12 @@ def _whole(x: Value) -> jax.Array:
 
 
 def _joins(body: Jaxpr) -> set[Var]:
-  """Scores of products, joined with one column, of which the maximum along it is taken."""
+  """Scores of products, concatenated with one column, whose maximum along that dim is taken."""
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
   of_products = dependents(body, [eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "dot_general"])
 
   def before(var: Var) -> Var:
-    """What a value is in another dtype, or before something is subtracted from it."""
+    """The value before a cast or a subtraction."""
     while among(var, made) and made[var].primitive.name in (
       "convert_element_type", "copy", "stop_gradient", "sub"
     ):  # fmt: skip

@@ -24,9 +24,9 @@ Lengths = dict[DimName, int]
 class Softmaxes:
   """The products of normalised exponentials and values in a flat program.
 
-  An exponential is normalised if it, or what it is the exponential of, depends on a sum of exponentials over
-  a dim that the product sums over. Its scores come from a product too, and the product keeps one of their
-  other dims: the queries.
+  An exponential is normalised if it, or its argument, depends on a sum of exponentials over a dim that the
+  product sums over. Its scores are a product too, and the later product keeps one of their other dims: the
+  queries.
 
   Args:
     body: the program.
@@ -84,7 +84,7 @@ class Softmaxes:
     return found
 
   def product_before(self, exp: JaxprEqn) -> JaxprEqn | None:
-    """The product that an exponential is of, through what is as large; None where there is none."""
+    """The product behind the argument of an exponential, through arrays of the same size, or None."""
     size, todo, seen = exp.outvars[0].aval.size, [*exp.invars], set[Any]()
     while todo:
       var = todo.pop()
@@ -98,7 +98,7 @@ class Softmaxes:
     return None
 
   def _scores(self, exp: JaxprEqn) -> list[Var]:
-    """What the exponential is of, and what a maximum is subtracted from before it."""
+    """The argument of an exponential, and the operand from which it subtracts a maximum."""
     given, shape = exp.invars[0], exp.outvars[0].aval.shape
     made = self._made.get(given)
     found = [given]
@@ -109,7 +109,7 @@ class Softmaxes:
   def _sums(
     self, product: JaxprEqn, own: list[int], labels: dict[Var, Labels], normal: frozenset[DimName]
   ) -> bool:
-    """Whether a product sums over normalised dims of its only weights, and keeps others."""
+    """Whether a product sums over normalised dims of its weights, its only weights, and keeps other dims."""
     met: Any = meeting(product)
     if len(own) != 1:
       return False
@@ -120,7 +120,7 @@ class Softmaxes:
 
 
 def _placed(eqn: JaxprEqn, own: list[int], labels: dict[Var, Labels], lengths: Lengths) -> Labels | None:
-  """The labels of a result; those of an operand of its rank where the operation has no map of its dims."""
+  """The labels of a result; if the operation has no dim map, the labels of an operand of equal rank."""
   found: dict[DimName, tuple[int, int]] = {}
   for m in own:
     var = eqn.invars[m]
@@ -157,7 +157,7 @@ def named_dims(shape: Sequence[int]) -> tuple[dict[DimName, int], Labels]:
 def as_quotients(flat: ClosedJaxpr) -> ClosedJaxpr:
   """A closed flat program with `exp(scores - log_sum_exp)` as exponentials that are divided by their sum.
 
-  This is what a log-softmax and `jax.nn.logsumexp` make.
+  A log-softmax and `jax.nn.logsumexp` have this form.
   """
   body = opened(flat)
   made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
@@ -248,7 +248,7 @@ def _leads_to_log(var: Var, made: dict[Var, JaxprEqn]) -> bool:
 
 
 def _is_of(exp: JaxprEqn, scores: Var, largest: Var | None, made: dict[Var, JaxprEqn]) -> bool:
-  """Whether an exponential is of scores, less what is added to the logarithm if something is."""
+  """Whether the argument of an exponential is the scores, minus the offset of a logarithm if there is one."""
   if largest is None:
     return exp.invars[0] is scores
   difference = made.get(exp.invars[0])
@@ -258,7 +258,7 @@ def _is_of(exp: JaxprEqn, scores: Var, largest: Var | None, made: dict[Var, Jaxp
 
 
 def origin(var: Var, made: Mapping[Var, JaxprEqn]) -> Var:
-  """What a value is in another layout."""
+  """The value that another value is a new layout of."""
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     if eqn.primitive.name not in (*_LAYOUT, "stop_gradient"):
       break

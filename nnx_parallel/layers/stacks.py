@@ -4,12 +4,12 @@ A run of marked calls is a chain if each input of a call is one of
 - *inner*: always the same result of an earlier call of its unit;
 - *carried*: always the same result of the unit before (activations, a shared random state);
 - *same*: one value in all units (a mask, shared weights);
-- a row: a value of its own, which does not depend on the chain (weights, statistics).
+- a row: a different value in each unit, which does not depend on the chain (weights, statistics).
 
-A unit is one call, or a few where kinds alternate: (local, local, global) has a period of 3. A chain becomes
-one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked; weights that
-a layer only reads cast are cast first. Operations between the calls that do not depend on the chain are
-evaluated before it.
+A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. A chain
+becomes one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked.
+Weights that a layer only reads after a cast are cast first. Operations between the calls that do not depend
+on the chain are evaluated before the chain.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_PERIOD = 4
 Place = tuple[int, int]
 """The number of a call in its unit, and the position of one of its inputs or results."""
 Key = Any
-"""What names an input or a result of one layer: its position, or in a chain its place."""
+"""Identifies an input or a result of a layer: its position, or its place in a chain."""
 EachLayer: TypeAlias = Any
 """What each layer reads or makes: a list with a variable for each, or one variable that has them stacked."""
 Body: TypeAlias = Callable[
@@ -65,12 +65,11 @@ Body: TypeAlias = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Treatment:
-  """What is done with layers.
+  """How layers are computed.
 
   Attributes:
     run: evaluates operations outside of chains.
-    in_unit: evaluates the calls of a unit, given also the number of the call, and whether units are scanned.
-    around: is put around the program of a unit, given also whether units are scanned.
+    in_unit: evaluates the calls of a unit, given the number of the call and whether units are scanned.
     in_scan: the program of one layer of a scan, a function of flat arrays.
   """
 
@@ -82,15 +81,15 @@ class Treatment:
 
 @dataclasses.dataclass
 class Chain:
-  """Units of calls that are one scan.
+  """Units of calls that form one scan.
 
   Attributes:
     units: the positions of the operations of each unit in the program.
     inner: input -> the result of an earlier call of its unit.
     carried: input -> the result of the unit before.
-    same: inputs that are one value in all units; those in none of the three are rows.
+    same: inputs that are one value in all units; all remaining inputs are rows.
     dependents: the variables that depend on a result of the chain.
-    scan: whether it is one scan.
+    scan: whether the chain is one scan.
   """
 
   units: list[tuple[int, ...]]
@@ -112,16 +111,16 @@ class Stack:
 
   Attributes:
     numbers: the positions of their operations.
-    length: how many layers.
-    name: the paths of the first and the last one, or "a scan".
+    length: the number of layers.
+    name: the paths of the first and the last layer, or "a scan".
     same: inputs that are one value for all layers.
-    carried: what the first layer gets from outside of what each later one gets from the one before.
-    final: a result of the last layer -> which of these it would be.
-    rows: an input of each layer -> the variable of each, or the one that has them stacked.
-    made: a result of each layer -> likewise.
+    carried: the inputs that the first layer takes from outside, and later layers from the previous layer.
+    final: a result of the last layer -> the carried input that it would be.
+    rows: an input of each layer -> the variable of each layer, or the variable that stacks them.
+    made: a result of each layer -> the same.
     step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
     used: the variables that are read outside of the layers.
-    size: how many layers of the model each of them is.
+    size: how many layers of the model each layer is.
     narrow: rows that the layers only read cast -> the narrower dtype.
   """
 
@@ -168,7 +167,7 @@ class Stack:
     return jnp.stack([jnp.asarray(read(var, values), dtype) for var in each_of(some)])
 
   def run(self, values: Values, *, scan: bool) -> Values:
-    """The results of calls that are used elsewhere: of one scan, or of one layer after the other."""
+    """The results of calls that are used elsewhere, from one scan or from one layer after another."""
     step = self.step({key: read(var, values) for key, var in self.same.items()})
     carry: list[jax.Array] = [read(var, values) for var in self.carried]
     if scan:
@@ -191,13 +190,13 @@ class Stacks:
 
   Args:
     jaxpr: the trace of a loss.
-    scan_from: the fewest layers of a scan; None: no chain is one.
+    scan_from: the smallest number of layers of a scan; None: no chain becomes a scan.
     group: the number of calls of a unit is a multiple of it.
-    loops: whether chains that are no scan are evaluated unit by unit too, and not call by call.
+    loops: whether chains that are not scans are also evaluated unit by unit, not call by call.
 
   Attributes:
     chains: by the position of their first operation.
-    reasons: why neighbours are not of one chain.
+    reasons: why neighbouring layers are not in one chain.
   """
 
   def __init__(self, jaxpr: Program, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
@@ -211,7 +210,7 @@ class Stacks:
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
     periods = range(group, group * MAX_PERIOD + 1, group)
-    short = 0  # up to this call, the layers are those of a chain that is too short
+    short = 0  # up to this call, the layers belong to a chain that is too short
     while marks:
       chains = [self._chain(marks, period) for period in periods if period <= len(marks)]
       chains = [chain for chain in chains if chain.units]
@@ -254,7 +253,7 @@ class Stacks:
         done |= calls
         values.update(self._joint(found, values, done) if chain.scan else found)
       evaluate([n])
-    # What the program did not change is the input itself.
+    # A result that the program did not change is the input.
     values.update(zip(self.body.invars, inputs, strict=True))
     return [read(var, values) for var in self.body.outvars]
 
@@ -262,7 +261,7 @@ class Stacks:
     """The equal layers, marked calls or a scan, that hold the most bytes.
 
     Raises:
-      TrainError: there are none.
+      TrainError: there are no equal layers.
     """
     stacks = [self.stack(chain, how) for chain in self.chains.values() if len(chain.units) > 1]
     stacks += [self._of_scan(n, how) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
@@ -280,7 +279,7 @@ class Stacks:
     return found
 
   def stack(self, chain: Chain, how: Treatment, *, scan: bool = True) -> Stack:
-    """The layers of a chain, and how they are connected with each other and with the rest of the program."""
+    """The layers of a chain, and their connections with each other and with the rest of the program."""
     inputs, results = ([places(unit) for unit in chain.units] for places in (self._inputs, self._results))
     slots, linked = [*chain.carried], {*chain.inner, *chain.carried, *chain.same}
     rows = [place for place in inputs[0] if place not in linked]
@@ -349,7 +348,7 @@ class Stacks:
     )
 
   def _stacked(self, chain: Chain) -> int:
-    """The bytes of a chain's rows: two shared layers in turn have none as units of two."""
+    """The bytes of a chain's rows; two alternating shared layers have no rows in units of two."""
     linked = {*chain.inner, *chain.carried, *chain.same}
     first = self._inputs(chain.units[0])
     return len(chain.units) * sum(nbytes(var.aval) for place, var in first.items() if place not in linked)
@@ -359,7 +358,7 @@ class Stacks:
     return [layer_of(self.eqns[n]) for n in chain.calls]
 
   def _why(self, before: int, after: int) -> str:
-    """Why two calls that follow each other are not of one chain."""
+    """Why two successive calls are not in one chain."""
     first, second = self.eqns[before], self.eqns[after]
     names = f"{layer_of(first)} and {layer_of(second)}"
     if kind_of_layer(first) != kind_of_layer(second):
@@ -370,8 +369,8 @@ class Stacks:
     later = dependents(between, first.outvars)
     for eqn in reversed(between):
       if later & {*eqn.outvars} and any(among(var, eqn.outvars) for var in second.invars):
-        return f"{eqn.primitive.name} between {names} changes what the second one gets"
-    return f"{names} read other results of the calls before them than their neighbours, or one is left over"
+        return f"{eqn.primitive.name} between {names} changes an input of the second"
+    return f"{names} read other results of earlier calls than their neighbours, or one layer is left over"
 
   def _inputs(self, unit: Sequence[int]) -> dict[Place, Var]:
     return {(c, j): var for c, n in enumerate(unit) for j, var in enumerate(self.eqns[n].invars)}
@@ -408,7 +407,7 @@ class Stacks:
     return chain
 
   def _joint(self, found: Values, values: Values, done: Collection[int]) -> Values:
-    """The results of a chain, and what single operations read after it; their gradients come together.
+    """The results of a chain, and of single operations after it, with gradients behind one barrier.
 
     So the gradients of a head are complete before the backward pass of the layers starts. A compiler that
     computes them after it keeps the gradient of all logits meanwhile.
@@ -450,18 +449,18 @@ def _is_stack(eqn: JaxprEqn) -> bool:
 
 
 def each_of(some: EachLayer) -> list[Var]:
-  """The variables of a row: one for each layer, or the one that has them stacked."""
+  """The variables of a row: one for each layer, or the variable that stacks them."""
   return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
 
 
 def variables(some: Iterable[Var]) -> Iterator[Var]:
-  """Those that are no constants."""
+  """The variables that are not constants."""
   return (var for var in some if not is_literal(var))
 
 
 @jax.custom_jvp
 def _with_joint_gradients(*xs: jax.Array) -> tuple[jax.Array, ...]:
-  """The arrays; none of their gradients is used before all of them are computed."""
+  """The arrays, with a barrier: no gradient is used before all of them are computed."""
   return xs
 
 

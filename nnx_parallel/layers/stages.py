@@ -1,15 +1,15 @@
 """A traced loss as a pipeline over its equal layers: microbatches in, sums of their losses out.
 
 The loss is traced for one microbatch. Its layers (`layers/stacks.py`) become a pipeline
-(`layers/pipeline.py`). The other operations are of three kinds:
+(`layers/pipeline.py`). The remaining operations are of three kinds:
 - *fixed*: they depend on neither the batch nor the layers, and are computed once;
 - *before*: they depend on the batch (the embedding);
 - *after*: they depend on the layers (the head and the loss).
-Those before and after are computed for one microbatch of each stage at a time, on its stage.
+Operations before and after are computed for one microbatch of each stage at a time, on its stage.
 
-The values are those of the microbatches one after the other: a Variable of a layer changes with each of
-them in turn (batch statistics), and one that does not depend on the batch (the count of a random stream)
-is counted ahead for all of them.
+The values equal the values of sequential microbatches: each microbatch in turn changes a Variable of a layer
+(batch statistics), and a Variable that does not depend on the batch (the count of a random stream) is counted
+ahead for all microbatches.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variable
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-  """What the inputs and results of a traced loss are, by position.
+  """The roles of the inputs and results of a traced loss, by position.
 
   Attributes:
-    model: so many first inputs are the arrays of the model; the others are those of a microbatch.
+    model: the number of leading inputs that are arrays of the model; the rest are arrays of a microbatch.
     states: result -> input, for arrays of the model that the loss may change.
-    outputs: results with the examples on dim 0; all others are sums.
+    outputs: results with the examples on dim 0; all other results are sums.
   """
 
   model: int
@@ -48,20 +48,20 @@ class Signature:
 
 
 class AroundLayers:
-  """The operations of a trace by what they have to do with its equal layers.
+  """The operations of a trace, sorted by their relation to its equal layers.
 
   Args:
     program: the trace, with its stacks of layers.
-    signature: what its inputs and results are.
-    how: what is done with layers.
+    signature: the roles of its inputs and results.
+    how: how layers are computed.
 
   Attributes:
     stack: the layers.
-    changed: result -> input of the arrays that the program does change.
-    kept: results that are arrays that it may change and does not.
+    changed: result -> input, for arrays that the program does change.
+    kept: results for arrays that the program may change but does not.
     read: variables that are read outside of the layers.
-    of_layers: inputs that each layer changes -> its results that are their new values.
-    alone: result -> input of those that change outside of the layers.
+    of_layers: inputs that each layer changes -> its results that are the new values.
+    alone: result -> input, for arrays that change outside of the layers.
 
   Raises:
     TrainError: there are no equal layers.
@@ -81,10 +81,10 @@ class AroundLayers:
   def sort(self, varying: Collection[Var]) -> None:
     """Sorts the operations outside of the layers into `fixed`, `before` and `after`; see above.
 
-    `varies` are then the variables that depend on those given, which differ between microbatches.
+    Sets `varies`: the given variables and all variables that depend on them, which differ by microbatch.
 
     Raises:
-      TrainError: each layer reads something of its own that depends on the batch.
+      TrainError: each layer reads a different value that depends on the batch.
     """
     made = {*self.stack.final, *(var for some in self.stack.made.values() for var in each_of(some))}
     after, self.varies = dependents(self.eqns, made), dependents(self.eqns, varying)
@@ -97,7 +97,7 @@ class AroundLayers:
         (self.after if of & after else self.before if of & self.varies else self.fixed).append(n)
     if wrong := [var for var in self.stack.row_variables if var in self.varies]:
       raise TrainError(
-        "each layer reads something of its own that depends on the batch, so they cannot be a pipeline.",
+        "each layer reads a different value that depends on the batch, so they cannot be a pipeline.",
         details=", ".join(str(var.aval) for var in wrong[:4]),
         fix="give all layers the same array, or compute theirs inside of them.",
       )
@@ -116,10 +116,10 @@ class AroundLayers:
     run_operations([self.eqns[n] for n in numbers], values, self.how.run)
 
   def layer(self, known: Mapping[Key, jax.Array], kept: Collection[Key] = ()) -> Layer:
-    """One layer, for `PipelineLoop`, which carries with its results the arrays that travel with them.
+    """One layer, for `PipelineLoop`; its carry includes the arrays that travel with the microbatch.
 
     Args:
-      known: values of `same` that are one array for all microbatches.
+      known: the values of `same` that are one array for all microbatches.
       kept: results of each layer that are read elsewhere.
     """
 
@@ -140,7 +140,7 @@ class AroundLayers:
     return piped.split_layers(stacked, whole=isinstance(self.stack.rows[key], list))
 
   def _of_layers(self) -> tuple[dict[Key, Key], set[Var]]:
-    """Inputs that each layer changes -> its results that are their new values; and the variables of those."""
+    """Inputs that each layer changes -> results that are the new values; and the variables of the inputs."""
     news = {self.inputs[i]: self.outputs[o] for o, i in self.changed.items()}
     makers = {var: (key, u) for key, some in self.stack.made.items() for u, var in enumerate(each_of(some))}
     found: dict[Key, Key] = {}
@@ -161,7 +161,7 @@ class TrainPipeline(AroundLayers):
 
   Raises:
     TrainError: there are no equal layers, or a Variable changes in a way that a pipeline cannot follow.
-    SchemeError: no such axis, or microbatches that do not fit it.
+    SchemeError: no such axis, or the number of microbatches does not fit it.
   """
 
   def __init__(
@@ -195,7 +195,7 @@ class TrainPipeline(AroundLayers):
     )
 
   def _outside(self) -> str:
-    """The layers that are not in the pipeline, and what their weights take."""
+    """The layers that are not in the pipeline, and the bytes of their weights."""
     layers = [eqn for n, eqn in enumerate(self.eqns) if n not in self.stack.numbers and is_or_has_layers(eqn)]
     if not layers:
       return ""
@@ -231,7 +231,7 @@ class TrainPipeline(AroundLayers):
     return [self._result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
 
   def _run_layers(self, piped: PipelineLoop, fixed: Values, varying: Values) -> tuple[Values, Values]:
-    """The results of the layers for each microbatch, and what the layers have changed for good."""
+    """The results of the layers for each microbatch, and the final values of the arrays that they change."""
     stack = self.stack
 
     def spread(var: Var) -> jax.Array:
@@ -281,14 +281,14 @@ class TrainPipeline(AroundLayers):
 
   @functools.cached_property
   def _flat(self) -> ClosedJaxpr:
-    """The program without calls: what a call gives may depend on some of its inputs only."""
+    """The program without calls: a result of a call may depend on only some of its inputs."""
     return flattened(self.program.jaxpr, is_call)
 
   def _count_steps(self) -> list[JaxprEqn]:
-    """The operations that compute the new value of what changes apart from the batch and the layers.
+    """The operations that update the values that do not depend on the batch or the layers.
 
     Raises:
-      TrainError: it does depend on the batch.
+      TrainError: one of these values does depend on the batch.
     """
     if not self.alone:
       return []
@@ -308,7 +308,7 @@ class TrainPipeline(AroundLayers):
     return operations_behind(body.eqns, [body.outvars[o] for o in self.alone])
 
   def _count(self, model: Sequence[jax.Array]) -> tuple[Values, Values]:
-    """What each microbatch starts with, `[microbatches, ...]`, and what is left after the last one."""
+    """The initial values of each microbatch, `[microbatches, ...]`, and the final values after the last."""
     if not self.alone:
       return {}, {}
     body = opened(self._flat)
@@ -334,7 +334,7 @@ class TrainPipeline(AroundLayers):
     *,
     recompute: bool = False,
   ) -> Values:
-    """What some operations compute for each microbatch, `[groups, stages, ...]`."""
+    """The results of some operations for each microbatch, `[groups, stages, ...]`."""
     results = [var for n in numbers for var in self.eqns[n].outvars if var in wanted]
     reads = self.reads(numbers)
     given = {n: (var, varying[var]) for n, var in enumerate(reads) if var in varying}

@@ -1,9 +1,10 @@
-"""The layers of a call that is repeated for ever: a pipeline in which no stage waits.
+"""The layers of a call that repeats without end: a pipeline in which no stage waits.
 
-A generated token has to pass all layers before the next one begins. So as many groups of rows as stages go
-round: while one of them is on the last stage, the next is on the one before (`PipelineLoop.turn`). In a tick
-one group enters, by what stands before the layers, and another leaves, by what stands after them. Weights are
-brought to their stages once; each stage holds the caches of its layers, for all groups.
+A generated token must pass all layers before the next token begins. So the pipeline circulates as many groups
+of rows as it has stages: while one group is on the last stage, the next group is on the stage before it
+(`PipelineLoop.turn`). In each tick one group enters, through the operations before the layers, and another
+leaves, through the operations after them. Weights are moved to their stages once; each stage holds the caches
+of its layers, for all groups.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from nnx_parallel.layers.stages import AroundLayers, Signature
 
 
 class PipelineState(NamedTuple):
-  """What goes round.
+  """The circulating state of a pipeline.
 
   Attributes:
-    ring: what each stage got from the one before, `[stages, ...]`.
-    layers: what the layers change, `[stages, groups, layers of a stage, ...]`; by the position of the input
-      that the first layer changes.
-    alone: what changes outside of the layers, `[groups, ...]`, by the position of the input.
+    ring: the inputs of each stage from the stage before, `[stages, ...]`.
+    layers: the arrays that the layers change, `[stages, groups, layers of a stage, ...]`; by the position of
+      the input that the first layer changes.
+    alone: the arrays that change outside of the layers, `[groups, ...]`, by the position of the input.
   """
 
   ring: PyTree
@@ -44,26 +45,26 @@ class PipelineState(NamedTuple):
 
 
 class Prepared(NamedTuple):
-  """What is the same in all ticks: arrays by variable, and the weights of the layers on their stages."""
+  """The values that all ticks share: arrays by variable, and the weights of the layers on their stages."""
 
   values: Values
   rows: dict[Key, jax.Array]
 
 
 class DecodePipeline(AroundLayers):
-  """A traced call of one group of rows, whose layers are a pipeline that goes round.
+  """A traced call of one group of rows, whose layers are a circulating pipeline.
 
   Args:
     program, how: as for `AroundLayers`.
-    signature: also; the inputs behind the model's arrays are those that differ in each call, and states,
-      which each group has for itself.
+    signature: as for `AroundLayers`; the inputs after the model's arrays differ in each call, and each group
+      has its own states.
     axis: the mesh axis of the stages.
-    mesh: the mesh, if there is one.
-    specs: input -> the spec of a state; those that are not there are left to the compiler.
+    mesh: the mesh, or None.
+    specs: input -> the spec of a state; the compiler chooses the spec of a missing state.
 
   Raises:
-    TrainError: there are no equal layers, or what they give is used outside of them, apart from the last
-      result and their states.
+    TrainError: there are no equal layers, or results of theirs other than the last result and their states
+      are used outside of them.
     SchemeError: no such axis.
   """
 
@@ -90,14 +91,14 @@ class DecodePipeline(AroundLayers):
     wrong = [var for some in self.stack.made.values() for var in each_of(some) if var in self.read]
     if wrong:
       raise TrainError(
-        "what a layer gives besides its result is used outside of the layers.",
+        "a second result of a layer is used outside of the layers.",
         details=", ".join(str(var.aval) for var in wrong[:4]),
-        fix="leave it out of what the call returns; or call without pipeline=.",
+        fix="leave it out of the results of the call; or call without pipeline=.",
       )
     self.first = {key: self.inputs.index(each_of(self.stack.rows[key])[0]) for key in self.of_layers}
     """State of the layers -> the position of the input that the first layer changes."""
     self.travels = [key for key, var in self.same.items() if var in self.varies]
-    """What all layers read, and what differs between groups: it goes round with them."""
+    """The values that all layers read and that differ between groups: they travel with the group."""
 
   def __str__(self) -> str:
     stack, stages, chunk = self.stack, self.schedule.stages, self.schedule.chunk
@@ -112,7 +113,7 @@ class DecodePipeline(AroundLayers):
     )
 
   def prepare(self, model: Sequence[jax.Array], states: Mapping[int, jax.Array]) -> Prepared:
-    """What all ticks share, given the arrays of the model and the state that each group starts with."""
+    """The values that all ticks share, given the arrays of the model and the initial state of each group."""
     values = values_of(self.program.jaxpr, model)
     values.update({self.inputs[i]: states[i] for i in self.constant})
     self.evaluate(self.fixed, values)
@@ -122,7 +123,7 @@ class DecodePipeline(AroundLayers):
   def begin(
     self, prepared: Prepared, states: Mapping[int, jax.Array], inputs: Sequence[jax.Array]
   ) -> PipelineState:
-    """What goes round before the first tick, given the state that each group starts with, and any inputs."""
+    """The state before the first tick, given the initial state of each group, and inputs of any value."""
     piped, groups = self._piped(prepared.values), self.schedule.stages
     first = {self.inputs[i]: x for i, x in states.items()}
 
@@ -145,18 +146,18 @@ class DecodePipeline(AroundLayers):
     leaving: Sequence[jax.Array],
     passes: AnyArray = None,
   ) -> tuple[list[jax.Array], PipelineState]:
-    """Group `tick % stages` enters; group `(tick + 1) % stages` leaves, in the first ticks with no meaning.
+    """Group `tick % stages` enters; group `(tick + 1) % stages` leaves, without meaning in the first ticks.
 
     Args:
-      prepared: of `prepare`.
-      going: of `begin`, or of the tick before.
-      tick: its number.
-      entering: the inputs of the call of the group that enters.
-      leaving: those with which the group that leaves had entered.
-      passes: how many calls there are of each group; None: without an end.
+      prepared: the result of `prepare`.
+      going: the result of `begin`, or of the previous tick.
+      tick: the tick's number.
+      entering: the call inputs of the group that enters.
+      leaving: the call inputs of the group that leaves, from when it entered.
+      passes: the number of calls of each group; None: without an end.
 
     Returns:
-      The results of the group that leaves, and what goes on.
+      The results of the group that leaves, and the state of the next tick.
     """
     stages = self.schedule.stages
     enters, leaves = tick % stages, (tick + 1) % stages
@@ -180,14 +181,14 @@ class DecodePipeline(AroundLayers):
   def _before(
     self, prepared: Prepared, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]
   ) -> Values:
-    """What is known of a group before the layers."""
+    """The values of a group before the layers."""
     values = dict(prepared.values)
     values.update({self.inputs[i]: x for i, x in (*zip(self.calls, inputs, strict=True), *alone.items())})
     self.evaluate(self.before, values)
     return values
 
   def _enter(self, prepared: Prepared, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]) -> PyTree:
-    """What the first layer gets, and what all layers get of this group."""
+    """The inputs of the first layer, and the inputs that all layers read of this group."""
     values = self._before(prepared, alone, inputs)
     carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.stack.carried]
     return carried, {key: values[self.stack.same[key]] for key in self.travels}

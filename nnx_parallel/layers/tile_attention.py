@@ -1,10 +1,10 @@
-"""Attention by tiles of queries and keys, forward and backward, on one device or shared by several.
+"""Attention in tiles of queries and keys, forward and backward, on one device or shared by several.
 
-The scores, the weights and their sums are a program that is given for one tile; here are the loops over the
-tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that no array of the size queries x
-keys exists. A tile that the mask hides completely is not computed. `Share` says what one device of a mesh
-axis computes: its own queries, for keys that are replicated or travel around a ring (arXiv:2310.01889), or
-its own heads (arXiv:2309.14509).
+The caller supplies the scores, the weights and their sums as a program for one tile. This module has the
+loops over tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that an array of size
+queries x keys never exists. A tile that the mask hides completely is not computed. `Share` says which part
+one device of a mesh axis computes: its own queries, for keys that are replicated or travel around a ring
+(arXiv:2310.01889), or its own heads (arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nnx_parallel.core.types import AnyArray, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """What one device computes of an attention that the devices of a mesh axis share.
+  """One device's part of an attention that the devices of a mesh axis share.
 
   Attributes:
-    axis: the mesh axis; None: one device computes it all.
-    size: of the axis.
+    axis: the mesh axis; None: one device computes the attention.
+    size: the size of the axis.
     row, column: the names of the dims of queries and of keys.
     dim: the name of the dim of the scores that is split: queries, or heads.
     moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
@@ -55,7 +55,7 @@ class Share:
 
   @property
   def own(self) -> Grid:
-    """The blocks of what a device has at a time."""
+    """The blocks that a device holds at a time."""
     split = {self.dim, self.moving} if self.axis is not None else set[Any]()
     lengths = {name: n // self.size if name in split else n for name, n in self.grid.lengths.items()}
     parts = {name: n // self.size if name in split else n for name, n in self.grid.parts.items()}
@@ -100,9 +100,9 @@ class Share:
   def keys_of(
     self, source: AnyArray, x: jax.Array, labels: Labels, new: jax.Array | None = None
   ) -> jax.Array:
-    """What a device uses of an array that has its queries and all keys, for the keys of a device.
+    """The part of an array, with the device's queries and all keys, that belongs to the keys of `source`.
 
-    With `new`, the array with that in its place.
+    With `new`, returns the array with `new` in the place of that part.
     """
     if self.moving is None or self.moves(labels):
       return x if new is None else new
@@ -111,7 +111,7 @@ class Share:
     return keys.take(x, labels, where) if new is None else keys.put(x, new, labels, where)
 
   def sent(self, tree: PyTree, by: int = 1) -> PyTree:
-    """What the device `by` places before has, around the ring of the axis."""
+    """Sends arrays `by` places forward around the ring of the axis."""
     pairs = [(i, (i + by) % self.size) for i in range(self.size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree) if by % self.size else tree
 
@@ -126,7 +126,7 @@ class Share:
       axis_names={self.axis, *self.mapped},
       check_vma=False,
     )
-    # As an array: `jax.lax.axis_index` of one axis is an instruction that not every partitioner can place.
+    # As an array: not every partitioner can place the instruction of `jax.lax.axis_index` of one axis.
     numbers = jnp.arange(self.size, dtype=jnp.int32)
     if self.is_explicit:
       numbers = jax.sharding.reshard(numbers, PartitionSpec(self.axis))
@@ -139,9 +139,9 @@ class Share:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(self.axis) == AxisType.Explicit
 
   def by_heads(self, x: jax.Array, labels: Labels) -> jax.Array:
-    """An array that is split by positions, split by heads if those are what is split: by an all-to-all.
+    """Reshards an array from positions to heads, by an all-to-all, if the attention is split by heads.
 
-    XLA would else compute the array by heads, from all positions.
+    Otherwise XLA would compute the array by heads from all positions.
     """
     return self._on(self.by_positions(x, labels), self.split(labels))
 
@@ -160,9 +160,9 @@ class Share:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
   def visits(self, seen: np.ndarray) -> np.ndarray:
-    """Which of the tiles that are seen each device computes at each visit to a shard of keys, its own first.
+    """Which visible tiles each device computes at each visit to a shard of keys; its own shard comes first.
 
-    The visits end with the last one at which a device sees a tile.
+    The visits end with the last visit at which any device sees a tile.
 
     Returns:
       `[visits, devices, blocks of the device's queries, blocks of the shard's keys]`.
@@ -178,22 +178,22 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class TileAttention:
-  """The values, weighted by the softmax of scores, as a function of arrays of which it reads tiles.
+  """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles.
 
   Attributes:
-    share: the blocks, and what each device computes.
+    share: the blocks, and the part that each device computes.
     inputs: the labels of the arrays.
-    slopes: how many of the arrays, which are the first ones, have gradients.
-    row: the labels of an array with a number for each row of the scores, such as their maximum.
+    slopes: the number of leading arrays that have gradients.
+    row: the labels of an array with one number per row of the scores, such as their maximum.
     result: the labels of the result.
-    dtype: of the result.
+    dtype: the dtype of the result.
     largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
     weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
       and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
-    seen: which tiles a mask does not hide wholly, `[blocks of queries, blocks of keys]`, of all devices;
-      None: all.
-    zeros_too: whether a row of weights may be all zeros, in place of what has no sum.
+    seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
+      None: all tiles.
+    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
   share: Share
@@ -276,7 +276,7 @@ class TileAttention:
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
 
     largest, total, result = self._start(device, arrays)
-    if sink is not None:  # as a key that is seen before all others, with the value 0
+    if sink is not None:  # as a first key that is always visible, with the value 0
       largest, total = sink.astype(total.dtype), jnp.ones_like(total)
     largest, total, result = self._around(visit, arrays, (largest, total, result))
     if self.zeros_too:
@@ -360,7 +360,8 @@ class TileAttention:
     zeros = [jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)) for x in given[: self.slopes]]
     found = self._around(visit, given, zeros)
     found = [g.astype(x.dtype) for g, x in zip(found, given, strict=False)]
-    # What all devices read has a gradient from each, summed outside: XLA gathers the examples for a sum here.
+    # An array that all devices read has one gradient per device, summed outside: XLA gathers the examples for
+    # a sum here.
     home = self.share.size - (len(self._visits) - 1)
     found = [
       (self.share.sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
@@ -390,8 +391,8 @@ class TileAttention:
     for own, pattern in zip(lists, patterns, strict=True):
       own[: pattern.sum()] = np.argwhere(pattern.reshape(visits.shape[2:]))
     mine = 0 if len(patterns) == 1 else jnp.asarray(which.reshape(visits.shape[:2]))[hop - ahead, device]
-    # What depends on the positions alone, such as a mask, would else be computed, and kept, for all tiles
-    # ahead of the scan.
+    # Arrays that depend on positions only, such as a mask, would otherwise be computed, and saved, for all
+    # tiles ahead of the scan.
     *given, tiles = jax.lax.optimization_barrier((*given, jnp.asarray(lists)[mine]))
 
     def step(state: PyTree, numbered: PyTree) -> tuple[PyTree, None]:
@@ -410,7 +411,7 @@ class TileAttention:
   def _around(self, visit: Callable[..., PyTree], given: Sequence[jax.Array], state: PyTree) -> PyTree:
     """Visits the keys of a device with `(hop, moving, state)`, then the keys that arrive around the ring.
 
-    Keys are sent on before they are used, so that the next ones arrive meanwhile. `hop` is an int at the
+    Keys are sent on before they are used, so that the next keys arrive meanwhile. `hop` is an int at the
     first and the last visit.
     """
     pairs = enumerate(zip(given, self.inputs, strict=True))
@@ -433,6 +434,6 @@ class TileAttention:
   def _at_hand(
     self, given: Sequence[jax.Array], moving: Mapping[int, jax.Array], source: AnyArray
   ) -> list[jax.Array]:
-    """What a device has of the arrays while it has keys of another one."""
+    """The arrays that a device holds while it has the keys of another device."""
     whole = [self.share.keys_of(source, x, own) for x, own in zip(given, self.inputs, strict=True)]
     return [moving.get(n, x) for n, x in enumerate(whole)]

@@ -1,1 +1,1 @@
-"""Plan: names and rules made into the one table of layouts that everything else reads."""
+"""Plan: names and rules become the table of layouts that all other code reads."""

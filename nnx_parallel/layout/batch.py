@@ -48,7 +48,7 @@ def position_axes(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def with_batch(rules: RuleSet, mesh: Mapping[str, int]) -> LogicalRules:
-  """The logical rules of a plan, with `batch_axes` as the rule for `batch` where there is none."""
+  """The logical rules of a plan, with `batch_axes` as the rule for `batch` if there is none."""
   if "batch" in rules.logical:
     return rules.logical
   axes = batch_axes(rules, mesh)
@@ -79,12 +79,12 @@ def check_split(
   """Refuses an input that its shards cannot split evenly.
 
   Args:
-    name: of the input.
-    shape: of the part that this process gives.
-    spec: of the input.
-    sizes: of the mesh axes.
-    mine: shards of each dim on this process.
-    counts: shards of each dim in all.
+    name: the name of the input.
+    shape: the shape of this process's part.
+    spec: the spec of the input.
+    sizes: the sizes of the mesh axes.
+    mine: the number of shards of each dim on this process.
+    counts: the total number of shards of each dim.
 
   Raises:
     ShardingError: with the next sizes that work.

@@ -1,4 +1,4 @@
-"""What a finished table is checked for, and what a plan notes for its reader."""
+"""Checks of a finished table, and the notes of a plan for its reader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
 
   The query's kernel is (embed, heads, head size) and the output's (heads, head size, embed); flax passes
   `kernel_metadata` (and `bias_metadata`) on to the output unless the output has its own. Logical names are an
-  error; mesh axes are valid, if not what was meant, and give a note.
+  error; mesh axes are valid, though probably unintended, and give a note.
   """
   notes: list[str] = []
   for path, module in iter_nodes(model):
@@ -53,7 +53,7 @@ def check_attention(model: nnx.Module, mesh: Mapping[str, int]) -> list[str]:
 def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
   query, out = getattr(module.query, part), getattr(module.out, part)
   if not isinstance(query, nnx.Variable) or not isinstance(out, nnx.Variable):
-    return None  # no bias; or weights of another package, such as quantized ones
+    return None  # no bias; or weights of another package, such as quantized weights
   names, wanted = _names(query), _names(out)
   # Names that read the same backwards can be right for both projections.
   if names is None or names != wanted or names == names[::-1]:
@@ -132,7 +132,7 @@ def check_complete(rows: Sequence[LeafPlan], rules: RuleSet) -> None:
   raise ShardingError(
     f"incomplete partition spec: {len(unnamed)} parameters have no annotation and match no rule.",
     details=listed([f"  {row.name}{_nearest_rule(row.name, rules)}" for row in unnamed], 40),
-    fix="add path rules for them (None replicates one), or end the rules with fsdp() or replicate().",
+    fix="add path rules for them (None replicates an array), or end the rules with fsdp() or replicate().",
   )
 
 
@@ -146,7 +146,7 @@ def _nearest_rule(name: str, rules: RuleSet) -> str:
 
 
 def check_names(rows: Iterable[LeafPlan]) -> None:
-  """Refuses two arrays of one dotted path, such as those at `("a.b",)` and `("a", "b")`."""
+  """Refuses two arrays with one dotted path, such as the paths `("a.b",)` and `("a", "b")`."""
   seen: dict[str, LeafPlan] = {}
   for row in rows:
     other = seen.setdefault(row.name, row)

@@ -1,7 +1,7 @@
 """Logical names on activations: `constrain`, and the rules in scope for it.
 
-The rules in scope are part of JAX's own cache key (`jax.make_user_context`), so a function that was compiled
-under some rules is compiled again under others, and never silently keeps the old layout.
+The rules in scope are part of JAX's cache key (`jax.make_user_context`), so a function that was compiled
+under some rules is compiled again under other rules, and never silently keeps the old layout.
 """
 
 from __future__ import annotations
@@ -64,17 +64,18 @@ _MAPPED: Any = jax.make_user_context(())
 
 @contextlib.contextmanager
 def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
-  """Puts logical rules in scope for `constrain`, and makes a mesh the active one.
+  """Puts logical rules in scope for `constrain`, and makes a mesh active.
 
   With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active mesh
-  find it too, unless `jax.set_mesh` has made another one active. `flax.linen.with_logical_constraint` goes by
-  the same rules, on Auto axes, unless `nnx.logical_axis_rules` are active already. It may be entered around a
-  call or inside a traced function, and nested: the innermost one applies. A function that was compiled under
-  some rules is compiled again under others, but not under equal ones. Each thread has a separate scope.
+  find it too, unless `jax.set_mesh` has made another mesh active. `flax.linen.with_logical_constraint`
+  follows the same rules, on Auto axes, unless `nnx.logical_axis_rules` are already active. It may be entered
+  around a call or inside a traced function, and nested: the innermost scope applies. A function that was
+  compiled under some rules is compiled again under different rules, but not under equal rules. Each thread
+  has a separate scope.
 
   Args:
     rules: as in `plan`; only the logical rules matter here.
-    mesh: the mesh; without it, the one set by `jax.set_mesh`.
+    mesh: the mesh; None: the mesh of `jax.set_mesh`.
 
   Yields:
     Nothing.
@@ -99,7 +100,7 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are checked already; on Auto axes, where a program computes on those."""
+  """`use_rules`, for rules that are already checked; on Auto axes if the program computes on Auto axes."""
   on_auto, active = scope.on_auto_axes(), jax.sharding.get_abstract_mesh()
   if on_auto.mesh is not None and on_auto.mesh.abstract_mesh == active:
     scope = on_auto
@@ -108,7 +109,7 @@ def scoped(scope: Scope) -> Generator[None, None, None]:
 
 
 def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[object]:
-  """The same rules for flax's own constraints, unless the user has made others active."""
+  """The same rules for flax's own constraints, unless the user has made other rules active."""
   mesh = scope.mesh
   if mesh is None or AxisType.Explicit in mesh.axis_types:
     return contextlib.nullcontext()
@@ -124,7 +125,7 @@ def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[object]:
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
-  """Makes a mesh the active one, unless the user has made another one active."""
+  """Makes a mesh active, unless the user has made another mesh active."""
   active, outer = jax.sharding.get_abstract_mesh(), _SCOPE.value
   by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
   if mesh is None or not (active.empty or by_scope):
@@ -137,22 +138,22 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 
 
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
-  """The scope of the plan that Variables were made from; None without one, or if they disagree."""
+  """The scope of the plan that Variables were made from; None without a plan, or if they disagree."""
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
   found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
   return found.pop() if len(found) == 1 else None
 
 
 def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
-  """Adds the axes of an enclosing `jax.vmap` (its `spmd_axis_name`) to those that `constrain` ignores."""
+  """Adds the axes of an enclosing `jax.vmap` (its `spmd_axis_name`) to the axes that `constrain` ignores."""
   return _MAPPED((*_MAPPED.value, *axes))
 
 
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
   """The axes that a `jax.shard_map` over some other axes of the mesh must be manual over too.
 
-  They are those of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. Not on an
-  Explicit mesh, where that rule goes by their types.
+  They are the axes of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. They
+  are empty on an Explicit mesh, where the rule follows the types.
   """
   return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else frozenset(_MAPPED.value)
 
@@ -180,8 +181,8 @@ class Surroundings:
   """Where arrays are computed.
 
   Attributes:
-    mesh: the mesh, abstract if it is the active one; None for one device.
-    rules: the rules of the plan or of `use_rules`; none without these.
+    mesh: the mesh, abstract if it is active; None for one device.
+    rules: the rules of the plan or of `use_rules`, or none.
     manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
     mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
   """
@@ -192,14 +193,14 @@ class Surroundings:
   mapped: frozenset[str]
 
   def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """That of an array with logical names or mesh axes; a dim that its axes do not divide stays whole."""
+    """The spec of an array with logical names or mesh axes; dims that do not divide are not split."""
     if self.mesh is None:
       return PartitionSpec()
     return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)
 
 
 def surroundings(*arrays: Leaf) -> Surroundings:
-  """The mesh and the rules that apply to arrays or Variables: those in scope, else those of their plan."""
+  """The mesh and the rules that apply to arrays or Variables: from the scope, else from their plan."""
   outer, own = _SCOPE.value, scope_of(arrays)
   scope: Scope | None = outer or own
   if outer is not None and outer.mesh is None and own is not None:
@@ -234,7 +235,7 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
 
   Raises:
     ShardingError: names that do not fit the rank, have no rule, or do not divide their dim.
-    MeshError: the mesh in scope is not the one that is active, or has no devices.
+    MeshError: the mesh in scope is not the active mesh, or has no devices.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -290,7 +291,7 @@ def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
     raise MeshError(
       "constrain found two meshes: the mesh in scope is not the active mesh.",
       details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
-      fix="use_rules(rules) without a mesh takes the active one; or leave jax.set_mesh out.",
+      fix="use_rules(rules) without a mesh uses the active mesh; or leave jax.set_mesh out.",
     )
 
 
@@ -330,7 +331,7 @@ def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
       f"cannot constrain an activation: there is a mesh, and no rules are in scope for {unknown[0]!r}.",
       details=f"names {names}, mesh {sizes}",
       fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call;\n"
-      "a step finds the rules by itself where all its models were made from plans with the same rules.",
+      "a step finds the rules if all its models were made from plans with the same rules.",
     )
 
 

@@ -40,7 +40,7 @@ ROWS = -2
 
 
 class Given(NamedTuple):
-  """What decides the layout of an array, besides the array."""
+  """The facts that decide the layout of an array, besides the array."""
 
   mesh: AnyMesh
   rules: RuleSet
@@ -147,7 +147,7 @@ def unknown_names(names: Names, given: Given) -> list[Entry]:
 def _extended(
   found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, is_table: bool, given: Given
 ) -> tuple[Extended, str, str]:
-  """`extend_spec`, why, and what it did in brief."""
+  """`extend_spec`, the reason, and its effect in brief."""
   stored = [size + extra for size, extra in zip(shape, found.padding, strict=True)]
   rows = len(shape) + ROWS if is_table else None
   # A raw array has no place for its shape without padding.
@@ -317,7 +317,7 @@ def _unpadded(names: Names, shape: tuple[int, ...], found: Resolution) -> Resolu
 
 
 def _missed(names: Names, spec: PartitionSpec, logical: LogicalRules) -> list[str]:
-  """Names whose first candidate would split their dim, which is replicated all the same."""
+  """Names whose first candidate would split their dim, although the dim is replicated."""
   return [
     name if isinstance(name, str) else "+".join(name)
     for name, entry in zip(names, spec, strict=True)

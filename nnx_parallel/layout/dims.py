@@ -18,11 +18,11 @@ Dims = tuple[int, ...]
 
 @dataclasses.dataclass
 class Class:
-  """What is known of a class of dims.
+  """The facts about a class of dims.
 
   Attributes:
-    sizes: of its dims, in elements; a split must divide all of them.
-    collectives: what its split would cost: one for each sum over it and each look-up in it.
+    sizes: the sizes of its dims, in elements; a split must divide all of them.
+    collectives: the cost of its split: one for each sum over it and each look-up in it.
     is_product: whether it takes part in a matrix product, a convolution or a look-up.
   """
 
@@ -66,7 +66,7 @@ class Classes:
     return tuple(self._forest.new() for _ in sizes)
 
   def _link(self, one: int, other: int) -> None:
-    """Puts two dims into one class: a split of one carries over to the other."""
+    """Puts two dims into one class: a split of one dim carries over to the other."""
     first, second = self[self._forest.root(one)], self[self._forest.root(other)]
     # A dim of size 1 is broadcast, and so not the same dim.
     if 1 in first.sizes or 1 in second.sizes or self._forest.unite(one, other) is None:
@@ -81,13 +81,13 @@ class Classes:
     return one
 
   def _follow(self, eqn: JaxprEqn, inputs: list[Dims]) -> Sequence[Value]:
-    """Links the dims of each factor; a sum over one, or a look-up in it, costs a collective."""
+    """Links the dims of each factor; a sum over a dim, or a look-up in it, costs a collective."""
     found = dim_map(eqn)
     if found is None and wiring(eqn).inner:
       return DEFAULT
     results = [self._new(_shape(var.aval)) for var in eqn.outvars]
     if found is None:
-      # Most other operations work element by element. A wrong link can only make a proposal worse.
+      # Most other operations are elementwise. A wrong link can only make a proposal worse.
       self._link_equal_sizes(inputs, results)
       return results
     arrays = zip((*inputs, *results), (*found.operands, *found.results), strict=True)

@@ -1,12 +1,12 @@
 """Rules for a module without annotations, inferred from one abstract trace.
 
-The idea: dims that are the same thing share a class. Two dims are linked when an operation carries a split
-of one over to the other: element by element, through a transpose, a reshape (the major dims), a batch or
-contracted pair of a matrix product, a lookup. The hidden width of an MLP is then one class, which contains
-the output dim of `up` and the input dim of `down`; the heads of attention are one class with a dim of the
-query, key, value and output kernels. Splitting a class splits all of them at once, and that is Megatron's
-pair of a column-parallel and a row-parallel layer. What it costs is a collective wherever the class is
-summed over. So classes are taken in order of elements split per collective, at most one for a parameter.
+The idea: dims with the same meaning share a class. Two dims are linked if an operation carries a split of one
+dim over to the other: elementwise, through a transpose, a reshape (the major dims), a batch or contracted
+pair of a matrix product, a lookup. The hidden width of an MLP is then one class, which contains the output
+dim of `up` and the input dim of `down`; the heads of attention are one class with a dim of the query, key,
+value and output kernels. Splitting a class splits all of its dims at once, which gives Megatron's pair of a
+column-parallel and a row-parallel layer. It costs a collective wherever the class is summed over. So classes
+are taken in order of elements split per collective, at most one for a parameter.
 
 Source: Megatron-LM, arXiv:1909.08053; the propagation of splits follows GSPMD, arXiv:2105.04663.
 """
@@ -49,19 +49,20 @@ def infer_rules(
 ) -> RuleSet:
   """Proposes rules for a module without annotations. Print the result, edit it, and paste it.
 
-  The module is traced abstractly with `inputs`: no array is made. Pairs of layers that one can split
-  together, the first by its outputs and the second by its inputs, are split over the tensor axis (also
-  embeddings and heads, by vocabulary); large parameters are split over the fsdp axis along a dim that is
-  left. A tied parameter is counted once. The proposal is right on any mesh with these axes whose sizes
-  divide the same dims, and any rule in it may be changed: rules never change results, only the layout.
+  The module is traced abstractly with `inputs`: no array is made. Pairs of layers that can be split as a
+  pair, the first by its outputs and the second by its inputs, are split over the tensor axis (also embeddings
+  and heads, by vocabulary). Large parameters are split over the fsdp axis along a remaining dim. A tied
+  parameter is counted once. The proposal is right on any mesh with these axes whose sizes divide the same
+  dims, and you may change any rule in it: rules never change results, only the layout.
 
   Args:
     init: the constructor, or a live module.
     mesh: real or abstract; its axis sizes decide which dims can be split.
     *inputs: arguments of the module, as arrays or `jax.ShapeDtypeStruct`s.
-    call: what to trace, `call(module, *inputs)`, when it is not `module(*inputs)`.
-    tensor_axis: the axis for pairs; by default one called `tensor`, `model`, `tp` or `mp`, if there is one.
-    fsdp_axis: the axis for the rest; by default one called `fsdp`, `data` or `dp`, if there is one.
+    call: the function to trace, `call(module, *inputs)`, if it is not `module(*inputs)`.
+    tensor_axis: the axis for pairs; by default an axis called `tensor`, `model`, `tp` or `mp`, if there is
+      one.
+    fsdp_axis: the axis for the rest; by default an axis called `fsdp`, `data` or `dp`, if there is one.
     min_size: groups of dims, and parameters, with at most this many elements are not split.
 
   Returns:
@@ -86,7 +87,7 @@ def infer_rules(
       (('up', 'kernel'), (None, 'tensor')),
     ]), fsdp('fsdp', min_size=262144, extend=True)]
   """
-  is_explicit(mesh)  # refuses what is no mesh
+  is_explicit(mesh)  # refuses values that are not meshes
   sizes = axis_sizes(mesh)
   tensor = _axis(tensor_axis, _TENSOR_AXES, sizes)
   shard = _axis(fsdp_axis, _FSDP_AXES, sizes)

@@ -1,9 +1,9 @@
-"""Known wrong results of XLA's partitioner, the layouts that may meet them, and what steps do about them.
+"""Known wrong results of XLA's partitioner, the layouts that may meet them, and how steps avoid them.
 
 Seen with jax 0.10.2 to 0.12.0.1, with Shardy and with GSPMD. Such a fault raises no error, and the loss is
 often right. `train_step` and `eval_step` avoid all of them (`train/hold.py`) on Auto axes if the model has a
-plan that splits the batch. A user's own step does not. A plan of a model with the operation has a note; where
-the layout alone tells, `plan.audit()` has the line. Each entry has a canary of the same name in
+plan that splits the batch. A hand-written step does not. The plan of a model with the operation has a note;
+if the layout alone shows the fault, `plan.audit()` has the line. Each entry has a canary of the same name in
 `tests/train/test_known_faults.py`, which fails once XLA computes it right.
 """
 
@@ -28,7 +28,7 @@ class Fault:
   """One kind of program with wrong results.
 
   Attributes:
-    name: of this entry, and of its canary.
+    name: the name of this entry, and of its canary.
     where: the layouts that have it.
     what: which numbers are wrong, and by how much.
   """
@@ -54,13 +54,13 @@ WINDOW = Fault(
 )
 EXAMPLES = Fault(
   "swapped examples",
-  "the batch over two axes, a parameter over the minor one and over a third of the same size",
+  "the batch over two axes, a parameter over the minor one and a third axis of the same size",
   "a device gets the product of another device's examples: everything computed from it is wrong, often"
   " the gradients below a layer alone, while the loss is right",
 )
 CROSSED = Fault(
   "crossed gradient",
-  "the batch over one axis, parameters over that and over two more of the same size",
+  "the batch over one axis, parameters over this axis and over two more axes of the same size",
   "the gradient of a kernel whose two dims end up on the two other axes is off by half",
 )
 KERNEL = Fault(
@@ -110,8 +110,8 @@ def possible_faults(
 def _meets(leaf: LeafPlan, axis: str, others: set[str], leaves: Sequence[LeafPlan]) -> bool:
   """Whether another array may split the dim that `axis` splits here, as part of an activation, otherwise.
 
-  The product that XLA gets wrong has an activation that one of the `others` splits on that dim: as after a
-  norm whose scale it splits.
+  XLA gets the product wrong if it has an activation that one of the `others` splits on that dim, for example
+  after a norm whose scale it splits.
   """
   lengths = {leaf.shape[dim] for dim, entry in enumerate(leaf.spec) if axis in axes_of(entry)}
   return any(
@@ -122,7 +122,7 @@ def _meets(leaf: LeafPlan, axis: str, others: set[str], leaves: Sequence[LeafPla
 
 
 def _crossed(leaf: LeafPlan, axis: str, others: set[str]) -> bool:
-  """Whether a dim is over `axis`, and another one over one of the `others`."""
+  """Whether one dim is over `axis`, and another dim over one of the `others`."""
   over = [dim for dim, entry in enumerate(leaf.spec) if axis in axes_of(entry)]
   return any(others & {*axes_of(entry)} for dim, entry in enumerate(leaf.spec) if dim not in over and over)
 
@@ -130,7 +130,7 @@ def _crossed(leaf: LeafPlan, axis: str, others: set[str]) -> bool:
 def fault_notes(
   found: Iterable[tuple[Fault, str]], sizes: Mapping[str, int], batch: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-  """A line for each fault: those of operations that the model has, and those that the layout may meet."""
+  """A line for each fault: faults of operations that the model has, and faults that the layout may meet."""
   factor = math.prod(size for axis, size in sizes.items() if axis not in batch)
   sure: list[str] = []
   perhaps: list[str] = []
@@ -150,7 +150,7 @@ def fault_notes(
 
 
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:
-  """Mesh axes that split other dims of the inputs than dim 0."""
+  """Mesh axes that split dims of the inputs other than dim 0."""
   ranks = () if rules.inputs is None else rules.inputs.by_rank
   return {axis for rank in ranks for axis in axes_in(input_spec(rules, rank, sizes)[1:])}
 
@@ -164,7 +164,7 @@ def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
 
 
 def _dilated(model: nnx.Module) -> Iterator[Path]:
-  """Convolutions that put zeros between the elements of their input, as a transposed one does."""
+  """Convolutions that put zeros between the elements of their input, like a transposed convolution."""
   for path, module in iter_nodes(model):
     steps = module.strides if isinstance(module, nnx.ConvTranspose) else getattr(module, "input_dilation", 1)
     if isinstance(module, nnx.Module) and max(steps if isinstance(steps, Sequence) else (steps or 1,)) > 1:

@@ -30,7 +30,7 @@ class Decision:
     source: the origin of its names: its `metadata`, a `path rule`, the `fallback`, its `parameter` (optimizer
       state), or none: `replicated`.
     reason: one short phrase for the table.
-    steps: what was tried, in order, one sentence each; printed by `plan.explain(path)`.
+    steps: the attempts, in order, one sentence each; printed by `plan.explain(path)`.
     intended: whether the rules mean this layout; False where an array or dim is not split because a rule, a
       free axis, or a size that divides is missing. The audit warns about these.
   """
@@ -50,7 +50,7 @@ class LeafPlan:
     path: its path parts inside that object; ints index lists.
     kind: the Variable's type name, or `array`.
     shape: global shape in elements, without padding.
-    dtype: its dtype; that of a PRNG key for keys.
+    dtype: its dtype; for a PRNG key, the key's dtype.
     names: the names that were resolved, or None without names.
     spec: one entry per dim.
     padding: elements that are added at the end of each dim for storage.

@@ -1,11 +1,11 @@
 """Optimizer state in host memory, copied to the device a few parameters at a time.
 
 A transformation that gets all of its state at once brings all of it to the device at once: with Adam, the
-temporaries are then as large as the state was (measured with the TPU compiler). So the update is traced, and
-its equations are sorted by the parameter whose state they use. State is fetched parameter by parameter, and
-an optimization barrier makes each fetch wait until the state of an earlier group is back in host memory.
-This works for any optimizer: what depends on gradients alone (a global norm) comes first, and what depends on
-several parameters' state comes when the last of them is there.
+temporaries are then as large as the state (measured with the TPU compiler). So the update is traced, and its
+equations are sorted by the parameter whose state they use. State is fetched parameter by parameter, and an
+optimization barrier makes each fetch wait until the state of an earlier group is back in host memory. This
+works for any optimizer: equations that depend only on gradients (a global norm) come first, and an equation
+that depends on the state of several parameters comes after the last of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nnx_parallel.errors import PlanError
 Space = jax.memory.Space
 
 GROUP_BYTES = 8 * 2**20
-"""Bytes per device of state that are fetched together; smaller transfers do not fill the link."""
+"""Bytes per device of state that are fetched at a time; smaller transfers do not fill the link."""
 
-_AHEAD = 2  # groups under way: one is fetched while another is computed or returned
+_AHEAD = 2  # groups in flight: one is fetched while another is computed or returned
 
 
 def check_kind(kind: str | None) -> None:
@@ -82,7 +82,7 @@ def _on_host(leaf: Leaf) -> bool:
 
 
 def _groups(state: PyTree, grads: PyTree, rows: Mapping[str, tuple[Path | None, int]]) -> list[int]:
-  """The group of each leaf of `state` that is fetched together; 0 for leaves on the device."""
+  """The number of the fetch group of each leaf of `state`; 0 for leaves on the device."""
   parameters: Any = {plain_path(path): None for path, _ in jax.tree_util.tree_leaves_with_path(grads)}
   state_leaves = jax.tree_util.tree_leaves_with_path(state)
   found = [rows.get(path_str(plain_path(path)), (None, 0)) for path, _ in state_leaves]
@@ -92,7 +92,7 @@ def _groups(state: PyTree, grads: PyTree, rows: Mapping[str, tuple[Path | None, 
   size_of: collections.Counter[Path | None] = collections.Counter()
   for (_, size), of in zip(found, of_each, strict=True):
     size_of[of] += size
-  for parameter in (*parameters, None):  # state of no parameter comes last, in one group
+  for parameter in (*parameters, None):  # state without a parameter comes last, in one group
     if held and held + size_of[parameter] > GROUP_BYTES:
       number, held = number + 1, 0
     numbers[parameter] = number

@@ -26,8 +26,8 @@ Shape = tuple[int, ...]
 def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]) -> dict[Path, Path]:
   """Path -> parameter, for arrays under a prefix that has the path of every parameter.
 
-  A transformation that is masked has some of them: then nothing else may be under the prefix, and shapes have
-  to be equal. An array without a shape of its own (`None`) is none of a parameter.
+  A masked transformation has some of them: then nothing else may be under the prefix, and shapes must be
+  equal. An array without its own shape (`None`) is not a copy of a parameter.
 
   Example:
     >>> parameters = {("a",): (4,), ("b",): (2,)}
@@ -55,9 +55,9 @@ def layout_after_parameter(
 ) -> tuple[PartitionSpec, tuple[int, ...], str]:
   """Gives an optimizer array the layout of its parameter.
 
-  The same shape gets the same spec (moments). More dims in front are replicated (the history of L-BFGS). Some
-  of the parameter's dims, by size and in order, keep their axes (the factored moments of Adafactor and SM3).
-  Any other array is replicated.
+  The same shape gets the same spec (moments). Additional leading dims are replicated (the history of L-BFGS).
+  If the array has some of the parameter's dims, by size and in order, these keep their axes (the factored
+  moments of Adafactor and SM3). Any other array is replicated.
 
   Returns `(spec, padding, why)`.
   """
@@ -85,7 +85,7 @@ def zero_axes(
   """
   if zero == 3:
     raise PlanError(
-      "zero=3 splits the parameters too, which is a matter of the rules.",
+      "zero=3 splits the parameters too, which the rules decide.",
       fix="plan(init, mesh, nxp.fsdp()): the optimizer state follows the parameters.",
     )
   if zero not in (0, 1, 2):

@@ -49,9 +49,9 @@ R = TypeVar("R", default=Any)
 class Plan(PlanTable, Generic[R]):
   """The layout of a model and its optimizer on a mesh. The function `plan` makes it.
 
-  Generic in what is created from it: `Plan[Model]`; `Plan[tuple[Model,
-  ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its constructor can be
-  looked at and compared, and cannot create.
+  It is generic in the created objects: `Plan[Model]`; `Plan[tuple[Model, ShardedOptimizer[Model]]]` with an
+  optimizer. A plan that was read from JSON without its constructor can be printed and compared, but cannot
+  create.
 
   Attributes:
     mesh: the mesh that the specs refer to.
@@ -72,7 +72,7 @@ class Plan(PlanTable, Generic[R]):
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
 
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
-    """Abstract arrays with the planned sharding, as stored; what a restore or an AOT compile needs.
+    """Abstract arrays with the planned sharding, as stored, for a restore or an AOT compile.
 
     Args:
       root: `"model"` or `"optimizer"`.
@@ -86,8 +86,8 @@ class Plan(PlanTable, Generic[R]):
   def batch_axes(self) -> tuple[str, ...]:
     """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
 
-    Those of `InputRules`; else those of the `batch` rule; else the axes called `replica`, `data`, `dp` and
-    `fsdp`, and the fallback's, if the mesh has them.
+    The axes come from `InputRules`; else from the `batch` rule; else they are the axes called `replica`,
+    `data`, `dp` and `fsdp`, and the fallback's, if the mesh has them.
 
     Raises:
       ShardingError: no `batch` rule and no such axis.
@@ -114,7 +114,7 @@ class Plan(PlanTable, Generic[R]):
   def scope(self) -> contextlib.AbstractContextManager[None]:
     """Puts this plan's rules and mesh in scope; the default of a missing `batch` rule is `batch_axes`.
 
-    `train_step` and `eval_step` do so by themselves. This is for a user's own step.
+    `train_step` and `eval_step` already do so. Use this in a hand-written step.
 
     Returns:
       A context manager; see `use_rules`.
@@ -135,10 +135,10 @@ class Plan(PlanTable, Generic[R]):
     return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
   def num_parameters(self) -> int:
-    """Counts the elements of the model's parameters; tied ones once, padding not at all.
+    """Counts the elements of the model's parameters: tied parameters once, and no padding.
 
     Returns:
-      Elements in all, over all devices.
+      The total number of elements, over all devices.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -155,7 +155,7 @@ class Plan(PlanTable, Generic[R]):
       name: its dotted path, as in `LeafPlan.name`; of a tied Variable, any of its paths.
 
     Returns:
-      A few lines: what it is, what named it, what was tried and dropped and why, what each device holds, and
+      A few lines: the array, the origin of its names, the attempts with reasons, the part on each device, and
       the optimizer state that follows it.
 
     Example:
@@ -195,7 +195,7 @@ class Plan(PlanTable, Generic[R]):
 
     Returns:
       A matplotlib figure; its `savefig` writes SVG, PNG or PDF. At most 16 x 16 blocks are drawn, and the
-      others are counted below.
+      remaining blocks are counted below.
 
     Raises:
       ReportError: matplotlib is not installed.
@@ -211,14 +211,14 @@ class Plan(PlanTable, Generic[R]):
     return picture.draw_blocks(self[name])
 
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
-    """Lists the large leaves that every device holds in full, and what could split them.
+    """Lists the large leaves that every device holds in full, and the axes that could split them.
 
     Args:
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) when nothing large is replicated. Its
-      `faults` are known faults of XLA that a step of your own may meet on this layout.
+      An `Audit`, worst first: prints as a table; empty (falsy) if nothing large is replicated. Its `faults`
+      are known faults of XLA that a hand-written step may meet on this layout.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -275,7 +275,7 @@ class Plan(PlanTable, Generic[R]):
       JSON text, one line for each leaf; `from_json` reads it.
 
     Raises:
-      PlanError: a path part that is no string, int or tuple of these.
+      PlanError: a path part that is not a string, int or tuple of these.
     """
     return json.to_json(self)
 
@@ -314,11 +314,11 @@ class Plan(PlanTable, Generic[R]):
     optimizer: optax.GradientTransformation | None = None,
     wrt: nnx.filterlib.Filter = nnx.Param,
   ) -> Plan[R]:
-    """Reads a plan back: to compare with, to look at, or, with `init`, to create and restore from.
+    """Reads a plan back, to compare or print it or, with `init`, to create and restore from it.
 
     Args:
-      text: what `to_json` wrote.
-      mesh: a mesh with the stored axes; an abstract one when None.
+      text: the text that `to_json` wrote.
+      mesh: a mesh with the stored axes; None: an abstract mesh.
       init: the constructor. It must have the Variables of the stored plan; they get the stored layout, also
         if the rules have changed. Without it, the plan can only be printed and compared.
       optimizer: the optax transformation, when the stored plan has optimizer state.
@@ -328,7 +328,7 @@ class Plan(PlanTable, Generic[R]):
       A plan with the stored layout.
 
     Raises:
-      PlanError: not a plan's JSON, a mesh with other axes, or a module that is not the stored one.
+      PlanError: not a plan's JSON, a mesh with other axes, or a module that differs from the stored module.
     """
     stored = cls(**json.from_json(text, mesh), tx=optimizer, wrt=wrt)
     if init is None and optimizer is not None:
@@ -402,7 +402,7 @@ def no_constructor() -> PlanError:
 
 
 def check_plan(plan: object, call: str, *, creates: bool = True) -> None:
-  """Raises a `PlanError` unless `plan` is a plan, and one with a constructor if the `call` creates."""
+  """Raises a `PlanError` unless `plan` is a plan, with a constructor if the `call` creates."""
   if not isinstance(plan, Plan):
     raise PlanError(
       f"{call.partition('(')[0]} needs a plan, and got a value of type {type(plan).__name__}.",

@@ -109,9 +109,9 @@ def plan(
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
       `"replicate"`.
-    zero: ZeRO stage of the optimizer state: 1 splits it over `zero_axes` too, beyond its parameter's layout;
-      2 is the same state, and `train_step` keeps the gradients in its layout too. Stage 3 is `fsdp()`.
-    zero_axes: the axes of that split; those of the batch when not given.
+    zero: ZeRO stage of the optimizer state: 1 also splits it over `zero_axes`, beyond its parameter's layout;
+      2 is the same state, and `train_step` also keeps the gradients in its layout. Stage 3 is `fsdp()`.
+    zero_axes: the axes of that split; by default the batch axes.
     optimizer_memory: where the optimizer state of parameters is stored between steps. With `"pinned_host"` it
       is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
 
@@ -148,7 +148,7 @@ def plan_with_traces(
 ) -> tuple[Plan, dict[Root, Trace]]:
   """Like `plan`; also returns the traces, for a caller that creates the model right away.
 
-  A plan does not keep them: what `init` reads (a seed, a table) may change before a later creation.
+  A plan does not keep them: data that `init` reads (a seed, a table) may change before a later creation.
   """
   _check_options(mesh, rules, options)
   tx, wrt, zero = options.get("optimizer"), options.get("wrt", nnx.Param), options.get("zero", 0)
@@ -159,7 +159,7 @@ def plan_with_traces(
   batch = batch_axes(ruleset, given.sizes)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].made
-  notes += check_attention(model.node, given.sizes)  # says more than what resolving wrong names says
+  notes += check_attention(model.node, given.sizes)  # says more than the error for wrong names
   rows = model_rows(model, given)
   check_complete(rows, ruleset)
   without_effect += check_rules(rows, model, given)
@@ -192,7 +192,7 @@ def plan_with_traces(
 
 def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   """Refuses options that do not go together, before any work is done."""
-  is_explicit(mesh)  # refuses mixed axis types
+  is_explicit(mesh)  # refuses what is no mesh, and Manual axes
   tx, uneven, memory = (
     options.get("optimizer"),
     options.get("uneven", "error"),
@@ -206,10 +206,10 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   fix = "optimizer=optax.adamw(...)"
   if (zero or zero_axes is not None) and tx is None:
     option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
-    raise PlanError(f"{option} splits optimizer state, and there is no optimizer.", fix=fix)
+    raise PlanError(f"{option} splits optimizer state, but there is no optimizer.", fix=fix)
   offload.check_kind(memory)
   if memory is not None and tx is None:
-    what = f"optimizer_memory={memory!r} places optimizer state, and there is no optimizer."
+    what = f"optimizer_memory={memory!r} places optimizer state, but there is no optimizer."
     raise PlanError(what, fix=fix)
 
 
@@ -233,7 +233,7 @@ def _axes_of_zero(
 def _notes(
   traces: Mapping[Root, Trace], rows: list[LeafPlan], batch: tuple[str, ...] | None, given: Given
 ) -> list[str]:
-  """Checks the finished table, and notes what its reader should know."""
+  """Checks the finished table, and adds notes for its reader."""
   model, sizes = traces["model"].made, given.sizes
   notes: list[str] = []
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then

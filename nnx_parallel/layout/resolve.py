@@ -1,4 +1,4 @@
-"""Names -> spec for one array: the one algorithm, with every step that led to the result."""
+"""Names -> spec for one array: the only algorithm, with every step that led to the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Resolution:
   Attributes:
     spec: one entry per dim.
     padding: elements added at the end of each dim so that it divides; all zero unless `uneven="pad"`.
-    steps: what was tried and decided, in order, one sentence each.
+    steps: the attempts and decisions, in order, one sentence each.
   """
 
   spec: PartitionSpec
@@ -55,7 +55,7 @@ def resolve_spec(
 
   Dims are resolved left to right. A name with a rule gets its first candidate whose axes are in the mesh, not
   used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in
-  one dim gets the axes of all its names, major to minor; their candidates are tried together, the last name's
+  one dim gets the axes of all its names, major to minor; their candidates are tried jointly, the last name's
   first, and the first name's policy applies. The order of the rules never matters.
 
   Args:
@@ -66,7 +66,7 @@ def resolve_spec(
     path: printed in errors, for example `"mlp.up.kernel"`.
     uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: do not split it; `"pad"`:
       round the stored dim up for the first candidate. `"replicate"` does not split the dim as soon as a
-      candidate does not divide it, without trying the others.
+      candidate does not divide it, without trying later candidates.
 
   Returns:
     A `Resolution` whose spec has `len(shape)` entries.
@@ -263,15 +263,15 @@ def add_axes(
   """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
 
   All axes go to the largest free dim that they divide. If they divide no free dim, they go to the dim with
-  the most left, behind its own axes. If together they divide no dim, the largest part of them that
-  divides one is placed first, then the rest in the same way.
+  the largest remaining size, behind its own axes. If all axes jointly divide no dim, the largest subset that
+  divides a dim is placed first, then the rest in the same way.
 
   Args:
     spec: the spec so far; entries of None are free dims.
     shape: global shape in elements, as stored.
-    axes: mesh axes to add, major to minor; those in `spec` already are left out.
+    axes: mesh axes to add, major to minor; axes that `spec` already has are left out.
     mesh: mesh axis name -> size in devices.
-    rows: the dim of a look-up table's rows, which is taken first.
+    rows: the dim of a look-up table's rows, which is tried first.
     pad: pad a dim rather than leave some of the axes out.
   """
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
@@ -298,7 +298,7 @@ def add_axes(
 
 
 def _parts(axes: Candidate, mesh: Mapping[str, int]) -> list[Candidate]:
-  """All axes, then subsets of them, those with more shards first; among equals, the minor axes."""
+  """All axes, then subsets of them, larger numbers of shards first; among equals, the minor axes."""
   some = (
     part for count in range(len(axes) - 1, 0, -1) for part in [*itertools.combinations(axes, count)][::-1]
   )

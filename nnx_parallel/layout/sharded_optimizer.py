@@ -52,17 +52,17 @@ class Placement:
 class ShardedOptimizer(nnx.Optimizer[M]):
   """An `nnx.Optimizer` whose updates keep the layout of a plan.
 
-  In a user's own step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
-  split a small replicated parameter over the mesh: then the second step is compiled again, and the model is
-  no longer as planned. So `update` constrains the model and the state. The steps of `nxp.train_step` do the
-  same for everything that they return.
+  In a hand-written step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
+  split a small replicated parameter over the mesh: then the second step is compiled again, and the model no
+  longer has its planned layout. So `update` constrains the model and the state. The steps of `nxp.train_step`
+  do the same for everything that they return.
 
   Args:
     *args: as for `nnx.Optimizer`: the model and the transformation.
     **kwargs: as for `nnx.Optimizer`: `wrt=`.
 
   Attributes:
-    placement: the planned shardings; with None, `update` does what `nnx.Optimizer.update` does.
+    placement: the planned shardings; with None, `update` equals `nnx.Optimizer.update`.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -137,7 +137,7 @@ def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool
 def _update_on_auto_axes(
   optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]
 ) -> optax.Updates:
-  """Lets the compiler choose the layout of what optax adds, and returns every array in its old layout.
+  """Lets the compiler choose the layouts inside optax, and returns every array in its old layout.
 
   The loss cannot be called there, since it was traced for Explicit axes.
   """

@@ -39,7 +39,7 @@ NEEDS_VALUES = (
   jax.errors.TracerArrayConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What code under a trace raises when it needs the value of an array."""
+"""The errors of code under a trace that needs the value of an array."""
 _WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _PLACES = {
   "sharding_constraint": "sharding",
@@ -52,7 +52,7 @@ _PLACES = {
 
 @contextlib.contextmanager
 def without_mesh() -> Generator[None]:
-  """Builds Variables without a mesh, also under an active one; their annotations remain names."""
+  """Builds Variables without a mesh, even if a mesh is active; their annotations remain names."""
   with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
     yield
 
@@ -66,7 +66,7 @@ class Abstract:
 
   @functools.cached_property
   def leaves(self) -> dict[Path, Leaf]:
-    """Its Variables and raw arrays by path, in flax's order; not those without an array (`MaskedNode`)."""
+    """Its Variables and raw arrays by path, in flax's order; without empty entries (`MaskedNode`)."""
     flat = nnx.to_flat_state(self.state) if jax.tree.leaves(self.state) else ()
     return {path: leaf for path, leaf in flat if jax.tree.leaves(value_of(leaf))}
 
@@ -137,7 +137,7 @@ def trace(build: Callable[[Model], Model], given: Abstract) -> Trace:
     if any(isinstance(value, jax.ShapeDtypeStruct) for value in jax.tree.leaves(values)):
       raise PlanError(
         "init returned a module without values: it holds jax.ShapeDtypeStruct in place of arrays.",
-        fix="return the module itself, not what nnx.eval_shape gives; planning makes no arrays anyway.",
+        fix="return the module itself, not the result of nnx.eval_shape; planning makes no arrays anyway.",
       )
     return structure, values
 
@@ -199,7 +199,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
     raise PlanError(
       "init needs the value of an array, but planning and creating only trace init.",
       details=str(error).split("\n")[0],
-      fix="compute with numpy what must be known while init runs, for example np.sqrt in place of jnp.sqrt.",
+      fix="compute values that init needs as numbers with numpy, for example np.sqrt in place of jnp.sqrt.",
     ) from error
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
@@ -240,8 +240,8 @@ def make_optimizer(
 ) -> ShardedOptimizer[Any]:
   """Builds an optimizer in which each Variable holds exactly one array; updates work as before.
 
-  flax puts the whole state of one parameter into one Variable, which may then hold a list of arrays (SM3) or
-  none (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
+  flax puts the full state of a parameter into one Variable, which may then hold a list of arrays (SM3) or no
+  array (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
   """
   optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 
@@ -283,7 +283,7 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
 
 def _missing(init: functools.partial[Any]) -> list[str]:
   """The parameters without a default."""
-  if inspect.isclass(init.func):  # the signature of an nnx.Module's metaclass hides that of `__init__`
+  if inspect.isclass(init.func):  # an nnx.Module's metaclass hides the signature of `__init__`
     init = functools.partial(init.func.__init__, None, *init.args, **init.keywords)
   return [
     p.name
@@ -307,11 +307,11 @@ def check_transformation(tx: object) -> None:
   else:
     rate = tx if isinstance(tx, float) else 1e-3
     what, fix = f"{tx!r:.60}", f"optimizer=optax.adamw({rate})"
-  raise PlanError(f"optimizer must be an optax transformation, and is {what}.", fix=fix)
+  raise PlanError(f"optimizer must be an optax transformation, but is {what}.", fix=fix)
 
 
 _ORIGIN = "path_of_the_parameter"
-"""Metadata key of a traced parameter, which what optax makes of the Variable has too."""
+"""Metadata key of a traced parameter, which optax copies to the Variables that it makes from it."""
 
 
 def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter) -> Trace:

@@ -1,4 +1,4 @@
-"""A training loop. It is optional: your own loop over `train_step` lacks only what is in this file."""
+"""A training loop. It is optional: a hand-written loop over `train_step` lacks only these features."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FitResult:
   Attributes:
     step: the last step's number.
     metrics: the newest value of every metric, evaluations as `eval_...`.
-    history: the newest 10,000 records in order, each with its `step`; trackers get them all.
+    history: the newest 10,000 records in order, each with its `step`; trackers get all records.
     stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` after SIGTERM or Ctrl-C, if its
       handler does not end the process.
     seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
@@ -141,10 +141,10 @@ def fit(
 ) -> FitResult:
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
-  The next step is dispatched before the last one has finished: metrics are read one step late. With a
+  The next step is dispatched before the last step has finished: metrics are read one step late. With a
   checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is saved
   too; the signal then acts as usual (see `StopSignals`). A second Ctrl-C acts at once. After a failure, the
-  steps before it are still recorded.
+  earlier steps are still recorded.
 
   Args:
     step: `(model, optimizer, batch) -> metrics`: of `nxp.train_step`, or your own under `nnx.jit`.
@@ -155,16 +155,16 @@ def fit(
       or batches placed by `nxp.batches`.
     steps: the number of the last step, counted from the start of the first run; None trains to the end of the
       data.
-    plan: places host batches, is kept in the checkpoints, and puts its rules in scope for `constrain`, unless
-      others are. Without a plan, batches are not moved.
+    plan: places host batches, is stored in the checkpoints, and puts its rules in scope for `constrain`,
+      unless other rules are in scope. Without a plan, batches are not moved.
     evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
       `(sum, count)` pair is divided.
     eval_every: steps between evaluations; by default only the last step is evaluated.
     checkpointer: saves the steps; `max_to_keep` and `best` (for example `"eval_loss"`) are its options.
     save_every: steps between saves; by default only the last step is saved.
     save_every_minutes: minutes between saves; for jobs of one process, since clocks differ.
-    only: which leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. The
-      others, such as a base beside its adapters, must be the same as when the run began.
+    only: the leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. Other
+      leaves, such as a base under adapters, must be the same as when the run began.
     extra: returns more to save: trees of arrays, or JSON values, by name, but not `"data"`.
     resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts from step 0
       when there is no checkpoint, and passes over a damaged step with a warning. On the same mesh the run
@@ -174,22 +174,23 @@ def fit(
     early_stop: ends the run early.
     trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
       or any `(step, metrics) -> None`. Arrays among the metrics come as numpy.
-    log_every: steps in one record, which has their exactly weighted means; by default 1. Where it is given,
-      a log gets a line for each record, and otherwise about ten for the run, and one every 30 seconds.
+    log_every: the number of steps in one record, which has their exactly weighted means; by default 1. If it
+      is given, a log gets a line for each record; otherwise about ten lines for the run, and one every 30
+      seconds.
     progress: whether to show a bar or lines; or a `StepProgress`.
     tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted, for
       `samples_per_second`, where an array of the batch has a dim for them.
-    flops: floating point operations of a step on one device; by default three times the FLOPs of the matrix
+    flops: floating-point operations of a step on one device; by default three times the FLOPs of the matrix
       products in the loss (one forward and two backward passes), divided by the devices of the model.
-    peak_flops: per second, of one device; by default the chip's in bfloat16. With both, `mfu` is recorded:
-      the step's FLOP/s relative to the peak. The default `flops` leaves out recomputation and what replicas
-      compute again; where most parameters are frozen it is too high: pass your own.
+    peak_flops: the peak of one device, in FLOP/s; by default the chip's in bfloat16. With both, `mfu` is
+      recorded: the step's FLOP/s relative to the peak. The default `flops` leaves out recomputation and
+      duplicate compute of replicas; it is too high if most parameters are frozen: pass your own.
     profile: the first and last step to trace for xprof.
     profile_dir: the folder of the trace.
     nonfinite: whether a loss that is not finite is an error, and so is a step to save whose parameters are
       not finite; it is not saved then.
     check_gradients: whether to check on the first batch, before training, that the step's gradients are the
-      derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong ones are an error.
+      derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong gradients are an error.
 
   Returns:
     The last step, the metrics, and why it ended.
@@ -198,8 +199,8 @@ def fit(
     TrainError: data that ends before `steps`, a loss or parameters to save that are not finite, wrong
       gradients where checked, a step that returns no dict, an `extra` named `"data"`, an array among the
       metrics of an evaluation, or options without a meaning.
-    CheckpointError: the checkpointer has steps of another run, or not the one to resume from, or cannot save
-      or restore.
+    CheckpointError: the checkpointer has steps of another run, or lacks the step to resume from, or cannot
+      save or restore.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp
@@ -261,7 +262,7 @@ def fit(
         own = extra() if extra is not None else {}
         if "data" in own:
           raise TrainError(
-            "extra() returns a 'data', which is where fit keeps the data cursor.",
+            "extra() returns a 'data', which is the name of fit's data cursor.",
             fix="another name for yours.",
           )
         found = recorder.of_step(at.step)
@@ -411,7 +412,7 @@ def _check_intervals(
     raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
   if minutes is not None and jax.process_count() > 1:
     raise TrainError(
-      f"save_every_minutes is for jobs of one process, and this one has {jax.process_count()}.",
+      f"save_every_minutes is for jobs of one process, but this job has {jax.process_count()}.",
       details="their clocks differ, and all must save the same step",
       fix="save_every=N, in steps.",
     )
@@ -490,7 +491,7 @@ def _peak() -> float | None:
 
 
 def _flops(step: Any, model: Model, batch: PyTree) -> float:
-  """FLOPs of a step on one device: three times the forward pass; nan for a step that is no `TrainStep`.
+  """FLOPs of a step on one device: three times the forward pass; nan if the step is not a `TrainStep`.
 
   Counted from the trace: compilers rewrite matrix products beyond recognition.
   """
@@ -513,7 +514,7 @@ def _flops(step: Any, model: Model, batch: PyTree) -> float:
   except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
     warnings.warn(
       f"no mfu is recorded: its loss cannot be counted ({type(error).__name__}: {error})."
-      "  Fix: fit(..., flops=...) of one device.",
+      "  Fix: fit(..., flops=...), for one device.",
       NnxParallelWarning,
       stacklevel=3,
     )
@@ -521,7 +522,7 @@ def _flops(step: Any, model: Model, batch: PyTree) -> float:
   if seen.uncounted:
     warnings.warn(
       f"the recorded mfu is too low. {not_counted(seen.uncounted)}\n"
-      "  Fix: fit(..., flops=...) of one device.",
+      "  Fix: fit(..., flops=...), for one device.",
       NnxParallelWarning,
       stacklevel=3,
     )

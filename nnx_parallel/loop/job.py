@@ -30,7 +30,7 @@ from nnx_parallel.loop.recorder import Position
 
 
 def rules_of(recipe: Recipe) -> Any:
-  """The recipe's rules; `nxp.fsdp()` for one without."""
+  """The recipe's rules; `nxp.fsdp()` for a recipe without rules."""
   return recipe.rules() if recipe.rules is not None else nxp.fsdp()
 
 
@@ -70,19 +70,19 @@ class Job:
     plan: the layout.
     model: the live module.
     optimizer: its optimizer.
-    microbatches: into how many parts each global batch is cut.
+    microbatches: the number of microbatches of each global batch.
     position: the step, and the data cursor.
-    settings: how it is run, as JSON values, kept in each checkpoint: those given, and the mesh, the
-      microbatches, the last step's number and the SHA-256 of the recipe's file (not of what it imports).
-    changes: settings that differ from those of the checkpoint it was restored from, as text.
-    relaid: how the layout differs from that of the checkpoint, where its mesh was another one.
-    remat: what layers keep for the backward pass; as for `train_step`.
+    settings: how the job runs, as JSON values, stored in each checkpoint: the given settings, and the mesh,
+      the microbatches, the last step's number and the SHA-256 of the recipe's file (not of its imports).
+    changes: settings that differ from the settings of the restored checkpoint, as text.
+    relaid: how the layout differs from the checkpoint's layout, if its mesh was different.
+    remat: the activations that layers save; as for `train_step`.
     scan_layers: whether consecutive equal layers are one scan; as for `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
-    attention: `"blockwise"`, their length, `"fused"`, `"ring"` or `"ulysses"`; as for `train_step`.
-    loss_chunks: into how many parts the head and the loss go; as for `train_step`.
-    pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches go through it too, but for
-      those that the microbatches do not divide.
+    attention: `"blockwise"`, a block length, `"fused"`, `"ring"` or `"ulysses"`; as for `train_step`.
+    loss_chunks: the number of chunks of the head and the loss; as for `train_step`.
+    pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches go through it too, unless the
+      microbatches do not divide them.
   """
 
   recipe: Recipe
@@ -242,7 +242,7 @@ class Job:
     batch = next(iter(self._placed(self.samples)), None)
     if batch is None:
       raise nxp.errors.TrainError(
-        "the recipe has no batch to check gradients on.", fix="batches() with one or more."
+        "the recipe has no batch to check gradients on.", fix="batches() with one or more batches."
       )
     with default_scope(self.plan.activation_rules):
       return self._train_step.check_gradients(self.model, self.optimizer, batch)
@@ -251,13 +251,13 @@ class Job:
     """Saves everything that `restore` needs.
 
     Args:
-      checkpointer: of the job's folder; raises what `Checkpointer.save` raises.
+      checkpointer: the checkpointer of the job's folder; raises like `Checkpointer.save`.
     """
     options = self.position.save_options(self._extra())
     checkpointer.save(model=self.model, optimizer=self.optimizer, plan=self.plan, **options)
 
   def evaluate(self) -> Record:
-    """Mean metrics over the held-out batches, dropout off; empty when there are none."""
+    """Mean metrics over the held-out batches, without dropout; empty if there are no such batches."""
     held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, global_batch=True)
     with default_scope(self.plan.activation_rules):
       return nxp.evaluate(self._evaluated, self._quiet, held_out)
@@ -285,7 +285,7 @@ class Job:
 
   @property
   def unit(self) -> str:
-    """What the rate per second counts."""
+    """The unit of the rate per second."""
     return "samples" if self.recipe.tokens is None else "tokens"
 
 

@@ -27,7 +27,7 @@ SIGNATURES = {
   "tokens": "def tokens(batch) -> int",
   "microbatches": "def microbatches() -> int",
 }
-# Positional arguments and keywords that commands call these functions with; the others take none.
+# Positional arguments and keywords that commands pass to these functions; other functions take none.
 _CALLS: dict[str, Any] = {
   "loss": (2, ()),
   "batches": (1, ("split",)),
@@ -39,10 +39,10 @@ TRAINING = ("init", "optimizer", "loss", "batches")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The functions of a recipe file; `None` for those that it does not define.
+  """The functions of a recipe file; `None` for functions that it does not define.
 
   Attributes:
-    name: of the file, without its folder and ending: `"text_lm"`.
+    name: the file's name, without its folder and ending: `"text_lm"`.
     source: the file.
     init: makes the model; no arguments.
     optimizer: makes the optax transformation; no arguments.
@@ -51,7 +51,7 @@ class Recipe:
     rules: how names or paths map to mesh axes.
     mesh: the default mesh: devices along each axis.
     tokens: tokens in a batch, for tokens per second.
-    microbatches: into how many parts a global batch is cut by default.
+    microbatches: the default number of microbatches of a global batch.
   """
 
   name: str
@@ -70,7 +70,7 @@ class Recipe:
     return asked or (self.microbatches() if self.microbatches else 1)
 
   def given(self, **options: Any) -> Recipe:
-    """The recipe with options for `init` and `batches`, each for those that have such an argument.
+    """The recipe with options for `init` and `batches`; each gets the options that it has arguments for.
 
     Args:
       **options: by name; None leaves the recipe's own default.
@@ -108,17 +108,17 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   """Loads a recipe and checks it.
 
   Args:
-    spec: an embedded name (`text_lm`), a file (`jobs/mine.py`), a module (`package.mine:`), or one
-      of the last two with the function to use for `init` (`package.mine:init_small`). A file can import those
-      beside it at its top, not later inside a function.
-    needs: the functions that the recipe must define; the others are optional.
+    spec: an embedded name (`text_lm`), a file (`jobs/mine.py`), a module (`package.mine:`), or a file or
+      module with the function to use for `init` (`package.mine:init_small`). A file can import modules of its
+      folder at its top, but not later inside a function.
+    needs: the functions that the recipe must define; the other functions are optional.
 
   Returns:
     The recipe: an object whose attributes are the functions of the file, and None for a function that it
     does not define.
 
   Raises:
-    RecipeError: nothing of that name, or a function is missing or has other arguments.
+    RecipeError: nothing has that name, or a function is missing or has other arguments.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -155,7 +155,7 @@ def _load_file(path: Path) -> ModuleType:
     raise RecipeError(f"{path} is not a Python file.", fix="a .py file.")
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
-  # As in `python file.py`: while the file runs, modules beside it can be imported.
+  # As in `python file.py`: while the file runs, it can import modules of its folder.
   folder = str(path.parent.resolve())
   sys.path.insert(0, folder)
   try:
@@ -190,13 +190,13 @@ def _unknown(spec: str) -> RecipeError:
 
 def _check(module: ModuleType, source: str, needs: Sequence[str], entry: str) -> Recipe:
   """The recipe in a module; `entry` is the name of its `init`."""
-  # Not inspect.getmembers: it would import what a module with lazy attributes imports on demand.
+  # Not inspect.getmembers: it would run the imports of a module with lazy attributes.
   own = [(name, value) for name, value in vars(module).items() if inspect.isfunction(value)]
   there = sorted(n for n, f in own if f.__module__ == module.__name__ and not n.startswith("_"))
   defines = f"it defines {_listed(there, 'and') or 'no functions'}"
   if getattr(module, entry, None) is None and entry != "init":
     raise RecipeError(
-      f"{source} does not define {entry}().", details=defines, fix="one of these after the colon."
+      f"{source} does not define {entry}().", details=defines, fix="write one of these after the colon."
     )
   places = {name: entry if name == "init" else name for name in SIGNATURES}
   values = {name: getattr(module, place, None) for name, place in places.items()}

@@ -24,14 +24,14 @@ Record = dict[str, float]
 class MetricsLog:
   """A file of JSON lines, one for each step; `log.write` is a tracker for `nxp.fit`.
 
-  Each line is flushed, so a killed process loses none. In a job of several processes the first one alone
-  writes, and the others touch no file.
+  Each line is flushed, so a killed process loses no line. In a job of several processes only the first
+  process writes, and the others touch no file.
 
   Args:
     path: the file; its folder is made.
     after: the step that the run resumes from. Lines of later steps (of a run that was killed after its last
       checkpoint) and half-written lines are dropped, so every step is in the file once. At 0 a new file is
-      started, and that of an earlier run is kept beside it: `metrics-1.jsonl`.
+      started, and the file of an earlier run is renamed: `metrics-1.jsonl`.
 
   Attributes:
     path: the file.
@@ -68,8 +68,8 @@ class MetricsLog:
     """Appends one line: the step, then the values.
 
     Args:
-      step: its number.
-      values: by name; what is not finite is written as null, an array as a list, text as text.
+      step: the step's number.
+      values: by name; a number that is not finite is written as null, an array as a list, text as text.
     """
     self._file.write(_line({"step": step, **values}))
     self._file.flush()
@@ -88,7 +88,7 @@ class MetricsLog:
 class TensorBoardLog:
   """Files for TensorBoard: a curve for each number, a histogram for each array.
 
-  `log.write` is a tracker for `nxp.fit`. In a job of several processes the first one alone writes.
+  `log.write` is a tracker for `nxp.fit`. In a job of several processes only the first process writes.
 
   Args:
     directory: one folder for each run.
@@ -113,7 +113,7 @@ class TensorBoardLog:
     """Adds one point to each curve.
 
     Args:
-      step: its number.
+      step: the step's number.
       values: by name; an array becomes a histogram of its values, text an entry of text.
     """
     for name, value in values.items():
@@ -136,7 +136,7 @@ class TensorBoardLog:
 
 
 def _keep(path: Path, records: Sequence[Record]) -> None:
-  """Replaces the file by these records; a kill leaves the old file or the new one."""
+  """Replaces the file by these records; a kill leaves either the old file or the new file."""
   draft = path.with_name(f"{path.name}.tmp")
   with draft.open("w", encoding="utf-8") as file:
     file.writelines(map(_line, records))

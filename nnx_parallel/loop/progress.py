@@ -24,10 +24,10 @@ class StepProgress:
   Args:
     steps: the last step's number; None if unknown.
     start: the step that the run resumes from.
-    unit: of the rate per second: `tokens`, `samples`.
+    unit: the unit of the rate per second: `tokens`, `samples`.
     every_update: whether a log gets a line for each update.
-    quiet: whether to print the last step only.
-    console: by default standard output, and nothing on other processes than the first;
+    quiet: whether to print only the last step.
+    console: by default standard output on the first process, and nothing on the others;
       `rich.console.Console(quiet=True)` prints nothing.
 
   Example:
@@ -71,8 +71,8 @@ class StepProgress:
     """Shows a finished step.
 
     Args:
-      step: its number; the first is 1.
-      values: its metrics, `loss` among them, and what `StepClock` returns.
+      step: the step's number; the first is 1.
+      values: its metrics, including `loss`, and the result of `StepClock`.
     """
     if self._bar is not None:
       if self._console.width < NARROW:
@@ -83,7 +83,7 @@ class StepProgress:
       self._console.print(f"{self._number(step)}  {self._text(step, values)}", markup=False)
 
   def note(self, step: int, text: str) -> None:
-    """Prints a line for a step, above the bar where there is one; nothing when quiet."""
+    """Prints a line for a step, above the bar if there is a bar; prints nothing when quiet."""
     if not self._quiet:
       self._console.print(f"{self._number(step)}  {text}", markup=False)
 

@@ -31,12 +31,12 @@ class EarlyStop:
   """Ends a run when a metric has not improved for a while.
 
   Attributes:
-    metric: its name in the records: `"eval_loss"` is the `loss` of the evaluations.
-    patience: after how many records in a row without a better value.
-    mode: `"min"` or `"max"`, what is better.
-    min_delta: how much better it has to be.
+    metric: the metric's name in the records: `"eval_loss"` is the `loss` of the evaluations.
+    patience: the number of consecutive records without a better value.
+    mode: `"min"` or `"max"`: whether small or large values are better.
+    min_delta: the minimum improvement.
     best: the best value so far.
-    waited: records since then. Both are saved in checkpoints.
+    waited: the number of records since then. Both are saved in checkpoints.
   """
 
   metric: str = "eval_loss"
@@ -57,7 +57,7 @@ class EarlyStop:
     """Updates the best value.
 
     Args:
-      record: metrics by name; one without the watched metric does not count.
+      record: metrics by name; a record without the watched metric does not count.
 
     Returns:
       Whether the run should end.
@@ -78,9 +78,9 @@ class Position:
   """The step and the data cursor of a run.
 
   Attributes:
-    step: how many updates were made.
-    samples: the data cursor: how many examples were consumed, on whatever mesh, in whatever batches.
-    replaces: saves up to this step replace those that an earlier run made after the step it resumes from.
+    step: the number of updates so far.
+    samples: the data cursor: the number of examples consumed so far, on any mesh, in batches of any size.
+    replaces: saves up to this step replace saves that an earlier run made after the step it resumes from.
     stop: `best` and `waited` of the run's `EarlyStop`.
   """
 
@@ -90,7 +90,7 @@ class Position:
   stop: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
   def save_options(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Checkpointer.save` that keep the position beside `extra`."""
+    """Arguments of `Checkpointer.save` that store the position with `extra`."""
     data = {"samples": self.samples, "stop": self.stop}
     return {"step": self.step, "extra": {**extra, "data": data}, "overwrite": self.step <= self.replaces}
 
@@ -125,11 +125,11 @@ class Recorder:
   def add(
     self, number: int, metrics: AnyMetrics, batch: PyTree, tokens: Callable[[PyTree], int], *, report: bool
   ) -> None:
-    """Adds what a step returned, and reports the step before; `report` ends the window of a record."""
+    """Adds the metrics of a step, and reports the step before; `report` ends the window of a record."""
     scalars = {name: value for name, value in metrics.items() if is_scalar(value)}
     self._sums.add(scalars, weight=examples_in(batch))
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens(batch)
-    # One step ahead keeps the devices busy; waiting for the one before bounds what is in flight.
+    # One step ahead keeps the devices busy; waiting for the previous step bounds the work in flight.
     jax.block_until_ready(self._before)
     self._before = scalars
     self.flush()

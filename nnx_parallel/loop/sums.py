@@ -39,7 +39,7 @@ class MetricSums:
 
     Args:
       metrics: name -> scalar, or `(sum, count)` pair of scalars.
-      weight: of plain scalars, for example the number of examples in the batch.
+      weight: the weight of plain scalars, for example the number of examples in the batch.
 
     Raises:
       TrainError: an array, or other names than before.
@@ -69,7 +69,7 @@ class MetricSums:
 
 
 def is_scalar(value: AnyArray | tuple[AnyArray, AnyArray]) -> bool:
-  """Whether a metric is one number, or a pair of two."""
+  """Whether a metric is a number, or a pair of two numbers."""
   return not any(map(np.ndim, value if isinstance(value, tuple) else (value,)))
 
 
@@ -77,10 +77,10 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
   """Computes the mean of each metric over many batches, exactly weighted.
 
   Args:
-    step: `(model, batch) -> metrics`; those of `eval_step(loss_fn, pairs=True)` are weighted by their counts.
-      The means of a step without pairs are weighted by the examples of their batch.
+    step: `(model, batch) -> metrics`. Metrics of `eval_step(loss_fn, pairs=True)` are weighted by their
+      counts; the means of a step without pairs are weighted by the examples of their batch.
     model: `nnx.view(model, deterministic=True, use_running_average=True)` shares the model's Variables and
-      has dropout off; make it once, since the step is compiled again for another object.
+      has no dropout; make it once, since the step is compiled again for another object.
     batches: placed batches.
 
   Returns:

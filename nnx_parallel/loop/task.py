@@ -1,4 +1,4 @@
-"""A whole task in one call: the layout, the state, the specs and every step of a model or a recipe."""
+"""A full task in one call: the layout, the state, the specs and every step of a model or a recipe."""
 
 from __future__ import annotations
 
@@ -105,16 +105,17 @@ def task(
   """Sets up a task in one call: the plan, the state, the specs, the steps and the number of parameters.
 
   Args:
-    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which has what is not
-      given here.
-    mesh: where it is to run; by default the recipe's.
+    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which supplies missing
+      arguments.
+    mesh: the mesh of the task; by default the recipe's.
     rules: as for `nxp.plan`.
     loss: as for `train_step`.
     optimizer: an optax transformation.
     batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, for the input specs.
     generate: the decode step: `nxp.generator(max_new_tokens)`.
     plan: more options of `nxp.plan`: `{"uneven": "pad", "zero": 1}`.
-    **options: of `train_step`; those that `eval_step` has too are for both (`microbatches` with a pipeline).
+    **options: options of `train_step`; options that `eval_step` also has apply to both (`microbatches` with a
+      pipeline).
 
   Returns:
     The task. Its arrays are made when `model` or `optimizer` is first read.

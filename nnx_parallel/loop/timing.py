@@ -33,7 +33,7 @@ class StepClock:
     self._last = time.perf_counter()
 
   def tick(self, tokens: int, *, steps: int = 1) -> Record:
-    """Ends the time of one or more steps, which consumed so many tokens or samples.
+    """Ends the time of one or more steps, which consumed the given number of tokens or samples.
 
     Returns:
       `seconds` per step, and `tokens_per_second` over the window, unless nothing was counted; the first

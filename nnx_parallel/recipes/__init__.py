@@ -1,4 +1,4 @@
-"""Complete small jobs on real data. A user copies one to start.
+"""Complete small jobs on real data. Copy a recipe to start.
 
 A recipe is one Python file that defines `init()`, `optimizer()`, `loss(model, batch)` and
 `batches(start)`, and may define `rules()`, `mesh()`, `tokens(batch)` and `microbatches()`.

@@ -93,7 +93,7 @@ class Attention(nnx.Module):
     self.out = dense(per_head, config.width, ("heads", None, "embed"), rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Each position attends to itself and those before it."""
+    """Each position attends to itself and earlier positions."""
     q, k, v = rotate(self.query(x)), rotate(self.key(x)), self.value(x)
     return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
 
@@ -107,7 +107,7 @@ class GatedMLP(nnx.Module):
     self.down = dense(config.mlp, config.width, ("mlp", "embed"), rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
@@ -236,7 +236,7 @@ def batches(
 def _random_windows(length: int, start: int, config: Config) -> Iterator[np.ndarray]:
   places = length - config.sequence
   while True:
-    # A counter-based generator: window i needs no history, so the cursor is one number.
+    # A counter-based generator: window i needs no history, so the cursor is a single number.
     draws = [np.random.Philox(key=config.seed, counter=start + i).random_raw() for i in range(config.batch)]
     yield np.array([draw % places for draw in draws], np.int64)
     start += config.batch
@@ -255,13 +255,13 @@ def _even_windows(length: int, config: Config) -> Iterator[np.ndarray]:
 def read_text(folder: str | None, minimum: int) -> tuple[np.ndarray, np.ndarray]:
   """Reads a folder's text into memory, as (train, held out) arrays of bytes.
 
-  A file is held out (one in ten, at least one) by a digest of its name, so adding files does not move the
-  others between the sides. Of a single file, the last tenth is held out.
+  A file is held out (one in ten, at least one) by a digest of its name, so adding files does not move other
+  files between the sides. For a single file, the last tenth is held out.
 
   Args:
-    folder: every UTF-8 file below it is used, hidden ones excepted; `None` is the `.py` files of
-      Python's standard library.
-    minimum: bytes that each side must have.
+    folder: every UTF-8 file below it is used, except hidden files; `None` is the `.py` files of Python's
+      standard library.
+    minimum: the minimum number of bytes of each side.
 
   Raises:
     RecipeError: no such folder, or too little text in it.
@@ -280,7 +280,7 @@ def read_text(folder: str | None, minimum: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def split_files(files: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
-  """The contents to train on, and those held out."""
+  """The contents to train on, and the held-out contents."""
   if len(files) == 1:
     (content,) = files.values()
     cut = len(content) - len(content) // 10

@@ -1,21 +1,22 @@
 """Published figures of the chips that people train on, per JAX device.
 
-A TPU7x chip shows up as two JAX devices, so its row is half a chip; the other chips are one device.
+A TPU7x chip appears as two JAX devices, so its row is half a chip; the other chips are one device.
 
 Sources: NVIDIA data sheets for A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (dense figures, without
-sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and the memory that
-`nvidia-smi` shows; Google Cloud's "TPU system architecture" pages, and for one-way link bandwidth "How
-to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. The A100 of 40 GB: NVIDIA A100 data sheet,
-SXM. `usable_bytes` of a TPU is the limit that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU the
-75 % that JAX takes by default, or what `XLA_CLIENT_MEM_FRACTION` (formerly
-`XLA_PYTHON_CLIENT_MEM_FRACTION`) is set to in this process. `host_bandwidth`: PCIe generation 4 (A100) and 5
-(H100 and later) of 16 lanes; for TPUs the scaling book's 15 GB/s per chip, 32 for v6e; none is published for
-tpu7x, which takes v6e's, halved like the rest of its row.
+sparsity; NVLink per direction; one 200 or 400 Gb/s network port per GPU) and the memory that `nvidia-smi`
+shows; Google Cloud's "TPU system architecture" pages, and for one-way link bandwidth "How to Scale Your
+Model" (jax-ml.github.io/scaling-book), chapter 2. The 40 GB A100: NVIDIA A100 data sheet, SXM. `usable_bytes`
+of a TPU is the limit that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU, the 75 % that JAX takes
+by default, or the value of `XLA_CLIENT_MEM_FRACTION` (formerly `XLA_PYTHON_CLIENT_MEM_FRACTION`) in this
+process. `host_bandwidth`: PCIe generation 4 (A100) and 5 (H100 and later) with 16 lanes; for TPUs the scaling
+book's 15 GB/s per chip, 32 for v6e; for tpu7x no figure is published, so it has v6e's, halved like the rest
+of its row.
 
-The arithmetic of a matrix product has one name for traces, compiled programs and `Chip.peak`: `"bfloat16"`,
-`"float8"`, `"float32"` (JAX's default precision), `"float32 high"`, `"float32 highest"`, or a type and its
-passes: `"bfloat16 x3"`. Float32 products: the text of `jax.lax.Precision`. TPUs run them as one, three or six
-bfloat16 passes (`DEFAULT`, `HIGH`, `HIGHEST`), GPUs as TF32, and only at `HIGHEST` in float32.
+The arithmetic of a matrix product has the same name in traces, compiled programs and `Chip.peak`:
+`"bfloat16"`, `"float8"`, `"float32"` (JAX's default precision), `"float32 high"`, `"float32 highest"`, or a
+type and its number of passes: `"bfloat16 x3"`. Float32 products follow the text of `jax.lax.Precision`. TPUs
+run them as one, three or six bfloat16 passes (`DEFAULT`, `HIGH`, `HIGHEST`), GPUs as TF32, and only at
+`HIGHEST` in float32.
 """
 
 from __future__ import annotations
@@ -55,18 +56,19 @@ class Chip:
     name: short name, e.g. `"h100"`, `"v5e"`.
     platform: `"gpu"`, `"tpu"` or `"cpu"`.
     hbm_bytes: memory in bytes.
-    usable_bytes: what a program may use of it, in bytes.
+    usable_bytes: the part of the memory that a program may use, in bytes.
     hbm_bandwidth: bytes per second.
-    flops: peak matrix FLOP per second by dtype of the operands; `"tf32"` is what a GPU makes of float32.
-    link_bandwidth: bytes per second in one direction: of NVLink to the switch, or of one ICI link.
-    links: ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on NVLink.
+    flops: peak matrix FLOP per second by dtype of the operands; `"tf32"` is the GPU arithmetic for float32.
+    link_bandwidth: bytes per second in one direction, of NVLink to the switch or of one ICI link.
+    links: the number of ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on
+      NVLink.
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
-    domain: devices that the fast links join, or None where that depends on the topology.
-    devices_per_chip: JAX devices that one chip of a topology's name makes.
+    domain: the number of devices that the fast links join, or None if it depends on the topology.
+    devices_per_chip: the number of JAX devices per chip of a topology's name.
     host_bandwidth: bytes per second in one direction between a device and its host's memory.
-    efficiency: share of the peak that the matrix products of training reach. 0.78 on TPUs, fitted to MaxText
-      on v5e and v5p (`benchmarks/results/step_time.md`); 0.5 on GPUs, a guess: the two H100 runs give 0.43.
-      Not measured on the other chips. 0.7 for a chip of your own, a guess.
+    efficiency: the share of the peak that the matrix products of training reach. 0.78 on TPUs, fitted to
+      MaxText on v5e and v5p (`benchmarks/results/step_time.md`); 0.5 on GPUs, a guess: the two H100 runs give
+      0.43. Other chips are not measured. 0.7 for your own chip, a guess.
   """
 
   name: str
@@ -85,7 +87,7 @@ class Chip:
 
   @property
   def usable_note(self) -> str:
-    """What decides how much of a GPU's memory is usable, as text; nothing for other devices."""
+    """The setting that decides how much of a GPU's memory is usable, as text; empty for other devices."""
     if self.platform != "gpu":
       return ""
     share = 100 * self.usable_bytes / self.hbm_bytes
@@ -196,7 +198,7 @@ def chip(name: str | Chip) -> Chip:
   return _as_set(CHIPS[name.lower()])
 
 
-# `jax.Device.device_kind` -> row. Whole names: other cards of a family differ in memory, links or clock.
+# `jax.Device.device_kind` -> row. Full names: other cards of a family differ in memory, links or clock.
 _KINDS: Mapping[str, str] = {
   "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA H100 80GB HBM3": "h100",
   "NVIDIA H200": "h200", "NVIDIA B200": "b200", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e",
@@ -205,7 +207,7 @@ _KINDS: Mapping[str, str] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-  """The row for a `jax.Device.device_kind`, or None when the table has none."""
+  """The row for a `jax.Device.device_kind`, or None if the table does not have it."""
   name = _KINDS.get(device_kind)
   return None if name is None else _as_set(CHIPS[name])
 
@@ -250,8 +252,8 @@ def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:
   """The arithmetic of an instruction of a compiled program.
 
   Args:
-    types: element types of its operands by their HLO names, e.g. `"bf16"`; the wider one counts.
-    attributes: what follows its operands.
+    types: element types of its operands by their HLO names, e.g. `"bf16"`; the wider type counts.
+    attributes: the text after its operands.
 
   Example:
     >>> compiled_arithmetic(("f32", "f32"), "lhs_contracting_dims={1}, operand_precision={high,highest}")

@@ -1,4 +1,4 @@
-"""What a compiled step needs, sends and computes, from the compiler of the machine it will run on."""
+"""What a compiled step needs, sends and computes, according to the compiler of its target machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nnx_parallel.core import hlo
 from nnx_parallel.core.figures import picture_of
 from nnx_parallel.core.hlo_devices import Labels
 from nnx_parallel.core.jaxprs import nbytes
-from nnx_parallel.core.mesh import axis_sizes, is_explicit
+from nnx_parallel.core.mesh import axis_sizes, explicit_axes
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.text import Paged, text_of
 from nnx_parallel.core.types import PyTree
@@ -68,12 +68,12 @@ class Argument:
 
 
 class Sent(NamedTuple):
-  """What some collectives of a step send.
+  """The totals of some collectives of a step.
 
   Attributes:
-    bytes: payload per step: what the devices of each group hold together, global bytes.
+    bytes: payload per step: the bytes that each group of devices holds in total, global bytes.
     per_device: bytes that each device sends in a step.
-    times: runs per step.
+    times: the number of runs per step.
   """
 
   bytes: int
@@ -94,37 +94,37 @@ class BatchSplit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport(Paged):
-  """The figures of one compiled step, per device and per step.
+  """The figures of a compiled step, per device and per step.
 
   Attributes:
-    target: the devices compiled for, e.g. `"16 x TPU v5 lite"`.
-    chip: published figures of the device, or None if the table does not have the device. Where the program
-      is for devices of this process, `usable_bytes` is the limit that they give themselves.
+    target: the devices of the compilation, e.g. `"16 x TPU v5 lite"`.
+    chip: published figures of the device, or None if the table does not have the device. If the program is
+      for devices of this process, `usable_bytes` is the limit that they report.
     axes: mesh axis -> size in devices.
-    memory: the compiler's own figures.
-    need_bytes: memory one device needs, by the measure that is right for its backend.
-    fits: whether that is within `chip.usable_bytes`; None without a chip.
-    compiled: False when the compiler stopped for lack of memory; the rest is then read from the program
-      as far as the compiler came.
+    memory: the compiler's figures.
+    need_bytes: the memory that one device needs, measured as its backend requires.
+    fits: whether `need_bytes` is within `chip.usable_bytes`; None without a chip.
+    compiled: False if the compiler stopped for lack of memory; the rest is then read from the program as far
+      as the compiler came.
     arguments: every array the step takes, largest first.
-    categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of what
-      the compiler adds.
-    cost: matrix FLOPs, memory traffic, and what these do not count.
-    collectives: what is sent, in program order.
-    peak: arrays in memory, apart from the arguments, when the step uses the most memory; largest first.
-    reshards: tensors that the compiler replicates although their layout is split.
-    seconds: time the compiler took.
+    categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of the compiler's
+      additions.
+    cost: matrix FLOPs, memory traffic, and the operations that these do not count.
+    collectives: the collectives, in program order.
+    peak: arrays in memory, except the arguments, when the step uses the most memory; largest first.
+    reshards: tensors that the compiler replicates although their layout is sharded.
+    seconds: the compile time.
     quantities: global sizes in bytes, to compare `sent` with: `params`, `optimizer`, `batch`.
-    examples: of one microbatch on one device, or None where that is unknown.
-    batch_split: devices between which the plan splits the batch, or None without a plan.
-    results: the step's results as the partitioned program computes them, against the program before it was
-      split; see `report.faults`. None without `verify=True`.
-    whole_activations: activations of 1 % of the need or more that devices hold for the examples of others
-      too, although the plan splits the batch; largest first. None where that is unknown: without a plan, or a
-      batch that is split.
-    layers: what was done with the layers of a `train_step` or `eval_step`, a line each: a pipeline has its
-      schedule and its bubble there.
-    slices: the slices of TPUs, or hosts of other devices, that the mesh spans; `Collective.slices` says
+    examples: the number of examples of a microbatch on one device, or None if unknown.
+    batch_split: the number of devices between which the plan splits the batch, or None without a plan.
+    results: the results of the partitioned program, compared with the program before partitioning; see
+      `report.faults`. None without `verify=True`.
+    whole_activations: activations of 1 % of the need or more that devices also hold for other devices'
+      examples, although the plan splits the batch; largest first. None if unknown: without a plan, or if the
+      batch is not split evenly.
+    layers: how the layers of a `train_step` or `eval_step` were computed, one line each; a pipeline shows its
+      schedule and bubble.
+    slices: the number of TPU slices, or hosts of other devices, that the mesh spans; `Collective.slices` says
       between how many of them each collective sends.
   """
 
@@ -163,7 +163,7 @@ class CompileReport(Paged):
 
   @property
   def available_bytes(self) -> int | None:
-    """Memory of one device that a program may use, in bytes."""
+    """The memory of one device that a program may use, in bytes."""
     return self.chip.usable_bytes if self.chip else None
 
   @property
@@ -172,12 +172,12 @@ class CompileReport(Paged):
     return tuple(argument for argument in self.arguments if not argument.donated)
 
   def sent(self, kind: str | None = None, *, axis: str | None = None) -> Sent:
-    """What the step sends, for budgets in a project's own tests.
+    """The totals of the step's collectives, for budgets in a project's own tests.
 
     Args:
       kind: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`,
         `"collective-broadcast"`, or None for every kind.
-      axis: only collectives over this mesh axis, alone or with others.
+      axis: only collectives over this mesh axis, alone or with other axes.
 
     Returns:
       Bytes and runs per step. `report.quantities` has the bytes to compare with: `params`, `optimizer`,
@@ -215,7 +215,7 @@ class CompileReport(Paged):
       *keys: field names, e.g. `"kind"`, `"axes"`, `"source"`.
 
     Returns:
-      The values of those fields as text -> bytes.
+      The values of these fields as text -> bytes.
 
     Example:
       >>> import jax
@@ -278,29 +278,30 @@ def compile_report(
   chip: Chip | str | None = None,
   verify: bool = False,
 ) -> CompileReport:
-  """Compiles a step without running it, and reports what it needs, computes and sends.
+  """Compiles a step without running it, and reports its memory, arithmetic and collectives.
 
   Args:
-    step: what `train_step`, `eval_step` or `generator` made, a function under `nnx.jit` or `jax.jit`, or a
+    step: a result of `train_step`, `eval_step` or `generator`, a function under `nnx.jit` or `jax.jit`, or a
       program that is already lowered or compiled.
-    plan: the layout of the step's model and optimizer; arrays that do not exist stand in for them. Its rules
-      are in scope for `constrain`, unless the caller has others there.
-    *args: without a plan, the arguments of the step, real or abstract; with one, what follows the batch.
+    plan: the layout of the step's model and optimizer, which need not exist. Its rules are in scope for
+      `constrain`, unless the caller has other rules in scope.
+    *args: without a plan, the arguments of the step, real or abstract; with a plan, the arguments after the
+      batch.
     batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch; the prompts of a generator.
     topology: a machine that you do not have, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
       of the plan's mesh. See `topology`.
-    chip: whose memory decides the verdict; by default the chip that the step is compiled for.
-    verify: compare the results of the program that was split over the devices with the program before, at a
-      few positions of each array; see `report.faults`. It takes less time than the compilation.
+    chip: the chip whose memory decides the verdict; by default the chip that the step is compiled for.
+    verify: compare the results of the program before and after partitioning, at a few positions of each
+      array; see `report.faults`. It takes less time than the compilation.
 
   Returns:
     The report; print it, read its fields, or turn it into JSON or a page.
 
   Raises:
-    ReportError: the plan is abstract and no topology is given, the topology does not have as many devices
-      as the plan, its compiler is not installed, or it refuses the program for another reason than memory;
-      or `step` is no step; or the batch has no array, or one that the plan cannot split evenly; or `verify`
-      is for a program that is already compiled.
+    ReportError: the plan is abstract and no topology is given, the topology does not have as many devices as
+      the plan, its compiler is not installed, or it rejects the program for another reason than memory; or
+      `step` is not a step; or the batch has no array, or an array that the plan cannot split evenly; or
+      `verify` is used on a program that is already compiled.
 
   Example:
     >>> import jax
@@ -336,7 +337,7 @@ def compile_report(
   check_batch(here, batch)
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
-  # Nothing can run on a machine that is not here: the mesh is for what is traced.
+  # Nothing can run on an absent machine: this mesh is only for the trace.
   with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
@@ -362,7 +363,7 @@ def compile_report(
 
 
 def _examples(step: Any, batch: PyTree, shards: int) -> int | None:
-  """Examples of one microbatch on one device, for a `TrainStep` and a batch of arrays of one length."""
+  """The number of examples of one microbatch on one device, for a `TrainStep` and arrays of one length."""
   sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
   if not isinstance(step, TrainStep) or len(sizes) != 1:
     return None
@@ -391,7 +392,7 @@ def state_categories(plan: Plan) -> dict[str, int]:
 
 
 def _placed(plan: Plan, text: str | None) -> Plan:
-  """The plan on devices to compile for: its own, or those of a named topology."""
+  """The plan on the devices to compile for: its own devices, or the devices of a named topology."""
   if text is None:
     if isinstance(plan.mesh, AbstractMesh):
       raise ReportError(
@@ -400,7 +401,7 @@ def _placed(plan: Plan, text: str | None) -> Plan:
         fix="compile_report(..., topology='tpu:v5e:4x4'), or 'cpu:8' for simulated devices.",
       )
     return plan
-  mesh = topology_mesh(text, explicit=is_explicit(plan.mesh), **axis_sizes(plan.mesh))
+  mesh = topology_mesh(text, explicit=explicit_axes(plan.mesh), **axis_sizes(plan.mesh))
   leaves = tuple(dataclasses.replace(leaf, mesh=mesh) for leaf in plan.leaves)
   return dataclasses.replace(plan, mesh=mesh, leaves=leaves)
 
@@ -421,16 +422,16 @@ def report_of(
   slices: Labels | None = None,
   verify: bool = False,
 ) -> CompileReport:
-  """Reports on a program that JAX has lowered, which is compiled here, or compiled.
+  """Reports on a program that JAX has lowered (it is compiled here) or compiled.
 
   Args:
-    program: `nnx.jit` wraps what JAX lowered.
+    program: the lowered or compiled program, or its `nnx.jit` wrapper.
     chip: as in `compile_report`.
-    axes: mesh axis -> size; by default those of the mesh that the arguments are on.
-    state: bytes per device of the arguments by category; what is left is called "inputs".
+    axes: mesh axis -> size; by default the axes of the arguments' mesh.
+    state: bytes per device of the arguments by category; the remaining arguments are called "inputs".
     names: argument as JAX names it -> name to print.
-    batch: which arguments are the batch, and the axes that split it; None where that is not known.
-    slices: the slice or host at each position of the mesh; None for one, or where that is not known.
+    batch: the arguments that are the batch, and the axes that split it; None if unknown.
+    slices: the slice or host at each position of the mesh; None for a single slice, or if unknown.
     verify: as in `compile_report`.
   """
   program, names = getattr(program, "lowered", program), names or {}
@@ -499,7 +500,7 @@ def _whole(
   batch: BatchSplit | None,
   least: float,
 ) -> tuple[WholeActivation, ...] | None:
-  """Activations that are whole along the batch; None where there are no programs to tell by."""
+  """Activations that are replicated along the batch; None if no program shows them."""
   if batch is None or whole is None or math.prod(sizes[axis] for axis in batch.axes) == 1:
     return None
   return whole_activations(whole, split, final, sizes, batch.axes, batch.has, least)
@@ -514,7 +515,7 @@ def _result_paths(program: jax.stages.Lowered) -> dict[int, str]:
 def _verified(
   whole: hlo.Program | None, split: hlo.Program, paths: Mapping[int, str], names: Mapping[str, str]
 ) -> Comparison:
-  """The results of a program against those before it was split; nothing where it was not split."""
+  """Compares the results of a program before and after partitioning; empty for one device."""
   if whole is None:
     return Comparison()
   arguments = {i.index: i.op_name for i in whole.entry.parameters}
@@ -524,17 +525,17 @@ def _verified(
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:
-  """The figures with the memory limit of a device of this kind, where this process has one."""
+  """The figures with the memory limit of a device of this kind, if this process has such a device."""
   here = next((device for device in jax.local_devices() if device.device_kind == kind), None)
   limit = (here.memory_stats() or {}).get("bytes_limit") if here is not None else None
   return dataclasses.replace(figures, usable_bytes=limit) if figures is not None and limit else figures
 
 
 def _need(memory: MemoryStats, done: Compiled, platform: str, kept: int) -> int:
-  """Bytes one device needs; `kept` are those of arguments that are not donated.
+  """Bytes that one device needs; `kept` are the bytes of arguments that are not donated.
 
-  TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU
-  leaves parts out, so there it is arguments, temporaries and the results that reuse no argument.
+  TPU's peak covers everything, with buffers that share memory counted once. The peak of CPU and GPU is
+  incomplete, so there it is arguments, temporaries and the results that reuse no argument.
   """
   if done.shortage is not None:
     return done.shortage.bytes + (0 if done.shortage.total else kept)

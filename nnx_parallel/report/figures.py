@@ -54,7 +54,7 @@ def report_figure(report: CompileReport, picture: Picture) -> Figure:
 
 
 def memory_figure(categories: Mapping[str, int], chip: Chip | None) -> Figure:
-  """Bytes per device by category, each from the end of the one above, and what a device has."""
+  """Bytes per device by category, stacked, and the memory of a device."""
   starts = itertools.accumulate(categories.values(), initial=0)
   items = [
     Bar(name, size, format_bytes(size), start=start)
@@ -72,7 +72,7 @@ def collectives_figure(report: CompileReport) -> Figure:
 
 
 def time_figure(time: StepTime) -> Figure:
-  """The terms of a step: those that overlap start together; what waits follows them."""
+  """The terms of a step: overlapping terms start at the same time; waiting terms follow them."""
   items = [Bar(name, seconds, share_of(time, seconds), "overlaps") for name, seconds in time.terms().items()]
   at = max(time.terms().values())
   waits = {f"{name} (waiting)": seconds for name, seconds in time.waiting.items()}
@@ -93,8 +93,9 @@ def devices_figure(axes: Mapping[str, int]) -> Figure:
 def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], limit: float = 0.0) -> Figure:
   """Horizontal bars, the first on top.
 
-  `label` is what the scale measures, `units` are scale and name of its units, smallest first. `limit`, what a
-  device may use, is a line, if it is near. More than one group of items has a legend.
+  `label` names the quantity of the scale; `units` are the scales and names of its units, smallest first.
+  `limit`, the memory that a device may use, is a line, if it is near. More than one group of items has a
+  legend.
   """
   most = max((item.start + item.value for item in items), default=1.0)
   scale, unit = _unit(most, units)
@@ -126,7 +127,7 @@ def _unit(most: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
 
 
 def _mark(axes: Any, limit: float, most: float, scale: float) -> str:
-  """Draws what a device may use, and widens the scale for it; in words where it is far to the right."""
+  """Draws the memory that a device may use, and widens the scale for it; as text if it is far right."""
   if not limit:
     return ""
   if limit > 4 * most:

@@ -100,9 +100,9 @@ def plan_page(
 
   Args:
     plan: on any mesh.
-    memory: adds the planned memory by category, and with a chip whether it fits.
-    time: adds the predicted step, with how long each axis of the mesh sends.
-    title: what is planned, for the head of the page.
+    memory: adds the planned memory by category, and, with a chip, whether it fits.
+    time: adds the predicted step time, and the sending time of each mesh axis.
+    title: the name of the planned model, for the head of the page.
 
   Returns:
     One self-contained HTML document.
@@ -155,7 +155,7 @@ def _leaves_table(plan: Plan) -> Table:
 
 @page_of.register
 def search_page(result: SearchResult) -> str:
-  """The page of a search: the winner's code, the best candidate of each mesh, and what was left out."""
+  """The page of a search: the winner's code, the best candidate of each mesh, and the rejected candidates."""
   best = result.best
   winner = _verdict("No layout is proposed.", False)
   if best is not None:
@@ -172,7 +172,7 @@ def search_page(result: SearchResult) -> str:
 
 
 def _memory(title: str, categories: Mapping[str, int], usable: int | None) -> str:
-  """A bar of what is held, out of what a device may use, and its legend."""
+  """A bar of the memory in use, out of the memory that a device may use, and its legend."""
   parts = {name: size for name, size in categories.items() if size}
   need = sum(parts.values())
   full = max(need, usable or 0, 1)

@@ -28,7 +28,7 @@ _FEW = 3
 
 @text_of.register
 def report_text(report: CompileReport) -> str:
-  """The whole report as plain text."""
+  """The full report as plain text."""
   wrong = faults_table(report)
   donated = sum(item.bytes for item in report.arguments if item.donated)
   kept = arguments_table(report, kept=True)
@@ -47,7 +47,7 @@ def report_text(report: CompileReport) -> str:
 
 
 def verdict(report: CompileReport) -> str:
-  """One sentence: whether it fits, and if not, what would make it fit."""
+  """One sentence: whether the step fits, and if not, which change would make it fit."""
   need = format_bytes(report.need_bytes)
   if report.chip is None or report.available_bytes is None:
     return f"needs {need} per device; the memory of this device is not in the table."
@@ -59,7 +59,7 @@ def verdict(report: CompileReport) -> str:
 
 
 def advice(report: CompileReport) -> str:
-  """What would make a program fit, from how its memory divides; estimates, to be compiled again."""
+  """Changes that would make a program fit, from how its memory divides; estimates, to be compiled again."""
   have, state = report.available_bytes or 0, report.memory.arguments
   # Gradients are as large as the parameters, however small a microbatch is.
   fixed = state + report.categories.get("parameters", 0)
@@ -68,7 +68,7 @@ def advice(report: CompileReport) -> str:
   for parts in (2, 4, 8, 16, 32):
     if parts <= (report.examples or parts) and fixed + falls / parts <= have:
       lines.append(
-        f"Try {parts} times as many microbatches, or a batch {parts} times smaller: what they divide, "
+        f"Try {parts} times as many microbatches, or a batch {parts} times smaller: the memory they divide, "
         f"{format_bytes(falls)}, would fall to about {format_bytes(falls / parts)}."
       )
       break
@@ -85,7 +85,7 @@ def advice(report: CompileReport) -> str:
 
 
 def _whole_batch(report: CompileReport) -> str:
-  """What to do when the largest array seems to hold the examples of all devices."""
+  """The fix for when the largest array seems to hold the examples of all devices."""
   split, largest = report.batch_split or 1, report.peak[0]
   whole = (report.examples or 0) * split
   if split == 1 or not whole or not re.match(rf"\w+\[{whole}[,\]]", largest.shape):
@@ -97,7 +97,7 @@ def _whole_batch(report: CompileReport) -> str:
 
 
 def head(report: CompileReport) -> list[str]:
-  """What was compiled, whether it fits, and the figures of a step: one sentence each."""
+  """The compiled target, whether it fits, and the figures of a step: one sentence each."""
   mesh = " x ".join(f"{name} {size}" for name, size in report.axes.items())
   sent = sum(item.sent_bytes for item in report.collectives)
   lines = [
@@ -115,7 +115,7 @@ def head(report: CompileReport) -> list[str]:
 
 
 def between_slices(report: CompileReport) -> str:
-  """One sentence: what of the bytes is sent between slices or hosts; empty where there is one."""
+  """One sentence: the bytes that are sent between slices or hosts; empty for a single slice."""
   if report.slices == 1:
     return ""
   places = "hosts" if "NVIDIA" in report.target else "slices"
@@ -139,7 +139,7 @@ def results_text(results: Comparison | None, reasons: str = "") -> str:
 
 
 def results_note(report: CompileReport) -> str:
-  """One sentence: what was compared of the partitioned step, and what is wrong; empty where nothing was."""
+  """One sentence: the compared results of the partitioned step, and its errors; may be empty."""
   results = report.results
   if results is None:
     return ""
@@ -151,7 +151,7 @@ def results_note(report: CompileReport) -> str:
 
 
 def faults_table(report: CompileReport) -> Table:
-  """Result, how it is wrong, where first, and the partitioned program's instruction with what it receives."""
+  """Result, error, first wrong place, and the partitioned program's instruction with its inputs."""
   rows = [
     (
       fault.result,
@@ -161,7 +161,7 @@ def faults_table(report: CompileReport) -> Table:
     )
     for fault in (report.results.faults if report.results else ())
   ]
-  columns = ("result", "is", "first wrong at", "instruction, and what it receives")
+  columns = ("result", "is", "first wrong at", "instruction, and its inputs")
   return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows)
 
 
@@ -180,7 +180,7 @@ def memory_text(report: CompileReport) -> str:
 
 
 def arguments_table(report: CompileReport, most: int = _BUFFERS, *, kept: bool = False) -> Table:
-  """The largest arguments; or of those whose memory is not reused."""
+  """The largest arguments, or the largest arguments whose memory is not reused."""
   rows = [
     (item.name, format_bytes(item.bytes))
     for item in (report.kept if kept else report.arguments)[:most]
@@ -208,7 +208,7 @@ def _array(buffer: PeakBuffer) -> str:
 
 
 def sent_tables(report: CompileReport, most: int = _ROWS) -> tuple[Table, Table]:
-  """What is sent: the sums by kind and axes, and the largest collectives."""
+  """The collectives: the sums by kind and axes, and the largest collectives."""
   largest = sorted(report.collectives, key=lambda item: -item.total_bytes)
   rows = [
     (
@@ -244,7 +244,7 @@ def _origin(parameters: Sequence[str], source: str, op: str) -> str:
 
 
 def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
-  """Activations that devices hold for the examples of others too, and where they begin."""
+  """Activations that devices also hold for other devices' examples, and where they begin."""
   found = report.whole_activations
   if not found:
     least = format_bytes(SHARE * report.need_bytes)
@@ -258,7 +258,7 @@ def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
 
 
 def whole_table(report: CompileReport, most: int = _BUFFERS) -> Table:
-  """The largest activations that are whole along the batch, and how each is split."""
+  """The largest activations that are replicated along the batch, and how each is sharded."""
   found = report.whole_activations or ()
   rows = [
     (
@@ -280,7 +280,7 @@ def _place(one: WholeActivation) -> str:
 
 
 def reshards_table(report: CompileReport) -> Table:
-  """Tensors that each device makes whole although their layout is split."""
+  """Tensors that each device replicates although their layout is sharded."""
   rows = [
     (
       os.path.basename(item.source) or item.op,

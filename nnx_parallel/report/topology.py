@@ -6,10 +6,10 @@
 | `tpu:v5p:4x4x4*2` | two such slices, joined by the data-centre network |
 | `gpu:h100:2x8` | two hosts of 8 GPUs, NVLink inside a host |
 | `cpu:8` | the first 8 devices of this process |
-| `cpu:4*2` | the same, as two slices of 4: for what the report says |
+| `cpu:4*2` | the same, as two slices of 4: only the report differs |
 
-With several slices of v4 or v5p the compiler takes no wrap links (libtpu 0.0.50), and writes gathers inside
-a slice as all-reduces, which send twice as much: for what one slice sends, compile for one.
+With several slices of v4 or v5p the compiler uses no wrap links (libtpu 0.0.50), and writes gathers inside a
+slice as all-reduces, which send twice as much: to see the traffic inside a slice, compile for one slice.
 
 The devices can be put in a mesh, and programs lowered and compiled for them, but hold no array.
 """
@@ -22,7 +22,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +58,7 @@ class Machine:
     chip: published figures of one device.
     size: chips along each dim of a slice; hosts x GPUs; or the number of CPU devices.
     slices: groups of devices with fast links inside: TPU slices or NVLink hosts.
-    devices: JAX devices in all.
+    devices: the total number of JAX devices.
   """
 
   text: str
@@ -69,7 +69,7 @@ class Machine:
 
   @property
   def slice_size(self) -> int:
-    """Devices of one slice."""
+    """The number of devices of one slice."""
     return self.devices // self.slices
 
 
@@ -129,13 +129,14 @@ def _has(module: str) -> bool:
   return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
-def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
+def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes: int) -> Mesh:
   """A mesh over the devices of a named machine, ordered for its links.
 
   Args:
     text: the machine, e.g. `"tpu:v5p:4x4x4*2"` (two slices), `"gpu:h100:2x8"` (hosts x GPUs) or `"cpu:8"`.
-    explicit: makes the axes Explicit; Auto otherwise.
-    **axes: axis name -> size; one may be -1: what is left. Between slices the first axes go outside.
+    explicit: as in `make_mesh`.
+    **axes: axis name -> size; one size may be -1: the remaining devices. The first axes are outermost,
+      between slices.
 
   Returns:
     A mesh that programs can be lowered and compiled for; its devices hold no array.
@@ -168,11 +169,11 @@ def topology_mesh(text: str, *, explicit: bool = False, **axes: int) -> Mesh:
 
 
 def slice_numbers(mesh: Mesh, text: str | None = None) -> npt.NDArray[np.int64]:
-  """The slice of TPUs, or the host of other devices, at each position of a mesh.
+  """The TPU slice, or the host of other devices, at each position of a mesh.
 
   Args:
-    mesh: on real devices, or those of a topology.
-    text: the topology, which alone knows the slices of simulated devices.
+    mesh: a mesh of real devices, or of the devices of a topology.
+    text: the topology; for simulated devices, only it knows the slices.
   """
   if text is not None and text.startswith("cpu:"):
     return np.arange(mesh.size) // read_machine(text).slice_size
@@ -227,7 +228,7 @@ def _gpu(named: Machine) -> list[Any]:
 
 
 class _Target(NamedTuple):
-  """What the NVIDIA compiler must know about a GPU beside the figures of `Chip`.
+  """Facts about a GPU that the NVIDIA compiler needs, in addition to the figures of `Chip`.
 
   Sources: the compute-capability tables of the CUDA programming guide (threads, registers, shared memory) and
   NVIDIA's architecture white papers (multiprocessors, clock, L2).

@@ -1,1 +1,1 @@
-"""What a user declares: logical names, path rules, fallbacks, presets."""
+"""The declarations of a user: logical names, path rules, fallbacks, presets."""

@@ -33,14 +33,14 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
   """A fallback that shards the largest free dim that `axis` divides (ZeRO-3).
 
   It applies to every Variable without names: parameters, and batch statistics or caches as large as
-  parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, also if they are
-  split already, and by columns only if its rows do not divide: after a split by columns, a step would send
-  activations instead of weights. If `axis` divides no free dim, it is added behind the axes of a dim
-  that is split already; failing that, the largest part of `axis` that divides a dim is used, or
-  `plan(uneven="pad")` pads one.
+  parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, even if they are
+  already split, and by columns only if its rows do not divide: after a split by columns, a step would send
+  activations instead of weights. If `axis` divides no free dim, it is added behind the axes of a dim that is
+  already split; failing that, the largest part of `axis` that divides a dim is used, or `plan(uneven="pad")`
+  pads a dim.
 
   Args:
-    axis: mesh axis, or several (major to minor) that split a dim together.
+    axis: mesh axis, or several (major to minor) that jointly split a dim.
     min_size: arrays with at most this many *elements* are replicated.
     extend: also give the axis to a free dim of a Variable that has names, so that for example a
       tensor-parallel kernel is split over both axes.
@@ -49,7 +49,7 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
     A fallback for the `rules` argument of `plan` and `create_sharded_model`.
 
   Raises:
-    ShardingError: no axis, or one that is named twice.
+    ShardingError: no axis, or an axis that is named twice.
 
   Source: ZeRO, arXiv:1910.02054; the threshold and the choice of dim follow the UvA deep-learning notebooks.
 

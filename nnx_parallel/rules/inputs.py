@@ -68,7 +68,7 @@ class InputRules:
 
 
 def input_names(rules: InputRules, ndim: int, axes: tuple[str, ...]) -> Names:
-  """The names for an input of at least one dim; `axes` are those of the mesh, major to minor."""
+  """The names for an input of at least one dim; `axes` are the mesh axes, major to minor."""
   if rules.every_axis:
     return (axes, *([None] * (ndim - 1)))
   if ndim not in rules.by_rank:

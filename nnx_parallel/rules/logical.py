@@ -11,7 +11,7 @@ from nnx_parallel.core.axes import entry_of
 from nnx_parallel.errors import ShardingError
 
 Candidate = tuple[str, ...]
-"""Mesh axes that split one dim together, major to minor; `()` does not split the dim."""
+"""Mesh axes that jointly split one dim, major to minor; `()` does not split the dim."""
 Uneven = Literal["error", "next", "pad", "replicate"]
 Unknown = Literal["error", "replicate"]
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
@@ -20,20 +20,20 @@ UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   """Maps logical names to mesh axes. A name may have several candidates, in order of preference.
 
-  A value is one candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for none)
-  or a *list* of candidates: the first one whose axes are in the mesh, are not yet used in the same spec,
-  and divide the dim is taken. The order of the names never matters; dims are resolved left to right.
+  A value is a candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for no axis)
+  or a *list* of candidates: the rule takes the first candidate whose axes are in the mesh, are not yet used
+  in the same spec, and divide the dim. The order of the names never matters; dims are resolved left to right.
 
-  Two names are known to `train_step` and `eval_step` also where a model names nothing: `batch`, dim 0 of the
-  inputs and of what is computed from them, and `seq`, their dim 1, the positions, between layers: with
-  `seq="tensor"` a tensor-parallel model is sequence-parallel too (arXiv:2205.05198). That is so
-  on Auto meshes; on Explicit ones the types of the arrays decide.
+  `train_step` and `eval_step` use two names even if the model names nothing: `batch`, dim 0 of the inputs and
+  of activations, and `seq`, their dim 1, the positions, between layers: with `seq="tensor"` a tensor-parallel
+  model is sequence-parallel too (arXiv:2205.05198). This holds on Auto meshes; on Explicit meshes the types
+  of the arrays decide.
 
   Args:
     names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
     unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or
       `"replicate"` as in Flax Linen.
-    uneven: the policy for dims that do not divide, by name, where it differs from the plan's.
+    uneven: the policy for dims that do not divide, by name, if it differs from the plan's.
     **rules: logical name -> candidates.
 
   Raises:
@@ -194,8 +194,8 @@ def candidate_of(value: Any) -> Candidate:
 
 
 def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
-  # A list holds candidates; everything else is one. A tuple of tuples is how `Mapping` access returns
-  # candidates, so that rules can be built from rules.
+  # A list holds candidates; any other value is one candidate. A tuple of tuples is how `Mapping` access
+  # returns candidates, so that rules can be built from rules.
   is_many = isinstance(value, list) or (
     isinstance(value, tuple) and value and all(isinstance(item, tuple) for item in value)  # pyright: ignore[reportUnknownVariableType]
   )

@@ -18,7 +18,7 @@ ANY_DIMS = "..."
 
 
 def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
-  """A regular expression from text that is none: `*` means anything, as in a shell."""
+  """A regular expression from text that is not a regular expression: `*` means anything, as in a shell."""
 
   def part(pattern: str) -> str:
     try:
@@ -34,15 +34,16 @@ class PathRules:
   r"""Gives names to parameters without annotations, by patterns on their paths. The first match wins.
 
   A pattern is a regular expression for the full dotted path (`r".*attn\.(q|k|v)\.kernel"`), or a *window*: a
-  tuple of regular expressions, one for each of several consecutive path parts, which it must match in full
+  tuple of regular expressions for consecutive path parts, each of which must match in full
   (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a `PartitionSpec`, or a tuple with one name (logical,
   or a mesh axis) per dim, where one `...` stands for any number of dims without a name. None and
-  `PartitionSpec()` replicate the parameter, also if there is a fallback. With `(None, None)` its dims have no
-  names, and `fsdp(extend=True)` may still split one.
+  `PartitionSpec()` replicate the parameter, even if there is a fallback. With `(None, None)` its dims have no
+  names, and `fsdp(extend=True)` may still split a dim.
 
   Args:
     rules: `(pattern, names)` pairs in order.
-    strict: a parameter that matches no rule, without a fallback, is an error (which lists all of them).
+    strict: a parameter that matches no rule, without a fallback, is an error (which lists all such
+      parameters).
     optional: rules that match nothing give no note in the plan, as in a table for a family of models.
 
   Raises:

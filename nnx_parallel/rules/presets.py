@@ -81,7 +81,7 @@ def fsdp_tensor(
 ) -> RuleSet:
   """Tensor parallelism by logical names, combined with FSDP and data parallelism.
 
-  The mesh may lack one of them: its rules are then left out, with a note in the plan.
+  If the mesh lacks one of these axes, its rules are left out, with a note in the plan.
 
   `tensor` splits hidden widths and heads; `fsdp` then splits the largest free dim of each large parameter.
 
@@ -192,7 +192,7 @@ def expert(
 
 
 def _layout(logical: LogicalRules, fallback: Fallback, inputs: InputRules | None = None) -> RuleSet:
-  """Rules of which a mesh may lack the axes, but those of the batch."""
+  """Rules whose axes a mesh may lack, except the batch axes."""
   return RuleSet(logical, (), fallback, inputs, frozenset({*logical, "fallback"} - {"batch"}))
 
 
@@ -220,7 +220,7 @@ _NORM = r"(?i).*(norm|ln|layernorm|rmsnorm)(_?\w+)?"
 def layers(
   *, embed: Entry = "embed", heads: Entry = "heads", vocab: Entry = "vocab", features: Entry = "features"
 ) -> PathRules:
-  """Names for the layers of `flax.nnx`, by the names of their Variables alone.
+  """Names for the layers of `flax.nnx`, by the names of their Variables only.
 
   The projections of `MultiHeadAttention` get `heads`; `Embed` gets `vocab`; the last (output) dim of any
   other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
@@ -264,7 +264,7 @@ def t5(
 
   Args:
     embed: name of the residual width.
-    heads: name of the width of all heads together.
+    heads: name of the joint width of all heads.
     mlp: name of the hidden width.
     vocab: name of the vocabulary dim.
 
@@ -373,7 +373,7 @@ def gpt(
       (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
       (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
       (("mlp|ffn|feed_forward", "c_proj|out|fc2|fc_out|down|linear2", "kernel"), (mlp, embed)),
-      # An MLP whose layers are in the block itself, beside the attention.
+      # An MLP whose layers are in the block itself, next to the attention.
       ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
       ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
       ((r"(\w*_)?\d+", "out|fc2|fc_out|down|linear2", "kernel"), (mlp, ..., embed)),

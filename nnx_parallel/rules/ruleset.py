@@ -33,7 +33,7 @@ class RuleSet:
     paths: names for parameters without annotations, by path.
     fallback: what happens to parameters without names.
     inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
-    optional: logical names whose rule a mesh without its axes may lack, and `"fallback"`: those of presets.
+    optional: logical names whose axes a mesh may lack, and `"fallback"`: presets set these.
   """
 
   logical: LogicalRules = dataclasses.field(default_factory=LogicalRules)
@@ -54,7 +54,7 @@ class RuleSet:
       One `RuleSet`.
 
     Raises:
-      ShardingError: two logical tables, fallbacks or input rules that disagree, or an object that is no rule.
+      ShardingError: logical tables, fallbacks or input rules that disagree, or an object that is not a rule.
     """
     if isinstance(rules, RuleSet):
       return rules
@@ -78,7 +78,7 @@ class RuleSet:
 
     Args:
       names: as for `LogicalRules.replace`.
-      fallback: `fsdp()`, `replicate()` or `require_names()`; None keeps the present one.
+      fallback: `fsdp()`, `replicate()` or `require_names()`; None keeps the current fallback.
       **rules: logical name -> candidates, and the options of `LogicalRules.replace`.
 
     Returns:
@@ -100,7 +100,7 @@ class RuleSet:
 
 
 def on_mesh(rules: RuleSet, mesh: Mapping[str, int]) -> tuple[RuleSet, list[str]]:
-  """Rules on a mesh, without what a preset has for axes that the mesh lacks; and notes that say so."""
+  """Rules on a mesh, without a preset's rules for axes that the mesh lacks; and notes that say so."""
   absent = {
     name: {axis for option in options for axis in option} - mesh.keys()
     for name, options in rules.logical.items()
@@ -148,7 +148,7 @@ def _optional(rules: Any) -> frozenset[str]:
 def _no_rule(item: object) -> ShardingError:
   if callable(item) and getattr(item, "__module__", "").startswith("nnx_parallel.rules."):
     name = getattr(item, "__name__", "")
-    return ShardingError(f"the function {name} was not called, so it is no rule.", fix=f"{name}()")
+    return ShardingError(f"the function {name} was not called, so it is not a rule.", fix=f"{name}()")
   return ShardingError(
     f"{item!r} is not a sharding rule.",
     fix='pass LogicalRules(embed="fsdp"), PathRules([...]), fsdp(), replicate(), or a list of these;'
@@ -179,4 +179,4 @@ def _merge(first: LogicalRules, second: LogicalRules) -> LogicalRules:
 Rules: TypeAlias = (
   "RuleSet | LogicalRules | PathRules | Fallback | InputRules | Mapping[str, Any] | Sequence[Rules] | None"
 )
-"""What the `rules` of a plan may be: one kind of rule, a preset, a mapping, or a sequence of these."""
+"""The types of the `rules` of a plan: one kind of rule, a preset, a mapping, or a sequence of these."""

@@ -1,7 +1,7 @@
-"""For people who write `shard_map`: modules in it, parameter gathers, products that overlap with their ring.
+"""For code written with `shard_map`: modules in it, parameter gathers, products that overlap with a ring.
 
-`jax.shard_map` takes arrays and a spec for each. `map_shards` takes modules, optimizers and batches, whose
-specs stand in the plan, and `map_kernel` a kernel whose specs follow from logical names.
+`jax.shard_map` takes arrays and a spec for each. `map_shards` takes modules, optimizers and batches, and
+reads their specs from the plan. `map_kernel` takes a kernel and derives its specs from logical names.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def map_shards(
   it in `nnx.jit`.
 
   Args:
-    f: a function of modules and optimizers that were made from `plan`, and of pytrees of arrays. In it all
-      mesh axes are manual: what it sees are the shards of one device.
+    f: a function of modules and optimizers that were made from `plan`, and of pytrees of arrays. All mesh
+      axes are manual in it: its arguments are the shards of one device.
     plan: the layout of the modules and optimizers, and of batches.
-    out_specs: the specs of what `f` returns, as in `jax.shard_map`; `P()`: equal on all devices.
-    in_specs: one for each argument, as in `jax.shard_map`; where it is None the plan decides: a module or an
-      optimizer as planned, an array as `plan.batch_spec`. None: so for all.
+    out_specs: the specs of the results of `f`, as in `jax.shard_map`; `P()`: equal on all devices.
+    in_specs: one spec for each argument, as in `jax.shard_map`. For a None the plan decides: a module or an
+      optimizer as planned, an array as `plan.batch_spec`. None: the plan decides for all arguments.
     check_vma: as in `jax.shard_map`.
 
   Returns:
@@ -77,7 +77,7 @@ def map_shards(
     if len(given) != len(args):
       raise SchemeError(
         f"map_shards has {len(given)} in_specs for {len(args)} arguments.",
-        fix="one for each argument, None for what the plan decides; or leave in_specs out.",
+        fix="one spec for each argument, None to take the plan's; or leave in_specs out.",
       )
     specs = tuple(_specs(plan, x) if spec is None else spec for x, spec in zip(args, given, strict=True))
     run: PyTree = nnx.shard_map(f, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
@@ -87,7 +87,7 @@ def map_shards(
 
 
 def _specs(plan: Plan, x: PyTree) -> PyTree:
-  """The specs of one argument."""
+  """The specs of an argument."""
   if not isinstance(x, nnx.Module | nnx.Optimizer):
     return jax.tree.map(lambda leaf: plan.batch_spec(jnp.ndim(leaf)), x)
   planned = plan.of("optimizer" if isinstance(x, nnx.Optimizer) else "model")
@@ -119,8 +119,8 @@ def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str])
     A module with the same Variables, except for `nnx.Param`s, which are gathered.
 
   Raises:
-    SchemeError: not inside a `shard_map` over that axis, a parameter that the plan does not have, or one
-      with a dim that is split over `axis` and then over another.
+    SchemeError: not inside a `shard_map` over that axis, a parameter that the plan does not have, or a
+      parameter with a dim that is split over `axis` and then over another axis.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -187,18 +187,18 @@ _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: 
 
 
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
-  """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next one travels.
+  """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next shard travels.
 
   For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in
   the first product of a tensor-parallel layer with split positions.
 
   Args:
-    x: the own rows, local shape (..., rows / n, features), with n devices along the axis.
-    w: the own columns, local shape (features, columns / n), or whole.
+    x: the device's own rows, local shape (..., rows / n, features), with n devices along the axis.
+    w: the device's own columns, local shape (features, columns / n), or replicated.
     axis: the mesh axis.
 
   Returns:
-    All rows of the own columns, local shape (..., rows, columns / n).
+    All rows of the device's own columns, local shape (..., rows, columns / n).
 
   Raises:
     SchemeError: not inside a `shard_map` over that axis.
@@ -220,7 +220,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   for _ in range(size):
     parts.append(x @ w)
     x = _passed_on(x, axis, size) if len(parts) < size else x
-  # This device's rows come first, then those of the device before it, and so on.
+  # This device's rows come first, then the rows of the device before it, and so on.
   backwards = jnp.concatenate(parts[::-1], axis=-2)
   return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
 
@@ -232,15 +232,16 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   in the second product of a tensor-parallel layer.
 
   Args:
-    x: all rows of the own features, local shape (..., rows, features / n), with n devices along the axis.
-    w: the rows of the own features, local shape (features / n, columns).
+    x: all rows of the device's own features, local shape (..., rows, features / n), with n devices along the
+      axis.
+    w: the rows of the device's own features, local shape (features / n, columns).
     axis: the mesh axis.
 
   Returns:
-    The own rows of the sum over the axis, local shape (..., rows / n, columns).
+    The device's own rows of the sum over the axis, local shape (..., rows / n, columns).
 
   Raises:
-    SchemeError: not inside a `shard_map` over that axis, or rows that it does not divide.
+    SchemeError: not inside a `shard_map` over that axis, or the axis does not divide the rows.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -294,22 +295,22 @@ def map_kernel(
 ) -> Callable[..., PyTree]:
   """Runs a custom kernel on each device's shards; the specs follow from logical names.
 
-  The compiler cannot split a kernel, such as one of Pallas, and would gather its operands. Each dim is split
-  by its name as in `constrain`: by the rules and the mesh of `use_rules`, of `plan.scope()`, or of the step.
-  Without a mesh the kernel runs as it is. Dims that a block needs in full are named None.
+  The compiler cannot split a kernel, such as a Pallas kernel, and would gather its operands. Each dim is
+  split by its name as in `constrain`: by the rules and the mesh of `use_rules`, of `plan.scope()`, or of the
+  step. Without a mesh the kernel runs as it is. Use None as the name of a dim that a block needs in full.
 
   Args:
-    kernel: a function of arrays, which computes on shards what `kernel` computes on global arrays. For
-      gradients, one of Pallas needs a `jax.custom_vjp`.
+    kernel: a function of arrays; on shards it must compute the shards of its global result. For gradients, a
+      Pallas kernel needs a `jax.custom_vjp`.
     in_names: one tuple for each argument: a logical name, a mesh axis or None for each dim.
-    out_names: such a tuple for the result, of names of the arguments; or a list of tuples for several.
+    out_names: a tuple for the result, with names of the arguments; or a list of tuples for several results.
 
   Returns:
     A function of the same arguments, with global shapes.
 
   Raises:
-    ShardingError: names without a rule, or that do not fit an array, when it is called.
-    SchemeError: a name that no argument has, or that means different axes in two of them.
+    ShardingError: names without a rule, or names that do not fit an array, at the call.
+    SchemeError: a name that no argument has, or a name with different mesh axes in two arguments.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

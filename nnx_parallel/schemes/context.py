@@ -50,35 +50,36 @@ def context_attention(
 ) -> Callable[..., jax.Array]:
   """Attention over sequences whose positions are sharded over a mesh axis.
 
-  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
-  the queries. Other axes of it stay as they are. Without a mesh, one device computes it by blocks.
+  The mesh is the active mesh: the mesh of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, the
+  mesh of the queries. Its other axes stay as they are. Without a mesh, one device computes the attention
+  blockwise.
 
-  The function that is returned takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
+  The returned function takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
   dtype=None, precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and
-  values with the same heads, or with fewer, each for a group of them; `segment_ids` `[batch..., length]`,
-  integers: a position sees those with the same one; `mask` `[batch or 1, 1, 1, length]`: the keys that are
-  seen. It is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries x keys
-  and sown weights are errors. A query that sees no key has the result 0.
+  values with the same heads, or with fewer heads, each for a group of query heads; `segment_ids` `[batch...,
+  length]`, integers: a position sees the positions with the same integer; `mask` `[batch or 1, 1, 1,
+  length]`: the visible keys. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout,
+  biases, a mask of queries x keys and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
     axis: the mesh axis that splits the positions; the length must be a multiple of its size.
-    how: `"ring"` sends keys and values round, size - 1 times each, and twice that and their gradients in the
-      backward pass; `"ulysses"` sends queries, keys, values and results once; the number of heads must be
-      a multiple of the axis' size.
+    how: `"ring"` sends keys and values around the ring, size - 1 times each; the backward pass sends them
+      again, with their gradients. `"ulysses"` sends queries, keys, values and results once; the number of
+      heads must be a multiple of the axis' size.
     causal: a query sees no later position.
-    window: a query sees the last `window` positions, its own included; unless causal, as many ahead too. A
-      ring then ends with the last device that is seen.
+    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too. A
+      ring then ends with the last visible device.
     zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
-    block: queries and keys of a tile of scores, in positions.
-    fused: with `"ulysses"`, compute the heads of a device by the fused kernel of its chip where JAX has
-      one (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are those of the
-      batch; else by blocks.
+    block: the number of queries and keys of a tile of scores.
+    fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
+      suitable kernel (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are
+      batch axes; else blockwise.
 
   Returns:
     The function. Equal arguments make equal functions.
 
   Raises:
-    SchemeError: not such an option; when it is called, shapes or options that it cannot compute.
+    SchemeError: no such option; at the call, unsupported shapes or options.
 
   Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509.
 
@@ -98,22 +99,22 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
   """Reorders positions so that each shard has an early and a late part of the sequence.
 
   The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
-  Reorder all that is read by position alike: tokens, labels, loss weights, segment ids, and the numbers of
-  the positions, which rotary or learned position embeddings need. Take labels before: the next token is no
-  longer the next element. A sum or mean over positions is the same.
+  Apply it to everything that is indexed by position: tokens, labels, loss weights, segment ids, and the
+  position numbers that rotary or learned position embeddings need. Compute labels first: after the reordering
+  the next token is no longer the next element. A sum or mean over positions stays the same.
 
   Args:
     tree: arrays, of NumPy on the host or of jax, with the positions along `dim`; its length must be a
       multiple of `2 * shards`.
     shards: the size of the mesh axis that splits the positions.
     dim: the array dim of the positions.
-    inverse: back to the order of the sequence.
+    inverse: restores the original order.
 
   Returns:
     Arrays of the same kinds and shapes.
 
   Raises:
-    SchemeError: a length that cannot be cut so.
+    SchemeError: the length is not such a multiple.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
@@ -145,7 +146,7 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
 
 @dataclasses.dataclass(frozen=True)
 class ContextAttention:
-  """What `context_attention` returns."""
+  """The result of `context_attention`."""
 
   axis: str
   how: How
@@ -157,10 +158,10 @@ class ContextAttention:
 
   def __post_init__(self) -> None:
     if self.how not in ("ring", "ulysses"):
-      raise SchemeError(f"how={self.how!r} is no way to attend.", fix='how="ring" or how="ulysses"')
+      raise SchemeError(f"how={self.how!r} is not a way to attend.", fix='how="ring" or how="ulysses"')
     if self.fused and self.how == "ring":
       raise SchemeError(
-        "a ring merges what it sees of each shard, and the fused kernel that JAX has cannot do that in a"
+        "a ring merges the results of each shard, and the fused kernel that JAX has cannot do that in a"
         " gradient.",
         fix='how="ulysses", fused=True',
       )
@@ -220,10 +221,10 @@ class ContextAttention:
     return result.reshape(*shape[:-1], value.shape[-1])
 
   def tiles(self, length: int, shards: int) -> np.ndarray:
-    """The tiles of scores that each device computes of each shard that it visits, `[devices, visits]`.
+    """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
 
     Args:
-      length: of the whole sequence, in positions.
+      length: the global length of the sequence, in positions.
       shards: the size of the axis.
     """
     sequence = _Sequence(self, shards, (length, length))
@@ -232,10 +233,10 @@ class ContextAttention:
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-  """Attention of sequences of one length: which positions see each other, and what each device computes.
+  """Attention over sequences of one length: which positions see each other, and the part of each device.
 
   Attributes:
-    options: of the user.
+    options: the user's options.
     shards: the size of the mesh axis.
     lengths: the number of queries and of keys.
     precision: of the products.
@@ -255,13 +256,13 @@ class _Sequence:
 
   @property
   def parts(self) -> int:
-    """The number of parts of the sequence that are cut into blocks by themselves."""
+    """The number of parts of the sequence that are cut into blocks separately."""
     zigzag = self.options.zigzag
     return self.shards * (2 if zigzag else 1) if zigzag or self.by_heads == 1 else 1
 
   @functools.cached_property
   def share(self) -> Share:
-    """The blocks, and what each device computes of them."""
+    """The blocks, and the part of each device."""
     rows, columns = self.lengths
     lengths = {"column": columns, "heads": self.by_heads, "row": rows}
     grid = Grid.even(lengths, self.options.block, {"row": self.parts, "column": self.parts})
@@ -389,8 +390,8 @@ def _attention(
 ) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`."""
   (batch, rows, heads, _), kv_heads, n = q.shape, k.shape[2], sequence.by_heads
-  # XLA makes an all-to-all of the change of layout. For `jax.lax.all_to_all` in a region that is manual over
-  # one axis, it would gather what the others split.
+  # XLA turns the change of layout into an all-to-all. For `jax.lax.all_to_all` in a region that is manual
+  # over one axis only, it would gather the dims that other axes split.
   given = {
     "q": q.reshape(batch, rows, kv_heads // n, n, heads // kv_heads, q.shape[-1]),
     "k": k.reshape(*k.shape[:2], kv_heads // n, n, k.shape[-1]),
@@ -440,7 +441,7 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
 
 
 def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
-  """The axes that split the batch; None where others are left, over which a kernel would be repeated."""
+  """The axes that split the batch; None if other axes remain, over which a kernel would be replicated."""
   mesh, scope, own = jax.sharding.get_abstract_mesh(), scope_in_use(), sequence.options.axis
   sizes = axis_sizes(mesh)
   rules = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
@@ -453,7 +454,7 @@ def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
 
 
 def _mesh(x: jax.Array) -> AnyMesh | None:
-  """The active mesh, or that of an array; None without one."""
+  """The active mesh, or the mesh of an array, or None."""
   active = jax.sharding.get_abstract_mesh()
   if not active.empty:
     return active
@@ -462,14 +463,14 @@ def _mesh(x: jax.Array) -> AnyMesh | None:
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
-  """A context in which a mesh is the active one."""
+  """A context in which a mesh is active."""
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def _laid(x: jax.Array, share: Share, label: tuple[DimName, int, int] | None) -> jax.Array:
-  """An array with the dim of a label alone on the axis, which is done here for an Explicit axis only."""
+  """An array with the dim of a label, and only that dim, on the axis; for Explicit axes only."""
   if not share.is_explicit:
     return x
   given: Any = axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
@@ -483,7 +484,7 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
   """A mask of keys `[batch, length]`.
 
   Raises:
-    SchemeError: it is one of queries and keys.
+    SchemeError: it is a mask of queries and keys.
   """
   batch, length = key.shape[:2]
   if mask.ndim != 4 or mask.shape[1:] != (1, 1, length) or mask.shape[0] not in (1, batch):
@@ -505,7 +506,7 @@ def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | 
   for name, wanted in given.items():
     if wanted:
       raise SchemeError(
-        f"context_attention cannot use {name}: the weights of the whole sequence never exist.",
+        f"context_attention cannot use {name}: the full attention weights never exist.",
         fix="attention without it; dropout of the layer's result does not need the weights.",
       )
 
@@ -520,7 +521,7 @@ def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: 
     raise SchemeError(
       "queries, keys and values do not fit each other.",
       details=details,
-      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of those of keys.",
+      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of the heads of keys.",
     )
   needed = 2 * n if options.zigzag else n
   for x in (query, key):

@@ -1,16 +1,16 @@
-"""Experts that a mesh axis splits: each token is sent to those that its router chose.
+"""Experts that are sharded over a mesh axis: each token is sent to the experts that its router chose.
 
-Each device has some of the experts and some of the tokens. A token goes to the devices of its experts by an
-all-to-all, and the results come back by another. There are two forms of it:
-- With a capacity, an expert has so many slots for the tokens of each device (arXiv:2006.16668). All shapes
-  are fixed; tokens beyond the capacity are dropped, and counted.
-- Without one, no token is dropped (arXiv:2211.15841). Tokens are sorted by expert and exchanged in rounds:
-  one for a load that is nearly even, more for a skewed one. An expert computes its tokens by blocks, as many
-  as there are. `jax.lax.ragged_dot` would do so on TPUs only: on other devices it multiplies each row by all
-  experts, and takes functions that are products alone.
+Each device has some of the experts and some of the tokens. An all-to-all sends tokens to the devices of their
+experts, and another returns the results. There are two forms:
+- With a capacity, an expert has a fixed number of slots for the tokens of each device (arXiv:2006.16668). All
+  shapes are fixed; tokens beyond the capacity are dropped, and counted.
+- Without a capacity, no token is dropped (arXiv:2211.15841). Tokens are sorted by expert and exchanged in
+  rounds: one round for a nearly even load, more rounds for a skewed load. An expert computes its tokens in as
+  many blocks as needed. `jax.lax.ragged_dot` would do this on TPUs only: on other devices it multiplies each
+  row by all experts, and it takes only products.
 
-The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. Other axes,
-such as one that splits the width of each expert, are left to the compiler.
+The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. The compiler
+handles other axes, such as an axis that splits the width of each expert.
 """
 
 from __future__ import annotations
@@ -52,40 +52,42 @@ def experts(
 ) -> tuple[jax.Array, jax.Array]:
   """Sends each token to its experts, and returns the weighted sums of their results.
 
-  The mesh is found as by `vocabulary_cross_entropy`. The axes of its batch and `axis` split the tokens; if
-  they do not divide them, the tokens are padded. Without a mesh, or on one without `axis`, each device
-  computes its own tokens, by the same code.
+  The mesh is found as by `vocabulary_cross_entropy`. Its batch axes and `axis` split the tokens; the tokens
+  are padded if the axes do not divide them. Without a mesh, or on a mesh without `axis`, each device computes
+  its own tokens, with the same code.
 
   With `capacity`, an all-to-all carries `ceil(capacity * choices / experts)` slots for each pair of a device
   and an expert, where `choices` counts the choices of the device's tokens. All first choices come before all
-  second ones, and so on, each in the order of the tokens; what finds no slot is dropped, and adds nothing to
-  its token. So what is dropped depends on the number of devices.
+  second choices, and so on, each in the order of the tokens. A choice without a slot is dropped, and adds
+  nothing to its token. So the dropped choices depend on the number of devices.
 
-  Without it, no token is dropped. A device sends to each other one up to
-  `ceil(buffer * choices / devices)` tokens in a round, and there are as many rounds as the fullest pair of
-  devices needs. The backward pass sends the tokens again, and computes the experts again.
+  Without `capacity`, no token is dropped. In each round, a device sends up to `ceil(buffer * choices /
+  devices)` tokens to each other device, and there are as many rounds as the fullest pair of devices needs.
+  The backward pass sends the tokens again, and recomputes the experts.
 
   Args:
     expert_fn: one expert: `(parameters, rows) -> rows`, for the parameters of one expert and rows of shape
-      (rows, features). It must compute each row alone, also a row of zeros: empty slots have these. All
-      arrays that it uses are in `parameters`. On an Explicit mesh, a sum over a dim that another axis splits
-      needs its `out_sharding`, as anywhere.
-    parameters: arrays or Variables of global shape (experts, ...), in any pytree. `axis` splits dim 0; the
-      axes of the batch, such as fsdp, are gathered; other axes, such as the axis of tensor parallelism, stay.
+      (rows, features). It must compute each row independently, and must accept rows of zeros, which fill
+      empty slots. All arrays that it uses are in `parameters`. On an Explicit mesh, a sum over a dim that
+      another axis splits needs its `out_sharding`, as anywhere.
+    parameters: arrays or Variables of global shape (experts, ...), in any pytree. `axis` splits dim 0; batch
+      axes, such as fsdp, are gathered; other axes, such as the axis of tensor parallelism, stay.
     x: of global shape (tokens..., features): (batch, seq, features), for example.
-    routing: of the tokens of `x`. A number that is no expert, such as -1 for padding, is no choice.
+    routing: the routing of the tokens of `x`. A number that is not an expert, such as -1 for padding, is
+      ignored.
     axis: the mesh axis that splits the experts; their number must be a multiple of its size.
     capacity: the slots of an expert, as a multiple of the slots for an even load; None drops nothing.
-    buffer: the size of a round without capacity, as a multiple of what an even load takes.
-    block: the rows that an expert without capacity computes at a time; for an accelerator, some hundreds.
+    buffer: the size of a round without capacity, as a multiple of the size for an even load.
+    block: the number of rows that an expert without capacity computes at a time; some hundreds on an
+      accelerator.
 
   Returns:
-    The sums, of global shape (tokens..., features of the result), in the dtype of the results; and how many
-    choices of tokens were dropped, an int32 scalar: 0 without capacity.
+    The sums, of global shape (tokens..., features of the result), in the dtype of the results; and the number
+    of dropped choices, an int32 scalar: 0 without capacity.
 
   Raises:
-    SchemeError: shapes that do not fit, a number of experts that is no multiple of the size of `axis`,
-      options that are not above 0, or an `axis` that is manual already.
+    SchemeError: shapes that do not fit, a number of experts that is not a multiple of the size of `axis`,
+      options that are not above 0, or an `axis` that is already manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -119,7 +121,7 @@ def experts(
   given, shape = [x, routing.weights, routing.experts], x.shape[:-1]
   dims = token_axes(around.rules, sizes, free, len(shape))
   if axis in free and not any(axis in names for names in dims):
-    dims[0] = (*dims[0], axis)  # the minor one of the batch
+    dims[0] = (*dims[0], axis)  # the minor axis of the batch
   if any(n % _ways(free, names) for n, names in zip(shape, dims, strict=True)):
     dims = [tuple(name for names in dims for name in names)]
     fills = 0, 0, count  # padding chooses an expert that does not exist
@@ -153,7 +155,7 @@ def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
 
 
 def _flat(x: jax.Array, mesh: AnyMesh | None, ways: int, fill: int) -> jax.Array:
-  """The tokens in one dim, with some more of them, so that `ways` divides their number."""
+  """The tokens in one dim, padded so that `ways` divides their number."""
   # On an Explicit mesh, a dim whose type has axes has a fixed length.
   x = laid_out(x, mesh, PartitionSpec()).reshape(-1, x.shape[-1])
   return jnp.pad(x, ((0, -x.shape[0] % ways), (0, 0)), constant_values=fill)
@@ -164,15 +166,15 @@ class _Kind:
   """The static choices of a call of `experts`.
 
   Attributes:
-    function: one expert.
-    axis: the mesh axis of the experts; None for one device.
-    ways: its size.
-    experts: of all devices.
+    function: the function of one expert.
+    axis: the mesh axis of the experts; None: one device.
+    ways: the size of the axis.
+    experts: the number of experts on all devices.
     tokens: the mesh axes of each dim of the tokens.
-    capacity: slots for each pair of a device and an expert; None without capacity.
+    capacity: slots for each pair of a device and an expert; None: no capacity.
     buffer: slots for each pair of devices in a round.
     block: rows that an expert computes at a time.
-    mesh: None for one device.
+    mesh: the mesh; None: one device.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
 
@@ -198,7 +200,7 @@ class _Kind:
     return tuple(name for names in self.tokens for name in names)
 
   def exchanged(self, x: jax.Array) -> jax.Array:
-    """What the devices have for this one; dim 0 has equal parts for each device, or from each."""
+    """Exchanges parts with the other devices; dim 0 has one equal part for each device, then from each."""
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
 
@@ -220,8 +222,8 @@ def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
   return run(parameters, *given)
 
 
-# Slots: where the choices of tokens are put for the way to their experts. A slot has a choice or none, and a
-# choice a slot or none, so that both ways, and their gradients, are look-ups.
+# Slots hold the choices of tokens on the way to their experts. A slot has at most one choice, and a choice at
+# most one slot, so both ways, and their gradients, are look-ups.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,13 +261,13 @@ class _Queues:
 
 
 def _at(order: jax.Array, places: jax.Array, filled: jax.Array) -> jax.Array:
-  """The choice at each place of an order, one that does not exist where it is not filled."""
+  """The choice at each place of an order; where a place is not filled, a choice that does not exist."""
   return jnp.where(filled, order[jnp.clip(places, 0, order.size - 1)], order.size)
 
 
 @jax.custom_vjp
 def _sent(x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-  """The token `[features]` of each slot; zeros in a slot without one.
+  """The token `[features]` of each slot; zeros in an empty slot.
 
   Args:
     x: `[tokens, features]`.
@@ -333,25 +335,25 @@ def _with_capacity(
   return result, jnp.maximum(queues.ends - queues.starts - size, 0).sum(dtype=jnp.int32)
 
 
-# Without capacity: rounds of exchange, and in each of them blocks of rows of one expert.
+# Without capacity: rounds of exchange, each with blocks of rows of one expert.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Rounds:
-  """What a device sends and gets in each round.
+  """The tokens that a device sends and receives in each round.
 
   Attributes:
     kind: the static choices.
     order: the choices, sorted by expert, so also by device.
-    places: the place of each choice among those for the same device, `[choices, tokens]`; beyond all of them
-      for padding.
+    places: the place of each choice among the choices for the same device, `[choices, tokens]`; padding comes
+      after all of them.
     to: the device of each choice, `[choices, tokens]`.
-    starts: of each device, the first of its choices in that order.
-    sizes: of each device, how many choices are for it.
-    arriving: of each device, how many choices it has for this device's first experts: `[devices, experts]`,
-      running sums.
-    count: of rounds.
+    starts: for each device, its first choice in that order.
+    sizes: for each device, the number of choices for it.
+    arriving: for each device, the number of its choices for this device's first experts: `[devices,
+      experts]`, running sums.
+    count: the number of rounds.
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
@@ -402,12 +404,12 @@ class _Rounds:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-  """Rows sorted by expert, in blocks of one expert each; the last one of an expert may be part full.
+  """Rows sorted by expert, in blocks of one expert each; the last block of an expert may be partly full.
 
   Attributes:
-    size: rows of a block.
+    size: the number of rows of a block.
     queues: the rows, sorted.
-    last: of each expert, the number of the block after its last.
+    last: for each expert, the number of the block after its last block.
   """
 
   size: int
@@ -416,16 +418,16 @@ class _Blocks:
 
   @classmethod
   def of(cls, kind: _Kind, experts: jax.Array) -> _Blocks:
-    """From the expert of each row; beyond the last one for an empty row."""
+    """Builds the blocks from the expert of each row; an empty row has a number beyond the last expert."""
     queues = _Queues.of(experts, kind.own)
     size = min(kind.block, experts.size)
     last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
     return cls(size, queues, last)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all blocks: `visit(expert, rows, exists, place, state)`, where `place` is of the first.
+    """The state after all blocks: `visit(expert, rows, exists, place, state)`; `place` is of the first row.
 
-    Rows that do not exist are copies of the last one that does.
+    Rows that do not exist are copies of the last row that does.
     """
 
     def body(n: jax.Array | int, state: PyTree) -> PyTree:
@@ -443,7 +445,7 @@ class _Blocks:
     return jnp.zeros((self.queues.order.size + self.size, *row.shape[1:]), row.dtype)
 
   def unsorted(self, x: jax.Array) -> jax.Array:
-    """What was put at the places of rows, in the order of the rows."""
+    """Returns values to the order of the rows."""
     return x[self.queues.rank]
 
 
@@ -452,7 +454,7 @@ def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
 
 
 def _put(x: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
-  """Rows at their place; what lies behind those that exist is overwritten by the next block, or not read."""
+  """Writes rows at their place; the next block overwrites rows that do not exist, or nothing reads them."""
   return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), place, 0)
 
 

@@ -29,31 +29,31 @@ def pipeline(
   virtual_stages: int = 1,
   batch_axes: str | Sequence[str] = (),
 ) -> PyTree:
-  """Applies equal layers one after the other, each on the devices of its stage.
+  """Applies equal layers one after another, each on the devices of its stage.
 
-  The result equals `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for
-  each stage; while a stage computes one microbatch, the next stage computes the previous microbatch. Each
-  device computes `microbatches * virtual_stages` of `microbatches * virtual_stages + stages - 1` ticks; the
-  rest is the bubble (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice
-  (the second copy brings in what is new, and out what is done), and sends nothing else over the axis.
+  The result equals `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for each
+  stage; while a stage computes one microbatch, the next stage computes the previous microbatch. Each device
+  computes in `microbatches * virtual_stages` of `microbatches * virtual_stages + stages - 1` ticks; the rest
+  is the bubble (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice (the
+  second copy brings in new inputs and takes out results), and sends nothing else over the axis.
 
-  The mesh is the active one: that of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, that of
-  the arrays. Without a mesh one device computes all. Other axes of it stay as they are: layers may split
-  their parameters and activations over them.
+  The mesh is the active mesh: the mesh of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, the
+  mesh of the arrays. Without a mesh, one device computes all layers. Other axes stay as they are: layers may
+  split their parameters and activations over them.
 
   Args:
-    layer: `layer(parameters, x, *shared) -> x`, of one layer and one microbatch: a pure function.
-    parameters: a pytree of arrays `[layers, ...]`, global. Split dim 0 over `axis`, and each stage has its
-      own only; with `virtual_stages`, chunk `c` moves to stage `c % stages` first.
-    x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` is each `microbatches`-th example from `n`.
-    *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids,
-      the result of an encoder. Floating ones travel with `x`; others are replicated over the stages.
-    microbatches: a multiple of the stages that divides the batch.
+    layer: `layer(parameters, x, *shared) -> x`, a pure function of one layer and one microbatch.
+    parameters: a pytree of arrays `[layers, ...]`, global. Shard dim 0 over `axis`, so that each stage holds
+      only its own layers; with `virtual_stages`, chunk `c` first moves to stage `c % stages`.
+    x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` has every `microbatches`-th example from `n`.
+    *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids, the
+      result of an encoder. Floating-point arrays travel with `x`; others are replicated over the stages.
+    microbatches: a multiple of the number of stages that divides the batch.
     axis: the mesh axis of the stages.
-    virtual_stages: chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule, whose bubble is
-      smaller, and which sends as much more.
+    virtual_stages: the number of chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule,
+      with a smaller bubble and proportionally more communication.
     batch_axes: mesh axes that split the batch and no parameter. Their devices then sum the gradients of
-      parameters once, after the last tick, and not in each.
+      parameters once, after the last tick, instead of in each tick.
 
   Returns:
     Arrays like `x`. Differentiable by `jax.grad`.
@@ -145,5 +145,5 @@ def _check_batch(tree: PyTree, microbatches: int, replicas: int) -> None:
       raise SchemeError(
         f"array {jax.tree_util.keystr(path)} of shape {jnp.shape(x)} is not {count} equal parts of a batch.",
         details=f"{microbatches} microbatches on each of {replicas} replicas",
-        fix="a batch that is a multiple of it; what has no batch dim belongs to `parameters` or `layer`.",
+        fix="a batch that is a multiple of it; arrays without a batch dim belong to `parameters` or `layer`.",
       )

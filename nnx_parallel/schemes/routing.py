@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts compute each token, and what balances their loads."""
+"""The router of a mixture of experts: which experts compute each token, and how their loads are balanced."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Routing:
   """The experts of each token, their weights, and the losses that balance them; see `route`.
 
   Attributes:
-    weights: of each choice in the result, float32 of global shape (tokens..., choices); 0 for a token that is
-      masked.
-    experts: the numbers of the experts, int32 of the same shape; those of one token differ. All are -1, which
-      is no expert, for a token that is masked.
+    weights: the weight of each choice in the result, float32 of global shape (tokens..., choices); 0 for a
+      masked token.
+    experts: the numbers of the experts, int32 of the same shape; the experts of a token differ. For a masked
+      token all are -1, which is not an expert.
     auxiliary_loss: a float32 scalar, 1 for even loads; it grows as loads and scores gather on few experts.
     z_loss: a float32 scalar, the mean of `logsumexp(logits) ** 2`.
-    load: how many choices fell on each expert, int32 of shape (experts,).
+    load: the number of choices of each expert, int32 of shape (experts,).
   """
 
   weights: jax.Array
@@ -55,24 +55,25 @@ def route(
   a small factor: 0.01 and 0.001 are usual.
 
   Args:
-    logits: of global shape (tokens..., experts), such as `router(x)`; computed with in float32.
-    top_k: experts for each token.
-    score: what makes scores of logits: `"softmax"` over the experts, or `"sigmoid"` of each.
-    bias: added to the scores for the choice alone, of shape (experts,); see `balanced_bias`. It has no
+    logits: of global shape (tokens..., experts), such as `router(x)`; computed in float32.
+    top_k: the number of experts for each token.
+    score: how logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
+    bias: added to the scores for the choice only, of shape (experts,); see `balanced_bias`. It has no
       gradient.
-    normalize: whether the weights of a token are its scores divided by their sum, or the scores.
-    groups: of consecutive experts, equally many in each group, such as the experts of a device or a host.
-    top_groups: how many groups the experts of a token are of: the groups whose best `ceil(top_k /
-      top_groups)` scores have the largest sums. Its tokens are then sent to as many devices at most.
-    mask: booleans of global shape (tokens...), true for the tokens that have experts; a masked one, such as
-      padding, is in no loss and no load. None: all have.
+    normalize: whether the weights of a token are its scores divided by their sum, or the plain scores.
+    groups: the number of groups of consecutive, equally many experts, such as the experts of a device or a
+      host.
+    top_groups: the number of groups that a token's experts come from: the groups whose best `ceil(top_k /
+      top_groups)` scores have the largest sums. A token is then sent to at most as many devices.
+    mask: booleans of global shape (tokens...), true for tokens that have experts; masked tokens, such as
+      padding, are in no loss and no load. None: all tokens have experts.
 
   Returns:
     Weights, experts, losses and loads.
 
   Raises:
-    SchemeError: no such score, a `top_k` beyond the experts or those of `top_groups`, groups that are not
-      equal, or a bias or mask of another shape.
+    SchemeError: no such score, a `top_k` beyond the experts or the experts of `top_groups`, groups of
+      different sizes, or a bias or mask of another shape.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -85,7 +86,7 @@ def route(
   """
   _check(logits, top_k, score, bias, groups, top_groups, mask)
   count, logits = logits.shape[-1], logits.astype(jnp.float32)
-  if mask is not None:  # what padding has may be NaN
+  if mask is not None:  # padding may be NaN
     mask = jnp.asarray(mask, bool)[..., None]
     logits = jnp.where(mask, logits, 0)
   scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
@@ -170,15 +171,15 @@ def _check(
 
 
 def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1e-3) -> jax.Array:
-  """The next bias of a router: lower for experts with more than the mean load, higher for the others.
+  """The next bias of a router: lower for experts with more than the mean load, higher for the other experts.
 
-  It balances without a loss that pulls at the model. Keep the bias as an `nnx.Variable` that is no parameter,
-  and set it in the forward pass: a step writes it back as it does the statistics of BatchNorm.
+  It balances loads without a loss term that affects the model. Keep the bias as an `nnx.Variable` that is not
+  a parameter, and set it in the forward pass: a step writes it back like the statistics of BatchNorm.
 
   Args:
     bias: of shape (experts,), zeros at first.
     load: as in `Routing`.
-    rate: by how much it changes in one step; scores are between 0 and 1.
+    rate: the change in one step; scores are between 0 and 1.
 
   Returns:
     The bias for the next step.

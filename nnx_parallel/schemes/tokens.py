@@ -1,4 +1,4 @@
-"""What schemes over the tokens of a batch share: their arrays, and the mesh axes that split them."""
+"""Common to schemes over the tokens of a batch: their arrays, and the mesh axes that split them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def array_of(x: PyTree) -> jax.Array:
 def token_axes(
   rules: LogicalRules, sizes: Mapping[str, int], free: Collection[str], rank: int
 ) -> list[tuple[str, ...]]:
-  """The mesh axes among `free` of each dim of the tokens: those of the batch, then those of positions."""
+  """The mesh axes among `free` of each dim of the tokens: the batch axes, then the axes of positions."""
   known = RuleSet(logical=rules)
   batch = batch_axes(known, sizes) or ()
   positions = tuple(name for name in position_axes(known, sizes) if name not in batch)

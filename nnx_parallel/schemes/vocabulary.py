@@ -1,11 +1,11 @@
-"""A head, its cross-entropy and an embedding whose vocabulary is split over devices.
+"""A head, its cross-entropy and an embedding whose vocabulary is sharded over devices.
 
-Each device has some columns of the head, and computes their logits for some of its tokens at a time. What the
-devices tell each other is three numbers per token: the maximum of their logits, the sum of the exponentials,
-and the logit of the label. The backward pass computes the logits again.
+Each device has some columns of the head, and computes their logits for some of its tokens at a time. The
+devices exchange three numbers per token: the maximum of their logits, the sum of the exponentials, and the
+logit of the label. The backward pass recomputes the logits.
 
-All axes of the mesh are manual here: what the tokens of each device add to the gradient of the head is summed
-on that device first, and over the devices once. The compiler would sum it for each part of the tokens.
+All axes of the mesh are manual here: each device first sums its tokens' gradients of the head locally, and
+the devices then sum once. The compiler would sum over the devices for each part of the tokens.
 
 Source: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3.
 """
@@ -31,7 +31,7 @@ from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
 _LOWEST = -1e30
-"""The logit of a column that does not exist: finite, so that a device may have no other ones."""
+"""The logit of a column that does not exist: finite, since a device may have only such columns."""
 
 
 def vocabulary_cross_entropy(
@@ -55,29 +55,29 @@ def vocabulary_cross_entropy(
   gradient of `head` is summed over the devices that split the batch, once.
 
   The mesh is the active mesh, the mesh of `use_rules`, or the mesh of the plan of `head`. Without a mesh, or
-  on one without `axis`, each device has all columns, and the tokens are still computed in parts.
+  on a mesh without `axis`, each device has all columns, and the tokens are still computed in parts.
 
   For a third-party model, use `train_step(loss_fn, loss_chunks=8)`.
 
   Args:
-    hidden: the input of the head, of global shape (batch, seq, features), or with other dims of tokens.
-    head: its weights, of global shape (features, vocabulary): an array, or a Variable such as
+    hidden: the input of the head, of global shape (batch, seq, features), or with other token dims.
+    head: the weights of the head, of global shape (features, vocabulary): an array, or a Variable such as
       `model.head.kernel`; the transposed table of an embedding for tied weights. A bias is not added.
     labels: the column of each token's target: integers of the shape of `hidden` without its features.
     axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
-    parts: in how many parts a device computes its tokens, one after another. Each part reads and writes the
-      gradient of the head, so a part should have at least as many tokens as the head has features.
-    label_smoothing: how much of the target is spread over all columns, from 0 to 1.
+    parts: the number of parts in which a device computes its tokens, one after another. Each part reads and
+      writes the gradient of the head, so a part should have at least as many tokens as the head has features.
+    label_smoothing: the fraction of the target that is spread over all columns, from 0 to 1.
     z_loss: the factor of `logsumexp(logits) ** 2`, which is added to the loss of each token.
     softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
     ignore_index: tokens with this label have the loss 0, and no gradient.
-    vocab_size: how many of the columns exist, the first ones; the others are padding. None: all.
+    vocab_size: the number of leading columns that exist; the rest is padding. None: all columns exist.
 
   Returns:
-    The float32 loss of each token, of the shape of `labels`; NaN for a label that is no column.
+    The float32 loss of each token, of the shape of `labels`; NaN for a label that is not a column.
 
   Raises:
-    SchemeError: shapes that do not fit, `parts` under 1, or an `axis` that is manual already.
+    SchemeError: shapes that do not fit, `parts` under 1, or an `axis` that is already manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -118,8 +118,8 @@ def vocabulary_embedding(
 ) -> jax.Array:
   """Looks up rows of a table whose rows are sharded over devices. The table is not moved.
 
-  Each device looks up its own rows, and zeros for the others; their sum is the result. The gradient of the
-  table is made of each device's own rows, and summed over the devices that split the batch, once.
+  Each device looks up its own rows, and uses zeros for other rows; the sum over devices is the result. Each
+  device computes the table's gradient for its own rows, and the devices that split the batch sum it once.
 
   The mesh is found as by `vocabulary_cross_entropy`.
 
@@ -129,10 +129,10 @@ def vocabulary_embedding(
     axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
 
   Returns:
-    The rows, of the global shape of `ids` and (features,); NaN for an id that is no row.
+    The rows, of the global shape of `ids` plus (features,); NaN for an id that is not a row.
 
   Raises:
-    SchemeError: a table that has not two dims, or an `axis` that is manual already.
+    SchemeError: a table that does not have two dims, or an `axis` that is already manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -215,16 +215,16 @@ class _Split:
     return PartitionSpec(*entries)
 
   def scattered(self, features: int) -> tuple[str, ...]:
-    """The axes that the sum of a table's gradient leaves its features split over: those of the tokens.
+    """The axes that split the features of a table's gradient after its sum: the axes of the tokens.
 
-    The minor axis of the tokens is the major one: where it splits the table's features as well, with fsdp,
-    the other axes are gathered, and nothing else moves.
+    The minor axis of the tokens becomes the major axis: if it also splits the table's features, with fsdp,
+    only the other axes are gathered, and nothing else moves.
     """
     axes, sizes = self.token_axes[::-1], {} if self.mesh is None else axis_sizes(self.mesh)
     return axes if features % math.prod(sizes[name] for name in axes) == 0 else ()
 
   def summed(self, x: jax.Array, dim: int) -> jax.Array:
-    """What each device's tokens add to the gradient of a table, summed; `dim` is that of the features."""
+    """The sum of all devices' contributions to the gradient of a table; `dim` is the dim of the features."""
     if scattered := self.scattered(x.shape[dim]):
       return jax.lax.psum_scatter(x, scattered, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(x, self.token_axes) if self.token_axes else x
@@ -252,14 +252,14 @@ def _in_parts(x: jax.Array, parts: int) -> jax.Array:
 
 
 def _flat(x: jax.Array, ndim: int) -> jax.Array:
-  """An array with its first `ndim` dims, those of the tokens, as one."""
+  """An array with its first `ndim` dims, the token dims, merged into one."""
   return jax.lax.collapse(x, 0, ndim)
 
 
 def _logits(
   kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The logits of a part of the tokens, which of them exist, and which is that of the label."""
+  """The logits of a part of the tokens, which of them exist, and which of them belongs to the label."""
   logits = jax.lax.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
   if kind.softcap is not None:
     logits = kind.softcap * jnp.tanh(logits / kind.softcap)

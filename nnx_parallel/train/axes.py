@@ -1,40 +1,42 @@
-"""Which axes a program computes on: Auto ones, unless its model states shardings that Auto ones refuse.
+"""The axes that a program computes on: Auto axes, unless its model states shardings that they refuse.
 
-On Explicit axes the sharding of an array is part of its type, and each operation must know that of its
-result. Layers of flax, and most models, do not say it. So a program takes its arrays off the Explicit axes,
-computes on the same devices with Auto axes, and gives its results their types again.
+On Explicit axes the sharding of an array is part of its type, and each operation must know the sharding of
+its result. Layers of flax, and most models, do not state it. So a program takes its arrays off the Explicit
+axes, computes on the same devices with Auto axes, and gives its results their types again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
 from nnx_parallel.core.shards import auto_sharding, on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.layout.constrain import Scope, default_scope, scoped
-from nnx_parallel.train.binding import Binding
+from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
+from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import terms
 from nnx_parallel.train.options import LossFn
 
 _REFUSED = "Auto"
-"""What jax's errors name where a sharding that only Explicit axes take is stated on Auto axes."""
+"""A word of jax's errors for a sharding on Auto axes that only Explicit axes accept."""
 
 
 class Places(NamedTuple):
   """The layout of arrays as a program sees them.
 
   Attributes:
-    mesh: of all arrays; None on one device.
-    shardings: of each array, if it has one.
-    scope: of the plan, if there is one.
-    note: which axes the program computes on, and why; empty on a mesh without Explicit axes.
+    mesh: the mesh of all arrays; None on one device.
+    shardings: the sharding of each array, if it has one.
+    scope: the scope of the plan, if there is one.
+    note: the axes that the program computes on, and why; empty on a mesh without Explicit axes.
   """
 
   mesh: Any
@@ -47,11 +49,11 @@ class Places(NamedTuple):
     if self.mesh is None or not is_explicit(self.mesh):
       return self
     scope = self.scope and self.scope.on_auto_axes()
-    shardings = [auto_sharding(where) for where in self.shardings]
+    shardings = [None if where is None else auto_sharding(where) for where in self.shardings]
     return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
 
   def active(self) -> contextlib.AbstractContextManager[object]:
-    """Makes the mesh of the program the active one, if another one is."""
+    """Makes the mesh of the program active, if another mesh is active."""
     nothing = self.mesh is None or jax.sharding.get_abstract_mesh().empty
     return contextlib.nullcontext() if nothing else jax.set_mesh(self.mesh)
 
@@ -90,7 +92,7 @@ def places_outside(binding: Binding) -> Places:
 def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Places:
   """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
 
-  Errors of any other kind are those of the program too, which explains them.
+  The program raises all other errors too, and explains them.
   """
   inside = outside.on_auto_axes()
   if inside is outside:
@@ -113,7 +115,7 @@ def run_in(places: Places, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def stating(outside: Places, error: BaseException) -> Places | None:
-  """The places of a program that states shardings; None if that is not what its trace on Auto axes raised."""
+  """The places of a program that states shardings; None if its trace on Auto axes raised another error."""
   if not _is_stated(error):
     return None
   said = str(error).split("\n")[0].split(" This error occurs at")[0]
@@ -138,6 +140,64 @@ def on_fitting_axes(run: Callable[..., PyTree], scope: Scope) -> Callable[..., P
 
 def _is_stated(error: BaseException) -> bool:
   return _REFUSED in str(error)
+
+
+def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
+  """Lets a step of your own compute on Auto axes, where its mesh has Explicit ones; `train_step` does it too.
+
+  Layers of flax do not give the shardings of their results, which Explicit axes need. Inside, no array has a
+  sharding in its type, and the compiler chooses layouts. Variables keep the types that they have.
+
+  Args:
+    step: a function of modules, optimizers and pytrees of arrays that returns arrays, to be called under
+      `nnx.jit`. It may change Variables, and adds and removes none.
+
+  Returns:
+    The same function. Its results are replicated over Explicit axes. On other meshes nothing changes.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    >>> init = lambda: nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+    >>> model = nxp.create_sharded_model(init, mesh, nxp.fsdp(min_size=0))
+    >>> forward = nnx.jit(nxp.parallel.auto_axes(lambda model, tokens: model(tokens).sum(-1)))
+    >>> forward(model, jnp.arange(4)).shape
+    (4,)
+  """
+
+  @functools.wraps(step)
+  def on_auto(*args: Any) -> Any:
+    objects = {n: x for n, x in enumerate(args) if _has_modules(x)}
+    template = Template(objects)
+    arrays = template.arrays(objects)
+    kinds: list[Any] = [jax.typeof(arrays[i]).sharding for i in template.variables]
+    mesh = next((kind.mesh for kind in kinds if AxisType.Explicit in kind.mesh.axis_types), None)
+    if mesh is None:
+      return step(*args)
+
+    def run(arrays: list[jax.Array], rest: dict[int, Any]) -> PyTree:
+      built = template.build(arrays)
+      with default_scope(scope_in_use()):  # it is of Explicit axes
+        result = step(*({**built, **rest}[n] for n in range(len(args))))
+      after = template.arrays(built)
+      return [after[i] for i in template.variables], result
+
+    rest = {n: x for n, x in enumerate(args) if n not in objects}
+    specs = [kind.spec for kind in kinds], PartitionSpec()
+    after, result = on_auto_axes(run, mesh, lambda _: specs)(arrays, rest)
+    for i, value in zip(template.variables, after, strict=True):
+      template.leaves[i].set_raw_value(value)
+    return result
+
+  return on_auto
+
+
+def _has_modules(tree: PyTree) -> bool:
+  def is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree)
+
+  return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
 def with_types(

@@ -1,7 +1,8 @@
 """Live modules as a flat list of arrays: read, laid out, and rebuilt around other arrays.
 
 `nnx.jit` traverses the module in every step, which is most of its cost. Here it is traversed once. Each step
-then reads the arrays of the same Variables, after `Watch` has compared the structure with what was traversed.
+then reads the arrays of the same Variables, after `Watch` has compared the structure with the traversed
+structure.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from nnx_parallel.train.donation import is_plain
 from nnx_parallel.train.watch import Watch
 
 current_trace: Callable[[], object] = get_opaque_trace_state
-"""What flax compares before it changes a Variable: equal while no `jit` is being traced."""
+"""The trace state that flax compares before it changes a Variable: equal while no `jit` is being traced."""
 
 
 class Template:
-  """The structure of some modules, and how to rebuild them around other arrays.
+  """The structure of some modules, which rebuilds them around other arrays.
 
   Args:
     objects: a module, or a tuple or dict of modules and optimizers; live or abstract.
 
   Attributes:
-    paths: of the leaves, in order: Variables, and arrays that are in none.
+    paths: the paths of the leaves, in order: Variables, and arrays outside of Variables.
     leaves: the Variables and arrays themselves.
     variables: the positions of Variables with an array.
     raw: the positions of raw arrays, which are arguments of a program and are not written back.
-    constants: position -> NumPy array, or a Variable's value that is no array (optax's `MaskedNode`).
+    constants: position -> NumPy array, or a Variable's value that is not an array (optax's `MaskedNode`).
   """
 
   def __init__(self, objects: Model):
@@ -127,17 +128,17 @@ class Binding:
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
-    planned: shardings by path in the template; replaced layers are put there.
-    move: whether arrays that are on no mesh are moved to the mesh of the others, in the live Variables.
+    planned: shardings by path in the template, for replaced layers.
+    move: whether arrays without a mesh are moved to the mesh of the other arrays, in the live Variables.
 
   Attributes:
     labels: the dotted paths of all leaves.
     shardings: the pinned shardings of all leaves; None where nothing is pinned.
     variable_labels: the dotted paths in the order of `read`.
     variable_shardings: the pinned shardings in the order of `read`.
-    raw: the arrays that are in no Variable.
-    mesh: of all shardings; None where there is none.
-    scope: of the plan that the Variables were made from, if there is one.
+    raw: the arrays outside of Variables.
+    mesh: the mesh of all shardings, or None.
+    scope: the scope of the plan that the Variables were made from, if there is one.
   """
 
   def __init__(
@@ -241,12 +242,12 @@ def is_deleted(array: object) -> bool:
 
 
 def deleted(labels: Sequence[str], count: int) -> TrainError:
-  """The error of a call on a model with `count` arrays, of which those with these labels are gone."""
+  """The error of a call on a model with `count` arrays, of which the arrays with these labels are deleted."""
   return TrainError(
     f"{labels[0]} was deleted: its memory was donated to a step that failed, or to another function.",
     details=f"gone: {some_of(labels, count)}",
     fix=f"{RESTORE}.\n"
-    "Keep a copy of what another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
+    "Keep a copy of arrays that another function donates: jax.tree.map(jnp.copy, nnx.state(model)).",
   )
 
 
@@ -286,7 +287,7 @@ def inside_a_program() -> TrainError:
 def _where(
   value: AnyArray, mesh: Mesh, planned: NamedSharding | None, own: NamedSharding | None
 ) -> NamedSharding:
-  """The planned sharding, if the shape allows it; else the present one; else replicated on the mesh."""
+  """The planned sharding, if the shape allows it; else the current sharding; else replicated on the mesh."""
   if planned is not None and planned.mesh == mesh:
     if own is not None and own.is_equivalent_to(planned, value.ndim):
       return own
@@ -297,9 +298,9 @@ def _where(
 
 
 def as_pinned(value: AnyArray, where: NamedSharding | None, **options: Any) -> AnyArray:
-  """An array under the spelling of its layout that a program expects; itself where the layout is another.
+  """An array with the layout spelled as a program expects; the array itself if the layouts differ.
 
-  `P("fsdp", None)` and `P("fsdp")` are one layout and two types to jax. `options` are for `jax.device_put`.
+  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. `options` are for `jax.device_put`.
   """
   own = _sharding_of(value)
   if where is None or own is None or own == where or own.mesh != where.mesh:

@@ -40,11 +40,11 @@ class Bound:
   """A step for some live objects: their binding, and the programs of their structure.
 
   Args:
-    options: of the step.
+    options: the options of the step.
     roots: as for `Binding`.
     reasons: why it was made.
-    structures: the structures that the step knows; a new one is added.
-    forget: called when one of the objects is garbage-collected, so that its arrays are not kept.
+    structures: the structures that the step knows; a new structure is added.
+    forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
   """
 
   def __init__(
@@ -87,7 +87,7 @@ class Bound:
     return found
 
   def update(self, batch: PyTree) -> tuple[Metrics, News]:
-    """Runs a train step, and writes its arrays into the Variables, all or none."""
+    """Runs a train step, and writes all or none of its arrays into the Variables."""
     if current_trace() != self._trace:
       raise inside_a_program()
     self._check_last()
@@ -141,10 +141,10 @@ class Bound:
     explain(error, self.structure.argument_labels, arrays, batch)
 
   def _check_last(self) -> None:
-    """Raises what went wrong on the devices in the last step, once it is known.
+    """Raises the error of the last step on the devices, once it is known.
 
     Raises:
-      TrainError: the last step failed after it had returned, so that its arrays hold nothing.
+      TrainError: the last step failed after it had returned, so its arrays have no values.
     """
     loss, self._loss = jax.tree.leaves(self._loss), None
     if not loss or loss[0].is_deleted() or not loss[0].is_ready():
@@ -159,7 +159,7 @@ class Bound:
       ) from error
 
   def placed(self, batch: PyTree) -> PyTree:
-    """The batch with host arrays laid out by the plan of the models, where that says how to split them.
+    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
 
     Raises:
       ShardingError: it does not divide.
@@ -196,7 +196,7 @@ class Bound:
     return jax.tree_util.tree_map_with_path(place, batch)
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
-    """What `check_gradients` checks: one loss, differentiated as in this step."""
+    """The subject of `check_gradients`: one loss, differentiated as in this step."""
     self.structure.settle(self.binding, batch)
     layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
     places = self.structure.places
@@ -228,5 +228,5 @@ class Bound:
 
 
 def _comparable(x: AnyArray) -> AnyArray:
-  """What a constant of a program is compared by."""
+  """The value by which a constant of a program is compared."""
   return (x.shape, str(x.dtype), x.tobytes()) if isinstance(x, np.ndarray) else x

@@ -1,16 +1,16 @@
-"""What donation asks of a step: to give away no array that somebody else holds, and to lose none on Ctrl-C.
+"""Safe donation: a step deletes no array that other code holds, and loses none on Ctrl-C.
 
-`jax.jit` deletes the arrays that it is donated. Two things follow that only CPython can answer, and both
-answers are in this file:
+`jax.jit` deletes the arrays that it is donated. This has two consequences that only CPython can handle, and
+this file handles both:
 
-- `nnx.clone` shares arrays. An average kept beside the model, a value that was read before the step, a save
-  that goes on in the background: each would be deleted under its holder. Code that keeps arrays is right with
-  `nnx.jit`, which donates nothing by default, and jax does not tell who holds an array. Hence the reference
-  count decides: an array that only its Variable holds is donated, another one is copied first. A count that
-  is too large (a debugger holds frames) costs a copy, and changes no number.
+- `nnx.clone` shares arrays. An average kept with the model, a value that was read before the step, a save
+  that runs in the background: donation would delete each array under its holder. Code that keeps arrays is
+  correct with `nnx.jit`, which donates nothing by default, and jax does not say who holds an array. So the
+  reference count decides: an array that only its Variable holds is donated; any other array is copied first.
+  A count that is too large (a debugger holds frames) costs a copy, and changes no number.
 - Python runs signal handlers between bytecodes, most likely when the long call of the program returns: its
-  results would be gone, and the donated arrays with them. So one C call goes from the start of the program to
-  the last array that is written back.
+  results would be lost, and the donated arrays too. So a single C call covers everything from the start of
+  the program to the write-back of the last array.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger("nnx_parallel")
 
 # The slot itself: `set_raw_value` is Python, which a signal can interrupt, and takes 4 us for each Variable.
 _SLOT: Any = vars(nnx.Variable)["_raw_value"]
-# Compiled once: an operation of jax.numpy by itself runs Python code of jax, which a signal may interrupt
-# while it changes jax's own state.
+# Compiled once: a single jax.numpy operation runs Python code of jax, which a signal may interrupt while it
+# changes jax's own state.
 _copied = jax.jit(jnp.copy)
 
 
 def owned(variables: Sequence[Variable]) -> list[jax.Array]:
-  """The arrays of the Variables, to be donated: copies of those that are held elsewhere too."""
+  """The arrays of the Variables, to be donated: arrays that are also held elsewhere are copied."""
   return [
     array if getrefcount(array) == _ALONE else _copied(array)
     for variable in variables
@@ -49,14 +49,14 @@ def owned(variables: Sequence[Variable]) -> list[jax.Array]:
 def run(
   program: Callable[..., Iterable[PyTree]], variables: Sequence[Variable], *args: PyTree
 ) -> Iterator[PyTree]:
-  """Runs a program and writes its first results into the Variables, all or none; returns the others."""
+  """Runs a program, writes all or none of its first results into the Variables, and returns the rest."""
   results = chain.from_iterable(map(program, *[(arg,) for arg in args]))
   list(map(_SLOT.__set__, variables, results))
   return results
 
 
 def separate(labels: Sequence[str], variables: Sequence[Variable]) -> None:
-  """Gives each Variable its own buffers: one buffer cannot be donated twice."""
+  """Gives each Variable separate buffers: a buffer cannot be donated twice."""
   first: dict[Hashable, str] = {}
   for label, variable in zip(labels, variables, strict=True):
     value = variable.get_raw_value()
@@ -70,7 +70,7 @@ def separate(labels: Sequence[str], variables: Sequence[Variable]) -> None:
 
 
 def is_plain(variable: Leaf) -> bool:
-  """Whether the array that a Variable gives is the one in its slot, and not behind a reference."""
+  """Whether the array that a Variable returns is the array in its slot, and not behind a reference."""
   return _SLOT.__get__(variable) is variable.get_raw_value()
 
 
@@ -82,7 +82,7 @@ def _count_when_alone() -> int:
 
 
 _ALONE = _count_when_alone()
-"""What `owned` counts for an array that only its Variable holds: measured, not assumed."""
+"""The reference count in `owned` of an array that only its Variable holds: measured, not assumed."""
 
 
 def _pointer(value: jax.Array) -> Any:

@@ -29,8 +29,8 @@ class Layout(NamedTuple):
 
   Attributes:
     mesh: the mesh, or None on one device.
-    gradients: path in the models -> the sharding of its gradient: that of the array, or of its optimizer
-      state. None where it is on no mesh.
+    gradients: path in the models -> the sharding of its gradient: the array's sharding, or the sharding of
+      its optimizer state. None if it is on no mesh.
     scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
       in each microbatch.
     used: mesh axes that split some array of the model.
@@ -55,12 +55,12 @@ class Layout(NamedTuple):
 
 
 class Total(NamedTuple):
-  """What a batch gave.
+  """The results of a batch.
 
   Attributes:
-    grads: one array for each trained array; float32 sums, not yet divided, when there are several parts.
-    terms: summed over the parts.
-    parts: how many parts were summed, local ones included.
+    grads: one array for each trained array; float32 sums, not yet divided, if there are several parts.
+    terms: the terms, summed over the parts.
+    parts: the number of parts in the sum, local parts included.
     rest: position -> new value, as in `Objective`.
     how: where the gradients of replicas are reduced, as a phrase.
   """
@@ -77,13 +77,13 @@ class Accumulation:
   """The gradients and terms of a loss, summed over `count` microbatches.
 
   Attributes:
-    objective: what is differentiated.
+    objective: the function to differentiate.
     trained: the arrays with gradients.
     rest: the other arrays.
-    count: how many microbatches.
-    layouts: of the gradients.
+    count: the number of microbatches.
+    layouts: the layouts of the gradients.
     changes: the positions of the arrays in `rest` that the objective changes.
-    tangents: a direction; the derivative in it takes the place of the gradients.
+    tangents: a direction; the derivative along it takes the place of the gradients.
   """
 
   objective: Objective
@@ -125,7 +125,7 @@ class Accumulation:
   def manual(
     self, batch: PyTree, mesh: Mesh, axes: tuple[str, ...], reduction: DTypeLike | None
   ) -> tuple[list[jax.Array], Terms]:
-    """Replicas that hold the whole model: each sums its own gradients in a `shard_map`."""
+    """For replicas that hold the full model: each sums its own gradients in a `shard_map`."""
 
     def local(
       trained: list[jax.Array], rest: list[jax.Array], batch: PyTree
@@ -133,7 +133,7 @@ class Accumulation:
       alone = dataclasses.replace(self, trained=trained, rest=rest, layouts=[None] * len(trained))
       grads, found, _ = alone.scan(batch)
       grads = grads if reduction is None else [g.astype(reduction) for g in grads]
-      # One call for everything: XLA combines it into one all-reduce.
+      # One call for all arrays: XLA combines them into one all-reduce.
       grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
       return [widen(g) for g in grads], sums, counts, found.outputs
 
@@ -149,10 +149,10 @@ class Accumulation:
     return grads, Terms(sums, counts, outputs)
 
   def mapped(self, batch: PyTree, layout: Layout, axes: tuple[str, ...]) -> tuple[list[jax.Array], Terms]:
-    """Replicas that are sharded themselves: a dim of replicas, sharded over `axes`, is summed at the end.
+    """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end.
 
     A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
-    gather beside another batch axis, jax 0.12.0.1).
+    gather next to another batch axis, jax 0.12.0.1).
     """
     replicas = _replicas(layout.mesh, axes)
     inner = tuple(axis for axis in layout.batch if axis not in axes)
@@ -174,7 +174,7 @@ class Accumulation:
 
 
 def whole_batch(loss: Differentiable, batch: PyTree, layout: Layout) -> Total:
-  """Gradients of the batch in one piece."""
+  """The gradients of the full batch at once."""
   (_, (found, changed, _)), grads = jax.value_and_grad(loss.objective, has_aux=True)(
     loss.train, loss.others, batch
   )
@@ -189,19 +189,19 @@ def in_microbatches(
 ) -> Total:
   """Gradients summed over `count` microbatches in a scan.
 
-  Microbatch `m` is every `count`-th example from `m` on, so that each stays spread over all devices. Where
-  the model is replicated over mesh axes that split the batch, each replica sums its own gradients, and they
-  are reduced once, after the scan. This needs a loss that is a mean or a sum over examples, changes no
-  Variable (batch statistics, random numbers), and has no sharding constraint of jax's own over those axes
-  (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how` has the
-  reason. The numbers are those of one device in both cases.
+  Microbatch `m` is every `count`-th example from `m` on, so that each microbatch stays spread over all
+  devices. Where the model is replicated over mesh axes that split the batch, each replica sums its own
+  gradients, and they are reduced once, after the scan. This needs a loss that is a mean or a sum over
+  examples, changes no Variable (batch statistics, random numbers), and has no sharding constraint of jax over
+  those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how`
+  gives the reason. In both cases the numbers equal the numbers on one device.
 
   Args:
     loss: its sums are added up, so the objective must not divide by counts.
     batch: global arrays with the examples on dim 0.
     count: how often the loss is called; a pipeline takes `loss.parts` microbatches at once.
-    layout: of the step.
-    reduction: dtype in which replicas that hold the whole model sum their gradients; None: float32.
+    layout: the layout of the step.
+    reduction: the dtype in which replicas that hold the full model sum their gradients; None: float32.
 
   Raises:
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
@@ -249,10 +249,10 @@ def in_microbatches(
 def _factors(
   loss: Differentiable, batch: PyTree, count: int, axes: tuple[str, ...], parts: int
 ) -> tuple[Any, str]:
-  """What the sums of replicas are multiplied by; or why they do not add up to those of the batch."""
+  """The factor for the sums of replicas; or why they do not add up to the sums of the batch."""
   inputs = _first(batch, parts), _first(batch, count)
   if any(jnp.shape(x)[:1] == (loss.parts,) for x in jax.tree.leaves(inputs[0])):
-    # A dim of one example is broadcast or left out, so that the traces would differ.
+    # A dim of one example is broadcast or left out, so the traces would differ.
     inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
   with mapped_axes(axes):
     (part, wanted), (whole, _) = map(loss.gradient, inputs)
@@ -268,7 +268,7 @@ def slope_of(
 ) -> tuple[PyTree, PyTree]:
   """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
-  `count` as in `in_microbatches`, or None where the batch stays in one piece.
+  `count` as in `in_microbatches`, or None for the full batch at once.
   """
   if count is None:
     slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.others, batch)
@@ -296,7 +296,7 @@ def _jvp(
 def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
   """The mean loss of a batch, part by part, for optimizers that evaluate it.
 
-  It can be differentiated: each part is then recomputed, so that only one of them is kept at a time.
+  It can be differentiated: each part is then recomputed, so only one part is kept at a time.
   """
 
   def part_of(part: PyTree) -> tuple[PyTree, PyTree]:
@@ -367,13 +367,13 @@ def _replicas(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str, ...], str]:
-  """The axes whose replicas hold the whole model and whole microbatches; or (), and why there are none."""
+  """The axes whose replicas hold the full model and full microbatches; or (), and why there are none."""
   if layout.mesh is None or layout.mesh.size == 1:
     return (), "one device"
   if layout.scattered:
     return (), "gradients are scattered into the layout of the optimizer state"
   if AxisType.Explicit in layout.mesh.axis_types:
-    return (), "the mesh has Explicit axes"
+    return (), "the model states shardings on Explicit axes"
   if not layout.batch:
     return (), "no mesh axis splits every array of the batch"
   axes = tuple(axis for axis in layout.batch if axis not in layout.used and layout.mesh.shape[axis] > 1)

@@ -1,9 +1,9 @@
 """Holds a step's program to the layout of its plan, so that XLA's partitioner has little left to decide.
 
-Where one mesh axis splits both a parameter and the batch, the partitioner chooses which of them to gather,
-and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over
-(fsdp, tensor), a product may come out with the examples of other devices, and gradients below it are off by
-half while the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; `layout/known_faults.py` has the list).
+Where one mesh axis splits both a parameter and the batch, the partitioner chooses which of the two to gather,
+and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over (fsdp,
+tensor), a product may contain the examples of other devices, and gradients below it are off by half although
+the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; listed in `layout/known_faults.py`).
 
 So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
@@ -11,7 +11,7 @@ So the trace of the step is rewritten, by the layouts of `core/flow.py`:
 - with a rule for `seq`, the positions of activations between layers are split (arXiv:2205.05198): a sum over
   its axis, as after a tensor-parallel part, leaves each device its positions;
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
-- one element of each row, the logit of a target, is read by a comparison (`core/picks.py`);
+- an element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`);
 - the operands of a convolution's kernel gradient have unsplit spatial dims;
 - a kernel that is split over its spatial dims is gathered over them, and its gradient is computed so;
 - the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
@@ -56,32 +56,32 @@ from nnx_parallel.rules.ruleset import RuleSet
 
 Flows = Sequence[Flow]
 _FUSED = frozenset(("add", "add_any", "convert_element_type", "mul", "select_n", "sub"))
-"""Cheap operations between a value and a constraint on what is made of it: a residual sum, a cast, a mask."""
+"""Cheap operations between a value and a constraint on a result: a residual sum, a cast, a mask."""
 _EXAMPLES = "the examples"
 """Marks the dim of the examples among its axes, also where no mesh axis splits it."""
 _POSITIONS = "the positions"
-"""Marks the dim of the positions, where a rule splits those between layers."""
+"""Marks the dim of the positions, if a rule splits positions between layers."""
 _MARKS = frozenset((_EXAMPLES, _POSITIONS))
 RELAXED = range(3)
 """The values of `relaxed`, in the order in which a program is compiled with them until XLA takes it."""
 
 
 def is_refused(error: BaseException) -> bool:
-  """Whether XLA made a program, while it partitioned another one, that it refuses itself."""
+  """Whether XLA, while partitioning a program, produced a program that it rejects."""
   return isinstance(error, RuntimeError) and "hlo verifier" in str(error)
 
 
 def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) -> Callable[..., PyTree]:
   """Returns `run` with correct kernel gradients of grouped convolutions on every mesh.
 
-  For steps of your own: `train_step` does this, and holds the layouts of its plan.
+  For hand-written steps: `train_step` does this already, and also holds the layouts of its plan.
 
   Args:
     run: a function of pytrees of arrays, to be traced under `jax.jit`. It is traced once.
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
 
   Returns:
-    A function of the same arguments and results; `run` itself on one device.
+    A function with the same arguments and results; `run` itself on one device.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -113,15 +113,15 @@ def held(
     run: `(arrays, batch, ...) -> results`, to be traced under `jax.jit`; without a scope, any function of
       pytrees.
     mesh: the mesh of its arrays, concrete or abstract; None on one device.
-    scope: of the plan, which says how the batch is split; without one, only the gradients of grouped
-      convolutions are mended.
-    shardings: of the arrays before the batch, or None for each.
-    batch_at: which of the arguments is the batch; those before it are arrays of the model.
-    relaxed: which constraints to leave out, where XLA cannot compile the program: 1 those that move the split
-      of a table from its rows to its columns, 2 all but those of convolutions.
+    scope: the scope of the plan, which says how the batch is split; without a scope, only the gradients of
+      grouped convolutions are corrected.
+    shardings: the shardings of the arrays before the batch, or None for each array.
+    batch_at: the position of the batch among the arguments; earlier arguments are arrays of the model.
+    relaxed: which constraints to leave out, if XLA cannot compile the program: 1 leaves out constraints that
+      move the sharding of a table from its rows to its columns, 2 keeps only the constraints of convolutions.
 
   Returns:
-    A function of the same arguments and results; `run` itself on one device.
+    A function with the same arguments and results; `run` itself on one device.
   """
   if mesh is None or mesh.size == 1:
     return run
@@ -130,7 +130,7 @@ def held(
   named = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
   positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
 
-  @functools.wraps(run)  # jax names the program's arguments after those of `run`, and reports show them
+  @functools.wraps(run)  # jax names the program's arguments after the parameters of `run`
   def changed(*args: PyTree) -> PyTree:
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves = jax.tree.leaves(args)
@@ -151,7 +151,7 @@ def held(
 
 
 def _around(args: tuple[PyTree, ...], n: int) -> tuple[PyTree, PyTree, PyTree]:
-  """The arguments before one, it, and those after it."""
+  """The arguments before one argument, the argument, and the arguments after it."""
   return args[:n], args[n], args[n + 1 :]
 
 
@@ -176,7 +176,7 @@ def _rewriting(
   positions: tuple[str, ...],
   relaxed: int,
 ) -> tuple[_Rewriting | None, list[Flow]]:
-  """What rewrites a trace, None if nothing has to be, and the layouts of its inputs that it is told."""
+  """The rewriter of a trace, or None if nothing has to change, and the given layouts of the inputs."""
   used = {axis for axis in (*split, *_names(flows)) if mesh.shape.get(axis, 1) > 1}
   stored = used & _names([flow for flow in flows if not flow.data])
   kernels = any(flow.names and len(flow.axes) > 2 and not flow.data for flow in flows)
@@ -278,10 +278,10 @@ class _Rewriting(Interpreter[Flow]):
   def _look_up(
     self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
   ) -> tuple[Sequence[jax.Array], list[Flow]]:
-    """A look-up by the batch in a table whose rows its axis splits: the columns are split instead.
+    """A look-up by the batch in a table whose rows a batch axis splits: the columns are split instead.
 
-    Each device looks up its columns of all rows wanted, and they are exchanged. Else each device would gather
-    the table, or make the rows of the whole batch to sum them.
+    Each device looks up its columns of all requested rows, and the devices exchange them. Otherwise each
+    device would gather the table, or make the rows of the global batch to sum them.
     """
     numbers, table, found = eqn.params["dimension_numbers"], flows[0], self._followed(eqn, flows)
     rows = {axis for d in numbers.start_index_map for axis in table.axes[d]} & self.batch
@@ -305,7 +305,7 @@ class _Rewriting(Interpreter[Flow]):
   ) -> tuple[Sequence[jax.Array], list[Flow]]:
     """The gradient of a table: each device sums all rows of its columns.
 
-    Else each device would sum its examples into a table of its own, and those would be summed.
+    Otherwise each device would sum its examples into a separate table, and the tables would be summed.
     """
     numbers, updates, found = eqn.params["dimension_numbers"], flows[2], self._followed(eqn, flows)
     examples = [d for d in range(len(updates.axes)) if d not in numbers.update_window_dims]
@@ -329,9 +329,9 @@ class _Rewriting(Interpreter[Flow]):
     return [result], [dataclasses.replace(found[0], axes=axes)]
 
   def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: jax.Array) -> int | None:
-    """The longest of some dims that one axis can split further.
+    """The longest of some dims that an axis can split further.
 
-    None for several axes: XLA replicates an array to move more than one between its dims.
+    None for several axes: to move several axes between dims, XLA replicates the array.
     """
     split = [axis for dim in axes for axis in dim if axis not in moved and axis not in _MARKS]
     shards = math.prod(self.mesh.shape[axis] for axis in (*moved, *split))
@@ -340,7 +340,7 @@ class _Rewriting(Interpreter[Flow]):
     return max(fitting, key=lambda d: x.shape[d], default=None) if one else None
 
   def _is_minor(self, flow: Flow, moved: set[str]) -> bool:
-    """Whether an axis is the last of those that split the examples, so that it can leave them."""
+    """Whether an axis is the last axis that splits the examples, so that it can leave them."""
     examples = next((dim for dim in flow.axes if _EXAMPLES in dim), ())
     return [axis for axis in examples if axis in self.mesh.shape and axis in self.batch][-1:] == [*moved]
 
@@ -404,8 +404,8 @@ class _Rewriting(Interpreter[Flow]):
   def _is_held(self, eqn: JaxprEqn, flows: list[Flow], results: list[Flow]) -> bool:
     """Whether it is a product, or a look-up in a table, whose result carries the batch.
 
-    With two axes or more beside the batch's, gradients are held too. Elsewhere that would cost memory,
-    because they are replicated over the batch's axes for a moment, and was never needed.
+    With two or more axes besides the batch axes, gradients are held too. Otherwise that would cost memory,
+    because they are briefly replicated over the batch axes, and no case needs it.
     """
     product = meeting(eqn)
     if eqn.primitive.name != "gather" and product is None:
@@ -445,13 +445,13 @@ class _Rewriting(Interpreter[Flow]):
 
 
 def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
-  """The layout with some axes on one dim, or on none, and on no other."""
+  """The layout with some axes on one dim, or on no dim, and on no other dim."""
   rest = [without(dim, frozenset(moved)) for dim in axes]
   return tuple((*dim, *moved) if n == to else dim for n, dim in enumerate(rest))
 
 
 def _either(one: Flow, other: Flow) -> Flow:
-  """The layout of a value that is one of two: a carry that starts as zeros takes that of the body's."""
+  """The common layout of two values: a carry that starts as zeros takes the layout of the body's result."""
   return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
 
 
@@ -464,13 +464,13 @@ def _of_rows(_: object, flow: Flow) -> Flow:
 
 
 def _summed(product: Meeting, flows: Flows, *, of_data: bool = False) -> set[str]:
-  """Axes of the dims that a product sums over: of both operands, or of those that depend on the batch."""
+  """Axes of the dims that a product sums over: of both operands, or of operands that depend on the batch."""
   pairs = zip(flows, product.summed, strict=False)
   return {axis for flow, dims in pairs if flow.data or not of_data for d in dims for axis in flow.axes[d]}
 
 
 def _shared(eqn: JaxprEqn, flows: Flows) -> frozenset[str]:
-  """Axes of dims that both operands of a product have and keep: one expert for each index, say."""
+  """Axes of dims that both operands of a product have and keep: for example, one expert for each index."""
   product = meeting(eqn)
   pairs = () if product is None else zip(*product.shared, strict=True)
   return frozenset(axis for a, b in pairs for axis in {*flows[0].axes[a]} & {*flows[1].axes[b]})
@@ -555,7 +555,7 @@ def _by_hand(eqn: JaxprEqn, mesh: AnyMesh) -> Callable[[jax.Array, jax.Array], j
 def _resharded(
   placed: Callable[..., PyTree], specs: Any, out: PartitionSpec, mesh: AnyMesh
 ) -> Callable[..., PyTree]:
-  """Explicit meshes have shardings in types: `placed` with those of the convolution that it replaces."""
+  """Explicit meshes have shardings in types: `placed`, with the shardings of the convolution it replaces."""
 
   def run(*operands: jax.Array) -> jax.Array:
     moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
@@ -574,7 +574,7 @@ def _dividing_axes(length: int, mesh: AnyMesh) -> tuple[str, ...]:
 
 
 def _check_manual(eqn: JaxprEqn, mesh: AnyMesh) -> None:
-  """A `shard_map` over all axes is never partitioned; one over some of them is, and wrongly."""
+  """A `shard_map` over all axes is never partitioned; a `shard_map` over some axes is, and incorrectly."""
   manual = set(eqn.params["newly_manual_axes"])
   others = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
   if others:

@@ -1,13 +1,13 @@
-"""Whether what a program computes of a batch is the sum of what it computes of parts of the batch.
+"""Whether the results of a program for a batch are the sums of its results for the parts of the batch.
 
-Replicas may each differentiate the loss of their own examples, and add up, only for such a loss. A mean of
-losses is one; a contrastive loss, a balance of experts, or the logarithm of a sum is none.
+Only for such a loss may replicas each differentiate the loss of their own examples, and add up. A mean of
+losses qualifies; a contrastive loss, a load balance of experts, or the logarithm of a sum does not.
 
-The program is traced twice, for one part and for the whole batch of `parts` parts, and both traces are read
-side by side. Each value of the batch's program is then known in terms of the values of the parts:
+The program is traced twice, for one part and for the full batch of `parts` parts, and the two traces are
+compared step by step. Each value of the batch's program is then known in terms of the values of the parts:
 
-- `same`: equal in all of them (it depends on no example);
-- `part`: along one dim, the values of the parts one after the other (each row depends on one part);
+- `same`: equal in all parts (it depends on no example);
+- `part`: along one dim, the concatenated values of the parts (each row depends on one part);
 - `sum`: the sum of the values of the parts;
 - `zero`: zeros; `mixed`: anything else, with the operation that made it so.
 
@@ -34,9 +34,9 @@ from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import JaxprEqn, Program, PyTree, Value, Var
 
 _ROUNDING = 5e-3  # of a literal in bfloat16; scales that matter differ by a factor of 2 or more
-# Between devices: on each of them the result is a sum, or the value of another one.
+# Between devices: on each device the result is a sum, or a value of another device.
 _EXCHANGES = frozenset(("psum", "psum2", "psum_invariant", "ppermute"))
-# Linear in the first operand; the others choose positions.
+# Linear in the first operand; the other operands choose positions.
 _LINEAR = MOVES | {
   "conj", "cumsum", "gather", "imag", "neg", "pad", "real", "reduce_sum", "reduce_window_sum",
   "select_and_scatter_add", "unstack",
@@ -45,7 +45,7 @@ _SUMS = frozenset((
   "add", "add_any", "concatenate", "dynamic_update_slice", "scatter-add", "scatter_add", "select_n", "stack",
   "sub",
 ))  # fmt: skip
-"""Linear in all operands together, but for those that choose."""
+"""Linear in all operands jointly, except operands that choose positions."""
 _TIMES = frozenset(("conv_general_dilated", "dot_general", "mul"))
 _KEEP_ZEROS = _LINEAR | _SUMS | _TIMES
 _PLACES = ("padding", "padding_config", "start_indices", "strides", "window_dimensions", "window_strides")
@@ -54,15 +54,15 @@ _PLACES = ("padding", "padding_config", "start_indices", "strides", "window_dime
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """How a value of the batch's program follows from those of the parts.
+  """How a value of the batch's program follows from the values of the parts.
 
   Attributes:
     kind: the relation.
     scale: the constant factor of the relation.
-    dim: of `part`: the dim along which parts follow each other.
-    outer: of `part`: in how many blocks they do: the dim is `outer x parts x rest`. None for a value that is
-      constant along the dim, which is so for any number of blocks.
-    reason: of `mixed`: the operation.
+    dim: for `part`: the dim along which the parts are concatenated.
+    outer: for `part`: the number of blocks: the dim is `outer x parts x rest`. None for a value that is
+      constant along the dim, which holds for any number of blocks.
+    reason: for `mixed`: the operation.
   """
 
   kind: Literal["same", "part", "sum", "zero", "mixed"]
@@ -104,15 +104,15 @@ def factors(
 
   Args:
     part: the closed jaxpr of the program for one part.
-    whole: for all parts at once.
-    parts: how many there are.
+    whole: the closed jaxpr of the program for all parts at once.
+    parts: the number of parts.
     splits: for each flat input, whether the parts split its dim 0; else all parts get the same.
     wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, or `"rows"`: the parts'
-      results one after the other.
+      results concatenated.
 
   Returns:
-    For each result, what the wanted one is to be multiplied by; and why some result does not follow, empty
-    if all do.
+    For each result, the factor for the wanted combination; and why some result does not follow, empty if all
+    results do.
   """
   pair = _Pair(parts)
   found: list[float] = []
@@ -131,10 +131,10 @@ def factors(
 
 
 class _Pair:
-  """Reads two traces of one program side by side.
+  """Compares two traces of one program step by step.
 
   Args:
-    parts: how many parts the batch of the second trace has.
+    parts: the number of parts of the second trace's batch.
   """
 
   def __init__(self, parts: int):
@@ -166,7 +166,7 @@ class _Pair:
     return found
 
   def walk(self, part: PyTree, whole: Program, given: Sequence[Fact]) -> list[Fact]:
-    """The relations of the results, from those of the inputs."""
+    """The relations of the results, given the relations of the inputs."""
     one, all_ = opened(part), opened(whole)
     facts: dict[Var, Fact] = dict(zip(one.invars, given, strict=True))
     consts = zip(one.constvars, constants(part), constants(whole), strict=False)
@@ -245,7 +245,7 @@ class _Pair:
       zeros = bool(inputs) and name in _KEEP_ZEROS and all(fact.kind == "zero" for fact in inputs)
       return [ZERO if zeros else SAME] * count
     dims = dim_map(eqn)
-    # Sizes that are equal in one of the traces only, as of an update and its table, have another map.
+    # Sizes that are equal in only one of the traces, such as of an update and its table, have another map.
     if dims is None or dims != dim_map(other):
       raise _Mixed
     if any(eqn.params.get(key) != other.params.get(key) for key in _PLACES):
@@ -271,9 +271,9 @@ def _read(facts: Mapping[Var, Fact], a: Var, b: Var) -> Fact:
 def _constant(a: Value, b: Value) -> Fact:
   """A number or an array that the traces hold."""
   if is_tracer(a) or is_tracer(b) or (a is b and np.ndim(a)):
-    return SAME if a is b else _mixed("it holds an array of its own for each number of examples")
+    return SAME if a is b else _mixed("it holds a different array for each number of examples")
   if hasattr(a, "dtype") and is_key(a.dtype):
-    return SAME if a is b else _mixed("it holds a key of its own")
+    return SAME if a is b else _mixed("it holds a different key")
   one, two = np.asarray(a), np.asarray(b)
   if one.dtype == jax.dtypes.float0 or not (one.any() or two.any()):
     return ZERO
@@ -288,7 +288,7 @@ def _constant(a: Value, b: Value) -> Fact:
 
 
 def _row(_: object, fact: Fact) -> Fact:
-  """A row of a scan with equal lengths in both traces, from all rows; `_stacked` the other way."""
+  """A row of a scan with equal lengths in both traces, from all rows; `_stacked` is the inverse."""
   if fact.kind != "part":
     return fact
   return fact.at(fact.dim - 1) if fact.dim else _fail()
@@ -299,7 +299,7 @@ def _stacked(_: object, fact: Fact) -> Fact:
 
 
 def _example(_: object, fact: Fact) -> Fact:
-  """A row of a scan over the examples, from all rows; `_examples` the other way."""
+  """A row of a scan over the examples, from all rows; `_examples` is the inverse."""
   return Fact("same", fact.scale) if _is_rows(fact) else _fail()
 
 
@@ -367,10 +367,10 @@ class Operation:
 
 
 def _merged(dims: DimMap, facts: Sequence[Fact]) -> Fact:
-  """The result of a function that is linear in each of its operands, or of those at each position.
+  """The result of a function that is linear in each of its operands, or in the operands at each position.
 
-  Operands with the parts along one factor of the operation give a result with the parts there, or the sum of
-  those of the parts, if no dim of the result has the factor.
+  If the operands have the parts along one factor of the operation, the result has the parts along that
+  factor, or, if no dim of the result has the factor, is the sum of the results of the parts.
   """
   along = {own[fact.dim] for own, fact in zip(dims.operands, facts, strict=True) if fact.kind == "part"}
   scale = math.prod(fact.scale for fact in facts)
@@ -400,7 +400,7 @@ def _product(it: Operation) -> Fact:
 
 
 def _linear(it: Operation) -> Fact:
-  """Linear in the first operand; what the others choose must not depend on the number of parts."""
+  """Linear in the first operand; the choices of the others must not depend on the number of parts."""
   first, *choosers = it.inputs
   if not all(fact.plain for fact in choosers):
     raise _Mixed
@@ -418,7 +418,7 @@ def _nonlinear(it: Operation) -> Fact:
 
 
 def _add(it: Operation) -> Fact:
-  """A scalar beside an array of rows is an array of equal rows."""
+  """Adds a scalar to an array of rows as an array of equal rows."""
   rows = next((fact for fact in it.inputs if fact.kind == "part"), None)
 
   def spread(fact: Fact) -> Fact:
@@ -456,7 +456,7 @@ def _broadcast(it: Operation) -> Fact:
   fact = it.inputs[0]
   if fact.kind in ("part", "zero") or not it.changed:
     return _linear(it)
-  # The sum over a batch, beside each of its examples, is no value of one part.
+  # The sum over a batch, combined with each of its examples, is not a value of one part.
   return it.constant(fact.scale) if fact.kind == "same" else _fail()
 
 
@@ -512,7 +512,7 @@ def _stack(it: Operation) -> Fact:
 
 
 def _update(it: Operation) -> Fact:
-  """Rows of an array replaced by others, or added to: `scatter` and `dynamic_update_slice`."""
+  """Rows of an array are replaced or added to: `scatter` and `dynamic_update_slice`."""
   table, *places = it.inputs
   adds = it.eqn.primitive.name in ("scatter-add", "scatter_add")
   updates = places.pop(0 if it.eqn.primitive.name == "dynamic_update_slice" else 1)
@@ -523,7 +523,7 @@ def _update(it: Operation) -> Fact:
   own, *others = it.dims.operands
   if table.kind == "part" and own[table.dim] in it.dims.mixed:
     raise _Mixed
-  # Zeros replace what was there too, at places that may depend on the examples.
+  # Zeros replace earlier values too, at places that may depend on the examples.
   parts = any(fact.kind == "part" for fact in it.inputs[1:])
   rows = dataclasses.replace(it.dims, operands=tuple(others))
   new = _merged(rows, it.inputs[1:]) if parts or updates.kind != "zero" else ZERO

@@ -26,8 +26,8 @@ def call_loss(loss_fn: LossFn, models: Model, batch: PyTree) -> PyTree:
   """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays.
 
   Raises:
-    TrainError: it takes other arguments, or takes them in the other order; it changes a Variable of a module
-      that is no argument of the step; or a layer cannot run on the Explicit axes of its mesh.
+    TrainError: it takes other arguments, or takes them in the opposite order; it changes a Variable of a
+      module that is not an argument of the step; or a layer cannot run on the Explicit axes of its mesh.
   """
   given = _arguments(loss_fn, batch)
   with _explained(loss_fn, models, batch):
@@ -104,13 +104,13 @@ def _arguments(loss_fn: LossFn, batch: PyTree) -> Sequence[PyTree]:
 
 @contextlib.contextmanager
 def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]:
-  """Raises a `TrainError` from errors of the body whose text names no module; others get a note."""
+  """Raises a `TrainError` for errors of the body whose text names no module; other errors get a note."""
   try:
     yield
   except errors.TraceContextError as error:
     raise _of_another_module(loss_fn, error) from error
   except Exception as error:
-    # From the frame of the body on: the first is this one, the second is `call_loss`.
+    # From the frame of the body on: the first frame is this function, the second is `call_loss`.
     trace = error.__traceback__ and error.__traceback__.tb_next
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
@@ -129,7 +129,7 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
 
 
 def _is_own(trace: TracebackType | None) -> bool:
-  """Whether an error was raised by the loss function itself, and not by what it called."""
+  """Whether the loss function raised an error directly, and not a function that it called."""
   return len(list(traceback.walk_tb(trace))) == 2
 
 
@@ -141,7 +141,7 @@ def _of_another_module(loss_fn: LossFn, error: BaseException) -> TrainError:
   try:
     found = inspect.getclosurevars(inspect.unwrap(loss_fn))
     outside = {**found.nonlocals, **found.globals}
-  except (TypeError, ValueError):  # no Python function, or one with a name that is not assigned yet
+  except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
     outside = {}
   modules = [f"{name} ({type(x).__name__})" for name, x in outside.items() if isinstance(x, nnx.Pytree)]
   shown = ", ".join(modules) or "a module"

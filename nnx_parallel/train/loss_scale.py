@@ -27,9 +27,9 @@ class LossScaleState(NamedTuple):
 
   Attributes:
     inner: state of the wrapped transformation.
-    scale: what the loss is multiplied by, a float32 power of two.
+    scale: the factor of the loss, a float32 power of two.
     good_steps: finite steps since the scale last changed.
-    skipped: steps whose gradients were not finite, in all.
+    skipped: the total number of steps whose gradients were not finite.
   """
 
   inner: PyTree
@@ -48,26 +48,26 @@ def with_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   """Divides gradients by a scale that adapts itself; for computing in float16.
 
-  A step whose gradients hold a NaN or an infinity changes neither parameters nor the state of `tx`, and
+  A step whose gradients contain a NaN or an infinity changes neither parameters nor the state of `tx`, and
   halves the scale. After `growth_interval` finite steps in a row the scale doubles. Other Variables, such as
-  batch statistics, keep what the forward pass gave them. `train_step` sees this state and multiplies the
-  loss, and its metrics stay unscaled; a step of your own multiplies by `loss_scale_of(optimizer)` before it
+  batch statistics, keep the values of the forward pass. `train_step` finds this state and multiplies the
+  loss, and its metrics stay unscaled; a hand-written step multiplies by `loss_scale_of(optimizer)` before it
   differentiates.
 
   Args:
-    tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: what is around
-      it, a clip or `MultiSteps`, would see scaled ones. Float16 parameters need
+    tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: a transformation
+      around it, such as a clip or `MultiSteps`, would get scaled gradients. Float16 parameters need
       `with_loss_scale(with_masters(tx))`.
     initial: the first scale, a power of two.
-    growth_interval: finite steps before the scale doubles.
+    growth_interval: the number of finite steps before the scale doubles.
     minimum: the scale is not halved below this power of two.
-    maximum: nor doubled above this one.
+    maximum: the scale is not doubled above this power of two.
 
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `LossScaleState`.
 
   Raises:
-    TrainError: a scale that is no power of two, bounds in the wrong order, or an interval below 1.
+    TrainError: a scale that is not a power of two, bounds in the wrong order, or an interval below 1.
 
   Example:
     >>> import jax.numpy as jnp, numpy as np, optax, nnx_parallel as nxp
@@ -165,7 +165,7 @@ def loss_scale_of(optimizer: Optimizer) -> jax.Array:
 
 
 def find_scale(optimizer: Optimizer) -> jax.Array | None:
-  """The loss scale of an optimizer, live or traced; None when it has none.
+  """The loss scale of an optimizer, live or traced, or None.
 
   Raises:
     TrainError: a transformation is around `with_loss_scale`.
@@ -183,7 +183,7 @@ def find_scale(optimizer: Optimizer) -> jax.Array | None:
 
 
 def common_scale(optimizers: Iterable[Optimizer]) -> jax.Array | None:
-  """The scale for a loss that these optimizers share: the first that one of them has."""
+  """The scale for a loss that these optimizers share: the first scale found."""
   return next((scale for scale in map(find_scale, optimizers) if scale is not None), None)
 
 

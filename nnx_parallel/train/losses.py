@@ -1,4 +1,4 @@
-"""Metrics of a step: what a loss function may return, as sums and counts, and what the step adds."""
+"""Metrics of a step: the results of a loss function, as sums and counts, and metrics that the step adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metrics = dict[str, Any]
 
 
 class Weighted(NamedTuple):
-  """A sum and the weight of what was summed; made by `weighted`."""
+  """A sum and its weight; made by `weighted`."""
 
   sum: AnyArray
   count: AnyArray
@@ -28,16 +28,15 @@ def weighted(sum: AnyArray, count: AnyArray) -> Weighted:
   """A weighted mean that a loss function may return: `sum / count`, exact for every split of the batch.
 
   Microbatches, replicas and batches hold different numbers of tokens where a batch is masked or padded. Sums
-  and counts are added up over all of them, and divided once, so that each token weighs the same.
+  and counts are added up over all of them, and divided once, so that each token has the same weight.
 
   Args:
-    sum: a scalar, the sum over the examples of the (micro)batch; of a metric, an array too (one number for
+    sum: a scalar, the sum over the examples of the (micro)batch; for a metric, also an array (one number for
       each class, say).
-    count: what the sum is divided by: the number of examples, or the sum of their weights. It has no
-      gradient.
+    count: the divisor of the sum: the number of examples, or the sum of their weights. It has no gradient.
 
   Returns:
-    A pair of both, which is a pytree.
+    The sum and the count, as a pytree.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -56,9 +55,9 @@ class Terms(NamedTuple):
   """The terms of one (micro)batch.
 
   Attributes:
-    sums: name -> float32 scalar, or an array for a summary; `loss` is one of them.
-    counts: name -> float32, what the sum is divided by; None where a plain scalar was returned, which counts
-      as one whether the part is large or small.
+    sums: name -> float32 scalar, or an array for a summary; one of the names is `loss`.
+    counts: name -> float32, the divisor of the sum; None for a plain scalar, which counts as one whether the
+      part is large or small.
     outputs: name -> array with the examples on dim 0.
   """
 
@@ -68,14 +67,14 @@ class Terms(NamedTuple):
 
 
 def terms(result: PyTree, outputs: Sequence[str] = ()) -> Terms:
-  """Reads what a loss function returned.
+  """Reads the result of a loss function.
 
-  That is a scalar or `weighted(sum, count)`, or either of them with a dict of metrics: `(loss, metrics)`. The
+  The result is a scalar or `weighted(sum, count)`, or either with a dict of metrics: `(loss, metrics)`. The
   sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
   each element. `outputs` names metrics that are per-example arrays.
 
   Raises:
-    TrainError: anything else.
+    TrainError: the result is anything else.
   """
   loss, metrics = result, {}
   if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -106,7 +105,7 @@ def terms(result: PyTree, outputs: Sequence[str] = ()) -> Terms:
 def _add(found: Terms, name: str, value: Value) -> None:
   pair = value if isinstance(value, Weighted) else (value, None)
   shapes = [tuple(getattr(x, "shape", ())) for x in pair if x is not None]
-  # A summary: as many means as the sum has elements, over one count or a count for each.
+  # A summary: as many means as the sum has elements, over one count or a count for each element.
   summary = name != "loss" and len(shapes) == 2 and shapes[1] in ((), shapes[0])
   numbers = _is_number(pair[0]) and (pair[1] is None or _is_number(pair[1]))
   if not numbers or not (summary or all(shape == () for shape in shapes)):
@@ -143,7 +142,7 @@ def _fix_of_loss(value: Value) -> str:
   if value is None:
     return "end the loss function with: return loss"
   if isinstance(value, Mapping):
-    return 'return loss, metrics: the loss first, and beside it a dict of the others; or value["loss"].'
+    return 'return loss, metrics: the loss first, then a dict of the other metrics; or value["loss"].'
   if isinstance(value, tuple):
     return (
       'return loss, {"accuracy": accuracy} for a loss with a metric (outputs=(...) names arrays);\n'
@@ -155,7 +154,7 @@ def _fix_of_loss(value: Value) -> str:
 
 
 def _shown(value: Value) -> str:
-  """What was returned, in the user's terms: a tracer is an array."""
+  """The result in the user's terms: a tracer is an array."""
   if isinstance(value, tuple):
     return f"({', '.join(map(_shown, value))})"
   if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -254,7 +253,7 @@ def weight_of(metric: str, batch: PyTree) -> int:
 def diagnostics(
   optimizer: Optimizer, gradients: Sequence[jax.Array], scale: jax.Array | None, prefix: str = ""
 ) -> Metrics:
-  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` where the state holds one.
+  """`grad_norm`, and the `learning_rate` of `optax.inject_hyperparams` if the state holds it.
 
   Several rates are numbered. `scale` is the loss scale that the gradients were multiplied by, if any.
   """
@@ -271,7 +270,7 @@ def merged(metrics: Metrics, found: Metrics) -> Metrics:
   """Both dicts of metrics.
 
   Raises:
-    TrainError: the loss function returned a metric of one of these names.
+    TrainError: the loss function returned a metric with one of these names.
   """
   if taken := sorted(metrics.keys() & found.keys()):
     raise TrainError(

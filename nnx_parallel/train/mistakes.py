@@ -20,12 +20,12 @@ _DELETED = re.compile(r"^Array has been deleted|Buffer has been deleted or donat
 
 
 def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> None:
-  """Explains a failed call, from its arguments as they are after the call.
+  """Explains a failed call from its arguments as they are after the call.
 
   Raises:
     TrainError: the arguments explain the failure: an array was deleted before the call, is on other devices
-      than the rest, or is none. Otherwise, where the program has donated the arrays, the error gets a note
-      that they are gone.
+      than the rest, or is not an array. Otherwise, if the program has donated the arrays, the error gets a
+      note that they are deleted.
   """
   gone = [label for label, array in zip(labels, arrays, strict=True) if is_deleted(array)]
   problem: TrainError | None = None
@@ -43,11 +43,11 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
 
 
 def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree) -> TrainError | None:
-  """The error of an array that is on other devices than the model, if there is one."""
+  """The error for an array on other devices than the model, if there is one."""
   meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
   if not meshes:
     return None
-  # In their order: a program runs on one assignment of devices.
+  # In mesh order: a program runs on one assignment of devices.
   mesh, devices = meshes[0], [*meshes[0].devices.flat]
   for label, array in zip(labels, arrays, strict=True):
     if _is_elsewhere(array, devices):
@@ -78,7 +78,7 @@ def _deleted_in(batch: PyTree) -> TrainError | None:
 
 
 def _no_array(batch: PyTree) -> TrainError | None:
-  """The first leaf of a batch that jax cannot take, if there is one."""
+  """The error for the first leaf of a batch that jax cannot take, if there is one."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     dtype = getattr(leaf, "dtype", None)
     if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__jax_array__"):
@@ -88,7 +88,7 @@ def _no_array(batch: PyTree) -> TrainError | None:
       return TrainError(
         f"batch{jax.tree_util.keystr(path)} is {kind}, which no program can take.",
         details=f"value {reprlib.repr(leaf)}",
-        fix="give a step arrays of numbers only; keep names and texts beside the batch.",
+        fix="give a step arrays of numbers only; keep names and texts outside of the batch.",
       )
   return None
 
@@ -101,7 +101,7 @@ def _is_elsewhere(x: AnyArray, devices: list[Any]) -> bool:
 
 
 def _devices(array: jax.Array) -> list[Any]:
-  """Its devices, in the order of its mesh, if it has one."""
+  """The devices of an array, in the order of its mesh, if it has one."""
   sharding: Any = array.sharding
   if isinstance(sharding, NamedSharding):
     mesh: Any = sharding.mesh  # of a live array, so it has devices

@@ -23,9 +23,9 @@ class StepOptions:
   """The loss function of a step, and the options of `train_step` or `eval_step`.
 
   Attributes:
-    loss_fn: one loss function, or key -> loss function for several models trained in turn.
-    microbatches: parts that each batch is split into.
-    layers: what is done with the layers of the loss, its attention and its head.
+    loss_fn: one loss function, or key -> loss function for several models that are trained in turn.
+    microbatches: the number of parts of each batch.
+    layers: how the layers of the loss, its attention and its head are computed.
     outputs: names of metrics that are per-example arrays.
     gradients: the layout of gradients; see `train_step`.
     reduction: dtype in which replicas sum their gradients, or None.
@@ -33,7 +33,7 @@ class StepOptions:
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
 
   Raises:
-    TrainError: what is no loss function, an invalid number of microbatches, or an unknown gradient layout or
+    TrainError: not a loss function, an invalid number of microbatches, or an unknown gradient layout or
       reduction dtype.
   """
 
@@ -69,7 +69,7 @@ class StepOptions:
 
   @property
   def in_one_piece(self) -> bool:
-    """Whether the batch stays whole: its mean loss is differentiated, and not sums over parts."""
+    """Whether the batch is not split: its mean loss is differentiated, not sums over parts."""
     return self.microbatches == 1 and self.reduction is None and self.layers.pipeline is None
 
   @property

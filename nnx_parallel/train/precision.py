@@ -42,15 +42,16 @@ class Precision:
 
   Attributes:
     parameters: dtype of every floating `nnx.Param` except the parameters of norms.
-    compute: what layers compute in: every module with `dtype` and `param_dtype`, as flax's layers have.
+    compute: the dtype in which layers compute: every module with `dtype` and `param_dtype`, like flax's
+      layers.
     norms: dtype of the parameters and the arithmetic of normalisation layers.
     softmax: the least precise dtype in which `nnx.MultiHeadAttention` computes softmax. Without dropout flax
       always does it in float32; with dropout the attention products are then in this dtype too.
-    output: what the layers named by `output_layers` compute in.
-    output_layers: glob patterns of module paths, such as `"head"` or `"*.logits"`: those that make logits.
+    output: the compute dtype of the layers named by `output_layers`.
+    output_layers: glob patterns of the paths of modules that make logits, such as `"head"` or `"*.logits"`.
     masters: whether `optimizer` keeps float32 copies of the parameters.
     reduction: dtype in which replicas sum gradients, for `train_step(loss_fn, reduction=policy.reduction)`.
-      None leaves it to XLA, which takes the dtype of each layer's compute.
+      With None, XLA takes each layer's compute dtype.
     loss_scale: whether `optimizer` scales the loss, see `with_loss_scale`: float16 needs it, bfloat16 has the
       range of float32.
 

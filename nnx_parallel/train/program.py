@@ -1,4 +1,4 @@
-"""The compiled programs of a step, shared by all live objects of one structure, and why each was compiled."""
+"""The compiled programs of a step, shared by live objects of one structure, and why each was compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.shards import auto_sharding, describe
+from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
@@ -47,7 +47,8 @@ class Compile:
 
   Attributes:
     step: the number of the call that needed it, counted from 0.
-    reasons: what was new, one phrase each: an argument, its shape, dtype or layout, or a changed attribute.
+    reasons: what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed
+      attribute.
   """
 
   step: int
@@ -61,13 +62,13 @@ class Program:
   """A jitted `run(arrays, raw arrays, batch)`.
 
   Args:
-    runs: the function to compile, and what to compile instead where XLA cannot compile it.
-    shardings: of the arrays, which are donated and are the first results; None for a function that changes
-      nothing.
+    runs: the function to compile, and fallback functions for when XLA cannot compile it.
+    shardings: the shardings of the arrays, which are donated and are the first results; None for a function
+      that changes nothing.
 
   Attributes:
-    jitted: what `jax.jit` made.
-    is_known: whether its last trace was accounted for: set by the step, and unset by a trace.
+    jitted: the jitted function.
+    is_known: whether its last trace was recorded: set by the step, and unset by a trace.
   """
 
   def __init__(self, runs: Sequence[Callable[..., PyTree]], shardings: Any):
@@ -87,7 +88,7 @@ class Program:
     return jax.jit(traced, **self._options)
 
   def relax(self, error: BaseException) -> bool:
-    """Takes a program with fewer constraints, if there is one and XLA refused what it made of this one."""
+    """Switches to a program with fewer constraints, if there is one and XLA rejected this one."""
     if not self._others or not is_refused(error):
       return False
     self.jitted = self._jit(self._others.pop(0))
@@ -105,7 +106,7 @@ class Structure:
   Attributes:
     places: of the leaves, in the programs.
     reduction: how the last traced program reduces gradients between replicas.
-    layers: what the last traced program does with the layers of the loss.
+    layers: how the last traced program computes the layers of the loss.
   """
 
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):
@@ -122,8 +123,8 @@ class Structure:
     self._seen: list[Signature] = []
 
   def program(self, binding: Binding, batch: PyTree) -> Program:
-    """The program of these objects for batches that are laid out like this one."""
-    # One for each layout: jax compiles again for another one, and may not trace again.
+    """The program of these objects for batches with the layout of this batch."""
+    # One program for each layout: jax compiles again for a new layout, but may not trace again.
     layouts = tuple([_layout_of(x) for x in jax.tree.leaves(batch)])
     found = self._programs.get(layouts)
     if found is None:
@@ -135,7 +136,7 @@ class Structure:
     return found
 
   def news(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
-    """What is new in the arguments of a call: empty for the first one, None when nothing is.
+    """What is new in the arguments of a call: empty for the first call, None if nothing is new.
 
     Donated arrays still have a type.
     """
@@ -148,7 +149,7 @@ class Structure:
     return tuple(least)
 
   def settle(self, binding: Binding, batch: PyTree) -> None:
-    """Decides on which axes the programs compute."""
+    """Decides which axes the programs compute on."""
     if self._settled:
       return
     self._settled = True
@@ -206,7 +207,7 @@ class Structure:
     return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
 
   def _positions(self) -> str | None:
-    """The mesh axis that splits queries in layers too: one of the rule for `seq` that splits no weight."""
+    """The mesh axis that also splits queries in layers: from the rule for `seq`, and splitting no weight."""
     mesh, scope = self.places.mesh, self.places.scope
     if mesh is None or scope is None:
       return None
@@ -241,10 +242,7 @@ class Structure:
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
-    gradients = {**own, **scattered}
-    if self.places.mesh != self._outside.mesh:
-      gradients = {path: auto_sharding(where) for path, where in gradients.items()}
-    return Layout(self.places.mesh, gradients, frozenset(scattered), frozenset(used), axes)
+    return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
 
 
 def is_placed(x: AnyArray) -> bool:
@@ -253,7 +251,7 @@ def is_placed(x: AnyArray) -> bool:
 
 
 def _layout_of(x: AnyArray) -> Hashable:
-  """What a program is compiled for, beside the type of an array."""
+  """The layout that a program is compiled for, in addition to the type of an array."""
   where = None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
   if not isinstance(where, NamedSharding):
     return where
@@ -278,7 +276,7 @@ def _scattered(
 
 
 def signature(labels: Sequence[str], arrays: Sequence[jax.Array], batch: PyTree) -> Signature:
-  """Type and layout of every argument, by label, and what else jax compiles for."""
+  """Type and layout of every argument, by label, and other state that a compilation depends on."""
   found = {label: describe(array) for label, array in zip(labels, arrays, strict=True)}
   found["rules in scope"] = str(rules_in_scope())
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))

@@ -1,4 +1,4 @@
-"""Random numbers in manual code: each data shard draws its own, the other shards agree."""
+"""Random numbers in manual code: each data shard draws different numbers, other shards draw the same."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
   A replicated key, or a module that was passed in replicated, draws the same numbers on every shard. Folding
   the shard's index into the keys makes the draws differ along `axis`, and along no other axis.
 
-  In jit on global arrays this is not needed: there, each layout draws what one device does.
+  In jit on global arrays this is not needed: there, every layout draws the same numbers as one device.
 
   Args:
     target: a typed or raw PRNG key; or an `nnx.Rngs`, an `nnx.RngStream`, or a module with streams inside.
-    axis: the mesh axis, or several, along which the draws shall differ; usually the axes of the batch.
+    axis: the mesh axis, or several, along which the draws differ; usually the batch axes.
 
   Returns:
-    For a key, the folded key. For a module, a view of it: the same Variables, counters included, but for the
-    keys, which are folded copies. What the view trains or draws is therefore seen by `target`, whose keys
-    stay replicated: return or checkpoint `target`, and fold anew in each step. Without streams inside, the
-    module itself.
+    For a key, the folded key. For a module, a view of it: the Variables are the same, counters included,
+    except for the keys, which are folded copies. So training or drawing with the view also changes `target`,
+    whose keys stay replicated: return or checkpoint `target`, and fold again in each step. Without streams
+    inside, the module itself.
 
   Raises:
     TrainError: not inside a `shard_map` over that axis, or a target of another kind.
@@ -45,7 +45,7 @@ def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
   """
   if not isinstance(target, (jax.Array, nnx.Pytree)):
     raise TrainError(
-      f"cannot fold a {type(target).__name__} over an axis: it is no PRNG key.",
+      f"cannot fold a {type(target).__name__} over an axis: it is not a PRNG key.",
       fix="pass jax.random.key(...), an nnx.Rngs, or a module.",
     )
   index = _index(axis)
@@ -67,13 +67,13 @@ def _index(axis: str | Sequence[str]) -> jax.Array:
     raise TrainError(
       f"cannot fold over {axis!r}: the code that runs here is not split along that axis by hand.",
       details=str(error).split("\n", 1)[0],
-      fix="call it in the body of jax.shard_map over that axis; under plain jit each layout draws what one"
-      " device does, and nothing need be folded.",
+      fix="call it in the body of jax.shard_map over that axis; under plain jit each layout draws the same"
+      " numbers as one device, without folding.",
     ) from error
 
 
 def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
-  """Folds one key, or each key of an array of keys (streams that were split over layers)."""
+  """Folds a key, or each key of an array of keys (streams that were split over layers)."""
   if not key.ndim:
     return jax.random.fold_in(key, index)
   flat = jax.vmap(lambda k: jax.random.fold_in(k, index))(key.reshape(-1))

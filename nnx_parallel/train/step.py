@@ -40,7 +40,7 @@ _ABSENT: Any = object()
 
 
 class _Step:
-  """What train and eval steps share: what is bound to live objects, and the record of compilations."""
+  """Common to train and eval steps: the bindings to live objects, and the record of compilations."""
 
   def __init__(self, options: StepOptions):
     self.options = options
@@ -95,7 +95,7 @@ class _Step:
     return (batch, *more)
 
   def _done(self, bound: Bound, news: News, batch: PyTree) -> None:
-    """After a call: counts it, and adds to `compiles` what it compiled, if it did."""
+    """After a call: counts it, and adds a compilation to `compiles`, if there was one."""
     if news is not None:
       self._record(bound, Compile(self.calls, news))
       _warn_unplaced(bound.binding.read(), batch)
@@ -111,16 +111,16 @@ class _Step:
 class TrainStep(_Step):
   """A compiled train step; made by `train_step`.
 
-  Threads may share one, if each has its own models.
+  Threads may share a step if each has its own models.
 
   Attributes:
     options: the loss function and the options it was made with.
-    calls: how many steps were made.
-    compiles: one entry for each compilation, with its reasons. More than one is worth a look. Compilations
-      started by `compiled()` are not listed.
+    calls: the number of steps so far.
+    compiles: one entry for each compilation, with its reasons. More than one entry deserves a look.
+      Compilations started by `compiled()` are not listed.
     reduction: how the last compiled program reduces gradients between replicas.
-    layers: which layers were found when the step was last compiled or lowered, which of them are recomputed
-      or scanned, and why others are not; print it.
+    layers: the layers found when the step was last compiled or lowered, which of them are recomputed or
+      scanned, and why others are not; print it.
   """
 
   def __init__(self, options: StepOptions):
@@ -130,19 +130,20 @@ class TrainStep(_Step):
   def __call__(
     self, model: Model, optimizer: Optimizers = _ABSENT, batch: PyTree = _ABSENT, *more: object
   ) -> Metrics:
-    """Updates `model` and `optimizer` in place with the gradients of one batch.
+    """Updates `model` and `optimizer` in place with the gradients of a batch.
 
     Args:
-      model: a live module; or a tuple or dict of modules, which the loss function gets unchanged.
+      model: a live module; or a tuple or dict of modules, which is passed to the loss function as it is.
       optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
         key has no optimizer is not trained.
-      batch: a pytree of global arrays with the examples on dim 0. In a job of one process, arrays of the host
-        are laid out by the plan of the models, as `shard_batch` does.
+      batch: a pytree of global arrays with the examples on dim 0. In a single-process job, host arrays are
+        laid out by the plan of the models, as `shard_batch` does.
       *more: the rest of a batch of several arrays, for a loss function that takes each as an argument:
         `step(model, optimizer, x, y)` is `step(model, optimizer, (x, y))`.
 
     Returns:
-      Metrics on device, not waited for: `loss`, and what the loss function returned, as means over the batch.
+      Metrics on device, without waiting: `loss`, and the metrics of the loss function, as means over the
+        batch.
 
     Raises:
       TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
@@ -171,7 +172,7 @@ class TrainStep(_Step):
 
     Args:
       model: live modules; or a plan with an optimizer, which may be on an abstract mesh. Its rules are in
-        scope for `constrain`, unless the caller has others there.
+        scope for `constrain`, unless the caller has other rules in scope.
       optimizer: the live optimizer; None with a plan.
       batch: a pytree of arrays, or of `ShapeDtypeStruct`s with shardings.
 
@@ -223,20 +224,20 @@ class TrainStep(_Step):
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
-    They are computed as in the step: its microbatches, recomputation, reductions and loss scale, and with
-    what it does where XLA alone would be wrong. Nothing is trained.
+    They are computed as in the step, with its microbatches, recomputation, reductions and loss scale, and
+    with its corrections of XLA errors. Nothing is trained.
 
     Args:
       model: as in a call.
       optimizer: as in a call; its `wrt` selects the Variables.
       batch: as in a call.
-      seed: of the directions.
-      directions: how many; see `nxp.check_gradients`.
-      by_group: compare each group of equal layers too.
-      tries: how many other layouts to try for leaves that are wrong.
+      seed: the seed of the directions.
+      directions: the number of directions; see `nxp.check_gradients`.
+      by_group: also compare each group of equal layers.
+      tries: the number of other layouts to try for wrong leaves.
 
     Returns:
-      What was found: true when nothing is wrong.
+      The result: true if nothing is wrong.
 
     Raises:
       TrainError: as in a call.
@@ -259,13 +260,13 @@ class EvalStep(_Step):
 
   Attributes:
     options: the loss function and the options it was made with.
-    calls: how many batches were evaluated.
+    calls: the number of evaluated batches.
     compiles: one entry for each compilation, with its reasons.
     layers: as for a train step.
   """
 
   def __call__(self, model: Model, batch: PyTree, *more: PyTree) -> Metrics:
-    """Evaluates one batch; the module stays unchanged, also if the loss function edits it.
+    """Evaluates one batch; the module stays unchanged, even if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
@@ -303,59 +304,62 @@ def train_step(
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
-  The step reads the live Variables, runs one compiled and donated program, and writes them back: the next
-  step sees an edit of the module; an edit that changes its structure compiles again, with the reason in
-  `step.compiles`. Metadata of a Variable, and changes inside an object that is neither a module nor a list or
-  dict, are not noticed: call `step.rebind()` after them. Where the optimizer was made from a plan, a layer
-  that was replaced is put where the plan says; new parameters are an error with the call that works.
+  The step reads the live Variables, runs one compiled and donated program, and writes them back. The next
+  step sees an edit of the module; an edit that changes the structure compiles again, with the reason in
+  `step.compiles`. Changes of a Variable's metadata, and changes inside an object that is neither a module nor
+  a list or dict, are not noticed: call `step.rebind()` after them. If the optimizer was made from a plan, a
+  replaced layer is laid out by the plan; new parameters are an error that shows the right call.
 
-  An array that has another holder (a clone, a value read before) is copied, not donated.
-  A shard that is held is not noticed: `x.addressable_shards[0].data` is deleted with `x` by the next step.
+  An array with another holder (a clone, a value read before) is copied, not donated. A held shard is not
+  noticed: the next step deletes `x.addressable_shards[0].data` with `x`.
 
   A step returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes before
-  or after a step, never during a step. Where the program itself fails, the arrays that it had taken over are
-  lost: the error has a note, and each later step is a `TrainError`. Restore a checkpoint then.
+  or after a step, never during a step. If the program itself fails, the arrays that were donated to it are
+  lost: the error has a note, and each later step raises a `TrainError`. Restore a checkpoint then.
 
   Args:
     loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. One that requires
       several arguments after the model, such as `loss_fn(model, x, y)`, gets the elements of a batch that is
       a tuple or list; so does `loss_fn(model, *batch)`. The loss and each
       metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
-      they are divided, so that uneven parts (padding, masks) weigh what they hold. A count has no gradient,
-      also where it is computed from parameters. For several models trained in turn
-      (a GAN), a dict key -> loss function; later ones see the models that earlier ones updated.
-    microbatches: split the batch and accumulate gradients over this many parts inside the compiled step.
-    remat: what each layer keeps for the backward pass: `"none"` everything, `"dots"` the results of matrix
-      products with weights, `"full"` its input only, `"offload"` its input, in the host's memory; a policy of
-      `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says. See `with_layers`.
-    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
-      with depth. `"auto"`: of 4 or more that are rematerialised. See `with_layers`.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: modules of
-      one class and structure beside each other, in a list or as attributes that end in numbers.
-    attention: `"blockwise"` computes every attention of the model by blocks of its queries and keys (of 512,
-      or of the number given), so that no array of their product exists; `"fused"`: by the chip's fused kernel
-      where there is one. See `with_layers`. Where a rule splits `seq` over an axis that splits no weight,
-      devices compute their own queries, and keys and values are gathered in each layer. `"ring"`: they go
-      round the devices of that axis instead, and no device has them all; `"ulysses"`: each device computes
-      all positions of some heads (the number of key heads must be a multiple of the axis size). An attention
-      that the devices cannot share is then an error that names it. None: as written.
+      they are divided, so that uneven parts (padding, masks) have the right weight. A count has no gradient,
+      even if it is computed from parameters. For several models trained in turn (a GAN), a dict key -> loss
+      function; later losses see the models that earlier losses updated.
+    microbatches: split the batch into this many parts and accumulate their gradients inside the compiled
+      step.
+    remat: the activations that each layer saves for the backward pass: `"none"`: everything, `"dots"`: the
+      results of matrix products with weights, `"full"`: only its input, `"offload"`: its input, in host
+      memory; a policy of `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says.
+      See `with_layers`.
+    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
+      with depth. `"auto"`: only where 4 or more layers are recomputed. See `with_layers`.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
+      modules of one class and structure, in a list or as attributes that end in numbers.
+    attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
+      of the given number), so that the full scores never exist; `"fused"`: with the chip's fused kernel, if
+      there is a suitable kernel. See `with_layers`. If a rule splits `seq` over an axis that splits no
+      weight, devices compute their own queries, and keys and values are gathered in each layer. `"ring"`:
+      keys and values travel around the devices of that axis instead, and no device has all of them;
+      `"ulysses"`: each device computes all positions of some heads (the number of key heads must be a
+      multiple of the axis size). An attention that the devices cannot share is then an error that names it.
+      None: as written.
     loss_chunks: compute the head and the loss of each token in this many chunks of the vocabulary (the head's
-      columns), so the logits of all columns never exist together. None: as written.
+      columns), so that the full logits never exist. None: as written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while
-      the others compute other microbatches. The numbers equal `microbatches` without a pipeline.
-      `step.layers` says what the stages do, and how long they wait.
+      other stages compute other microbatches. The numbers equal `microbatches` without a pipeline.
+      `step.layers` describes the stages and their waiting time.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
     gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
-      in the layout of their optimizer state, which saves memory, and reduces them in each microbatch. None:
-      as the optimizer's plan says, scattered with `zero=2`.
-    reduction: dtype in which replicas sum their gradients, where each holds the whole model and sums its own
-      part first (see `microbatches`); anything else is an error when the step is traced. None: XLA reduces a
+      keeps them in the layout of their optimizer state, which saves memory, and reduces them in each
+      microbatch. None: as the optimizer's plan says, scattered with `zero=2`.
+    reduction: dtype in which replicas sum their gradients, if each replica holds the full model and sums its
+      own part first (see `microbatches`); otherwise an error when the step is traced. None: XLA reduces a
       gradient in the dtype in which its layer computes, and sums of microbatches in float32.
-    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). A
-      plain scalar counts for as many as the batch has examples.
+    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). The
+      count of a plain scalar is the number of examples of the batch.
     diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
-      and `learning_rate`, where the optimizer's state holds it: that of `optax.inject_hyperparams`.
-    **unknown: names of other libraries, for an error that has the name here.
+      and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer's state holds it.
+    **unknown: names of other libraries, for an error that shows the name here.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
@@ -408,9 +412,9 @@ def eval_step(
 
   Args:
     loss_fn: as in `train_step`.
-    microbatches: parts that the batch goes through a pipeline in.
-    scan_layers: make one scan of consecutive equal layers, so that program and time to compile do not grow
-      with depth. `"auto"`: not, since nothing is recomputed in an evaluation.
+    microbatches: the number of microbatches for a pipeline.
+    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
+      with depth. `"auto"`: no scan, since an evaluation recomputes nothing.
     layers: as in `train_step`.
     attention: as in `train_step`.
     loss_chunks: as in `train_step`.
@@ -418,8 +422,8 @@ def eval_step(
       numbers draws the same numbers for all microbatches, and batch statistics are computed for each
       microbatch.
     outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
-    pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). A plain
-      scalar counts for as many as the batch has examples.
+    pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). The count
+      of a plain scalar is the number of examples of the batch.
 
   Returns:
     A callable `(model, batch) -> metrics`.
@@ -437,7 +441,7 @@ def eval_step(
   """
   if microbatches != 1 and pipeline is None:
     raise TrainError(
-      f"microbatches={microbatches} of an evaluation are the microbatches of a pipeline, and it has none.",
+      f"microbatches={microbatches} of an evaluation need a pipeline.",
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
@@ -483,7 +487,7 @@ def _abstract(plan: Plan) -> Any:
 
 
 def _identity(root: Model) -> Hashable:
-  """A root by the identity of its objects: a tuple or dict of modules is a new one in each call."""
+  """A root by the identity of its objects: a tuple or dict of modules is new in each call."""
   if isinstance(root, dict):
     return tuple((key, id(item)) for key, item in cast("dict[Any, Any]", root).items())
   if isinstance(root, (tuple, list)):
@@ -497,7 +501,7 @@ def _check_objects(roots: Mapping[str, Model]) -> None:
   for name, root in roots.items():
     kind = "module" if name == "model" else name
     for item in objects_in(root):
-      # An optimizer may be part of what a loss reads, but is not what a step trains.
+      # An optimizer may be part of the arguments of a loss, but a step does not train it.
       swapped = name == "model" and "optimizer" in roots and isinstance(root, nnx.Optimizer)
       if swapped or not isinstance(item, kinds[name]):
         raise TrainError(

@@ -1,4 +1,4 @@
-"""A loss as a function of flat arrays, and what its trace tells."""
+"""A loss as a function of flat arrays, and the facts of its trace."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import check_plain_attributes, plain_attributes
 
 Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
-"""`(trained, rest, batch) -> (what to differentiate, (terms, assigned arrays by position, weight))`.
+"""`(trained, rest, batch) -> (value to differentiate, (terms, assigned arrays by position, weight))`.
 
 Positions count the rest first, then the trained arrays. Some assigned arrays may be unchanged. Gradients are
-multiplied by the weight, unless it is None, before they are added to those of other parts of the batch.
+multiplied by the weight, unless it is None, before they are added to the gradients of other parts of the
+batch.
 """
 
 
 class Differentiable(NamedTuple):
-  """The loss of traced models as a function of the arrays that are trained.
+  """The loss of traced models as a function of the trained arrays.
 
   Attributes:
-    objective: what is differentiated; not its trace, since a rule of `jax.custom_vjp` may close over an array
-      of the trace that it was made in.
+    objective: the function to differentiate; not its trace, since a rule of `jax.custom_vjp` may close over
+      an array of the trace in which it was made.
     train: the trained arrays.
     others: the other arrays, and the loss scale if there is one.
     paths: the path of each trained array inside the models.
     template: the structure of the models.
-    order: the leaf of the template for each of `others`, then for each of `train`.
+    order: the leaf of the template for each array of `others`, then for each array of `train`.
     inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
-    gradient: `(part of the batch) -> (jaxpr of the gradients and terms, what each result is)`, without the
+    gradient: `(part of the batch) -> (jaxpr of the gradients and terms, kind of each result)`, without the
       loss scale, for `linearity.factors`.
-    layers: what was done with the layers of the loss, when it was last traced.
-    parts: how many microbatches the loss itself takes at once: more than one in a pipeline.
+    layers: how the layers of the loss were computed in its last trace.
+    parts: the number of microbatches that one call of the loss takes: more than one in a pipeline.
   """
 
   objective: Objective
@@ -72,13 +73,13 @@ def differentiable(
   wrt: Mapping[Hashable, nnx.filterlib.Filter],
   scale: jax.Array | None = None,
 ) -> Differentiable:
-  """The loss of traced models as a function of the arrays that are trained.
+  """The loss of traced models as a function of the trained arrays.
 
   `wrt` is the filter of the Variables that are trained, by the key of their model; the key is None for a
   single model. The loss is multiplied by `scale`, unless it is None.
 
   Raises:
-    TrainError: nothing to train, or what has no gradient.
+    TrainError: nothing to train, or a trained array has no gradient.
   """
   template = Template(models)
   arrays = template.arrays(models)
@@ -161,11 +162,11 @@ def _gradient(
 def _pipelined(
   objective: Objective, options: StepOptions, trained: int, others: int, used: LayersUsed
 ) -> Objective:
-  """The objective of a whole batch, with its layers as a pipeline."""
+  """The objective of the full batch, with its layers as a pipeline."""
 
   def ends(places: PyTree) -> tuple[dict[int, int], set[int]]:
     _, (found, changed, _) = places
-    # Positions count the others first, inputs the trained arrays.
+    # Positions count the other arrays first, inputs the trained arrays.
     states = {out: n + trained if n < others else n - others for n, out in changed.items()}
     return states, {*found.outputs.values()}
 
@@ -178,7 +179,7 @@ def _pipelined(
 
 
 def _scaled(objective: Objective) -> Objective:
-  """The objective times a scale, the last of its other arrays: a manual program closes over nothing."""
+  """The objective times a scale, its last other array: a manual program closes over nothing."""
 
   def scaled(train: list[jax.Array], others: list[jax.Array], part: PyTree) -> PyTree:
     *rest, scale = others
@@ -196,12 +197,12 @@ def trained_by(
 ) -> dict[Path, int]:
   """The Variables that an optimizer trains: path in its model -> leaf of the template of all models.
 
-  Models may share Variables, which the template has at one path only.
+  Models may share Variables, which the template has at only one path.
 
   Args:
-    template: of `models`.
+    template: the template of `models`.
     models: one module, or a tuple or dict of modules.
-    key: of the model that the optimizer trains; None for a single model.
+    key: the key of the model that the optimizer trains; None for a single model.
     wrt: the optimizer's filter.
   """
   leaves = {id(leaf): i for i, leaf in enumerate(template.leaves)}
@@ -224,12 +225,12 @@ def _check_trained(
     if not jnp.issubdtype(dtype, jnp.inexact):
       raise TrainError(
         f"{path_str(template.paths[i])} is {dtype}, which has no gradient.",
-        fix="give it another Variable type than those that the optimizer trains.",
+        fix="give it a Variable type that the optimizer does not train.",
       )
 
 
 def _maps_over(eqn: JaxprEqn, axes: set[str]) -> bool:
-  """Whether `jax.vmap` over mesh axes gives each replica a `shard_map` of its own; see `manual_too`."""
+  """Whether `jax.vmap` over mesh axes gives each replica a separate `shard_map`; see `manual_too`."""
   specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
   used = {axis for spec in specs for axis in axes_in(spec)}
   for inner in inner_equations(eqn):
@@ -241,7 +242,7 @@ def _maps_over(eqn: JaxprEqn, axes: set[str]) -> bool:
 def why_not_by_replica(jaxpr: Program, changed: Collection[int], axes: Sequence[str]) -> str:
   """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can.
 
-  The jaxpr is of one replica's part, with `constrain` ignoring the axes.
+  The jaxpr is the program of one replica's part, with `constrain` ignoring the axes.
   """
   if changed:
     return "the loss changes Variables (statistics, counters or random state)"

@@ -1,4 +1,4 @@
-"""What one step does to traced objects: losses, gradients, optimizer updates."""
+"""One step on traced objects: losses, gradients, optimizer updates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def update(
 ) -> tuple[Metrics, str, LayersUsed]:
   """Updates traced `models` and `optimizers` in place.
 
-  Returns metrics, how gradients were reduced, and what was done with layers.
+  Returns metrics, how gradients were reduced, and how layers were computed.
 
   For several models, `optimizers` is a tuple or dict with the same keys.
   """
@@ -60,10 +60,10 @@ def update(
 
 
 def of_loss(key: Hashable, optimizers: Mapping[Hashable, T]) -> T:
-  """The optimizer that goes with a loss.
+  """The optimizer of a loss.
 
   Raises:
-    TrainError: there is none.
+    TrainError: there is no such optimizer.
   """
   if key not in optimizers:
     raise TrainError(
@@ -172,7 +172,7 @@ def _update_once(
 
 
 def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
-  """Refuses an optimizer whose state is that of other parameters: of the model before an edit, of another."""
+  """Refuses an optimizer whose state is for other parameters: before an edit, or of another model."""
   parameters = nnx.as_pure(nnx.state(model, optimizer.wrt))
   try:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -186,15 +186,15 @@ def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
   other = [p for p in needed if not padded and p in held and held[p] != needed[p]]
   if not absent and not left and not other:
     return
-  lines = [f"{path_str(path)}: not in the state, and a parameter of the model needs it" for path in absent]
-  lines += [f"{path_str(path)}: in the state, and no parameter of the model needs it" for path in left]
-  lines += [f"{path_str(path)}: shape {held[path]}, and its parameter needs {needed[path]}" for path in other]
+  lines = [f"{path_str(path)}: not in the state, but a parameter of the model needs it" for path in absent]
+  lines += [f"{path_str(path)}: in the state, but no parameter of the model needs it" for path in left]
+  lines += [f"{path_str(path)}: shape {held[path]}, but its parameter needs {needed[path]}" for path in other]
   more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
   fix = "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), made after the change: its state starts anew."
   if isinstance(optimizer, ShardedOptimizer):
     fix = "plan = nxp.plan(edited_init, mesh, rules, optimizer=tx)\nnew = nxp.create_sharded_model(plan)"
     if not left and not other:
-      fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over what was trained."
+      fix += "\nnnx.update(new, nnx.state((model, optimizer))), which carries over the trained values."
   which = "the optimizer" if key is None else f"the optimizer of {key!r}"
   raise TrainError(
     f"the state of {which} does not fit the parameters that it trains: the model, wrt or tx was changed"
@@ -233,8 +233,8 @@ def apply(
     plain_update(optimizer, model, grads, extra)
 
 
-# Arguments beside `value`, `grad` and `value_fn`, by the state of the transformation that needs them: optax
-# cannot say which a transformation needs, and line searches refuse what they do not know.
+# Arguments besides `value`, `grad` and `value_fn`, by the state of the transformation that needs them: optax
+# cannot say which arguments a transformation needs, and line searches refuse unknown arguments.
 _NEEDED_BY_STATE: dict[type, tuple[str, Callable[[Any], Any]]] = {
   optax.contrib.SAMState: ("grad_fn", lambda value_fn: lambda params, _: jax.grad(value_fn)(params)),
   optax.contrib.HutchinsonState: ("obj_fn", lambda value_fn: value_fn),  # of Sophia

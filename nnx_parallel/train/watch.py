@@ -1,4 +1,4 @@
-"""Notices edits of live modules: between two steps, and by the loss function inside one."""
+"""Notices edits of live modules: between two steps, and by the loss function inside a step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from nnx_parallel.errors import TrainError
 _ABSENT: Any = object()
 """Stands for an absent attribute."""
 _END = (_ABSENT,)
-"""Follows the items of a list or dict, so that none moves to the next one unnoticed."""
+"""Separates the items of a list or dict, so that no item moves to the next list or dict unnoticed."""
 _SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 class Watch:
   """Notices that attributes of live modules were replaced, added or removed, by identity.
 
-  Compared are the attributes of every module, and the items of the lists and dicts that a module holds. Not
-  noticed are changes of a Variable's metadata, and those inside other objects. The modules themselves are not
-  kept alive, what they hold is.
+  It compares the attributes of every module, and the items of the lists and dicts that a module holds. It
+  does not notice changes of a Variable's metadata, or changes inside other objects. It keeps the values of
+  attributes alive, but not the modules.
 
   Args:
     roots: name -> module, optimizer, or a tuple or dict of them; the names start the paths in messages.
@@ -58,13 +58,13 @@ class Watch:
     return all(map(operator.is_, chain.from_iterable(self._views), self._saved))
 
   def kinds(self) -> tuple[Hashable, ...]:
-    """Name and type of every plain attribute: `True`, `1` and `1.0` are equal, and make other programs."""
+    """Name and type of every plain attribute: `True`, `1` and `1.0` are equal but make different programs."""
     return tuple((name, _kind(value)) for name, value in self._attributes.items() if _is_plain(value))
 
   def changes(self, now: Watch) -> list[str]:
-    """One phrase for each attribute that is another one in `now`, a later watch of the same modules.
+    """One phrase for each attribute that has another value in `now`, a later watch of the same modules.
 
-    Another object with an equal simple value is no change.
+    A different object with an equal simple value is not a change.
     """
     phrases: list[str] = []
     for name, old, new in _differences(self._attributes, now._attributes):
@@ -126,7 +126,7 @@ def objects_in(root: Model) -> list[Model]:
 def _differences(
   before: Mapping[str, object], after: Mapping[str, object]
 ) -> Iterator[tuple[str, object, object]]:
-  """The attributes that differ, with both values; those that flax keeps for itself left out."""
+  """The attributes that differ, with both values; attributes that flax keeps for itself are left out."""
   for name in dict.fromkeys([*before, *after]):
     old, new = before.get(name, _ABSENT), after.get(name, _ABSENT)
     equal = old is new or (_is_plain(old) and _is_plain(new) and _kind(old) == _kind(new) and old == new)
@@ -135,12 +135,12 @@ def _differences(
 
 
 def _is_plain(value: object) -> bool:
-  """Whether a value can be compared with another one: a number, a string, or a tuple of these."""
+  """Whether a value can be compared with another value: a number, a string, or a tuple of these."""
   return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _SIMPLE)
 
 
 def _kind(value: object) -> Hashable:
-  """The type of a plain value, and of what a tuple holds."""
+  """The type of a plain value, and of the items of a tuple."""
   return (type(value), *map(_kind, value)) if isinstance(value, tuple) else type(value)
 
 

@@ -1,6 +1,6 @@
-"""Optax transformations around others: float32 masters, averaged parameters, skipped steps.
+"""Optax transformations around other transformations: float32 masters, averaged parameters, skipped steps.
 
-Their state mirrors the parameters, so the plan lays it out by path and shape like that of any optimizer.
+Their state mirrors the parameters, so the plan lays it out by path and shape like any optimizer state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MastersState(NamedTuple):
 
   Attributes:
     inner: state of the wrapped transformation, made for the masters.
-    masters: the parameters in float32; `optax.MaskedNode()` for those that need no copy.
+    masters: the parameters in float32; `optax.MaskedNode()` for parameters that need no copy.
   """
 
   inner: PyTree
@@ -164,7 +164,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
   states = [n for n in jax.tree.leaves(optimizer.opt_state, is_leaf=_is_average) if _is_average(n)]
   if len(states) != 1:
     raise TrainError(
-      f"the optimizer's state holds {len(states)} averages, and ema_of needs one.",
+      f"the optimizer's state holds {len(states)} averages, but ema_of needs one.",
       details=f"state {type(optimizer.opt_state).__name__}",
       fix="plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))",
     )
@@ -188,13 +188,13 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
   """Leaves parameters and state unchanged if the gradients contain a NaN or an infinity.
 
-  It does what `optax.apply_if_finite` does, with the same state, by selecting instead of branching: that
-  takes less memory, and suits transformations whose updates have another dtype than the gradients.
+  It equals `optax.apply_if_finite`, with the same state, but it selects instead of branching: this takes less
+  memory, and suits transformations whose updates have another dtype than the gradients.
   `optimizer.opt_state.total_notfinite` counts the skipped steps.
 
   Args:
-    tx: the transformation to protect; inside `with_masters`, if that is used.
-    max_consecutive: after this many skipped steps in a row the next one is applied, finite or not, so that
+    tx: the transformation to protect; inside `with_masters`, if you use both.
+    max_consecutive: after this many skipped steps in a row the next step is applied, finite or not, so that
       the failure shows. None: never.
 
   Returns:

@@ -1,4 +1,4 @@
-"""Proofs of what a step computes: its gradients against its derivatives, and one layout against another."""
+"""Checks of a step: its gradients against its derivatives, and one layout against another."""
 
 from etils import epy
 

@@ -55,34 +55,34 @@ def check_gradients(
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
-  XLA partitions a program, and for some layouts the program is silently wrong: the loss is right,
-  and the gradient of a leaf is half of what it should be. This compares, on the mesh and at full size, the
-  product of the gradient with random directions of +1 and -1 with the derivative of the loss along them by
-  forward mode: first over all leaves with equal weights, then, where the two differ, over groups of equal
-  layers and over single leaves. The model is unchanged, and no second copy of it is made.
+  XLA partitions a program, and for some layouts the program is silently wrong: the loss is right, but the
+  gradient of a leaf is half the correct value. On the mesh and at full size, this compares the product of the
+  gradient with random directions of +1 and -1 with the derivative of the loss along them by forward mode:
+  first over all leaves with equal weights, then, if the two differ, over groups of equal layers and over
+  single leaves. The model is unchanged, and is not copied.
 
-  A jit of your own is checked, as it would be without `train_step`; `step.check_gradients` checks what a step
-  computes.
+  It checks your own jit, as it would run without `train_step`; `step.check_gradients` checks the program of a
+  step.
 
-  What it can miss: by chance, an error that is nearly orthogonal to the directions. One leaf of 100 whose
-  gradient is twice too large passes in float32 once in 600 checks. In bfloat16 the rounding of the others
-  may hide it: then `by_group` compares each group of equal layers. Gradients below 1e-4 (in
-  bfloat16 2e-2) of the norm of all have less weight, since they may be zero but for rounding. Rules of
-  `jax.custom_jvp` are not checked, nor those of `jax.custom_vjp` whose function rounds.
+  It can miss an error that is, by chance, nearly orthogonal to the directions. If the gradient of one leaf of
+  100 is twice too large, it passes in float32 once in 600 checks. In bfloat16 the rounding of other leaves
+  may hide the error: then `by_group` compares each group of equal layers. Gradients below 1e-4 (in bfloat16
+  2e-2) of the total norm have less weight, since they may be zero except for rounding. Rules of
+  `jax.custom_jvp` are not checked, and neither are rules of `jax.custom_vjp` whose function rounds.
 
   Args:
-    model: a live module; or a tuple or dict of modules, which the loss function gets unchanged.
+    model: a live module; or a tuple or dict of modules, which is passed to the loss function as it is.
     batch: one placed batch.
     loss_fn: as for `train_step`.
-    wrt: which Variables to differentiate.
-    seed: of the directions.
-    directions: how many; by default 1, and 2 where the loss computes in less than float32.
-    by_group: compare each group of equal layers too, at the cost of one forward derivative for each and each
-      direction: in bfloat16, one wrong leaf among many is lost in their rounding.
-    tries: how many other layouts to try for leaves that are wrong; two programs are compiled for each.
+    wrt: the Variables to differentiate.
+    seed: the seed of the directions.
+    directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
+    by_group: also compare each group of equal layers, at the cost of one forward derivative for each group
+      and direction: in bfloat16, the rounding of many leaves hides one wrong leaf.
+    tries: the number of other layouts to try for wrong leaves; two programs are compiled for each.
 
   Returns:
-    What was found: true when nothing is wrong.
+    The result: true if nothing is wrong.
 
   Raises:
     TrainError: a loss, batch or module that a step cannot use.
@@ -108,7 +108,7 @@ def check_gradients(
 def coarsest_dtype(
   model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter = nnx.Param
 ) -> str:
-  """The coarsest floating dtype in which a loss computes, by name: its rounding is that of the gradients."""
+  """The coarsest floating dtype in which a loss computes, by name: it sets the rounding of the gradients."""
   subject = subject_of(model, batch, loss_fn, wrt)
   with subject.places.active():
     return coarsest(subject.trace, jax.default_backend())
@@ -126,9 +126,9 @@ class Looks:
   """Compares the derivatives of a subject, for any set of its leaves.
 
   Args:
-    subject: what is checked.
-    seed: of the directions.
-    directions: how many; None: 1, and 2 in coarse dtypes.
+    subject: the subject of the check.
+    seed: the seed of the directions.
+    directions: the number of directions; None: 1, or 2 in coarse dtypes.
   """
 
   def __init__(self, subject: Subject, seed: int = 0, directions: int | None = None):
@@ -136,7 +136,7 @@ class Looks:
     self.arrays = subject.arrays
     self.dtype = coarsest(subject.trace, jax.default_backend())
     count = directions or (1 if jnp.finfo(self.dtype).bits >= 32 else 2)
-    # Where something is wrong, more directions decide, and say whether one factor explains it.
+    # If something is wrong, more directions decide, and say whether one factor explains it.
     self.first = count
     self.seeds = [np.uint32((seed * 2**16 + n) % 2**32) for n in range(2 * count)]
     self.tolerance, self.closer = _TOLERANCE[self.dtype], _CLOSER[self.dtype]
@@ -237,7 +237,7 @@ class Looks:
     return np.asarray(rows, np.float64)[1:]
 
   def same_by_device(self, chosen: Sequence[int]) -> bool:
-    """Whether devices on their own compute these gradients too: then the layout is not what is wrong."""
+    """Whether separate devices compute these gradients too: then the layout is not at fault."""
     given = (self.arrays, self.subject.batch, np.array(self.seeds))
     program = self.subject.gradients_by_device(whole=_BY_DEVICE not in self.values[0])
     try:
@@ -252,18 +252,18 @@ class Looks:
     return bool((off[list(chosen)] <= self.closer).all())
 
   def _on_whole_arrays(self, program: PyTree, *given: PyTree) -> PyTree:
-    """What a program gives that gathers all arrays on each device; None where they do not fit."""
+    """The results of a program that gathers all arrays on each device; None if they do not fit."""
     try:
       return jax.block_until_ready(program(*given))
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       first = str(error).split("\n")[0]
-      self.too_large = f"on each device by itself, global arrays do not fit: {first}"
+      self.too_large = f"global arrays do not fit on one device: {first}"
       return None
 
   def _slope(self, seed: np.uint32, factors: np.ndarray, by_device: bool) -> tuple[float, float]:
-    """The derivative along a direction, and what it may be off by where it is made of differences."""
+    """The derivative along a direction, and its possible error if it is computed by differences."""
     if self.cannot:
       return self._differences(seed, factors)
     given = (self.arrays, self.subject.batch, seed, factors.astype(np.float32))
@@ -297,13 +297,13 @@ class Looks:
 
   @functools.cached_property
   def spans(self) -> np.ndarray:
-    """The root mean square of each trained array; 1 of one that is zero."""
+    """The root mean square of each trained array; 1 for an array of zeros."""
     arrays = [self.arrays[position] for position in self.subject.positions]
     return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
 
 
 def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
-  """Compares all leaves together, then closer where the derivatives differ; see `check_gradients`."""
+  """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
   with subject.places.active():
     return _checked(subject, *args, **options)
 
@@ -319,7 +319,7 @@ def _checked(
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
-  lost = _not_finite(leaves, looks.norms)  # nothing is to be learnt from the others then
+  lost = _not_finite(leaves, looks.norms)  # the remaining leaves tell nothing then
   found, by_device = (lost, False) if lost else _looked(looks, by_group)
   losses, verdict, why = looks.values
   not_checked = [f"the loss itself: {why}; nxp.check_step compares two layouts"] if why else []
@@ -328,7 +328,7 @@ def _checked(
   wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
   notes, fix = [] if lost else _notes(looks, found[0], by_device), ""
   if lost:
-    fix = 'jax.config.update("jax_debug_nans", True), to see which operation gives the first one.'
+    fix = 'jax.config.update("jax_debug_nans", True), to see which operation gives the first NaN.'
   elif verdict == "wrong" or not all(found):
     more, fix = _remedies(looks, seed, wrong, by_device, tries)
     notes += more
@@ -352,7 +352,7 @@ def _checked(
 
 
 def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientComparison], bool]:
-  """All looks, and whether they are at what each device computes on its own."""
+  """All comparisons, and whether they are of the gradients that each device computes separately."""
   leaves = looks.subject.leaves
   every = range(len(leaves))
   found = [looks.look("all", every)]
@@ -371,12 +371,12 @@ def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientComparison], boo
     if not together and len(group) > 1:
       found += _closer(looks, group, by_device)
   if not found[0] and found[0].difference <= looks.closer and all(found[1:]):
-    found[0] = dataclasses.replace(found[0], verdict="not decided", why="no group is wrong by itself")
+    found[0] = dataclasses.replace(found[0], verdict="not decided", why="no single group is wrong")
   return found, by_device
 
 
 def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[GradientComparison]:
-  """Looks at the leaves of a group that is wrong: one by one, or in halves first where they are many."""
+  """Compares the leaves of a wrong group: one by one, or first in halves if there are many."""
   names = [looks.subject.leaves[n][0] for n in group]
   if len(group) <= _LEAVES:
     return [
@@ -392,7 +392,7 @@ def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[Gradien
 
 
 def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str]:
-  """What a table does not say."""
+  """The remarks that a table does not contain."""
   notes: list[str] = []
   if by_device and first:
     notes.append("forward mode is wrong on this layout; each gradient is computed on each device on its own")
@@ -412,13 +412,13 @@ def _remedies(
   subject, alone = looks.subject, looks.subject.on_one_device
   if alone or (wrong and not looks.values[2] and looks.same_by_device(wrong)):
     rules = f" ({few(list(subject.rules))})" if subject.rules else ""
-    reason = "there is one device" if alone else "each device on its own computes the same gradients"
+    reason = "there is one device" if alone else "each device alone computes the same gradients"
     said = (
       f"the layout is not at fault, since {reason}: a rule for the backward pass{rules} is not the derivative"
       " of the forward pass"
     )
     return [said], "make the rule the derivative; where it differs on purpose, train without this check."
-  notes = [f"what XLA is known to do wrong on such a layout: {fault}" for fault in _known(subject)]
+  notes = [f"a known XLA error on such a layout: {fault}" for fault in _known(subject)]
   if tries:
     option, said = _mended(looks, seed, wrong or range(len(subject.leaves)), by_device, tries)
     notes.append(said)
@@ -426,7 +426,7 @@ def _remedies(
       return notes, f"lay {option.name} out as {option.sharding.spec}."
   if len(subject.binding.names) > 1:
     return notes, "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
-  return notes, "nxp.train_step, which avoids what XLA is known to do wrong; its check_gradients tells."
+  return notes, "nxp.train_step, which avoids known XLA errors; its check_gradients tells."
 
 
 def _known(subject: Subject) -> list[Fault]:
@@ -450,7 +450,7 @@ def _known(subject: Subject) -> list[Fault]:
 def _mended(
   looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
 ) -> tuple[Relayout | None, str]:
-  """Tries other layouts of the wrong leaves, then of those in their modules, from the smallest change on."""
+  """Tries other layouts of the wrong leaves, then of all leaves in their modules, smallest change first."""
   subject, leaves = looks.subject, looks.subject.leaves
   modules = {leaves[n][0].rpartition(".")[0] for n in wrong}
   groups = _groups(leaves)
@@ -468,7 +468,7 @@ def _mended(
       if other.look("all", range(len(leaves)), by_device=by_device) and other.values[1] != "wrong":
         return option, f"{option} makes the loss and all gradients right: compiled and checked"
       tried.append(f"{option.name} as {option.sharding.spec}")
-  return None, f"no change of one layout makes all right; tried {', '.join(tried) or 'none'}"
+  return None, f"no change of a single layout corrects everything; tried {', '.join(tried) or 'none'}"
 
 
 def _not_finite(
@@ -482,10 +482,11 @@ def _not_finite(
 
 
 def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.ndarray]:
-  """What each direction is multiplied by, and the norm that each gradient is measured against.
+  """The factor of each direction, and the norm that each gradient is measured against.
 
-  All gradients have equal weights, except those below the floor: the rounding of a zero gradient (of a bias
-  before a norm) must not hide the others. A gradient that is exactly zero was stopped, and has its weight.
+  All gradients have equal weights, except gradients below the floor: the rounding of a zero gradient (of a
+  bias before a norm) must not hide other gradients. A gradient that is exactly zero was stopped, and has full
+  weight.
   """
   finite = np.isfinite(norms)
   sizes = np.where(finite, np.maximum(norms, floor), 1.0)

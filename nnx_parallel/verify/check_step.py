@@ -35,14 +35,14 @@ class StepDifference:
   """A metric or an array after one step on two layouts.
 
   Attributes:
-    name: of the metric, or the dotted path; that of optimizer state starts with `optimizer/`.
-    first: the value on the first layout; of an array, its norm.
+    name: the name of the metric, or the dotted path; paths of optimizer state start with `optimizer/`.
+    first: the value on the first layout; for an array, its norm.
     second: the same on the second layout.
-    difference: of a metric, relative to the first value. Of a floating array, the norm of the difference,
-      relative to the norm of the step's change plus a hundredth of the change of all arrays of that kind.
-      Of integers and random keys, the number of elements that differ.
+    difference: for a metric, relative to the first value. For a floating array, the norm of the difference,
+      relative to the norm of the step's change plus a hundredth of the change of all arrays of that kind. For
+      integers and random keys, the number of elements that differ.
     tolerance: the largest difference that counts as equal; it includes the rounding of stored values.
-    note: why a larger difference is no fault, or why nothing can be decided; empty otherwise.
+    note: why a larger difference is not an error, or why nothing can be decided; empty otherwise.
   """
 
   name: str
@@ -83,7 +83,7 @@ class StepCheck(Shown):
       raise nxp.errors.TrainError(
         "one step on the two layouts gives different numbers.",
         details=str(self),
-        fix="nxp.check_gradients(model, batch, loss_fn) on each shows which is wrong, and how to fix it.",
+        fix="nxp.check_gradients(model, batch, loss_fn) on each layout shows the wrong one and its fix.",
       )
 
   def __str__(self) -> str:
@@ -119,17 +119,17 @@ def check_step(
 ) -> StepCheck:
   """Compares one train step on two layouts: its metrics, and each array after the step.
 
-  It finds what a check of gradients cannot: a wrong value of the loss, wrong batch statistics, metrics and
-  optimizer arithmetic. The step's changes are compared, so a small learning rate hides nothing. Both models
-  with their optimizers are in memory at a time, and the first one's values from before the step.
+  It finds errors that a gradient check cannot find: in the value of the loss, batch statistics, metrics and
+  optimizer arithmetic. It compares the changes of the step, so a small learning rate hides nothing. Memory
+  must hold both models with their optimizers, and the first model's values from before the step.
 
   Args:
     plan: a plan with an optimizer; its model is created.
-    other: another plan of the same module and optimizer, which starts with the same values; None: one device.
+    other: another plan of the same module and optimizer, with the same initial values; None: one device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: for `train_step`, on both layouts. One device sums no gradients, so that `reduction` is for the
-      first layout only.
+    **options: options of `train_step`, for both layouts. One device sums no gradients, so `reduction` applies
+      to the first layout only.
 
   Returns:
     The comparison: true where both agree within the rounding of their dtype.
@@ -152,7 +152,7 @@ def check_step(
   second: Any = other
   if not isinstance(second, nxp.Plan | None):
     raise nxp.errors.PlanError(
-      f"check_step compares two plans, and the second is {with_article(type(second).__name__)}.",
+      f"check_step compares two plans, but the second is {with_article(type(second).__name__)}.",
       fix="check_step(plan, None, loss_fn, batch) compares with one device.",
     )
   if other is None:
@@ -210,7 +210,7 @@ def _sizes(old: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     changed, off = a - old, a - b
   else:
     a, b, changed, off = (x.astype(jnp.float32) for x in (a, b, a != old, a != b))
-  norms = [jnp.linalg.norm(x.ravel()) for x in (a, b, changed, off)]
+  norms = [jnp.sqrt(jnp.sum(abs(x) ** 2)) for x in (a, b, changed, off)]
   return jnp.stack([*norms, jnp.max(abs(a), initial=0.0)])
 
 
@@ -244,7 +244,7 @@ def _compared(
       continue
     scale = change + _FLOOR * totals[kind(key)]
     eps = float(jnp.finfo(first[key].dtype).eps)
-    # Two nearly equal results on either side of a rounding boundary are stored one rounding apart.
+    # Two nearly equal results on either side of a rounding boundary are stored one rounding step apart.
     allowed = _TOLERANCE[dtype] * scale
     allowed += math.sqrt(allowed * eps * a) + 2 * eps * largest
     relative, tolerance = (off / scale, allowed / scale) if scale else (float(off), 0.0)

@@ -38,7 +38,7 @@ def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
 
 
 def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
-  """A function whose derivative is what its reverse rule gives."""
+  """A function whose derivative is the result of its reverse rule."""
   floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
   @jax.custom_jvp
@@ -73,7 +73,7 @@ def without_stops(jaxpr: Program) -> ClosedJaxpr:
 
 
 def rounds(eqn: JaxprEqn) -> bool:
-  """Whether the programs of an operation round: to whole numbers, or to a dtype of 8 bits or less."""
+  """Whether the programs of an operation round: to integers, or to a dtype of 8 bits or less."""
   return any(map(_is_rounding, inner_equations(eqn)))
 
 

@@ -1,10 +1,10 @@
 """Evaluates programs in numpy: one device's program on all devices at once, with its collectives.
 
-For programs right before and right after a partitioner: no fusions of a backend, no memory layouts.
-All floating point numbers are float64, and what is undefined (0 / 0, the root of a negative number) is 0:
-random arguments, and passes of a loop that are left out, make such numbers. Arrays are thinned
-(`thin.Thinning`); the first dim of a value counts devices, and is 1 where all hold the same. None is a
-value that cannot be followed: of an operation that is not known here, or one that is too large.
+For programs right before and right after a partitioner: no fusions of a backend, no memory layouts. All
+floating-point numbers are float64, and undefined values (0 / 0, the root of a negative number) are 0: random
+arguments, and skipped passes of a loop, make such values. Arrays are thinned (`thin.Thinning`); the first dim
+of a value counts devices, and is 1 if all devices hold the same value. None is an unknown value: the result
+of an unsupported or too large operation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Value = Any
 """An array, a tuple of values, or None: not known."""
 Watch = Callable[[hlo.Instruction, Value], None]
 
-# Limits: numbers of one array on all devices; and multiplications, of which each number of a result counts as
-# `_EACH`, and each operation as `_CALL`.
+# Limits: the numbers of one array on all devices; and multiplications, where each number of a result counts
+# as `_EACH`, and each operation as `_CALL`.
 _LARGEST, _HARDEST, _EACH, _CALL = 2**25, 2**35, 16, 2**16
 ENDS = 2
-"""Passes at each end of a loop that is run in part: what passes hand on is seen, in both directions."""
+"""The passes at each end of a partly run loop: carries between passes are checked, in both directions."""
 
 
 def _quotient(x: Array, y: Array) -> Array:
@@ -63,7 +63,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Value]] = {
   "sign": np.sign, "sine": np.sin, "sqrt": np.sqrt,
   "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor,
 }  # fmt: skip
-# Regions of one such operation: the functions that reduce windows, and that scatter.
+# Regions of a single operation: the functions that reduce windows, and that scatter.
 _COMBINERS: Mapping[str, tuple[Callable[..., Any], Callable[..., Value] | None]] = {
   "add": (lax.add, lax.scatter_add), "and": (lax.bitwise_and, None), "maximum": (lax.max, lax.scatter_max),
   "minimum": (lax.min, lax.scatter_min), "multiply": (lax.mul, lax.scatter_mul),
@@ -87,15 +87,15 @@ class Evaluator:
   """Runs one program.
 
   Args:
-    program: parsed.
-    thinning: of all arrays.
-    devices: in all.
+    program: the parsed program.
+    thinning: the thinning of all arrays.
+    devices: the total number of devices.
     shortened: loops (JAX name, stack frame) of which only the first and last `ENDS` passes are run.
     watch: called with each instruction that has run, and its value.
 
   Attributes:
-    lost: what was not known.
-    unequal: ends of a `shard_map` that call a value replicated that differs between devices.
+    lost: the operations that were not supported.
+    unequal: ends of a `shard_map` that declare a value replicated although it differs between devices.
   """
 
   def __init__(
@@ -292,13 +292,13 @@ class Evaluator:
       strict=True,
     )
     for dim, ((start, stop, step), scale, after, kept) in enumerate(rows, 1):
-      # Where the two are thinned differently, what is cut is whole.
+      # If the two arrays are thinned differently, the cut dim is not thinned.
       cut = slice(start // scale, stop // scale, step) if scale == after else start + kept * step
       x = x[(slice(None),) * dim + (cut,)]
     return x
 
   def _dynamic_slice(self, at: hlo.Instruction, x: Array, *starts: Array) -> Value:
-    # Where the two are thinned differently, what is cut is whole.
+    # If the two arrays are thinned differently, the cut dim is not thinned.
     alike = self._thinning.scales(at.inputs[0]) == self._thinning.scales(at)
     lines = [*map(np.arange, self._thinning.shape(at))] if alike else self._thinning.kept(at)
     x, places = self._places(at, x, starts, at.shapes[0].dims, lines)
@@ -342,7 +342,7 @@ class Evaluator:
   # Sums and products --------------------------------------------------------------------------
 
   def _combiner(self, name: str) -> str:
-    """The operation of a region that is one of `_COMBINERS`, or an empty string."""
+    """The operation of a region, if it is one of `_COMBINERS`, or an empty string."""
     region = self._program.computations[name]
     work = [i for i in region.instructions if i.opcode not in ("parameter", "convert", "copy")]
     plain = len(work) == 1 and len(set(work[0].inputs)) == 2 and work[0].opcode in _COMBINERS
@@ -358,7 +358,7 @@ class Evaluator:
       for dim in sorted(dims, reverse=True):
         total = combine.reduce(total, dim, dtype=total.dtype if total.shape[dim] else None)
       return combine(total, starts[0].reshape(-1, *[1] * (total.ndim - 1)))
-    # One position after the other, by the region.
+    # One position after another, by the region.
     kept = [d for d in range(1, arrays[0].ndim) if d not in dims]
     flat = [x.transpose([0, *kept, *dims]) for x in _of_one_lead(*arrays)]
     flat = [x.reshape((*x.shape[: 1 + len(kept)], -1)) for x in flat]
@@ -494,7 +494,7 @@ class Evaluator:
     return made if at.result.startswith("(") else made[0]
 
   def _exchanged(self, at: hlo.Instruction, x: Array, dim: int = 0) -> Array:
-    """What each member of each group has afterwards; `x` is (groups, members, *dims)."""
+    """The values of each member of each group after the exchange; `x` is (groups, members, *dims)."""
     count = x.shape[1]
     if at.opcode == "all-gather":
       return np.repeat(np.concatenate(np.moveaxis(x, 1, 0), 1 + dim)[:, None], count, 1)
@@ -522,7 +522,7 @@ class Evaluator:
     if target not in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
       raise _Unknown(target)
     begins = target == "SPMDFullToShardShape"
-    # Where a `shard_map` begins, the layout is that of the operand: the call itself is marked as manual.
+    # At the start of a `shard_map`, the operand has the layout: the call itself is marked as manual.
     placed = at.inputs[0] if begins else at
     tiling = read_tiling(placed.attribute("sharding"), self._devices)
     if tiling is None:
@@ -531,7 +531,7 @@ class Evaluator:
     return blocks(x, corners(tiling, shape), shape) if begins else self._joined(at, x, tiling, shape)
 
   def _joined(self, at: hlo.Instruction, x: Array, tiling: Tiling, shape: tuple[int, ...]) -> Value:
-    """The whole array of the blocks that the devices have computed, where a `shard_map` ends."""
+    """The global array of the blocks that the devices have computed, at the end of a `shard_map`."""
     whole, seen = np.zeros((1, *shape), x.dtype), np.zeros(shape, np.bool_)
     for start, block in zip(corners(tiling, x.shape[1:]), x, strict=True):
       cut = tuple(slice(int(a), int(a) + n) for a, n in zip(start, block.shape, strict=True))
@@ -542,12 +542,12 @@ class Evaluator:
 
 
 def place_of(at: hlo.Instruction) -> tuple[str, int]:
-  """What identifies an operation in several programs: its JAX name and stack frame."""
+  """The identity of an operation in several programs: its JAX name and stack frame."""
   return at.op_name, at.frame
 
 
 def corners(tiling: Tiling, shape: Sequence[int]) -> Array:
-  """(devices, dims): where the blocks of an array start, in thinned positions; `shape` is that of a block."""
+  """(devices, dims): where the blocks of an array start, in thinned positions; `shape` is a block's shape."""
   if not tiling.parts:
     return np.zeros((len(tiling.blocks), len(shape)), np.int64)
   return tiling.blocks * np.array(shape, np.int64)
@@ -601,16 +601,16 @@ def _same_bits(x: Array, source: str, target: str) -> Array:
 
 
 def _along(line: Array, dim: int, rank: int) -> Array:
-  """Numbers along one of some dims."""
+  """Numbers along one of several dims."""
   return line.reshape([-1 if n == dim else 1 for n in range(rank)])
 
 
 def _of_one_lead(*arrays: Array) -> list[Array]:
-  """Arrays that all count devices in their first dim where one of them does."""
+  """The arrays, all with a device dim of the same size if one of them has a device dim."""
   lead = max(map(len, arrays))
   return [np.broadcast_to(x, (lead, *x.shape[1:])) for x in arrays]
 
 
 def _each(function: Callable[..., Value], *arrays: Array) -> Array:
-  """What a function of `jax.lax` gives on each device."""
+  """The results of a function of `jax.lax` on each device."""
   return np.asarray(jax.vmap(function)(*_of_one_lead(*arrays)))

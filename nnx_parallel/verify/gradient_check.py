@@ -22,12 +22,12 @@ class GradientComparison:
     name: the leaves, with `*` for the numbers of layers.
     leaves: their dotted paths.
     reverse: the product of the gradient with each direction.
-    forward: the derivative of the loss along it, by forward mode or, where that is impossible, by central
+    forward: the derivative of the loss along it, by forward mode or, if that is impossible, by central
       differences.
-    difference: the two differ by so much (root mean square over the directions), as a part of what a gradient
-      of this norm gives.
+    difference: the difference of the two (root mean square over the directions), relative to the result for a
+      gradient of this norm.
     verdict: `"right"`, `"wrong"` or `"not decided"`.
-    why: what is wrong; empty where nothing is.
+    why: the reason of a wrong verdict; empty if nothing is wrong.
   """
 
   name: str
@@ -57,20 +57,20 @@ class GradientCheck(Shown):
   """The result of `check_gradients`. It prints as a table, and is true if nothing is wrong.
 
   Attributes:
-    comparisons: what was compared, in order: all leaves together, then groups and single leaves where they
+    comparisons: the comparisons, in order: all leaves at once, then groups and single leaves where they
       differ.
     losses: the loss by each program that computed it, by name.
     loss_verdict: whether the losses agree with a program that the compiler need not partition; `"not
-      decided"` where there is none.
-    tolerance: the largest `difference` of all leaves together that needs no closer look, in this dtype.
-    closer: the largest `difference` that is right in a closer look at some of them.
+      decided"` if there is no such program.
+    tolerance: the largest `difference` of all leaves that needs no closer look, in this dtype.
+    closer: the largest `difference` that is right in a closer look at some leaves.
     dtype: the coarsest floating dtype in which the loss computes.
-    layouts: dotted path -> spec, of the leaves that are wrong.
+    layouts: dotted path -> spec, of the wrong leaves.
     mesh: mesh axis name -> size in devices.
     batch: the mesh axes that split the batch.
-    not_checked: what was not checked, and why.
-    notes: what else there is to know: remedies, known faults.
-    fix: what to do where something is wrong.
+    not_checked: the values that were not checked, and why.
+    notes: further remarks: remedies, known faults.
+    fix: the fix if something is wrong.
   """
 
   comparisons: tuple[GradientComparison, ...]
@@ -98,7 +98,7 @@ class GradientCheck(Shown):
 
   @property
   def summary(self) -> str:
-    """One line: what is right or wrong, and what was not checked."""
+    """One line: whether it is right or wrong, and the values that were not checked."""
     count = len({leaf for look in self.comparisons for leaf in look.leaves})
     verdict = "right" if all(look.verdict == "right" for look in self.comparisons) else "not decided"
     said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"

@@ -1,16 +1,16 @@
-"""Checks that a partitioner kept the meaning of a program: each device's results against the whole program's.
+"""Checks that a partitioner kept the meaning of a program: each device's results against the global results.
 
-A compiler can write a program down right before it splits it over devices, with the layout of each array,
+A compiler can write a program down right before it partitions it over devices, with the layout of each array,
 and right after. Both are evaluated here (`evaluate`) with the same arguments, at a few positions of each dim:
-the first on whole arrays, the second on all devices at once, with its collectives. The results of each device
-must be its blocks of the whole ones. A sum over a mesh axis that is missing or taken too often, blocks that
-were exchanged with another device, a wrong offset: all of them give other numbers, in whatever operation.
+the first on global arrays, the second on all devices at once, with its collectives. The results of each
+device must be its blocks of the global results. A sum over a mesh axis that is missing or done too often,
+blocks exchanged with another device, a wrong offset: each of these gives other numbers, in any operation.
 
-Three kinds of faults are not seen: what a compiler does after it has split the program; a fault that leaves
-the numbers at the chosen positions as they are (of a long program, those of the first two and the last two
-passes of each loop); and a fault of the program itself, except a `shard_map` whose out_specs call different
-values the same. What `evaluate` cannot run (kernels, a device's own random bits) is listed with the results
-that depend on it, and does not count as wrong.
+Three kinds of faults are not found: faults of the compiler after partitioning; a fault that keeps the numbers
+at the chosen positions (in a long program, the positions of the first two and the last two passes of each
+loop); and a fault of the program itself, except a `shard_map` whose out_specs declare different values equal.
+Operations that `evaluate` cannot run (kernels, a device's own random bits) are listed with the results that
+depend on them, and do not count as wrong.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Fault:
   """A result that the partitioned program gets wrong.
 
   Attributes:
-    result: its name: of the argument whose memory it takes, or its place among the results.
+    result: its name: the argument whose memory it takes, or its place among the results.
     what: how it is wrong, as text.
     error: largest difference, relative to the largest number of the result.
-    factor: what the result is multiplied by, where all of it is; None where it is wrong in another way.
-    op: JAX name of the first operation that is wrong, e.g. `jit(step)/transpose(jvp())/dot_general`.
+    factor: the factor by which the full result is off; None if it is wrong in another way.
+    op: JAX name of the first wrong operation, e.g. `jit(step)/transpose(jvp())/dot_general`.
     source: its `file.py:line`, or an empty string.
     instruction: the partitioned program's instruction that computes it.
-    sent: the collectives that this instruction takes its numbers from, as the program writes them.
+    sent: the collectives whose results this instruction reads, as the program writes them.
   """
 
   result: str
@@ -71,11 +71,11 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """What was compared of a program before and after it was split.
+  """The comparison of a program before and after partitioning.
 
   Attributes:
-    right: names of the results that are right.
-    faults: the wrong ones.
+    right: the names of the correct results.
+    faults: the wrong results.
     unknown: result -> why it could not be compared.
     shortened: whether only the first and last passes of the longest loops were run.
   """
@@ -90,9 +90,9 @@ def compare(whole: hlo.Program, split: hlo.Program, names: Mapping[int, str] | N
   """Compares a program right before and right after it was split over devices.
 
   Args:
-    whole: the program of the pass before the partitioner, with layouts.
+    whole: the program before the partitioner, with layouts.
     split: the partitioner's result.
-    names: number of a result -> its name.
+    names: the number of a result -> its name.
   """
   count = len(whole.entry.root.shapes)
   labels = [(names or {}).get(n, f"result {n}") for n in range(count)]
@@ -134,7 +134,7 @@ class _Origin(NamedTuple):
   def fault(self, name: str, result: _Result) -> Fault:
     what = self.what
     if not what and result.factor is not None:
-      what = f"{result.factor:.4g} times what it should be"
+      what = f"{result.factor:.4g} times the correct value"
     if not what and not np.isfinite(result.error):
       what = "not a number, or infinite"
     what = what or f"off by {result.error:.2g} of its largest number"
@@ -203,7 +203,7 @@ class _Pair:
     return made
 
   def _blocks(self, arguments: Mapping[int, Value]) -> dict[int, Value]:
-    """What each device holds of the arguments."""
+    """The blocks of the arguments that each device holds."""
     made: dict[int, Value] = {}
     both = zip(self._whole.entry.parameters, self._split.entry.parameters, strict=True)
     for number, (parameter, local) in enumerate(both):
@@ -237,11 +237,13 @@ class _Pair:
     if not self._unequal:
       return None
     at = self._unequal[0]
-    what = "different between devices, though out_specs of a shard_map call it replicated: a psum is missing"
+    what = (
+      "different between devices, though a shard_map's out_specs declare it replicated: a psum is missing"
+    )
     return _Origin(at.op_name, self._whole.source(at), at.name, what=what)
 
   def origin(self) -> _Origin | None:
-    """The first operation of the whole program whose value no instruction of the partitioned one has."""
+    """The first operation of the global program whose value no instruction of the partitioned program has."""
     wanted: list[tuple[hlo.Instruction, _Projection]] = []
     seen: dict[object, list[tuple[hlo.Instruction, Array]]] = {}
 
@@ -249,7 +251,7 @@ class _Pair:
       tiling, dims = read_tiling(at.attribute("sharding"), self._devices), at.shapes[0].dims
       if not isinstance(value, np.ndarray) or not at.op_name or tiling is None or tiling.manual:
         return
-      # Inside the region of a reduction, values have the shape of its operands, not that of the text.
+      # Inside the region of a reduction, values have the shape of its operands, not the shape in the text.
       if value.ndim != 1 + len(dims) or len(tiling.parts) not in (0, len(dims)):
         return
       local, scales = tiling.local(dims), self._thinning.scales(at)
@@ -276,7 +278,7 @@ class _Pair:
 
 
 def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, int]]:
-  """Long loops that both programs have, with the same number of passes; not those that the compiler adds."""
+  """Long loops that both programs have, with equal numbers of passes; not the compiler's own loops."""
   if sum(each.times for each in split.executed()) <= _LONG:
     return set()
   ours: dict[tuple[str, int], set[int]] = {}
@@ -317,7 +319,7 @@ def _projected(value: Array, local: tuple[int, ...]) -> _Projection:
 
 
 def _drawn(random: np.random.Generator, dtype: str, shape: tuple[int, ...], indices: int) -> Array:
-  """An argument: numbers whose sums stay of one size, or small indices."""
+  """An argument: numbers whose sums stay of similar size, or small indices."""
   if dtype == "pred":
     return random.random(shape) < 0.5
   if dtype.startswith("u"):

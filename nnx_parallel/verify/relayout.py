@@ -22,9 +22,9 @@ class Relayout:
 
   Attributes:
     name: the group.
-    positions: its leaves among the trained ones.
+    positions: the positions of its leaves among the trained arrays.
     sharding: the other layout.
-    extra_bytes: how much more each device would hold.
+    extra_bytes: the additional bytes on each device.
   """
 
   name: str
@@ -71,5 +71,5 @@ def relayouts(
 
 
 def cheapest(found: Sequence[Relayout]) -> list[Relayout]:
-  """In order of extra bytes, in steps of 1 MiB; among equals, those that split less come first."""
+  """In order of extra bytes, in steps of 1 MiB; among equals, layouts that split less come first."""
   return sorted(found, key=lambda r: (r.extra_bytes >> 20, sum(map(len, map(axes_of, r.sharding.spec)))))

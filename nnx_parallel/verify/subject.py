@@ -38,7 +38,7 @@ Compiled: TypeAlias = Any
 
 
 class _Program:
-  """A jitted program; the next one where XLA refuses it."""
+  """A jitted program; the next program if XLA rejects it."""
 
   def __init__(self, jitted: list[Compiled]):
     self._jitted = jitted
@@ -62,14 +62,15 @@ class Subject:
   """A loss of live objects, and the programs that differentiate it.
 
   Attributes:
-    options: of the step.
+    options: the options of the step.
     loss_fn: the loss.
     binding: the live objects: a model, and its optimizer if there is one.
     batch: one batch, in the layout of the programs.
-    wrt: the filter of the Variables that are trained, by the key of their model.
-    layout: of the gradients.
-    places: of the arrays in the programs.
-    mend: `(program, shardings of its arrays, 1, relaxed) -> program`: what the step does before it compiles.
+    wrt: the filter of the trained Variables, by the key of their model.
+    layout: the layout of the gradients.
+    places: the places of the arrays in the programs.
+    mend: `(program, shardings of its arrays, 1, relaxed) -> program`: the step's rewriting before
+      compilation.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
@@ -85,9 +86,9 @@ class Subject:
 
   @property
   def arrays(self) -> list[jax.Array]:
-    """The arrays of all programs: those of the live objects, also what is in no Variable.
+    """The arrays of all programs: the arrays of the live objects, including arrays outside of Variables.
 
-    They are not kept here: a step copies an array that has another holder, instead of donating it.
+    They are not kept here: a step copies an array with another holder instead of donating it.
     """
     arrays = self._placed
     for n, where in self.relaid.items():
@@ -104,7 +105,7 @@ class Subject:
 
   @functools.cached_property
   def positions(self) -> list[int]:
-    """Which of the arrays each trained one is."""
+    """The position of each trained array among all arrays."""
     loss, _ = self._pieces(self._abstract)
     return [self.binding.template.index[(0, *path)] for path in loss.paths]
 
@@ -201,7 +202,7 @@ class Subject:
     """The loss, and if `slope` its derivative, by a program that leaves nothing for a compiler to partition.
 
     The result is `(arrays, batch, seed, factors) -> loss, mean of its sizes on the devices, slope`. With
-    `whole`, each device computes the whole batch, and not its own examples.
+    `whole`, each device computes the global batch instead of its own examples.
     """
 
     def local(loss: Differentiable, batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
@@ -230,7 +231,7 @@ class Subject:
     return self._manual(local, whole)
 
   def _manual(self, local: Callable[..., PyTree], whole: bool) -> Compiled:
-    """Means over the examples of what `local(loss, batch, ...)` sums on each device; whole arrays inside."""
+    """Means over the examples, from the sums of `local(loss, batch, ...)` per device; arrays are global."""
     mesh: Any = self.places.mesh
     axes = tuple(mesh.axis_names)
     specs = [_spec(x) for x in self.arrays]
@@ -262,7 +263,7 @@ class Subject:
 
   @functools.cached_property
   def together(self) -> str:
-    """Why the devices cannot compute the loss of their own examples; empty where they can."""
+    """Why the devices cannot compute the loss of their own examples; empty if they can."""
     mesh: Any = self.places.mesh
     if self.on_one_device:
       return "there is one device"
@@ -332,7 +333,7 @@ def _spec(x: AnyArray) -> PartitionSpec:
 
 
 def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """The whole array from its shards, inside a manual program."""
+  """The global array from its shards, inside a manual program."""
   for dim, entry in enumerate(spec):
     if entry:
       x = jax.lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
@@ -351,7 +352,7 @@ def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> 
 
 
 def _abstract(x: AnyArray, parts: int = 0) -> jax.ShapeDtypeStruct:
-  """The shape and sharding of an array; or the shape of one of some parts of it."""
+  """The shape and sharding of an array; or the shape of one of several parts of it."""
   shape, dtype = jnp.shape(x), jnp.result_type(x)
   if parts:
     return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]) if shape else (), dtype)
@@ -361,10 +362,10 @@ def _abstract(x: AnyArray, parts: int = 0) -> jax.ShapeDtypeStruct:
 def signs(seed: jax.Array, number: int, like: AnyArray) -> jax.Array:
   """Random +1 and -1 with the shape and dtype of an array, the same in every program and every layout.
 
-  They are computed from the positions of the elements, so that a compiler can fuse them into their use: there
-  is no copy of the array, and nothing that is drawn in one layout and moved to another. `jax.random` would
-  hold two words for each element on some devices. `number` distinguishes the arrays of a model. A complex
-  array gets signs for both parts.
+  They are computed from the positions of the elements, so that a compiler can fuse them into their use: the
+  array is not copied, and nothing is drawn in one layout and moved to another. `jax.random` would hold two
+  words for each element on some devices. `number` distinguishes the arrays of a model. A complex array gets
+  signs for both parts.
 
   Example:
     >>> import jax.numpy as jnp

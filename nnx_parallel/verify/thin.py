@@ -1,11 +1,11 @@
 """Chooses a few positions of each dim, so that programs on large arrays can be evaluated with few numbers.
 
-Every dim is divided by a number that divides all of its blocks, slices and offsets: one position then stands
-for a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and parameter of a
-loop) are one class in all programs that are compared, because they must keep the same positions. Dims of a
-window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one is thinned; where
-others are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its grain,
-for each position of the thinned one.
+Every dim is divided by a number that divides all of its blocks, slices and offsets: a position then
+represents a run of neighbours. Dims that meet (in a sum of two arrays, in a product, as argument and
+parameter of a loop) form one class in all compared programs, because they must keep the same positions. Dims
+of a window, a sort or a group of channels are not thinned. Of dims that a reshape merges, one dim is thinned;
+if other dims are inside of it (the microbatches of a batch), the merged dim keeps a run of positions, its
+grain, for each position of the thinned dim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nnx_parallel.core.classes import Forest, Ratio
 from nnx_parallel.core.hlo_devices import group_rows
 from nnx_parallel.core.hlo_dims import ELEMENTWISE, dims_of, padding, slice_bounds
 
-# The fewest positions that a dim keeps in all, and on one device, where it has as many.
+# The fewest positions that a dim keeps in total, and on one device, if it has as many.
 _IN_ALL, _ON_ONE = 6, 2
 # Without a rule for dims: they have no operand, or their results are not known (kernels).
 _FREE = frozenset({
@@ -35,7 +35,7 @@ _SAME = frozenset({
   "all-gather", "all-reduce", "all-to-all", "collective-permute", "custom-call", "opt-barrier",
   "reduce-scatter",
 })  # fmt: skip
-# Operations that unite the dims at one place of all operands with those of the result.
+# Operations that unite the dims at one place of all operands with the dims of the result.
 _PLACEWISE = ELEMENTWISE | {"concatenate", "dynamic-update-slice", "reverse"}
 
 Dims = list[list[int]]
@@ -47,8 +47,8 @@ class Thinning:
   """The thinning of all arrays of programs; arguments, and results, of the same number are the same array.
 
   Args:
-    programs: parsed programs whose entries take and return the same arrays, whole or in blocks.
-    finer: instruction -> dim -> what its thinning must divide, as found while evaluating.
+    programs: parsed programs whose entries take and return the same arrays, global or in blocks.
+    finer: instruction -> dim -> the number that its thinning must divide, as found while evaluating.
   """
 
   def __init__(
@@ -59,13 +59,14 @@ class Thinning:
     self._rules = {
       "dynamic-slice": self._dynamic_slice, "pad": self._pad, "reshape": self._reshape, "slice": self._slice,
     }  # fmt: skip
-    # Of a class, in its root's elements: sizes of its smallest and largest dim, and what thinning divides.
+    # For each class, in its root's elements: its smallest and largest dim size, and the divisor of the
+    # thinning.
     self.forest = Forest()
     self._sizes: list[tuple[Ratio, Ratio]] = []
     self._step: list[Ratio] = []
     self._known: dict[hlo.Instruction, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     self._merges: list[Sides] = []
-    # What is cut out unevenly, by JAX name, line and dim, in each program.
+    # Unevenly cut parts, by JAX name, line and dim, in each program.
     self._cuts: list[dict[tuple[str, int, int], list[int]]] = []
     self.nodes = {
       at: [[self._new(n) for n in shape.dims] for shape in at.shapes]
@@ -94,7 +95,7 @@ class Thinning:
     self._scales = {r: _scale(self._step[r], self._sizes[r], self._unit[r]) for r in roots}
 
   def scales(self, at: hlo.Instruction, index: int = 0) -> tuple[int, ...]:
-    """By what each dim of an array is divided; `index` picks one of a tuple."""
+    """The divisor of each dim of an array; `index` picks one array of a tuple."""
     return self._found(at)[index][0]
 
   def shape(self, at: hlo.Instruction, index: int = 0) -> tuple[int, ...]:
@@ -166,13 +167,13 @@ class Thinning:
       self._unite_all(one, other)
 
   def _tie(self, entries: Sequence[hlo.Computation]) -> None:
-    """Arguments and results of all programs, in their order, and what they cut out in the same place.
+    """Unites the arguments and results of all programs, in order, and parts cut out at the same place.
 
-    Only these are thinned, and what is in one class with them: other dims may be whole in one program only.
+    Only these dims and dims of their classes are thinned: other dims may be global in one program only.
     """
     self._tied = list[int]()
     for key, dims in self._cuts[0].items():
-      # A partitioner makes several cuts and joins for one slice: the last is the result.
+      # A partitioner makes several cuts and joins for one slice: the last one is the result.
       cuts = [dim for cut in self._cuts for dim in cut.get(key, [])[-len(dims) :]]
       self._tied += cuts
       for dim in cuts:
@@ -225,7 +226,7 @@ class Thinning:
     if at.opcode == "reduce":
       half = len(arrays) // 2
       operands, made = (operands[0],) * half + ((),) * half, made * len(results)
-    # What is looked up in a table may be thinned: an index then stands for its neighbours.
+    # The dims of a look-up table may be thinned: an index then represents its neighbours.
     looked_up = {f for f in found.mixed if at.opcode == "gather" and f not in made[0]}
     looked_up |= {*at.numbers("inserted_window_dims")}
     first: dict[int, int] = {}
@@ -261,7 +262,7 @@ class Thinning:
     """Of dims that a reshape merges or splits, the largest is thinned; where it does both, the last."""
 
     def largest(dim: int) -> Ratio:
-      """The size of the largest dim that is thinned like this one, in this one's elements."""
+      """The size of the largest dim that is thinned like this dim, in elements of this dim."""
       return self._sizes[self.forest.root(dim)][1] * self.forest.ratio(dim)
 
     single = min(len(dims) for dims, _ in sides) == 1
@@ -308,7 +309,7 @@ class Thinning:
 
 
 def _merged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-  """Groups of dims that a reshape merges or splits, without those of size 1.
+  """Groups of dims that a reshape merges or splits, without dims of size 1.
 
   Example:
     >>> list(_merged((4, 6, 1, 5), (24, 5)))

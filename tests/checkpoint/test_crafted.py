@@ -123,7 +123,7 @@ def test_a_signed_manifest_that_lies_is_damage(saved, name):
   sign_again(directory / "2", EDITS[name])
   checkpointer = Checkpointer(directory)
   with pytest.raises(
-    DamagedError, match=r"2/nnx_parallel\.json is damaged: a field is not what the format has"
+    DamagedError, match=r"2/nnx_parallel\.json is damaged: a field does not match the format"
   ):
     checkpointer.metadata(2)
   assert checkpointer.latest() == 1

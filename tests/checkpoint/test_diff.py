@@ -87,7 +87,7 @@ def test_keys_of_another_implementation_do_not_fit(tmp_path):
 def test_partial_only_by_name(saved):
   directory, trees = saved
   checkpointer = Checkpointer(directory)
-  with pytest.raises(CheckpointError, match=r"(?s)3 extra.*Fix: name what may stay out: restore"):
+  with pytest.raises(CheckpointError, match=r"(?s)3 extra.*Fix: name the leaves to leave out: restore"):
     checkpointer.restore({"w": target_of(trees[2])["w"]})
   assert_same(checkpointer.restore({"w": trees[2]["w"]}, only=["w"]), {"w": trees[2]["w"]})
   again = checkpointer.restore(target_of(trees[2]), skip=["st*", "b"])

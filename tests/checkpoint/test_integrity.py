@@ -51,7 +51,7 @@ def test_large_files_are_checked_by_value_alone(saved, monkeypatch):
     chunk = chunk_of(directory, 3)
     assert str(chunk.relative_to(directory / "3")) not in checkpointer.metadata(3).hashes
     flip(chunk)
-    text = r"the values of model/w are not those that were saved \(files under model/w\)"
+    text = r"the values of model/w differ from the saved values \(files under model/w\)"
     with pytest.raises(CheckpointError, match=text):
       checkpointer.restore(target_of(trees[2]), 3)
   with Checkpointer(directory, verify="metadata") as unverified, pytest.raises(AssertionError):
@@ -64,7 +64,7 @@ def test_a_damaged_array_is_named_in_any_layout(saved, monkeypatch):
   with Checkpointer(directory) as checkpointer:
     checkpointer.save(3, trees[2])
     flip(directory / "3" / "model" / "w" / "c" / "1" / "2", bit=8 * (4 * 4 * 1 + 3))
-    text = "the values of model/w are not those that were saved"
+    text = "the values of model/w differ from the saved values"
     for mesh in (None, nxp.make_mesh(x=8)):
       with pytest.raises(CheckpointError, match=text):
         checkpointer.restore(target_of(trees[2], mesh), 3)

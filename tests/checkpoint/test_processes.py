@@ -249,7 +249,7 @@ def test_what_fails_on_one_process_fails_on_both_and_none_hangs(tmp_path):
     assert "the processes do not agree on what to restore" in out
     assert "steps [1, 5]" in out
   assert "refused: cannot save step 1: it exists" in first
-  assert "refused: processes [0] failed, so this one stopped too." in second
+  assert "refused: processes [0] failed, so this process stopped too." in second
 
 
 @pytest.mark.slow

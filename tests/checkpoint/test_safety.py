@@ -483,7 +483,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path, monkeypatch):
     checkpointer.save(1, tree, metrics={"loss": 10**400})
   with pytest.raises(CheckpointError, match=r"cannot save step 1: its 50,000 metrics take [\d,]+ bytes"):
     checkpointer.save(1, tree, metrics={f"metric_{i:020}": 0.5 for i in range(50_000)})
-  with pytest.raises(CheckpointError, match=r"is no Unicode text"):
+  with pytest.raises(CheckpointError, match=r"is not Unicode text"):
     checkpointer.save(1, {"\ud800": jnp.ones(2)})
   for step, clock in ((1, -1e9), (2, 1e12), (3, 0.0)):
     monkeypatch.setattr(time, "time", lambda now=clock: now)

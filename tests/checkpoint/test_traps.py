@@ -72,7 +72,7 @@ def test_a_padded_leaf_is_saved_while_a_mesh_is_set(tmp_path, caplog):
     Checkpointer(tmp_path).save(1, model)
     assert_same(Checkpointer(tmp_path).restore(plan), model)
   # 7 rows of 8, split by columns, because 7 is odd.
-  assert caplog.messages[0].endswith("and 224 bytes beside the padded arrays")
+  assert caplog.messages[0].endswith("and 224 bytes in addition to the padded arrays")
 
 
 def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):

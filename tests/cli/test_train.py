@@ -137,7 +137,7 @@ def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
   }
   assert cli.main([*common, "--steps", "2", "--microbatches", "2", "--mesh", "data=8"]) == 0
   assert capsys.readouterr().err == (
-    "a layout other than at step 1:\n"
+    "a different layout than at step 1:\n"
     "mesh {'data': 4, 'tensor': 2} -> {'data': 8, 'tensor': 1}\n"
     "per device 164 B -> 292 B\n"
     "settings changed since step 1: mesh data=4,tensor=2 -> data=8,tensor=1; microbatches 1 -> 2;"

@@ -72,7 +72,7 @@ def test_sizes_may_be_numpy_integers():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*leave 'data' out of one"),
+    ({"axes": {"data": 2}, "data": 8}, r"'data' is given twice[\s\S]*give 'data' only once"),
     ({"data": 1, "devices": []}, r"needs at least one device[\s\S]*devices=jax.devices\(\)"),
     ({"data": 8, "dcn": "data"}, r"dcn='data' is not a mapping[\s\S]*dcn=dict\(data=2\)"),
     ({"data": 8, "dcn": {"data": 2.0}}, r"dcn splits axis 'data' 2.0 ways"),
@@ -87,7 +87,7 @@ def test_arguments_that_contradict(arguments, text):
   ("sizes", "texts"),
   [
     ({}, ["a mesh needs at least one axis", "make_mesh(data=-1)"]),
-    ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, and data, fsdp are", "give a size to 'data'"]),
+    ({"data": -1, "fsdp": -1}, ["only one mesh axis can be -1, but data, fsdp are", "give a size to 'data'"]),
     ({"data": 3, "fsdp": -1}, ["multiply to 3 devices, and there are 8", "sizes that divide 8"]),
     ({"data": 2, "fsdp": 2}, ["multiply to 4 devices", "devices=jax.devices()[:4]"]),
     ({"data": 16}, ["multiply to 16 devices", 'jax.config.update("jax_num_cpu_devices", 16)']),
@@ -122,6 +122,16 @@ def test_one_explicit_axis_makes_a_mesh_explicit():
   assert nxp.describe_mesh(mixed).startswith(
     "mesh data=2 x tensor=4 = 8 devices (cpu, Explicit tensor and Auto data axes)"
   )
+
+
+def test_some_axes_are_explicit():
+  mesh = nxp.make_mesh(data=2, tensor=4, explicit=("tensor",))
+  assert mesh.axis_types == (AxisType.Auto, AxisType.Explicit)
+  assert nxp.abstract_mesh(data=2, tensor=4, explicit=["tensor"]).axis_types == mesh.axis_types
+  with pytest.raises(
+    nxp.errors.MeshError, match=r"explicit names 'mlp', which is no axis(.|\n)*explicit=True"
+  ):
+    nxp.make_mesh(data=2, tensor=4, explicit=("mlp",))
 
 
 def test_manual_axes_are_refused():

@@ -131,7 +131,7 @@ def test_init_may_build_something_else_only_before_planning():
   with pytest.raises(nxp.errors.PlanError) as caught:
     nxp.create_sharded_model(plan)
   assert str(caught.value) == (
-    "init built another structure than when it was planned: bias.\n"
+    "init built another structure than in the plan: bias.\n"
     "  planned Param float32[4], a parameter, built Param float32[8], a parameter\n"
     "  Fix: make init depend on nothing that changes between calls, or plan again."
   )

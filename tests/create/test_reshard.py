@@ -155,11 +155,11 @@ def test_arrays_that_do_not_fit():
     "  scale: given, and not in the plan\n"
     "  Fix: give one array for each leaf: [leaf.name for leaf in plan.leaves] lists them."
   )
-  with pytest.raises(nxp.errors.PlanError, match="the plan has no optimizer, and one was given"):
+  with pytest.raises(nxp.errors.PlanError, match="the plan has no optimizer, but one was given"):
     nxp.from_arrays({}, plan, optimizer={})
   with_optimizer = nxp.plan(stack, mesh(), RULES, optimizer=optax.sgd(0.1))
   with pytest.raises(
-    nxp.errors.PlanError, match=r"has an optimizer, and none was given.\n  Fix: pass optimizer="
+    nxp.errors.PlanError, match=r"has an optimizer, but none was given.\n  Fix: pass optimizer="
   ):
     nxp.reshard(stack, with_optimizer)
 

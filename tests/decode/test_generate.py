@@ -310,7 +310,7 @@ ONES = np.ones((2, 3), np.int32)
 WRONG = {
   "no cache": (lambda: nxp.generator(1)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ONES), "has no nnx.Cache"),
   "too long": (lambda: nxp.generator(3)(attention(), ONES), "max_new_tokens=2"),
-  "no room": (lambda: nxp.generator(1)(attention(2), ONES), "need a cache of length 3, and it has 2"),
+  "no room": (lambda: nxp.generator(1)(attention(2), ONES), "need a cache of length 3; it has 2"),
   "batch": (lambda: nxp.generator(1)(attention(), np.ones((3, 1), int)), "3 prompts, and .* is for 2"),
   "stop": (lambda: nxp.generator(1, stop=[2.0]), "the stop token 2.0 is a float"),
   "prompts": (lambda: nxp.generator(1)(Counting(), np.ones((2, 3))), "prompts are float64"),
@@ -328,7 +328,7 @@ WRONG = {
   ),
   "module": (lambda: nxp.generator(1)(nnx.state(Counting()), ONES), "not a live module"),
   "nothing new": (lambda: nxp.generator(0), "max_new_tokens=0"),
-  "side": (lambda: nxp.generator(1, padding="both"), "is no side"),
+  "side": (lambda: nxp.generator(1, padding="both"), "is not a side"),
   "cache": (lambda: nxp.generator(1, cache=ring), "no call= takes it"),
   "temperature": (lambda: nxp.Sampling(temperature=-1.0), "temperature=-1.0 is out of range"),
   "filter": (lambda: nxp.Sampling(top_k=3), "need a temperature"),

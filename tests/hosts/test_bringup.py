@@ -126,10 +126,10 @@ SLURM = {"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     ({0: 4, 1: 4}, "gpu", None, {}, None),
     ({0: 4}, "gpu", None, {}, "processes [1] have no gpu devices."),
     ({0: 4, 1: 1}, "gpu", 4, {}, "processes [1] have [1] devices, not 4 (expected)."),
-    ({0: 1, 1: 1}, "gpu", None, SLURM, "Slurm gave this node 8 GPUs, and its 1 tasks see 1 each."),
+    ({0: 1, 1: 1}, "gpu", None, SLURM, "Slurm gave this node 8 GPUs, but its 1 tasks see 1 each."),
     ({0: 1, 1: 1}, "gpu", 1, SLURM, None),
     ({0: 8, 1: 8}, "gpu", None, SLURM, None),
-    ({0: 1, 1: 1}, "cpu", None, SLURM, "Slurm gave this node 8 GPUs, and JAX sees none."),
+    ({0: 1, 1: 1}, "cpu", None, SLURM, "Slurm gave this node 8 GPUs, but JAX sees none."),
     ({0: 1, 1: 1}, "cpu", None, SLURM | {"JAX_PLATFORMS": "cpu"}, None),
   ],
 )

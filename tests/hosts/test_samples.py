@@ -174,7 +174,7 @@ def _filtered():
     (lambda plan: list(nxp.batches(_filtered(), plan, batch=8)), r"sample 1 is None"),
     (
       lambda plan: list(nxp.batches([np.ones(2)] * 7 + [np.ones(3)], plan, batch=8)),
-      r"sample 7 has other arrays than sample 0, so they are no batch\.\n  \{'sample': \(3,\)\}",
+      r"sample 7 has other arrays than sample 0, so they cannot form a batch\.\n  \{'sample': \(3,\)\}",
     ),
   ],
 )

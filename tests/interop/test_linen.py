@@ -253,7 +253,7 @@ def test_a_model_rewritten_for_nnx_takes_the_weights(scan):
   [
     (b"\xc1 no msgpack", r"cannot read these bytes as msgpack"),
     ("nowhere.msgpack", r"cannot read nowhere.msgpack as msgpack(.|\n)*restore_orbax"),
-    (serialization.msgpack_serialize(np.ones(3)), r"no variables of Linen, but a ndarray"),
+    (serialization.msgpack_serialize(np.ones(3)), r"expected variables of Linen, but got a ndarray"),
     (
       {"params": {"up": {"kernel": np.ones((3, 4), np.float32)}}},
       r"missing  down.kernel: needs params.down.kernel",

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.interop import add_lora, merge_adapters
+from nnx_parallel.interop import (
+  add_lora,
+  export_peft,
+  export_safetensors,
+  from_config,
+  import_peft,
+  merge_adapters,
+  weight_map_of,
+)
+from nnx_parallel.interop.huggingface import TABLES
+from nnx_parallel.interop.safetensors import read_tensors
 
 AXES = {"fsdp": 4, "tensor": 2}
 RULES = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=256)]
@@ -140,7 +155,205 @@ def test_errors():
   with pytest.raises(CheckpointError, match=r"blocks\.0\.down has an adapter already"):
     add_lora(init(), "*.down", rank=2, rngs=nnx.Rngs(0))
   stacked = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(nnx.Rngs(0).split(3))
-  with pytest.raises(CheckpointError, match=r"no single layer: its kernel has the shape \(3, 8, 8\)"):
+  with pytest.raises(CheckpointError, match=r"not a single layer: its kernel has the shape \(3, 8, 8\)"):
     add_lora(stacked, "*", rank=2, rngs=nnx.Rngs(0))
   with pytest.raises(CheckpointError, match="rank=0 is no rank"):
     add_lora(base_init(), "*.down", rank=0, rngs=nnx.Rngs(0))
+
+
+QWEN = {
+  "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 64, "head_dim": 16, "intermediate_size": 96,
+  "vocab_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+  "rms_norm_eps": 1e-6, "dtype": "float32", "tie_word_embeddings": False,
+  "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 128, "n_positions": 32}
+TOKENS = np.random.default_rng(0).integers(0, 128, (8, 12)).astype(np.int32)
+
+
+def folder_of(tmp_path, config):
+  """A folder of a model on Hugging Face, with random weights."""
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  export_safetensors(tmp_path / "theirs", from_config(tmp_path, nnx.Rngs(3)), weight_map_of(tmp_path))
+  (tmp_path / "config.json").rename(tmp_path / "theirs" / "config.json")
+  return tmp_path / "theirs"
+
+
+def filled(model):
+  """The same model with second factors that are not zero."""
+  for n, (_, leaf) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))):
+    if leaf.shape[0] < leaf.shape[1]:
+      leaf[...] = jax.device_put(jax.random.normal(jax.random.key(n), leaf.shape), leaf.get_value().sharding)
+  return model
+
+
+def logits(model):
+  return np.asarray(
+    nxp.hosts.to_host(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
+  )
+
+
+def adapters_of(folder):
+  return {name: tensor.read() for name, tensor in read_tensors(folder).items()}
+
+
+@pytest.mark.parametrize(
+  ("config", "targets", "short"),
+  [
+    (
+      QWEN,
+      ["layers.*.self_attn.*", "layers.*.mlp.down_proj"],
+      {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"},
+    ),
+    (GPT2, ["h.*.attn.c_attn", "h.*.mlp.c_fc"], {"c_attn", "c_fc"}),
+  ],
+  ids=["qwen3", "gpt2"],
+)
+def test_adapters_in_the_form_of_peft_and_back(tmp_path, config, targets, short):
+  theirs, mesh = folder_of(tmp_path, config), nxp.make_mesh(AXES)
+  edit = lambda model: add_lora(model, targets, rank=4, alpha=6.0, rngs=nnx.Rngs(1))
+  options = {"edit": edit, "optimizer": optax.adam(1e-2), "wrt": nnx.LoRAParam}
+  model, _ = nxp.interop.load_huggingface(theirs, mesh, RULES, **options)
+  found = logits(filled(model))
+  names = export_peft(tmp_path / "peft", model, theirs)
+
+  # What PEFT reads. A module's weight in transformers plus scale * B @ A is the merged weight.
+  settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+  assert {k: settings[k] for k in ("peft_type", "r", "lora_alpha", "bias", "rank_pattern", "task_type")} == {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "rank_pattern": {},
+    "task_type": "CAUSAL_LM",
+  }  # fmt: skip
+  assert set(settings["target_modules"]) == short
+  assert settings["fan_in_fan_out"] == (config is GPT2)
+  assert settings["base_model_name_or_path"] == str(theirs)
+  assert {file.name for file in (tmp_path / "peft").iterdir()} == {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+  }
+  arrays, weights = adapters_of(tmp_path / "peft"), adapters_of(theirs)
+  assert arrays.keys() == {*names}
+  base = nxp.interop.load_huggingface(theirs, mesh, RULES)
+  merge_adapters(base, model)
+  export_safetensors(tmp_path / "merged", base, weight_map_of(theirs))
+  merged = adapters_of(tmp_path / "merged")
+  changed = [name for name in weights if not np.array_equal(weights[name], merged[name])]
+  assert {
+    f"base_model.model.{name.removesuffix('weight')}lora_{f}.weight" for name in changed for f in "AB"
+  } == {*names}
+  for name in changed:
+    a, b = (arrays[f"base_model.model.{name.removesuffix('weight')}lora_{factor}.weight"] for factor in "AB")
+    assert a.shape[0] == b.shape[1] == 4
+    delta = 6 / 4 * b @ a
+    np.testing.assert_allclose(merged[name] - weights[name], delta.T if config is GPT2 else delta, atol=1e-5)
+
+  # Back: into a model without adapters, and into adapters on another mesh.
+  plain = nxp.interop.load_huggingface(theirs, mesh, RULES)
+  layers = import_peft(tmp_path / "peft", plain, theirs)
+  assert len(layers) == len(names) // 2
+  np.testing.assert_allclose(logits(plain), found, rtol=1e-4, atol=1e-4)
+  small = nxp.make_mesh(fsdp=2, tensor=1, devices=jax.devices()[:2])
+  other, _ = nxp.interop.load_huggingface(
+    theirs, small, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=64)], **options
+  )
+  before = jax.tree.map(lambda x: x.sharding, nnx.state(other, nnx.LoRAParam))
+  assert import_peft(tmp_path / "peft", other, theirs) == layers
+  assert jax.tree.map(lambda x: x.sharding, nnx.state(other, nnx.LoRAParam)) == before
+  np.testing.assert_allclose(logits(other), found, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_and_scales_that_differ_are_named_by_module(tmp_path):
+  theirs = folder_of(tmp_path, QWEN)
+  model = from_config(theirs, nnx.Rngs(0))
+  add_lora(model, ["layers.*.self_attn.q_proj", "layers.0.mlp.up_proj"], rank=4, rngs=nnx.Rngs(1))
+  add_lora(model, "layers.1.self_attn.o_proj", rank=2, alpha=5.0, rngs=nnx.Rngs(2))
+  found = logits(filled(model))
+  export_peft(tmp_path / "peft", model, theirs)
+  settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+  assert settings["target_modules"] == [  # not each up_proj and o_proj
+    "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj",
+    "model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.q_proj",
+  ]  # fmt: skip
+  assert settings["rank_pattern"] == {"model.layers.1.self_attn.o_proj": 2}
+  assert settings["alpha_pattern"] == {"model.layers.1.self_attn.o_proj": 5}
+  plain = from_config(theirs, nnx.Rngs(0))
+  import_peft(tmp_path / "peft", plain, theirs)
+  np.testing.assert_allclose(logits(plain), found, rtol=1e-4, atol=1e-4)
+  assert plain.layers[1].self_attn.o_proj.lora_scale == 2.5
+
+
+def peft_folder(path, arrays, **settings):
+  """A folder as another program writes it."""
+  path.mkdir()
+  (path / "adapter_config.json").write_text(
+    json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8, **settings})
+  )
+  safetensors.numpy.save_file(arrays, path / "adapter_model.safetensors")
+  return path
+
+
+def query(prefix="model.", out=64, rank=2):
+  start = f"base_model.model.{prefix}layers.0.self_attn.q_proj"
+  return {
+    f"{start}.lora_A.weight": np.ones((rank, 64), np.float32),
+    f"{start}.lora_B.weight": np.ones((out, rank), np.float32),
+  }
+
+
+def test_adapters_of_other_programs(tmp_path):
+  theirs = folder_of(tmp_path, QWEN)
+  for n, (arrays, settings, scale) in enumerate(
+    [
+      (query(), {}, 4.0),
+      (query(""), {}, 4.0),  # of the class without a head
+      (query(), {"use_rslora": True}, 8 / 2**0.5),
+      (query(), {"alpha_pattern": {"k_proj": 3, "q_proj": 16}}, 8.0),
+    ]
+  ):
+    model = from_config(theirs, nnx.Rngs(0))
+    assert import_peft(peft_folder(tmp_path / f"{n}", arrays, **settings), model, theirs) == [
+      "layers.0.self_attn.q_proj"
+    ]
+    assert model.layers[0].self_attn.q_proj.lora_scale == pytest.approx(scale)
+
+
+def test_adapters_that_do_not_fit_are_named(tmp_path):
+  theirs = folder_of(tmp_path, QWEN)
+  fresh = lambda: from_config(theirs, nnx.Rngs(0))
+  with pytest.raises(CheckpointError, match="Decoder has no adapter"):
+    export_peft(tmp_path / "peft", fresh(), theirs)
+  with pytest.raises(
+    CheckpointError, match=r"cannot read .*adapter_config.json.*\n  Fix: pass a folder that PEFT"
+  ):
+    import_peft(tmp_path, fresh(), theirs)
+  with pytest.raises(CheckpointError, match="it is of the type 'IA3', and not LORA"):
+    import_peft(peft_folder(tmp_path / "ia3", query(), peft_type="IA3"), fresh(), theirs)
+  with pytest.raises(CheckpointError, match="use_dora=True, which adapters here do not have"):
+    import_peft(peft_folder(tmp_path / "dora", query(), use_dora=True), fresh(), theirs)
+  unknown = query() | {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((2, 128), np.float32)}
+  with pytest.raises(
+    CheckpointError, match=r"1 arrays that fit no linear layer of the Decoder\.\n  base.*embedding_A"
+  ):
+    import_peft(peft_folder(tmp_path / "unknown", unknown), fresh(), theirs)
+  with pytest.raises(CheckpointError, match=r"q_proj does not fit .*\n  lora_A \(2, 64\), lora_B \(32, 2\)"):
+    import_peft(peft_folder(tmp_path / "small", query(out=32)), fresh(), theirs)
+  model = fresh()
+  add_lora(model, "layers.*.self_attn.q_proj", rank=2, rngs=nnx.Rngs(1))
+  with pytest.raises(
+    CheckpointError, match=r"only in the model: layers.1.self_attn.q_proj\n  only in the file: none"
+  ):
+    import_peft(peft_folder(tmp_path / "fewer", query()), model, theirs)
+  model = fresh()
+  add_lora(model, "layers.0.self_attn.q_proj", rank=4, rngs=nnx.Rngs(1))
+  with pytest.raises(CheckpointError, match=r"has rank 2 in .*\n.*\n  Fix: add_lora\(..., rank=2\)"):
+    import_peft(peft_folder(tmp_path / "rank", query()), model, theirs)
+
+
+def test_the_tables_keep_the_order_of_inputs_and_outputs():
+  for table in tomllib.loads(TABLES.read_text()).values():
+    for _, path, *pattern in table["rules"]:
+      if path.endswith(".kernel") and pattern:
+        left, right = pattern[0].split(" -> ")
+        dims = [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\w+", left)]
+        if len(dims) == 2:  # not of a convolution
+          out, inputs = dims
+          assert right.split() == [*inputs, *out]

@@ -426,7 +426,9 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, file):
   index = tmp_path / "run" / "model.safetensors.index.json"
   index.parent.mkdir()
   index.write_text(json.dumps({"weight_map": {"w": file}}))
-  with pytest.raises(CheckpointError, match=r"is not an index .*: w is not in a file beside it, but in .*\n"):
+  with pytest.raises(
+    CheckpointError, match=r"is not an index .*: w is not in a file of the same folder, but in .*\n"
+  ):
     read_tensors(tmp_path / "run")
 
 

@@ -288,7 +288,7 @@ def without_max(s):
 
 OTHER_FORMS = [
   (plus_one, "its weights are not exponentials over their sum"),
-  (without_max, "what is subtracted from its scores is not their maximum"),
+  (without_max, "it does not subtract the maximum from its scores"),
 ]
 
 

@@ -279,7 +279,7 @@ def test_what_is_done_with_the_head_is_said():
   assert line_of(two, 4) == f"{plain}; the last of 2 heads only, as written: dot_general -> float32[4,13,50]"
   assert line_of(one_by_one, 20) == (
     "the head and the loss of each token in 17 chunks of the 50 columns"
-    " (of 20 that were asked for: chunks are of equal length)"
+    " (of 20 requested: chunks are of equal length)"
   )
 
 

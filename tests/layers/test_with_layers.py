@@ -1,4 +1,4 @@
-"""What becomes of the calls of layers in a trace, on one device: equal in value, gradient and state."""
+"""The calls of layers in a trace, on one device: equal in value, gradient and state."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_any_depth(depth, remat):
       with_more,
       "layers.0 and layers.1 differ in the arrays that they get: none (4 arrays) / bool[3,1] (5 arrays)",
     ),
-    (changed_between, "mul between layers.0 and layers.1 changes what the second one gets"),
+    (changed_between, "mul between layers.0 and layers.1 changes an input of the second"),
     (lambda layers, x: in_turn(layers[:3], x), "layers.0 to layers.2: 3 layers, and a scan has 4 or more"),
   ],
 )
@@ -194,7 +194,7 @@ def test_a_scan_needs_equal_layers():
     trace(Net(2, changed_between), scan_layers=True)
   assert str(error.value) == (
     "scan_layers=True finds no consecutive equal layers.\n"
-    "  mul between layers.0 and layers.1 changes what the second one gets\n"
+    "  mul between layers.0 and layers.1 changes an input of the second\n"
     '  Fix: scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.'
   )
 
@@ -556,7 +556,7 @@ def of_list(kind, *args):
 
 def test_a_class_that_refuses_a_subclass_is_named():
   model, run = of_list(Named)
-  with pytest.raises(nxp.errors.TrainError, match="the calls of Named cannot be marked as those of layers"):
+  with pytest.raises(nxp.errors.TrainError, match="the calls of Named cannot be marked as a layer"):
     nxp.with_layers(run, remat="full")(model, jnp.ones((2, 4)))
   assert type(model.layers[0]) is Named
 
@@ -572,7 +572,7 @@ def test_numpy_arguments_of_layers_stay_numpy():
   [
     ({"layers": "typo.*"}, "layers='typo.*' matches no module.\n  modules: layers.0, layers.1, layers.2"),
     ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
-    ({"scan_layers": 1}, "scan_layers=1 is no choice"),
+    ({"scan_layers": 1}, "scan_layers=1 is not a valid choice"),
     ({"remat": False}, "remat=False is not a known policy"),
     ({"remat": "some"}, "remat='some' is not a known policy"),
     ({"layers": ["blocks.*"]}, "layers=['blocks.*'] is no pattern"),

@@ -152,7 +152,9 @@ def test_an_axis_of_size_one_splits_nothing():
 
 def test_the_warning_does_not_advise_what_is_there():
   plan = nxp.plan(lambda: nnx.Linear(1021, 511, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp())
-  with pytest.warns(NnxParallelWarning, match=r'plan\(\.\.\., uneven="pad"\) splits what no axis divides'):
+  with pytest.warns(
+    NnxParallelWarning, match=r'plan\(\.\.\., uneven="pad"\) splits dims that no axis divides'
+  ):
     plan.warn_replicated()
   padded = nxp.plan(plan.init, plan.mesh, nxp.fsdp(), uneven="pad")
   assert not padded.audit()

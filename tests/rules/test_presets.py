@@ -243,7 +243,7 @@ def test_unmatched_parameters_are_all_listed_with_the_nearest_rule():
   assert "layers.0.self_attn.q_proj.kernel   (nearest rule: ('self_attn', 'q_proj', 'weight'))" in text
   assert "embed_tokens.embedding" in text
   assert "\n    lm_head.kernel" not in text
-  assert "None replicates one" in text
+  assert "None replicates an array" in text
 
 
 def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():

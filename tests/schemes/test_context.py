@@ -261,7 +261,7 @@ def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all
 
 
 ERRORS = {
-  "a bias": (lambda f, x: f(x, x, x, bias=x), "the weights of the whole sequence never exist"),
+  "a bias": (lambda f, x: f(x, x, x, bias=x), "the full attention weights never exist"),
   "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
   "a mask": (
     lambda f, x: f(*[x[:, :8]] * 3, jnp.ones((1, 1, 8, 8), bool)),
@@ -425,5 +425,5 @@ def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
     with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):
       assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
       np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
-  with pytest.raises(SchemeError, match="a ring merges what it sees of each shard"):
+  with pytest.raises(SchemeError, match="a ring merges the results of each shard"):
     nxp.parallel.context_attention(fused=True)

@@ -403,5 +403,5 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
   ):
     with pytest.raises((TrainError, SchemeError), match=message):
       trained(lambda make=make: make(nnx.Rngs(0)), mesh, "stage", **options)
-  with pytest.raises(TrainError, match="pipeline=True is no axis"):
+  with pytest.raises(TrainError, match="pipeline=True is not an axis"):
     nxp.train_step(loss, pipeline=True)

@@ -243,9 +243,9 @@ def longer(model):
 @pytest.mark.parametrize(
   ("edit", "line"),
   [
-    (longer, "0.mu.extra.kernel: not in the state, and a parameter of the model needs it"),
-    (without_bias, "0.nu.up.bias: in the state, and no parameter of the model needs it"),
-    (wider, "0.mu.up.kernel: shape (8, 16), and its parameter needs (8, 32)"),
+    (longer, "0.mu.extra.kernel: not in the state, but a parameter of the model needs it"),
+    (without_bias, "0.nu.up.bias: in the state, but no parameter of the model needs it"),
+    (wider, "0.mu.up.kernel: shape (8, 16), but its parameter needs (8, 32)"),
   ],
 )
 @pytest.mark.parametrize("by_hand", [False, True], ids=["planned", "by hand"])
@@ -257,7 +257,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_an_error_that_says_what
   step(model, optimizer, x)
   edit(model)
   with pytest.raises(
-    nxp.errors.TrainError, match="the state of the optimizer is not that of the parameters"
+    nxp.errors.TrainError, match="the state of the optimizer does not fit the parameters"
   ) as error:
     step(model, optimizer, x)
   assert line in str(error.value)

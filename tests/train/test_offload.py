@@ -153,7 +153,7 @@ def test_what_is_refused():
     nxp.errors.PlanError, match="optimizer_memory='host' is not a memory that state can be fetched from"
   ):
     plan_on(optax.adam(1e-2), "host")
-  with pytest.raises(nxp.errors.PlanError, match="places optimizer state, and there is no optimizer"):
+  with pytest.raises(nxp.errors.PlanError, match="places optimizer state, but there is no optimizer"):
     plan_on(None, HOST)
 
 

@@ -154,8 +154,8 @@ def test_a_step_means_by_a_policy_what_with_layers_does(remat):
 
 NO_LAYER = (
   r"remat='full' finds no layer in the loss, so it would change nothing\.\n"
-  r"  a layer is one of several modules of one class and structure beside each other \(in a list, or as"
-  r" attributes that end in numbers\), the body of a scan, or what is under nnx\.remat\n"
+  r"  a layer is one of several adjacent modules of one class and structure \(in a list, or as"
+  r" attributes that end in numbers\), the body of a scan, or a part under nnx\.remat\n"
   r"  Fix: layers of one class in an nnx\.List, or named by layers=\"decoder\.blocks\.\*\"; or @nnx\.remat on"
   r" the __call__ of their class; or leave remat out\."
 )

@@ -185,5 +185,5 @@ def test_what_cannot_be_folded():
     nxp.errors.TrainError, match=r"cannot fold over 'data': .* not split along that axis by hand\."
   ):
     nxp.parallel.fold_rng_over_axis(jax.random.key(0), "data")
-  with pytest.raises(nxp.errors.TrainError, match=r"cannot fold a int over an axis: it is no PRNG key\."):
+  with pytest.raises(nxp.errors.TrainError, match=r"cannot fold a int over an axis: it is not a PRNG key\."):
     nxp.parallel.fold_rng_over_axis(3, "data")

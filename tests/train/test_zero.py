@@ -193,7 +193,7 @@ def test_hybrid_splits_inside_a_slice_only():
     ({"zero": 1, "zero_axes": "dta"}, "zero_axes names 'dta', which is not in the mesh"),
     ({"zero": 1, "zero_axes": ("data",) * 2}, r"zero_axes=\('data', 'data'\) names an axis twice"),
     ({"zero": 1, "zero_axes": ()}, "zero=1 splits nothing: zero_axes names no axis"),
-    ({"zero": 1, "optimizer": None}, "zero=1 splits optimizer state, and there is no optimizer"),
+    ({"zero": 1, "optimizer": None}, "zero=1 splits optimizer state, but there is no optimizer"),
   ],
 )
 def test_what_is_refused(options, message):

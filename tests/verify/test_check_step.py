@@ -206,6 +206,6 @@ def test_a_second_plan_that_is_none_is_an_error_with_the_call():
   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), optimizer=optax.sgd(0.1))
   loss = lambda model, x: model(x).sum()
   with pytest.raises(
-    nxp.errors.PlanError, match=r"two plans, and the second is a function[\s\S]*None, loss_fn, batch"
+    nxp.errors.PlanError, match=r"two plans, but the second is a function[\s\S]*None, loss_fn, batch"
   ):
     nxp.check_step(plan, loss, np.ones((8, 8), np.float32), {})

@@ -130,7 +130,7 @@ def test_a_kernel_gradient_that_is_summed_too_often_is_found(mended):
   else:
     (fault,) = found.faults
     assert fault.factor == pytest.approx(4)
-    assert fault.what == "4 times what it should be"
+    assert fault.what == "4 times the correct value"
 
 
 @pytest.mark.parametrize("complete", [False, True])

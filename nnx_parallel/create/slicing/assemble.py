@@ -76,14 +76,14 @@ def put(value: AnyArray, sharding: NamedSharding) -> jax.Array:
   Of a numpy array (global shape) only the part of the local devices is read.
   """
   if isinstance(value, jax.Array) and value.is_fully_addressable and not sharding.is_fully_addressable:
-    # jax refuses to move a committed array of one process to the devices of several.
+    # jax refuses to move a committed array of one process to the devices of several processes.
     if is_key(value.dtype):
       numbers = put(np.asarray(jax.random.key_data(value)), sharding)
       return _keys(jax.random.key_impl(value), sharding)(numbers)
     value = np.asarray(value)
   if isinstance(value, jax.Array):
     placed = jax.device_put(value, sharding, may_alias=False)
-    # From one device to several, jax (0.12) hands on the first device's buffer all the same.
+    # From one device to several, jax (0.12) still hands on the first device's buffer.
     return jax.jit(jnp.copy, out_shardings=sharding)(placed) if _buffers(placed) & _buffers(value) else placed
   # jax may use numpy's own memory for an array, so each shard is copied.
   return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
@@ -121,7 +121,7 @@ class Inputs:
     array = self.host(value)
     sharding = self.sharding(value, part)
     if not is_tiny(value.aval):
-      # Not kept: a constant is read once, and would stay on the devices beside what is made of it.
+      # Not kept: a constant is read once, and would stay on the devices in addition to its results.
       return jax.device_put(array, sharding)
     if is_key(value.aval.dtype):
       array = jax.random.key_data(array)

@@ -1,16 +1,17 @@
-"""Cuts a traced constructor into slices: the equations behind each Variable, equal ones grouped.
+"""Cuts a traced constructor into slices: the equations behind each Variable, with equal slices grouped.
 
-A large model is built from few initializers: 96 blocks hold 96 equal kernels, drawn from 96 keys. Compiled
-as one program, each of them is compiled again. So the constructor is traced once and the trace is cut:
+A large model is built from few initializers: 96 blocks hold 96 equal kernels, drawn from 96 keys. As one
+program, each of them would be compiled again. So the constructor is traced once and the trace is cut:
 
 1. Tiny values (keys, counters, scalars) are evaluated first, operation by operation, as eager Python would.
-2. The rest is divided into *slices*: the operations behind one Variable, or behind several that share
-   work. Tiny values are the inputs of a slice. So are the numbers written in it: slices that differ in those
-   only (the initial scale of each layer) are equal, and the compiler cannot fold what it does not see. With
-   a barrier after each operation, a slice rounds where eager execution rounds.
+2. The rest is divided into *slices*: the operations behind one Variable, or behind several that share work.
+   Tiny values are the inputs of a slice. Numbers in it are inputs too: slices that differ only in numbers
+   (the initial scale of each layer) are equal, and the compiler cannot fold unknown numbers. With a barrier
+   after each operation, a slice rounds where eager execution rounds.
 3. Equal slices with equal shardings are one program: compiled once, run once for each member.
 
-Compile time follows the number of distinct slices instead of depth; temporaries are those of one slice.
+Compile time depends on the number of distinct slices instead of depth; only a single
+slice needs temporaries at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COUNTS = 4096
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-  """One program of several that run one after the other.
+  """One of several programs that run one after another.
 
   Attributes:
     program: a closed jaxpr.
@@ -50,7 +51,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-  """A variable in place of a number, or of one in an opened call: a call may be opened many times."""
+  """A variable in place of a number, or of a variable in an opened call: a call may be opened many times."""
 
   aval: Aval
 
@@ -60,10 +61,10 @@ class Slice:
   """The operations behind some outputs of the trace.
 
   Attributes:
-    outputs: positions in the trace's outputs; several when they share work.
-    results: the variables of those outputs.
+    outputs: positions in the trace's outputs; several if they share work.
+    results: the variables of the outputs.
     operations: in order; empty in all members of a group but the first.
-    inputs: what feeds it: tiny values and constants (variables), and numbers (literals).
+    inputs: its inputs: tiny values and constants (variables), and numbers (literals).
     key: equal keys mean equal programs.
   """
 
@@ -96,7 +97,7 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
 
   Args:
     phases: the traced constructor, without side effects.
-    outputs: which results of all phases are wanted; each is one array of the model.
+    outputs: the requested results of all phases; each is one array of the model.
     shardings: the sharding of each output.
   """
   program = _Program(phases, outputs)
@@ -109,7 +110,7 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
   for outputs, operations in members:
     member = _slice(program, outputs, operations, [shardings[i] for i in outputs], keys)
     group = groups.setdefault(member.key, [])
-    # The trace of a deep model is large beside a shard; the first member's operations serve the whole group.
+    # The trace of a deep model is large compared with a shard; the first member's operations serve the group.
     group.append(dataclasses.replace(member, operations=()) if group else member)
   sliced = {i for outputs, _ in members for i in outputs}
   given = {i: value for i, value in enumerate(program.results) if i not in sliced}
@@ -127,7 +128,7 @@ def evaluate(operations: Iterable[JaxprEqn], values: dict[Var, AnyArray], *, iso
   """
 
   def eager(op: JaxprEqn, inputs: list[Var]) -> Sequence[jax.Array]:
-    # Only what changes values: a mesh would run tiny operations on all devices.
+    # Only the settings that change values: a mesh would run tiny operations on all devices.
     with jax.threefry_partitionable(op.ctx.threefry_partitionable):
       results = op.primitive.bind(*inputs, **op.primitive.get_bind_params(op.params))
     return results if op.primitive.multiple_results else [results]
@@ -189,7 +190,7 @@ class _Program:
     return first, [(tuple(outputs), operations) for outputs, operations in members.values()]
 
   def open_shared_calls(self, members: list[tuple[tuple[int, ...], list[JaxprEqn]]]) -> bool:
-    """Replaces calls that make several Variables (a compiled sub-constructor) by what is in them."""
+    """Replaces calls that make several Variables (a compiled sub-constructor) by their operations."""
     shared = {
       id(op)
       for outputs, operations in members

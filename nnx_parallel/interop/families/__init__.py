@@ -1,18 +1,20 @@
 """Plain modules of Hugging Face's families, whose weights `nnx_parallel.interop.huggingface` maps.
 
-A user copies one to change it. They hold no annotations: `nxp.presets.llama()` and its like name their dims.
+Copy a module to change it. They hold no annotations: `nxp.presets.llama()` and similar presets name their
+dims.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
 from nnx_parallel.core.mesh import AnyMesh
+from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.decoder import Config, Decoder
 from nnx_parallel.interop.families.encoder import Bert, ViT
@@ -70,7 +72,7 @@ def from_config(
     return OTHERS[family](found, rngs, param_dtype)
   raise RecipeError(
     f"there is no module here for the family {family!r}, which {folder} is of.",
-    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or a module of your own.",
+    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or your own module.",
   )
 
 
@@ -82,18 +84,21 @@ def load_huggingface(
   param_dtype: str = "float32",
   skip: Sequence[str] = (),
   ignore: Sequence[str] = (),
+  edit: Callable[[Any], Any] | None = None,
   **options: Any,
 ) -> Any:
   """Loads a model of Hugging Face into its shards: its module, plan, weight map and weights in one call.
 
   Args:
     folder: with `config.json` and safetensors files.
-    mesh: of real devices.
-    rules: as for `nxp.plan`; `nxp.presets.llama()` and its like name the dims.
-    param_dtype: of all parameters; the import casts to it.
+    mesh: a mesh of real devices.
+    rules: as for `nxp.plan`; `nxp.presets.llama()` and similar presets name the dims.
+    param_dtype: the dtype of all parameters; the import casts to it.
     skip: patterns of paths that the files do not have; these leaves are initialised.
     ignore: keys of `config.json` that have no effect, although they are not known here.
-    **options: of `nxp.plan`; `optimizer=` makes an optimizer too.
+    edit: called on the module before it is planned: `lambda model: add_lora(model, ...)`. Adapters are
+      initialised, and not read.
+    **options: options of `nxp.plan`; `optimizer=` makes an optimizer too.
 
   Returns:
     The module, or (module, optimizer).
@@ -110,7 +115,13 @@ def load_huggingface(
   """
 
   def init() -> nnx.Module:
-    return from_config(folder, nnx.Rngs(0), param_dtype=param_dtype, ignore=ignore)
+    model = from_config(folder, nnx.Rngs(0), param_dtype=param_dtype, ignore=ignore)
+    if edit is not None:
+      edit(model)
+    return model
 
   plan = make_plan(init, mesh, rules, **options)
-  return import_safetensors(folder, plan, weight_map_of(folder), skip=skip)
+  added = [
+    path_str(path) for path, x in variables(plan.abstract_model).items() if isinstance(x, nnx.LoRAParam)
+  ]
+  return import_safetensors(folder, plan, weight_map_of(folder), skip=[*skip, *added])

@@ -38,10 +38,10 @@ class Rope:
 
   Attributes:
     theta: the base of the wavelengths.
-    kind: how they are stretched for longer texts.
-    factor: by how much.
+    kind: how the wavelengths are stretched for longer texts.
+    factor: the factor of the stretching.
     low: with `llama3`, wavelengths longer than `length / low` are stretched in full.
-    high: with `llama3`, those shorter than `length / high` stay.
+    high: with `llama3`, wavelengths shorter than `length / high` stay.
     length: positions that the model was first trained on.
   """
 
@@ -64,30 +64,30 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes and settings; `from_json` reads those of a model on Hugging Face.
+  """Sizes and settings; `from_json` reads the settings of a model on Hugging Face.
 
   Attributes:
-    vocab: tokens.
-    width: of the residual stream.
-    hidden: of the MLP, or of an expert.
-    heads: of the queries.
-    kv_heads: of keys and values.
-    head_dim: of one head.
-    ropes: of each layer.
-    windows: of each layer: a token sees itself and those before it, so many in all; None: all.
-    score_scale: what attention scores are multiplied by.
-    eps: of the norms.
-    activation: of the MLP, a key of `ACTIVATIONS`.
+    vocab: the number of tokens.
+    width: the width of the residual stream.
+    hidden: the width of the MLP, or of an expert.
+    heads: the number of query heads.
+    kv_heads: the number of key and value heads.
+    head_dim: the width of a head.
+    ropes: the rotary positions of each layer.
+    windows: the window of each layer: a token sees this many tokens up to and including itself; None: all.
+    score_scale: the factor of attention scores.
+    eps: the epsilon of the norms.
+    activation: the activation of the MLP, a key of `ACTIVATIONS`.
     qkv_bias: whether query, key and value have biases.
-    out_bias: whether the attention's output has one.
+    out_bias: whether the attention's output has a bias.
     mlp_bias: whether the MLP has biases.
     qk_norm: whether queries and keys are normed.
     gemma: norms scale by 1 + scale, and embeddings are multiplied by the root of the width.
-    post_norms: whether what attention and MLP return is normed too, as in Gemma 3.
+    post_norms: whether the results of attention and MLP are normed too, as in Gemma 3.
     tied: whether the head is the transposed embedding.
-    experts: in place of the MLP; 0: none.
-    experts_per_token: that compute it.
-    param_dtype: of all parameters.
+    experts: the number of experts in place of the MLP; 0: no experts.
+    experts_per_token: the number of experts that compute each token.
+    param_dtype: the dtype of all parameters.
   """
 
   vocab: int
@@ -114,7 +114,7 @@ class Config:
 
   @classmethod
   def from_json(cls, found: ConfigJson, param_dtype: str = "float32") -> Config:
-    """Reads what `config.json` holds, as transformers 4 and 5 write it.
+    """Reads the contents of `config.json`, as transformers 4 and 5 write it.
 
     Raises:
       RecipeError: a setting that this decoder does not have.
@@ -226,7 +226,7 @@ def require(holds: bool, found: ConfigJson, key: str) -> None:
 
 
 class Norm(nnx.Module):
-  """RMSNorm, in float32. Gemma's scale is what is added to 1."""
+  """RMSNorm, in float32. Gemma adds 1 to its scale."""
 
   def __init__(self, width: int, config: Config, rngs: nnx.Rngs):
     del rngs
@@ -258,10 +258,10 @@ class Attention(nnx.Module):
   def __call__(
     self, x: jax.Array, cache: Cache | None = None, position: jax.Array | int = 0
   ) -> tuple[jax.Array, Cache | None]:
-    """Each token attends to itself and those before it, as many as its window has.
+    """Each token attends to itself and the tokens before it, as many as its window has.
 
-    With a cache, `x` starts at `position`; what was before it is in the cache, to which its keys and values
-    are added.
+    With a cache, `x` starts at `position`; the cache holds the earlier positions, and the keys and values of
+    `x` are added to it.
     """
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.config.qk_norm:
@@ -303,12 +303,12 @@ class GatedMLP(nnx.Module):
     self.activation = config.activation
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 class Experts(nnx.Module):
-  """Mixtral's: the best few compute each token. The mesh axis `expert`, if there is one, splits them."""
+  """Mixtral's experts: the best few compute each token. The mesh axis `expert`, if any, splits them."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     dtype = jnp.dtype(config.param_dtype)
@@ -321,7 +321,7 @@ class Experts(nnx.Module):
     self.config = config
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     activation = ACTIVATIONS[self.config.activation]
 
     def expert(p: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
@@ -333,7 +333,7 @@ class Experts(nnx.Module):
 
 
 class Layer(nnx.Module):
-  """Attention and MLP, each behind a norm; in Gemma 3 each before one too."""
+  """Attention and MLP, each after a norm; in Gemma 3 each also before a norm."""
 
   def __init__(self, config: Config, layer: int, rngs: nnx.Rngs):
     norm = functools.partial(Norm, config.width, config, rngs)

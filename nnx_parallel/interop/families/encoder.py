@@ -14,7 +14,7 @@ from nnx_parallel.interop.huggingface import ConfigJson
 
 
 class Layer(nnx.Module):
-  """Attention and an MLP, each behind a norm as in ViT, or each before one as in BERT."""
+  """Attention and an MLP, each after a norm as in ViT, or each before a norm as in BERT."""
 
   def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str, *, norm_first: bool):
     require(found["hidden_act"] in ACTIVATIONS, found, "hidden_act")
@@ -57,9 +57,9 @@ class Bert(nnx.Module):
   """Logits of each token, (batch, seq, vocab), for int32 tokens (batch, seq), of which some are masked.
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.
@@ -103,9 +103,9 @@ class ViT(nnx.Module):
   """Logits of each class, (batch, labels), for images (batch, channels, height, width).
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.

@@ -22,7 +22,7 @@ class Attention(nnx.Module):
     self.heads = heads
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Each token attends to itself and those before it."""
+    """Each token attends to itself and the tokens before it."""
     batch, seq, width = x.shape
     parts = jnp.split(self.c_attn(x), 3, axis=-1)
     q, k, v = (part.reshape(batch, seq, self.heads, width // self.heads) for part in parts)
@@ -38,7 +38,7 @@ class MLP(nnx.Module):
     self.activation = activation
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
 
 
@@ -65,9 +65,9 @@ class GPT2(nnx.Module):
   """Logits of the next token, (batch, seq, vocab), for int32 tokens (batch, seq).
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.

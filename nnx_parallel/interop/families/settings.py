@@ -1,7 +1,7 @@
-"""What the modules of this folder follow of a `config.json`, with the defaults that transformers has.
+"""The settings of a `config.json` that the modules of this folder follow, with the defaults of transformers.
 
-Every other key must have its default, or be without effect on what the model computes: a module that passes
-over a key would compute other numbers than the model does.
+Every other key must have its default, or have no effect on the results of the model: a module that ignored
+such a key would compute other numbers than the model does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.huggingface import ConfigJson
 
-# Names that say nothing about what the model computes, as patterns.
+# Names without an effect on the results of the model, as patterns.
 WITHOUT_EFFECT = (
   "_*",
   "*dropout*",
@@ -250,7 +250,7 @@ def settings(found: ConfigJson) -> dict[str, Any]:
   """Each key that the family's module follows, as `config.json` has it, or with transformers' default.
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
 
   Raises:
     RecipeError: a key that the module does not follow has another value than its default, or a value is of

@@ -16,7 +16,7 @@ from nnx_parallel.interop.huggingface import ConfigJson
 class Attention(nnx.Module):
   """Attention without scale or biases, over (batch, seq, width)."""
 
-  relative_attention_bias: nnx.Embed  # that of the first layer
+  relative_attention_bias: nnx.Embed  # the embedding of the first layer
 
   def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str):
     width, self.heads = found["d_model"], found["num_heads"]
@@ -60,7 +60,7 @@ class MLP(nnx.Module):
     self.gated = gated
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps each position by itself."""
+    """Maps each position separately."""
     activation = ACTIVATIONS[self.activation]
     return self.wo(activation(self.wi_0(x)) * self.wi_1(x) if self.gated else activation(self.wi(x)))
 
@@ -77,7 +77,7 @@ class Part(nnx.Module):
     self.kind = kind
 
   def __call__(self, x: jax.Array, *args: jax.Array) -> jax.Array:
-    """Adds what the part makes; attention to itself takes the bias, to others also their values."""
+    """Adds the part's result; self-attention takes the bias, cross-attention also the encoder's values."""
     y, part = self.layer_norm(x), getattr(self, self.kind)
     if self.kind == "SelfAttention":
       return x + part(y, y, *args)
@@ -120,7 +120,7 @@ class Stack(nnx.Module):
     return self.final_layer_norm(x)
 
   def relative_bias(self, size: int) -> jax.Array:
-    """Of float32 shape (1, heads, size, size); in the decoder, what is ahead is hidden."""
+    """Returns float32 of shape (1, heads, size, size); in the decoder, later positions are hidden."""
     positions = jnp.arange(size)
     ahead = positions[None, :] - positions[:, None]
     table = self.block[0].layer[0].SelfAttention.relative_attention_bias
@@ -128,7 +128,7 @@ class Stack(nnx.Module):
     return jnp.where((ahead > 0)[None, None], -1e9, bias) if self.is_decoder else bias
 
   def bucket(self, ahead: jax.Array) -> jax.Array:
-    """Near distances have a bucket each, far ones share some by their logarithm. Source: arXiv:1910.10683."""
+    """Near distances have a bucket each; far ones share buckets, by logarithm. Source: arXiv:1910.10683."""
     count = self.buckets if self.is_decoder else self.buckets // 2
     offset = 0 if self.is_decoder else jnp.where(ahead > 0, count, 0)
     distance = jnp.maximum(-ahead, 0) if self.is_decoder else jnp.abs(ahead)
@@ -142,9 +142,9 @@ class T5(nnx.Module):
   """Logits of the decoder's next token, (batch, to, vocab), for int32 tokens (batch, from) and (batch, to).
 
   Args:
-    found: what `config.json` holds.
+    found: the contents of `config.json`.
     rngs: for the weights.
-    param_dtype: of all parameters.
+    param_dtype: the dtype of all parameters.
 
   Raises:
     RecipeError: a setting that this module does not have.

@@ -1,4 +1,4 @@
-"""The arrays that a plan replicates, their cost, and what the optimizer trains."""
+"""The arrays that a plan replicates, their cost, and the leaves that the optimizer trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Replicated:
 
   Attributes:
     leaf: its row in the plan.
-    axis: the largest mesh axis that could split it; None when none divides a dim.
+    axis: the largest mesh axis that could split it; None if no axis divides a dim.
     dim: the dim that it would split, or None.
   """
 
@@ -53,12 +53,12 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Shown, Sequence[Replicated]):
-  """The large replicated leaves, by bytes wasted; prints as a table, and is falsy when there are none.
+  """The large replicated leaves, by bytes wasted; prints as a table, and is falsy if there are none.
 
   Attributes:
     findings: the leaves, worst first.
     min_bytes: the threshold that was used, in bytes.
-    faults: known faults of XLA that a step of your own may meet on this layout, a line for each.
+    faults: known faults of XLA that a hand-written step may meet on this layout, a line for each.
   """
 
   findings: tuple[Replicated, ...]
@@ -73,7 +73,7 @@ class Audit(Shown, Sequence[Replicated]):
 
   @property
   def wasted(self) -> int:
-    """Bytes per device that could be saved together."""
+    """Bytes per device that could be saved in total."""
     return sum(finding.wasted for finding in self.findings)
 
   def __str__(self) -> str:
@@ -145,7 +145,7 @@ def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
   fallback = plan.rules.fallback
   mend = "fsdp() at the end of the rules splits them"
   if fallback is not None and fallback.mode == "fsdp":
-    mend = 'plan(..., uneven="pad") splits what no axis divides'
+    mend = 'plan(..., uneven="pad") splits dims that no axis divides'
   message = (
     f"{held} of {what} are replicated on {plan.mesh.size} devices: {shown.name}"
     f" {format_array(shown.dtype, shown.shape)} ({shown.decision.reason}; {worst.remedy}){more}."
@@ -157,13 +157,13 @@ def warn_replicated(plan: PlanTable, *, stacklevel: int = 2) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Trainable(Shown):
-  """What a filter trains and what it leaves frozen; prints as a summary.
+  """The leaves that a filter trains and freezes; prints as a summary.
 
   Attributes:
     wrt: the filter.
     trained: the model's leaves that it selects.
     frozen: the other parameters (`nnx.Param` and its subclasses).
-    other: what is neither: statistics, RNG state, caches, raw arrays.
+    other: the remaining leaves: statistics, RNG state, caches, raw arrays.
   """
 
   wrt: nnx.filterlib.Filter

@@ -19,7 +19,7 @@ UPDATE = "NNX_PARALLEL_UPDATE_GOLDEN"
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-  """One field of one leaf that differs between two plans."""
+  """One field of a leaf that differs between two plans."""
 
   name: str
   field: str
@@ -35,8 +35,8 @@ class PlanDiff(Shown):
     mesh: the two meshes' axes, when they differ.
     removed: leaves that only the first plan has.
     added: leaves that only the second plan has.
-    changes: what differs in the leaves of both.
-    bytes_per_device: of the first plan and of the second.
+    changes: the differences of leaves that both plans have.
+    bytes_per_device: the bytes of the first plan and of the second plan.
   """
 
   mesh: tuple[dict[str, int], dict[str, int]] | None
@@ -100,7 +100,7 @@ def _layout(leaf: LeafPlan) -> dict[str, str]:
 
 
 def golden_text(plan: PlanTable) -> str:
-  """The layout alone, one readable line for each leaf: the content of golden files."""
+  """Only the layout, one readable line for each leaf: the content of golden files."""
   mesh = " ".join(f"{axis}={size}" for axis, size in axis_sizes(plan.mesh).items())
   rows = [f"{leaf.name}: {'  '.join(v for v in _layout(leaf).values() if v != '-')}" for leaf in plan.leaves]
   held = f"{plan.bytes_per_device()} bytes per device"
@@ -108,7 +108,7 @@ def golden_text(plan: PlanTable) -> str:
 
 
 def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
-  """Fails when a plan's layout is not the one in a file that is kept with the tests.
+  """Fails if a plan's layout differs from the layout in a file that is kept with the tests.
 
   Reasons and rules may change freely; types, shapes, dtypes, specs, padding and bytes may not.
 
@@ -144,4 +144,4 @@ def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update:
   )
   changes = "\n".join(lines)
   if changes:
-    raise AssertionError(f"the layout is not the golden one:\n{changes}\n{how}")
+    raise AssertionError(f"the layout differs from the golden layout:\n{changes}\n{how}")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
+from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, explicit_axes
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.layout.table import PlanTable
@@ -35,7 +35,7 @@ def to_json(plan: PlanTable) -> str:
   """See `Plan.to_json`."""
   head: dict[str, Any] = {
     "format": FORMAT,
-    "mesh": {"axes": axis_sizes(plan.mesh), "explicit": is_explicit(plan.mesh)},
+    "mesh": {"axes": axis_sizes(plan.mesh), "explicit": explicit_axes(plan.mesh)},
     "rules": _rules_to_json(plan.rules),
     "notes": plan.notes,
     "zero": plan.zero,
@@ -47,7 +47,7 @@ def to_json(plan: PlanTable) -> str:
 
 
 def from_json(text: str, mesh: AnyMesh | None) -> dict[str, Any]:
-  """Reads what `to_json` wrote; see `Plan.from_json`. Returns the fields of a plan."""
+  """Reads the text of `to_json`; see `Plan.from_json`. Returns the fields of a plan."""
   try:
     data = json.loads(text)
   except json.JSONDecodeError as error:

@@ -27,7 +27,7 @@ def holders(leaf: LeafPlan) -> np.ndarray:
 
 
 def elements(leaf: LeafPlan, dim: int, shard: int) -> str:
-  """The elements of one dim in a shard, without padding: `0:4`; `:` for a dim that is not split."""
+  """The elements of a dim in a shard, without padding: `0:4`; `:` for a dim that is not split."""
   if leaf.shards[dim] == 1:
     return ":"
   size, end = leaf.local_shape[dim], leaf.shape[dim]

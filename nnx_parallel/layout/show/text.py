@@ -148,7 +148,7 @@ def _row(name: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
 
 
 def _tables(sections: Sequence[tuple[str, Sequence[tuple[str, ...]]]], width: int) -> list[str]:
-  # One set of column widths for all sections, so that the eye can run down the whole page.
+  # One set of column widths for all sections, so that the columns line up on the page.
   columns = ("n", "type", "array", "spec", "per device", "why")
   every = [(title, *columns) for title, _ in sections] + [row for _, rows in sections for row in rows]
   lines: list[str] = []

@@ -1,9 +1,9 @@
 """The arrays of a trace that a compiler keeps in memory.
 
-Compilers fuse an elementwise operation into whatever reads it, and do it again in the backward pass rather
-than keep its result. What they keep are results of products, loops, gathers and reductions, and what products
-read: that is in memory anyway. So what a trace saves as `exp(logits)` in float32 beside a mask of the targets
-is, in the program, the logits.
+Compilers fuse an elementwise operation into the operation that reads it, and repeat it in the backward pass
+rather than keep its result. They keep results of products, loops, gathers and reductions, and the operands of
+products, which are in memory anyway. So where a trace saves `exp(logits)` in float32 and a mask of the
+targets, the program keeps the logits.
 Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
 """
 
@@ -20,7 +20,7 @@ from nnx_parallel.core.types import JaxprEqn, Program, Var
 
 Variables = tuple[Any, ...]
 _FUSED = ELEMENTWISE - {"name", "reduce_precision"} | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
-"""What a `checkpoint_name` marks may be kept, and what `reduce_precision` rounds is made as it is."""
+"""The argument of `checkpoint_name` may be kept, and the result of `reduce_precision` is stored as it is."""
 
 
 def is_fused(eqn: JaxprEqn) -> bool:
@@ -32,16 +32,16 @@ def is_fused(eqn: JaxprEqn) -> bool:
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
-  """Whether it is a product, or a function with one (`jnp.einsum`)."""
+  """Whether an operation is a product, or a function with a product (`jnp.einsum`)."""
   eqns = inner_equations(eqn) if eqn.primitive.name in CALLS else [eqn]
   return any(e.primitive.name in PRODUCTS for e in eqns)
 
 
 def stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
-  """The variables of a jaxpr that a program keeps to have the saved ones again, inputs left out.
+  """The variables of a jaxpr that a program keeps to recover the saved variables, except inputs.
 
-  What a product reads stays. Another elementwise result is replaced by its sources where they, without those
-  that are kept anyway, are no larger. Inputs of the trace cost nothing.
+  Operands of products stay. Other elementwise results are replaced by their sources if these, without the
+  sources that are kept anyway, are no larger. Inputs of the trace cost nothing.
   """
   body = opened(jaxpr)
   sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)

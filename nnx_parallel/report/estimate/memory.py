@@ -23,24 +23,25 @@ CASES = 24
 ERROR_BAND = (0.60, 1.51)
 """Smallest and largest compiled need over planned need in `benchmarks/results/report_figures.md`.
 
-No guarantee: all of them are one Llama-shaped model, 16 of them compiled for CPUs. There, compilers needed
-1.09 to 1.50 times the plan; for TPU and GPU with full remat 0.60 to 0.83 times, otherwise 1.09 to 1.46 times.
+This is not a guarantee: all cases are one Llama-shaped model, 16 of them compiled for CPUs. There, compilers
+needed 1.09 to 1.50 times the plan; for TPU and GPU with full remat 0.60 to 0.83 times, otherwise 1.09 to 1.46
+times.
 """
 BAND_TEXT = f"compilers needed {ERROR_BAND[0]:.2f} to {ERROR_BAND[1]:.2f} times the plan"
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(Shown):
-  """Predicted memory of one step.
+  """The predicted memory of one step.
 
   Attributes:
-    categories: bytes per device by what they hold, at the moment that needs most; their sum is `need_bytes`.
+    categories: bytes per device by category, at the peak of the step; their sum is `need_bytes`.
     largest: the largest leaves of the state in device memory: (name, bytes per device).
-    host_bytes: state of the optimizer in the host's memory, in bytes per device; not part of the need.
-    schedule: that of the pipeline, or None without one.
-    microbatches: parts that the batch is run in.
-    remat: what layers keep for the backward pass.
-    chip: whose memory it is compared with, or None.
+    host_bytes: optimizer state in host memory, in bytes per device; not part of the need.
+    schedule: the schedule of the pipeline, or None.
+    microbatches: the number of microbatches of the batch.
+    remat: the activations that layers save for the backward pass.
+    chip: the chip whose memory it is compared with, or None.
   """
 
   categories: Mapping[str, int]
@@ -100,32 +101,32 @@ def memory_plan(
 ) -> MemoryPlan:
   """Predicts the memory of a train step from an abstract trace of its loss.
 
-  The state is exact. What the loss keeps is read from JAX's own linearisation and divided by the mesh axes
-  that reach each array. Which arrays are alive together, and what the compiler fuses away, is a
-  model: the plan can be off by half (`ERROR_BAND`). Compile with `compile_report` before you rely on it.
+  The state is exact. The saved activations of the loss are read from JAX's linearisation and divided by the
+  mesh axes that reach each array. Which arrays are alive at the same time, and which ones the compiler fuses
+  away, is a model: the plan can be off by half (`ERROR_BAND`). Compile with `compile_report` before you rely
+  on it.
 
   Args:
     plan: the layout, on any mesh.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_layers`.
+    microbatches: the number of microbatches of the batch.
+    remat: the activations that layers save; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    gradients: as in `train_step`; by default what the plan's ZeRO stage says.
+    gradients: as in `train_step`; by default as the plan's ZeRO stage says.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
-      are those of all microbatches in flight, and "parameters in compute dtype" the layers as they lie on
-      their stages.
-    chip: to compare with.
+      covers all microbatches in flight, and "parameters in compute dtype" covers the layers on their stages.
+    chip: the chip to compare with.
 
   Returns:
     The plan; print it, or read its `categories`.
 
   Raises:
-    ReportError: `microbatches` is not positive, the chip is not in the table, or the batch has no array or
-      one that the layout and its microbatches cannot split evenly.
+    ReportError: `microbatches` is not positive, the chip is not in the table, or the batch has no array or an
+      array that the layout and its microbatches cannot split evenly.
     TrainError: no such remat policy, no layer for it or for a pipeline, a batch that microbatches of a
       pipeline cannot split evenly, or gradients that cannot be scattered.
-    SchemeError: no such axis of stages, or microbatches that do not fit them.
+    SchemeError: no such axis of stages, or a number of microbatches that does not fit it.
 
   Example:
     >>> import jax
@@ -165,11 +166,11 @@ def memory_plan(
 def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> dict[str, float]:
   """Bytes per device by category, for any sizes of the mesh axes.
 
-  Three moments compete for the peak. At the end of the forward pass, everything kept is alive with the
+  Three moments compete for the peak. At the end of the forward pass, all saved activations are alive with the
   largest activation (the logits), and the last weights are gathered for both passes. While a layer is
-  differentiated, the kept inputs of all layers are alive with what that layer recomputes, its gathered
-  weights, and the gradients so far. At the update, no activation is left, and state in host memory passes
-  through the device. With several microbatches, their sum is kept beside the gradients.
+  differentiated, the saved inputs of all layers are alive with the layer's recomputed activations, its
+  gathered weights, and the gradients so far. At the update, no activation is left, and state in host memory
+  passes through the device. With several microbatches, the sum of their gradients is kept too.
   """
   if work.staged is not None:
     microbatches = 1  # the trace has all of them
@@ -182,7 +183,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   layer = per_device(work.layer, sizes) / microbatches
   moments: list[dict[str, float]] = [
     {
-      # The gradients of one microbatch, beside the sum.
+      # The gradients of one microbatch, in addition to the sum.
       "gradients": wide if microbatches > 1 else 0.0,
       "kept activations": kept + outside,
       "logits" if is_logits else "largest activation": largest / microbatches,
@@ -192,7 +193,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
       "gradients": gradients,
       "kept activations": kept,
       "activations of one layer": layer,
-      # Those in use, and the next ones, which are being gathered: a guess.
+      # The weights in use, and the next weights, which are being gathered: a guess.
       "gathered parameters": 2 * _gathered(work, sizes),
     },
     {"gradients": gradients, "optimizer state in transfer": _in_passing(work, sizes)},
@@ -211,7 +212,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
 
 
 def _largest(work: Workload, sizes: Sizes) -> tuple[float, bool]:
-  """Bytes of the largest activation, and whether it is what a last product with parameters gives: logits."""
+  """Bytes of the largest activation, and whether it is the last product with parameters (logits)."""
   largest = max((part.per_device(sizes) for part in work.largest), default=0.0)
   last = _last_product(work)
   if last is None:
@@ -227,7 +228,7 @@ def _last_product(work: Workload) -> Product | None:
 
 
 def _gathered_last(work: Workload, sizes: Sizes) -> float:
-  """The weights of the head, whole along the batch axes: gathered once, and kept until the backward pass."""
+  """The head's weights, replicated over the batch axes: gathered once, kept until the backward pass."""
   last = _last_product(work)
   if last is None or not last.other.split.intersection(work.gather_axes):
     return 0.0
@@ -241,7 +242,7 @@ def _in_passing(work: Workload, sizes: Sizes) -> float:
 
 
 def _gathered(work: Workload, sizes: Sizes) -> float:
-  """One layer's parameters as they are multiplied: whole along the batch axes, in the type of their use."""
+  """A layer's parameters as they are multiplied: replicated over the batch axes, in the type of their use."""
   return sum(
     part.gathered(work.gather_axes).per_device(sizes)
     for part in work.layer_weights

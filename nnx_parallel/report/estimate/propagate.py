@@ -1,11 +1,11 @@
 """Follows mesh axes through the trace of a loss, without a compiler and without axis sizes.
 
 The trace gives shapes; parameters and batch have axes; `core.flow` has the rule of each operation. Axis sizes
-are used only when the result is evaluated, so one trace is enough for every factorisation of a mesh.
+are used only when the result is evaluated, so one trace serves every factorisation of a mesh.
 
-Counted are matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
-conditional count. A loop whose length is not known counts once; what else computes, and what a program sends
-by its own collectives under `shard_map`, is not counted: `Propagation.uncounted` lists them.
+It counts matrix products, convolutions, and kernels (Pallas) that state their cost. All branches of a
+conditional count. A loop of unknown length counts once. Other compute, and collectives that a program calls
+under `shard_map`, are not counted: `Propagation.uncounted` lists them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIGHT = MOVES | IDENTITIES | {
   "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
 }  # fmt: skip
 _HEAVY = frozenset(("custom_linear_solve", "fft", "linear_solve"))
-# Collectives that the user writes under `shard_map`: what they send is not counted.
+# Collectives that the user writes under `shard_map`: their traffic is not counted.
 _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
@@ -65,10 +65,10 @@ class LayoutChange:
   """An array of the batch that changes its layout, forward and (the other way) backward.
 
   Attributes:
-    axes: what is exchanged.
+    axes: the exchanged axes.
     part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
       a gather.
-    times: runs.
+    times: the number of runs.
   """
 
   axes: Split
@@ -82,19 +82,19 @@ class Product:
 
   Attributes:
     arithmetic: type and precision, as `Chip.peak` takes them.
-    flops: of the whole product, once per run.
-    times: runs.
+    flops: the FLOPs of the full product, once per run.
+    times: the number of runs.
     split: axes that divide the work.
     summed: axes over which partial results are added up.
     out: the result, per run.
-    source: identity of the data operand, so that products of one input are recognised.
+    source: the identity of the data operand, so that products of one input are recognised.
     data: the data operand as it is multiplied, per run.
-    spread: axes of the other operand's free dims that the data operand does not have: its gradient is
-      summed over them. Where the data comes split over them (sequence parallel), a gather before and a
-      scatter of the gradient send as much as that sum.
-    other: the other operand where it comes from; nothing for a kernel.
+    spread: axes of the other operand's free dims that the data operand does not have: its gradient is summed
+      over them. If the data is split over them (sequence parallelism), a gather before and a scatter of the
+      gradient send as much as this sum.
+    other: the other operand at its source; nothing for a kernel.
     weighs: whether the other operand is made of parameters only.
-    shared: axes of dims that both operands have and the result keeps, for example that of experts.
+    shared: axes of dims that both operands have and the result keeps, such as the dim of experts.
     tokens: axes of the data operand's free dims: the gradient of a parameter is summed over them.
     gathers: operands, gathered over the axes that the product does not use.
   """
@@ -135,14 +135,14 @@ class Propagation:
     products: matrix products in order.
     kept: parts under `jax.checkpoint`.
     largest: (bytes, axes) of the largest arrays that depend on the batch, per run; without elementwise
-      results, which compilers fuse into what reads them.
-    flows: of every variable of the outermost trace.
+      results, which compilers fuse into their readers.
+    flows: the flow of every variable of the outermost trace.
     moves: arrays that change their layout.
     hops: activations that go to the next stage of a pipeline, or come from it.
-    reordered: weights that move to their stages, with one run for each time that they or their gradients do.
+    reordered: weights that move to their stages, with one run for each move of them or of their gradients.
     copied: weights that each stage has a copy of: the sum of their gradients.
     read: parameter -> bytes per element of the widest type in which it is used; see `Flow.parameter`.
-    uncounted: operation -> runs, of what computes and is not in `products`.
+    uncounted: operation -> runs, of operations that compute and are not in `products`.
   """
 
   def __init__(
@@ -169,7 +169,7 @@ class Propagation:
     self.flows: dict[Var, Flow] = {}
     self.read: dict[int, int] = {}
     self.uncounted: dict[str, int] = {}
-    self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are those of one device
+    self._manual: Mapping[str, int] = {}  # mesh axes over which shapes are per device
 
   def run(self, jaxpr: Program, inputs: Sequence[Flow], times: int = 1) -> list[Flow]:
     """Propagates through a jaxpr that runs `times` times."""
@@ -216,7 +216,7 @@ class Propagation:
     return flows
 
   def _inside(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
-    """An operation that runs programs: counted once what a loop carries is known."""
+    """An operation that runs programs: counted once the carries of its loops are known."""
     changes, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
     if is_checkpoint(eqn):
       self.kept.append(RematRegion(called(eqn), tuple(inputs), times, params_of(eqn).get("policy")))
@@ -270,7 +270,7 @@ class Propagation:
     return Sharded(sum(nbytes(v.aval) for v in variables) * self._shards(split), split)
 
   def _shards(self, names: frozenset[str]) -> int:
-    """By what sizes of one device are multiplied for those of the whole array; 1 outside `shard_map`."""
+    """The factor from the sizes of one device to the global sizes; 1 outside `shard_map`."""
     return math.prod(self._manual.get(axis, 1) for axis in names)
 
   def _shard_map(self, eqn: JaxprEqn, inputs: list[Flow], times: int) -> list[Flow]:
@@ -326,7 +326,7 @@ class Propagation:
   def _gathers(
     self, eqn: JaxprEqn, inputs: list[Flow], found: Meeting, met: Met, times: int
   ) -> Iterator[LayoutChange]:
-    """The operands that are gathered: over axes of free dims that the result does not have, or of one sum."""
+    """The operands that are gathered: over axes of free dims that the result lacks, or of one sum."""
     kept = [frozenset(itertools.chain(*dims)) for dims in (met.main, met.other)]
     for side, (var, flow) in enumerate(zip(eqn.invars[:2], inputs[:2], strict=True)):
       other = inputs[1 - side]
@@ -358,7 +358,7 @@ class Propagation:
     if arrives[0]:
       self.copied.append(Sharded(here.bytes // var.aval.shape[0], flow.names))
     else:
-      # Whole on each stage, only the gradients move: an all-gather. In another order, both do.
+      # If replicated on each stage, only the gradients move: an all-gather. In another order, both move.
       both = 2 if stage in flow.names else 1
       self.reordered.append(LayoutChange(frozenset((stage,)), here, both * times))
 
@@ -369,12 +369,12 @@ class Propagation:
 
 
 def unsplit(array: AnyArray) -> Flow:
-  """The flow of a number or an array that stands in the program."""
+  """The flow of a number or an array that is part of the program."""
   return Flow(((),) * len(np.shape(array)), False)
 
 
 def _joined(first: Flow, after: Flow) -> Flow:
-  """What starts as zeros takes the axes that a loop's body, or another branch, gives it."""
+  """A value that starts as zeros takes the axes of the value from a loop's body, or from another branch."""
   if first == after:
     return first
   return Flow(

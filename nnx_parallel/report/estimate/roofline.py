@@ -1,30 +1,29 @@
-"""A step-time model: the largest of what arithmetic, memory and links need, plus what cannot overlap.
+"""A step-time model: the largest of the times of arithmetic, memory and links, plus what cannot overlap.
 
 Per device and step, with `m` microbatches:
 
-- compute: matrix FLOPs (forward, twice that backward, and what rematerialisation repeats) over the chip's
-  peak times the chip's `efficiency`;
+- compute: matrix FLOPs (forward, twice that for backward, and recomputation) over the chip's peak times the
+  chip's `efficiency`;
 - memory: operands and results of the products, parameters once per pass and microbatch, and the optimizer's
   reads and writes, over the HBM bandwidth; attention's scores count as if they were written out;
 - links, for each mesh axis: ring traffic over the bandwidth of the slowest link that the axis crosses, plus
-  `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of
-  activations over a tensor axis and exchanges between experts do not, because the next product needs
-  them;
-- a pipeline: what its ticks compute, bubbles and recomputation included, and one microbatch to the next stage
-  in each tick, which the next tick waits for;
+  `LATENCY` per hop. Gathers and reductions of parameters overlap with compute; sums of activations over a
+  tensor axis and exchanges between experts do not, because the next product needs them;
+- a pipeline: the compute of its ticks, bubbles and recomputation included, and one microbatch sent to the
+  next stage in each tick, which the next tick waits for;
 - host: state in host memory is read and written once per step, at the update, where nothing overlaps with it:
-  `2 * bytes / host_bandwidth`. That is an upper bound: it assumes one direction at a time.
+  `2 * bytes / host_bandwidth`. This is an upper bound: it assumes one direction at a time.
 
 `seconds = max(compute, memory, overlapped links) + waiting links and host + exposed`, where `exposed` is
-`EXPOSED` of the link time that should hide behind something longer: the first gather and the last sum do not.
+`EXPOSED` of the link time that should hide behind a longer term: the first gather and the last sum do not.
 
-Sequence parallel (activations split over the tensor axis between the products) sends what tensor parallel
-sends: each all-reduce becomes a gather and a scatter of half its bytes. What it saves is memory.
+Sequence parallelism (activations split over the tensor axis between the products) sends as much as tensor
+parallelism: each all-reduce becomes a gather and a scatter of half its bytes. It saves memory.
 
 Error: on 32 published runs of MaxText and TorchTitan, all of them bound by compute, the predicted MFU is 0.84
-to 1.19 of the measured one, which is no better than one constant for each chip
-(`benchmarks/results/step_time.md`). Links and memory are unvalidated. What the trace holds and the model does
-not count is in `StepTime.uncounted`.
+to 1.19 times the measured MFU, which is no better than one constant for each chip
+(`benchmarks/results/step_time.md`). Links and memory are unvalidated. `StepTime.uncounted` lists the
+operations of the trace that the model does not count.
 
 Sources: Williams, Waterman and Patterson, "Roofline", CACM 2009; "How to Scale Your Model"
 (jax-ml.github.io/scaling-book), chapters 3 and 5; sequence parallel,
@@ -64,20 +63,20 @@ LATENCY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class StepTime(Shown):
-  """Predicted time of one step, in seconds of a model: good for comparing layouts, not for a date.
+  """Predicted time of one step, in seconds of a model: use it to compare layouts, not to predict dates.
 
-  It prints shares of the step and no seconds: the model is no better than one constant for each chip where it
-  was compared with published runs.
+  It prints shares of the step and no seconds: compared with published runs, the model is no better than one
+  constant for each chip.
 
   Attributes:
     compute: arithmetic.
     memory: HBM traffic.
-    overlapped: links that run beside compute, by mesh axis.
-    waiting: links that compute waits for, by mesh axis; `host` is the link to the host's memory.
+    overlapped: links that overlap with compute, by mesh axis.
+    waiting: links that compute waits for, by mesh axis; `host` is the link to host memory.
     arithmetic: matrix FLOPs per device, recomputation included, by type and precision; see `Chip.peak`.
-    model_flops: the same without recomputation, as one number.
-    peak: peak FLOP per second of the device in the arithmetic that most of `model_flops` are in.
-    uncounted: operation -> runs, of what computes and is counted nowhere above.
+    model_flops: the FLOPs without recomputation, as one number.
+    peak: the device's peak FLOP per second in the arithmetic of most `model_flops`.
+    uncounted: operation -> runs, of operations that compute and are not counted above.
   """
 
   compute: float
@@ -101,7 +100,7 @@ class StepTime(Shown):
 
   @property
   def seconds(self) -> float:
-    """The whole step."""
+    """The full step."""
     return max(self.terms().values()) + sum(self.waiting.values()) + self.exposed
 
   @property
@@ -119,11 +118,11 @@ class StepTime(Shown):
 
   @property
   def mfu(self) -> float:
-    """Model FLOP utilisation: useful FLOPs over what the peak would do in the step's time."""
+    """Model FLOP utilisation: useful FLOPs over the FLOPs at peak in the step's time."""
     return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
 
   def table(self) -> Table:
-    """The shares of the step, and what bounds it."""
+    """The shares of the step, and the bounding term."""
     shares = {name: count / (self.flops or 1) for name, count in self.arithmetic.items()}
     mix = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
     rows = [(name, share_of(self, seconds), "") for name, seconds in self.terms().items()]
@@ -137,7 +136,7 @@ class StepTime(Shown):
     return render(*self.table())
 
   def terms(self) -> dict[str, float]:
-    """Seconds of each term that overlaps with the others."""
+    """The seconds of each overlapping term."""
     return {"compute": self.compute, "memory": self.memory, **self.overlapped}
 
 
@@ -159,25 +158,25 @@ def predict_time(
   pipeline: str | Pipeline | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
-  """Predicts the time of a train step, and what bounds it, from an abstract trace of its loss.
+  """Predicts the time of a train step, and its bounding term, from an abstract trace of its loss.
 
   Args:
     plan: the layout, on any mesh; its axes are taken major to minor.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     chip: figures of one device, or its name.
-    microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_layers`.
+    microbatches: the number of microbatches of the batch.
+    remat: the activations that layers save; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    gradients: as in `train_step`; by default what the plan's ZeRO stage says.
+    gradients: as in `train_step`; by default as the plan's ZeRO stage says.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`.
-    slice_size: devices that the fast links join; by default the chip's domain, or all of them.
+    slice_size: the number of devices that the fast links join; by default the chip's domain, or all devices.
 
   Returns:
-    The time and its terms; print it. See the top of this module for what it leaves out.
+    The time and its terms; print it. The top of this module says what it leaves out.
 
   Raises:
-    ReportError: the chip is not in the table, or the batch has no array, or one that the layout and its
+    ReportError: the chip is not in the table, or the batch has no array, or an array that the layout and its
       microbatches cannot split evenly.
     TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
 
@@ -239,7 +238,7 @@ def compiled_time(report: CompileReport) -> StepTime | None:
   """Predicts the time of a compiled program by the same model, from its FLOPs, traffic and collectives.
 
   Returns:
-    None where the table has no figures for the devices. FLOPs include what is recomputed, so `mfu` counts it.
+    None if the table has no figures for the devices. FLOPs include recomputation, so `mfu` counts it.
   """
   chip, cost = report.chip, report.cost
   if chip is None:
@@ -260,15 +259,15 @@ def compiled_time(report: CompileReport) -> StepTime | None:
 
 
 class Links:
-  """Seconds that collectives take on the links of a machine, by axes joined with `+`.
+  """The seconds of collectives on the links of a machine, by axes joined with `+`.
 
-  `overlapped` are those that run beside compute, `waiting` those that compute waits for; `slice_size` is the
-  number of devices that the fast links join: by default the chip's domain, or all of them.
+  `overlapped` are links that overlap with compute, `waiting` links that compute waits for; `slice_size` is
+  the number of devices that the fast links join: by default the chip's domain, or all devices.
   """
 
   def __init__(self, sizes: Sizes, chip: Chip, slice_size: int | None = None):
     self.sizes, self._chip = sizes, chip
-    # The minor axes of a mesh are neighbours: an axis is fast if it and those minor to it fit into a slice.
+    # The minor axes of a mesh are neighbours: an axis is fast if it and all minor axes fit into a slice.
     self._fast, span = dict[str, bool](), 1
     for axis, size in reversed(tuple(sizes.items())):
       span *= size
@@ -281,7 +280,7 @@ class Links:
     chip, on_links = self._chip, all(self._fast[axis] for axis in axes)
     bandwidth = chip.link_bandwidth * chip.links if on_links else chip.network_bandwidth
     devices = math.prod(self.sizes[axis] for axis in axes)
-    # A switch (NVLink) takes one hop to every device; a torus and a network of hosts take more.
+    # A switch (NVLink) takes one hop to every device; a torus and a network of hosts take more hops.
     per_run = LATENCY * (1 if on_links and chip.platform == "gpu" else math.log2(devices))
     seconds, name = self.overlapped if hidden else self.waiting, "+".join(axes)
     seconds[name] = seconds.get(name, 0.0) + sent / bandwidth + runs * per_run
@@ -289,7 +288,7 @@ class Links:
   def ring(self, axes: Collection[str], part: Sharded, runs: float, *, passes: float, hidden: bool) -> None:
     """Adds `runs` collectives in which all of `part` goes `passes` times around the ring over `axes`.
 
-    Axes of size 1 are left out; `part` is what a group holds together, with the other axes that divide it.
+    Axes of size 1 are left out; `part` is the total of a group, with the other axes that divide it.
     """
     over = tuple(axis for axis, size in self.sizes.items() if axis in axes and size > 1)
     if over:
@@ -343,7 +342,7 @@ def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
 
 
 def _send_update(work: Workload, links: Links) -> None:
-  """What the optimizer's products send: sums of partial results, and operands that are gathered."""
+  """The traffic of the optimizer's products: sums of partial results, and gathered operands."""
   for p in work.update:
     links.ring(p.summed, p.out, p.times, passes=2 * p.times, hidden=False)
     for move in p.gathers:
@@ -371,10 +370,10 @@ def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) ->
 
   Args:
     stage: ZeRO stage.
-    microbatches: parts that the batch is run in.
+    microbatches: the number of microbatches of the batch.
     stored: bytes of the parameters.
     read: bytes of the gradients of one microbatch.
-    once: bytes of the gradients where they are sent once for all microbatches.
+    once: bytes of the gradients that are sent once for all microbatches.
   """
   return {
     0: (2 * once, 1),
@@ -394,6 +393,6 @@ def _send_activations(work: Workload, links: Links, microbatches: int) -> None:
   for axes, part, times in sums:
     links.ring(axes - batch, part, times * microbatches, passes=2 * times, hidden=False)
   for move in work.moves:
-    # Each device keeps one part of its own, and sends it back in the backward pass.
+    # Each device keeps its own part, and sends it back in the backward pass.
     runs = 2 * move.times
     links.ring(move.axes, move.part, runs * microbatches, passes=runs, hidden=False)

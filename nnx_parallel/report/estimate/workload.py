@@ -62,9 +62,10 @@ class Trained:
 
   Attributes:
     stored: the parameters.
-    read: their bytes in the type in which the loss uses them, which is that of a microbatch's gradients.
-    summed: bytes of the gradients' sum over microbatches, which is in float32 at least.
-    further: axes over which the ZeRO stage splits their update beside the axes that split them.
+    read: their bytes in the type in which the loss uses them, which is also the type of a microbatch's
+      gradients.
+    summed: bytes of the gradients' sum over microbatches, which is in float32 or wider.
+    further: additional axes over which the ZeRO stage splits their update.
   """
 
   stored: Sharded
@@ -75,13 +76,13 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class StagedWork:
-  """What the layers of a step do as a pipeline, besides what its trace computes.
+  """The work of the layers of a step as a pipeline, in addition to the compute of its trace.
 
   Attributes:
-    schedule: when which stage computes what; with the microbatches of the step.
+    schedule: which stage computes which microbatch in which tick; with the microbatches of the step.
     useful: matrix products of the forward pass without the pipeline: no bubbles.
     hops: activations that go to the next stage.
-    reordered: weights that go to their stages, or whose gradients come from there, once in a step.
+    reordered: weights that move to their stages, or whose gradients come from there, once per step.
     copied: weights outside of the layers: each stage sums its own gradients.
   """
 
@@ -103,36 +104,36 @@ class Workload:
 
   Attributes:
     parameters: trained and frozen parameters.
-    used: the same in the type in which they are gathered: their own, or the one in which they are used where
-      that is narrower.
-    trained: those that get a gradient.
+    used: the same parameters in the type in which they are gathered: the type of their use if it is narrower,
+      else their own type.
+    trained: the parameters that get a gradient.
     other: the model's other state.
     optimizer: the optimizer's state in device memory, without the masters.
     masters: float32 copies of parameters in a smaller type; see `with_masters`.
-    on_host: the optimizer's state in the host's memory, leaves of one shape and layout together.
+    on_host: the optimizer's state in host memory; leaves of one shape and layout are merged.
     batch: the inputs.
     batch_axes: axes that split the batch.
-    gather_axes: those of `batch_axes` over which parameters are gathered before use; the others hold
+    gather_axes: the `batch_axes` over which parameters are gathered before use; the other batch axes hold
       different experts.
-    token_axes: axes over which gradients of parameters are summed: those of the batch, and one that splits
+    token_axes: axes over which gradients of parameters are summed: the batch axes, and an axis that splits
       sequences.
-    kept: arrays that scanned layers keep for the backward pass and that scale with the batch.
+    kept: arrays that scanned layers save for the backward pass and that scale with the batch.
     kept_outside: the same, outside scans.
     kept_weights: such arrays that depend on parameters only (casts).
-    layer: arrays of the largest rematerialised layer while it is differentiated.
+    layer: arrays of the largest recomputed layer while it is differentiated.
     layer_weights: the parameters of one scanned layer, in the type in which they are used.
-    casts: scanned parameters in the type in which they are multiplied, where that is narrower than theirs.
-    narrowed: what gradients of scanned parameters take less until the update, where the model casts the
-      parameters of all layers before it scans them; nothing where they are scattered.
+    casts: scanned parameters in the type in which they are multiplied, if it is narrower than their own type.
+    narrowed: the bytes that gradients of scanned parameters save until the update, if the model casts the
+      parameters of all layers before it scans them; nothing if they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
     products: matrix products of the forward pass.
-    recomputed: matrix products that rematerialisation runs again.
+    recomputed: matrix products that recomputation repeats.
     update: matrix products of the optimizer.
     uncounted: operation -> runs, of operations that compute and are not among the products.
-    stage: ZeRO stage, 0 where it splits nothing.
-    scattered: whether gradients are held split as their update is.
-    staged: what a pipeline over its layers does, whose trace this is; None without one.
+    stage: ZeRO stage, 0 if it splits nothing.
+    scattered: whether gradients have the layout of their update.
+    staged: the work of a pipeline over its layers, whose trace this is; None without a pipeline.
   """
 
   parameters: tuple[Sharded, ...]
@@ -184,16 +185,16 @@ def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
-  """The programs of a step, which do not depend on the sizes of mesh axes, except that of pipeline stages.
+  """The programs of a step; they do not depend on the sizes of mesh axes, except the axis of pipeline stages.
 
   Attributes:
     forward: the loss.
-    backward: from the same inputs to what the loss keeps for the backward pass.
-    update: from the parameters, their gradients and the optimizer's state to the new ones; None without an
+    backward: from the same inputs to the activations that the loss saves for the backward pass.
+    update: from the parameters, their gradients and the optimizer's state to the new values; None without an
       optimizer.
-    schedule: that of a pipeline, whose trace `forward` is.
+    schedule: the schedule of the pipeline, if `forward` is the trace of a pipeline.
     plain: the loss without the pipeline.
-    parts: rematerialised part of the loss -> its own `backward`, once somebody asked for it.
+    parts: recomputed part of the loss -> its own `backward`, computed on request.
   """
 
   forward: ClosedJaxpr
@@ -214,9 +215,9 @@ def trace_step(
   pipeline: Pipeline | None = None,
   microbatches: int = 1,
 ) -> StepTrace:
-  """Traces a step abstractly; the arguments are those of `memory_plan`.
+  """Traces a step abstractly; the arguments are as for `memory_plan`.
 
-  The loss is traced with the plan's rules in scope, so that `constrain` means here what it means in training.
+  The loss is traced with the plan's rules in scope, so that `constrain` works as in training.
 
   Raises:
     TrainError: no such remat policy, or no layer for it.
@@ -224,8 +225,8 @@ def trace_step(
   """
   if hasattr(loss, "options"):
     raise ReportError(
-      f"an estimate reads the loss function, and got a {type(loss).__name__}.",
-      fix="memory_plan(plan, loss_fn, batch), with what train_step(loss_fn) was made from.",
+      f"an estimate reads the loss function, but got a {type(loss).__name__}.",
+      fix="memory_plan(plan, loss_fn, batch), with the loss function of the train step.",
     )
   batch = batch_structs(batch)
   used, plain, options = LayersUsed(), None, None
@@ -259,7 +260,7 @@ def trace_workload(
   pipeline: Pipeline | None = None,
   microbatches: int = 1,
 ) -> Workload:
-  """Traces a step and lists what it holds, multiplies and sends; see `trace_step` and `workload_of`."""
+  """Traces a step and lists its arrays, products and collectives; see `trace_step` and `workload_of`."""
   options: Any = {"remat": remat, "layers": layers, "pipeline": pipeline, "microbatches": microbatches}
   return workload_of(plan, trace_step(plan, loss, batch, **options), batch, gradients, pipeline)
 
@@ -271,7 +272,7 @@ def workload_of(
   gradients: Gradients | None = None,
   pipeline: Pipeline | None = None,
 ) -> Workload:
-  """What a traced step holds, multiplies and sends on the layout of a plan.
+  """The arrays, products and collectives of a traced step on the layout of a plan.
 
   Raises:
     TrainError: gradients that cannot be scattered.
@@ -393,7 +394,7 @@ def check_batch(plan: Plan, batch: PyTree, microbatches: int = 1) -> None:
 
 
 def _staged(trace: StepTrace, seen: Propagation, flows: Sequence[Flow], axis: str) -> StagedWork:
-  """What a pipeline does, by its trace and that of the loss without it."""
+  """The work of a pipeline, from its trace and the trace of the loss without it."""
   assert trace.schedule is not None
   whole = Propagation()
   whole.run(trace.plain, flows)
@@ -407,7 +408,7 @@ def _staged(trace: StepTrace, seen: Propagation, flows: Sequence[Flow], axis: st
 
 
 def _order(plan: Plan) -> tuple[list[Path], int]:
-  """The paths of the model's leaves, the trained ones first, and how many these are."""
+  """The paths of the model's leaves, trained leaves first, and the number of trained leaves."""
   trains = nnx.filterlib.to_predicate(plan.wrt)
   flat: Any = nnx.to_flat_state(plan.abstract["model"].state)
   chosen = [path for path, leaf in flat if trains(path, leaf)]
@@ -417,7 +418,7 @@ def _order(plan: Plan) -> tuple[list[Path], int]:
 def _structs(
   plan: Plan, batch: PyTree
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct], list[AnyArray]]:
-  """The trained leaves of the model, the others, and the batch, as the functions of a trace take them."""
+  """The trained leaves of the model, its other leaves, and the batch, as a trace's functions take them."""
   paths, count = _order(plan)
   rows = (plan.of("model")[path] for path in paths)
   arrays = [jax.ShapeDtypeStruct(row.shape, row.dtype) for row in rows]
@@ -498,7 +499,7 @@ def _update_products(plan: Plan, update: ClosedJaxpr | None) -> tuple[Product, .
 
 
 def _flow(leaf: LeafPlan, number: int | None = None) -> Flow:
-  """A planned array as what a trace starts with."""
+  """A planned array as an input of a trace."""
   return Flow(axes_by_dim(leaf.spec, len(leaf.shape)), False, True, number)
 
 
@@ -514,7 +515,8 @@ def _residuals(traced: Program, flows: Sequence[Flow], batch_axes: Sequence[str]
   seen = Propagation(batch_axes=batch_axes)
   seen.run(traced, flows)
   loops = {var for eqn in body.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
-  # Values without `data` and `weight` are masks and tables of positions: compilers keep one, outside loops.
+  # Values without `data` and `weight` are masks and tables of positions: compilers keep one copy, outside
+  # loops.
   results = dict.fromkeys(var for var in body.outvars if not is_literal(var))
   inputs = set(body.invars)
   saved = [var for var in results if var in seen.flows and var not in inputs and not _on_host(var)]
@@ -538,7 +540,7 @@ def _on_host(var: Var) -> bool:
 def _layer(
   item: RematRegion, batch_axes: Sequence[str], known: dict[int, ClosedJaxpr]
 ) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
-  """Arrays alive while one rematerialised layer is differentiated, and the products run for them."""
+  """Arrays alive while a recomputed layer is differentiated, and the products run for them."""
 
   def kept(*values: jax.Array) -> PyTree:
     _, pullback = jax.vjp(as_function(item.jaxpr), *values)
@@ -558,9 +560,9 @@ class _Scanned(NamedTuple):
   """Parameters that a scan reads.
 
   Attributes:
-    once: those of one pass, in the type in which they are used.
-    casts: all of them, as cast where they are multiplied.
-    narrowed: bytes that the trained ones have more than what the scan reads of them, cast before it.
+    once: the parameters of one pass, in the type in which they are used.
+    casts: all parameters, as cast where they are multiplied.
+    narrowed: the extra bytes of trained parameters over what the scan reads, which was cast before it.
   """
 
   once: tuple[Sharded, ...]
@@ -571,10 +573,10 @@ class _Scanned(NamedTuple):
 def _scanned(
   traced: Program, flows: Mapping[Var, Flow], trained: Sequence[LeafPlan], read: Sequence[int]
 ) -> list[_Scanned]:
-  """One for each scan of the outermost level.
+  """One entry for each scan of the outermost level.
 
-  `flows` are those of its variables, `read` the bytes per element in which parameters are used, of which the
-  first are `trained`.
+  `flows` has the flows of its variables, `read` the bytes per element in which parameters are used; the first
+  parameters are `trained`.
   """
   found: list[_Scanned] = []
   for eqn in opened(traced).eqns:

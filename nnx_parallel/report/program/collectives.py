@@ -42,7 +42,7 @@ _ACROSS: Mapping[str, str] = {
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
 _RENDEZVOUS = re.compile(r'rendezvous="([^"]*)"')
-# Kinds whose payload is the value of their operand; the others reduce.
+# Kinds whose payload is the value of their operand; the other kinds reduce.
 _CARRIES = frozenset(KINDS) - {"all-reduce", "reduce-scatter"}
 _COMPUTE = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
 
@@ -53,18 +53,19 @@ class Collective:
 
   Attributes:
     kind: one of `KINDS`.
-    axes: mesh axes it runs over, in mesh order; empty when nothing leaves a device.
-    whole: False when a group is only a part of those axes.
-    group_size: devices that take part in one group.
+    axes: the mesh axes that it runs over, in mesh order; empty if nothing leaves a device.
+    whole: False if a group is only a part of the devices along these axes.
+    group_size: the number of devices of one group.
     dtype: element type of the first array.
-    bytes: payload of one run in bytes: the whole array that a group holds together (the result of
-      an all-gather, the input of a reduce-scatter, the array of the other kinds, per device).
-    times: runs in one call of the program, loops multiplied out.
+    bytes: payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
+      reduce-scatter, the array of the other kinds, per device).
+    times: the number of runs in one call of the program, loops multiplied out.
     overlapped: whether compute is scheduled between its start and its end.
     op: the JAX name stack.
     source: `file.py:line`, or an empty string.
-    parameters: names of the program's arguments whose values it carries, where they can be followed.
-    slices: between how many slices of TPUs, or hosts of other devices, a group sends; 1 for inside of one.
+    parameters: names of the program's arguments whose values it carries, if they can be followed.
+    slices: the number of TPU slices, or hosts of other devices, between which a group sends; 1 within one
+      slice.
   """
 
   kind: str
@@ -83,12 +84,12 @@ class Collective:
 
   @property
   def total_bytes(self) -> int:
-    """Payload of all runs in one step."""
+    """The payload of all runs in one step."""
     return self.bytes * self.times
 
   @property
   def sent_bytes(self) -> int:
-    """Bytes that each device sends in one step with ring algorithms.
+    """The bytes that each device sends in one step with ring algorithms.
 
     Of a payload `S` in a group of `n`: all-gather, reduce-scatter and all-to-all send `S (n-1)/n`,
     all-reduce twice that, a permute or broadcast `S`.
@@ -99,7 +100,7 @@ class Collective:
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
-  """Bytes each device sends for one collective of `payload` bytes in a group of `group_size`.
+  """The bytes that each device sends for a collective of `payload` bytes in a group of `group_size`.
 
   Example:
     >>> ring_bytes("all-reduce", 800, 8), ring_bytes("all-gather", 800, 8)
@@ -119,7 +120,7 @@ def collectives(
   Args:
     program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
     axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
-    slices: the slice or host at each position of the mesh; all are in one by default.
+    slices: the slice or host at each position of the mesh; by default there is a single slice.
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)
@@ -190,7 +191,7 @@ def _spanned(labels: Labels, slices: Labels) -> int:
 
 
 def _groups(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[Labels, int]:
-  """The groups as labels of all devices, and the devices of one; each TPU slice runs a program of its own."""
+  """The groups as labels of all devices, and the devices of one; each TPU slice runs a separate program."""
   rest, own = instruction.rest, devices // programs
   if "source_target_pairs=" in rest:
     pairs = instruction.attribute("source_target_pairs")
@@ -201,7 +202,7 @@ def _groups(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[
 
 
 def _in_each(labels: Labels, programs: int) -> Labels:
-  """The groups of one slice, repeated in each: slices are consecutive positions of the mesh."""
+  """The groups of one slice, repeated in each slice: slices are consecutive positions of the mesh."""
   return np.concatenate([labels + number * len(labels) for number in range(programs)])
 
 
@@ -212,14 +213,14 @@ def _between_programs(instruction: hlo.Instruction, devices: int, programs: int)
 
 
 def _all_programs(instruction: hlo.Instruction, programs: int) -> bool:
-  """Whether a `send` goes to all slices: only such groups are written in the program; others are a part."""
+  """Whether a `send` goes to all slices: the program lists only such groups; other sends are a part."""
   target = _TARGET.search(instruction.rest)
   return target is not None and target[1].count(",") + 1 == programs
 
 
 def _payload(instruction: hlo.Instruction, kind: str, group_size: int) -> tuple[hlo.Shape, ...]:
-  """Shapes of what a group holds together, per run."""
-  count = 1 if instruction.opcode == "send" else None  # the other operand of a send is a token
+  """The shapes of a group's full payload, per run."""
+  count = 1 if instruction.opcode == "send" else None  # the second operand of a send is a token
   inputs = tuple(shape for operand in instruction.inputs[:count] for shape in operand.shapes)
   if kind != "all-gather":
     return inputs
@@ -248,7 +249,7 @@ def _overlapped_sending(run: hlo.Executed) -> bool:
 
 
 def _computes_before(run: hlo.Executed, end: str, of: hlo.Instruction | None) -> bool:
-  """Whether anything but scalars is computed from an instruction on, until the `end` of another one."""
+  """Whether anything but scalars is computed between one instruction and the `end` of another."""
   order = run.computation.instructions
   for later in order[order.index(run.instruction) + 1 :]:
     if of is not None and of in later.inputs and later.opcode.endswith(end):

@@ -1,4 +1,4 @@
-"""Runs a compiler and keeps its output: the final program, the partitioned one, its log, its figures."""
+"""Runs a compiler and keeps its output: the final program, the partitioned program, its log, its figures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from nnx_parallel.core import hlo
 from nnx_parallel.errors import ReportError
 
-# The files of a dump that are read. The partitioner of TPU has another name; both dump the program before it
-# is split, and that of one device after.
+# The files of a dump that are read. The TPU partitioner has another name; both dump the program before
+# partitioning, and the program of one device after it.
 _DUMPS = (
   re.compile(r"before_(?:tpu-)?spmd-partitioning\."),
   re.compile(r"after_(?:tpu-)?spmd-partitioning\."),
@@ -57,10 +57,10 @@ class Shortage:
   """The memory that was missing, by a compiler that checks it (TPU).
 
   Attributes:
-    bytes: needed per device.
-    total: whether that is everything. Else the arguments that are not donated come on top: what the compiler
-      calls temporaries is the total of its memory report, which has donated arguments and results in it
-      (libtpu 0.0.42 and 0.0.50).
+    bytes: the bytes needed per device.
+    total: whether `bytes` is everything. Otherwise the arguments that are not donated come on top: the
+      compiler's "temporaries" are the total of its memory report, which includes donated arguments and
+      results (libtpu 0.0.42 and 0.0.50).
   """
 
   bytes: int
@@ -72,11 +72,11 @@ class Reshard:
   """One `Involuntary full rematerialization` warning of the partitioner.
 
   Attributes:
-    op: the JAX name stack, or the HLO name where there is none.
+    op: the JAX name stack, or the HLO name if there is no name stack.
     source: `file.py:line`, or an empty string.
     shape: dtype and dims as the compiler printed them, which may be one device's block.
-    bytes: of that shape.
-    before: the sharding it had, as the compiler writes it.
+    bytes: the bytes of that shape.
+    before: the original sharding, as the compiler writes it.
     after: the sharding that was requested.
   """
 
@@ -90,17 +90,17 @@ class Reshard:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """The output of one compilation.
+  """The output of a compilation.
 
   Attributes:
-    text: the final program; when it ran out of memory, as far as the compiler came.
-    partitioned: the program of one device right after SPMD partitioning; empty when not dumped.
-    whole: the program right before, with the layout of each array; empty when not dumped.
+    text: the final program; if it ran out of memory, as far as the compiler came.
+    partitioned: the program of one device right after SPMD partitioning; empty if not dumped.
+    whole: the program right before partitioning, with the layout of each array; empty if not dumped.
     memory: the compiler's figures.
-    shortage: what did not fit, or None.
-    log: what the compiler printed.
+    shortage: the missing memory, or None.
+    log: the compiler's log.
     seconds: wall time of the compilation.
-    live: the compiler's list of what is in memory when, or an empty string.
+    live: the compiler's list of live ranges, or an empty string.
   """
 
   text: str
@@ -142,7 +142,7 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
-  """Reads `Compiled.memory_analysis()`; zeros where the backend gives none."""
+  """Reads `Compiled.memory_analysis()`; zeros if the backend gives none."""
   stats: Any = compiled.memory_analysis()
   if stats is None:
     return MemoryStats()
@@ -153,7 +153,7 @@ def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:
     aliased=stats.alias_size_in_bytes,
     temporaries=stats.temp_size_in_bytes,
     code=stats.generated_code_size_in_bytes,
-    # The peak counts arrays in host memory (offloaded optimizer state) too; a device does not hold those.
+    # The peak also counts arrays in host memory (offloaded optimizer state), which a device does not hold.
     peak=max(0, stats.peak_memory_in_bytes - in_host),
   )
 
@@ -176,7 +176,7 @@ def _largest(folder: pathlib.Path, kind: re.Pattern[str]) -> str:
 
 
 def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
-  """The partitioner's warnings in a compiler's log, each once; `frames` are those of the program."""
+  """The distinct partitioner warnings in a compiler's log; `frames` has the frames of the program."""
   found: list[Reshard] = []
   for match in _WARNING.finditer(log):
     at = hlo.read_instruction(f" {match['instruction']}")
@@ -208,7 +208,7 @@ def _no_cache() -> Generator[None]:
     compilation_cache.reset_cache()
 
 
-# Waits for a line from this process; if the process ends without one, prints what it wrote.
+# Waits for a line from this process; if the process ends without one, prints its output.
 _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 
 
@@ -216,7 +216,7 @@ _WATCH = 'read -r done || { cat "$0" >&2; rm -f "$0"; }'
 def _standard_error() -> Generator[list[str]]:
   """Collects what compilers write to the process's standard error, then passes it on.
 
-  A failed check in a compiler ends the process: a child process then prints what the compiler wrote.
+  A failed check in a compiler ends the process: a child process then prints the compiler's output.
   """
   log = [""]
   sys.stderr.flush()

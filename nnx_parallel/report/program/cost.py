@@ -28,14 +28,15 @@ _FREE = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """Work of one call of the program on one device.
+  """The work of one call of the program on one device.
 
   Attributes:
     arithmetic: floating point operations of matrix products, convolutions, and kernels that state theirs (a
       multiply-add is two), by type and precision; see `Chip.peak`.
-    hbm_bytes: bytes read and written by the scheduled operations; a value that a fusion keeps in
-      registers does not count, one that stays in a cache does.
-    uncounted: operation -> runs, of what `arithmetic` lacks: custom calls, loops of unknown length.
+    hbm_bytes: bytes read and written by the scheduled operations; values that a fusion keeps in registers do
+      not count, values that stay in a cache do.
+    uncounted: operation -> runs, of operations missing in `arithmetic`: custom calls, loops of unknown
+      length.
   """
 
   arithmetic: Mapping[str, int]
@@ -76,7 +77,7 @@ def cost(program: str | hlo.Program) -> Cost:
 
 
 def _missed(instruction: hlo.Instruction, program: hlo.Program) -> str:
-  """What an instruction computes that is not counted, or an empty string."""
+  """The compute of an instruction that is not counted, or an empty string."""
   if instruction.opcode == "while" and program.trips(instruction) is None:
     return ENDLESS
   target = _TARGET.search(instruction.rest) if instruction.opcode == "custom-call" else None
@@ -122,7 +123,7 @@ def _traffic(instruction: hlo.Instruction, program: hlo.Program) -> int:
   if instruction.opcode in ("fusion", "fusion-start"):
     return _fusion_traffic(instruction, program)
   read = sum(shape.bytes for shape in _operand_shapes(instruction))
-  # An asynchronous operation reads at its start and writes at its end; its start's result is no array.
+  # An asynchronous operation reads at its start and writes at its end; its start's result is not an array.
   if instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv"):
     return read
   if instruction.opcode.endswith("-done"):

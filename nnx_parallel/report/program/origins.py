@@ -17,7 +17,7 @@ _MOVES = frozenset({
 _FUSIONS = frozenset({"fusion", "fusion-start"})
 _REDUCES = frozenset({"all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "all-to-all"})
 _FAR = 200
-# Lines of this package; and those that compute what a line of the user's says, in another way.
+# Lines of this package; and lines that compute a user's line in another way.
 _PACKAGE, _REWRITES = "/nnx_parallel/", re.compile("/nnx_parallel/(layers|core)/")
 
 
@@ -56,7 +56,7 @@ class Origins:
     return own
 
   def _onward(self, made: hlo.Instruction, index: int | None) -> Iterator[tuple[hlo.Instruction, int | None]]:
-    """What reads a value, also in loops and calls; of a tuple, the element `index`."""
+    """The readers of a value, also in loops and calls; for a tuple, of the element `index`."""
     for at in self._readers.get(made, ()):
       place, inner = at.inputs.index(made), self._called(at)
       if at.opcode == "get-tuple-element":
@@ -83,7 +83,7 @@ class Origins:
     return made if made is not None and made.op_name else None
 
   def maker(self, instruction: hlo.Instruction) -> hlo.Instruction:
-    """The operation with a JAX name that made a value; copies and what loops carry have none of their own."""
+    """The operation with a JAX name that made a value; copies and loop carries have no name."""
     at, index = instruction, None
     for _ in range(_FAR):
       if at.op_name:

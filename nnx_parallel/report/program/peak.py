@@ -1,4 +1,4 @@
-"""What is in memory at the moment when a program needs the most."""
+"""The arrays in memory at the moment when a program needs the most memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from nnx_parallel.core import hlo
 from nnx_parallel.report.program.origins import Origins
 
-# After the live range of every value, the dump lists those that are alive at the peak:
+# After the live range of every value, the dump lists the values that are alive at the peak:
 #   Live ranges at 921 (peak):
 #     while.199{2}: 134217728 bytes (cumulative: 134217728 bytes)
 _SECTION = re.compile(r"Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n?)+)")
@@ -22,10 +22,10 @@ class PeakBuffer:
   """Arrays of one shape and line that are in memory at the peak, besides the program's arguments.
 
   Attributes:
-    shape: dtype and dims of one of them, per device.
-    count: how many of that shape come from that place.
-    bytes: of all of them, per device, with the padding of the backend.
-    op: the JAX name stack of one of them, or the HLO name where there is none.
+    shape: dtype and dims of one array, per device.
+    count: the number of arrays of that shape from that place.
+    bytes: the bytes of all arrays, per device, with the padding of the backend.
+    op: the JAX name stack of one array, or its HLO name if there is no name stack.
     source: `file.py:line`, or an empty string.
     parameters: names of the program's arguments whose values they hold: a gathered or cast parameter.
   """
@@ -39,7 +39,7 @@ class PeakBuffer:
 
 
 def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[PeakBuffer, ...]:
-  """Reads the compiler's list of what is alive at the peak.
+  """Reads the compiler's list of values that are alive at the peak.
 
   Args:
     dump: the file `*-live-range.txt` that `xla_dump_to` writes, on each backend; may be empty.
@@ -47,7 +47,7 @@ def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[
     names: argument as JAX names it -> name to print.
 
   Returns:
-    Largest first, those of one shape and line together, without the arguments and arrays below a KiB.
+    Largest first; arrays of one shape and line are merged; without the arguments and arrays below a KiB.
   """
   section = _SECTION.search(dump)
   if not section:

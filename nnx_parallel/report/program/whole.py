@@ -1,9 +1,10 @@
-"""Finds activations that devices hold for the examples of other devices too.
+"""Finds activations that devices also hold for the examples of other devices.
 
-The program right before the partitioner has the whole shape and the layout of each array, and that right
-after it the shape of one device's part; operations of both, and of the final program, are recognised by their
-JAX name and line. Which dims carry the batch is followed from the arguments through every operation
-(`thin.Thinning`), and not told from a size. So a parameter that is gathered for its use is none of these.
+The program right before the partitioner has the global shape and the layout of each array, and the program
+right after it has the shape of one device's part; operations of both, and of the final program, are matched
+by their JAX name and line. The dims that carry the batch are followed from the arguments through every
+operation (`thin.Thinning`), not guessed from a size. So a parameter that is gathered for its use is not
+reported.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from nnx_parallel.core.jaxprs import HELD
 from nnx_parallel.verify import thin
 
 SHARE = 0.01
-"""Part of the need from which an array is reported: all smaller ones together seldom decide what fits."""
-# Operations that make no array of their own.
+"""The smallest fraction of the need for which an array is reported: smaller arrays seldom matter in total."""
+# Operations that make no new array.
 _NO_ARRAY = frozenset({
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
   "opt-barrier", "after-all", "partition-id", "replica-id",
@@ -36,18 +37,18 @@ _Key = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class WholeActivation:
-  """Arrays of one shape and line that are whole along the batch, though mesh axes split the batch.
+  """Arrays of one shape and line that are replicated along the batch, though mesh axes split the batch.
 
   Attributes:
     dtype: as the compiler names it, e.g. `"f32"`.
-    shape: dims of one of them on each device, as the program has them before the compiler merges any.
-    global_shape: dims of the whole array.
+    shape: the dims of one array on each device, as the program has them before the compiler merges any.
+    global_shape: the global dims of the array.
     batch_dim: the dim of the examples.
-    bytes: of one of them, per device.
-    count: how many the compiled program makes at that line.
-    copies: devices that hold the same values, of those between which the batch is split.
-    place: of the first one in the program; the least of all is often the cause of the others.
-    op: the JAX name stack of the first one.
+    bytes: the bytes of one array, per device.
+    count: the number of arrays that the compiled program makes at that line.
+    copies: the number of devices that hold the same values, among the devices that split the batch.
+    place: the place of the first array in the program; the smallest place is often the cause of the rest.
+    op: the JAX name stack of the first array.
     source: `file.py:line`, or an empty string.
     constraint: `file.py:line` of a sharding constraint that asks for it, or an empty string.
   """
@@ -66,7 +67,7 @@ class WholeActivation:
 
   @property
   def fix(self) -> str:
-    """The call that splits what is made at its line; empty where that is no line of the user's."""
+    """The call that splits the array made at its line; empty if the line is not in user code."""
     if not self.source or "/nnx_parallel/" in self.source:
       return ""
     names = ", ".join('"batch"' if dim == self.batch_dim else "None" for dim in range(len(self.shape)))
@@ -78,10 +79,10 @@ class WholeActivation:
 
 
 class _Dims(thin.Thinning):
-  """The dims of a program in classes; those of one class have the same examples, or whatever they hold."""
+  """The dims of a program in classes; dims of one class have the same examples, or the same other content."""
 
   def _merge(self, sides: thin.Sides) -> None:
-    """Of dims that a reshape merges or splits, the outermost holds the runs of the others."""
+    """Of dims that a reshape merges or splits, the outermost dim holds the runs of the other dims."""
     (one, _), (other, _) = sides
     self._unite(one[0], other[0])
 
@@ -93,13 +94,13 @@ class _Dims(thin.Thinning):
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-  """An array of the program before it is split.
+  """An array of the program before partitioning.
 
   Attributes:
-    dims: of the whole array.
-    examples: its dim of the examples; None where it has none.
+    dims: the global dims of the array.
+    examples: its dim of the examples, or None.
     tiling: its layout.
-    constraint: `file.py:line` of a sharding constraint of it that leaves the batch whole, or an empty string.
+    constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
   """
 
   dims: tuple[int, ...]
@@ -109,7 +110,7 @@ class _Array:
 
   @property
   def block(self) -> tuple[int, ...]:
-    """Dims of one device's part, by the layout."""
+    """The dims of one device's part, by the layout."""
     return self.tiling.local(self.dims) if self.tiling is not None else self.dims
 
   def may_be(self, local: tuple[int, ...]) -> bool:
@@ -128,7 +129,7 @@ def whole_activations(
   is_batch: Callable[[str], bool],
   least: float,
 ) -> tuple[WholeActivation, ...]:
-  """Lists activations that are whole along the batch, largest first, those of one shape and line together.
+  """Lists activations that are replicated along the batch, largest first; equal shapes and lines are merged.
 
   Args:
     before: the program before the partitioner, with layouts.
@@ -136,8 +137,8 @@ def whole_activations(
     final: the program that the compiler made.
     sizes: mesh axis -> size, in mesh order.
     batch_axes: axes that split the batch.
-    is_batch: whether an argument of the program, by its JAX name, is of the batch.
-    least: bytes from which an array is listed.
+    is_batch: whether an argument of the program, by its JAX name, is part of the batch.
+    least: the minimum number of bytes of a listed array.
   """
   groups = _groups(sizes, batch_axes)
   arrays = _arrays(before, is_batch, groups)
@@ -153,7 +154,8 @@ def whole_activations(
     seen.add((key, local))
     for array in _alike(arrays[key], local):
       found = place, array, local, _copies(array, local, groups)
-      # The compiler may merge dims. Where one line has split and whole arrays of one size, nothing is said.
+      # The compiler may merge dims. If one line has split and replicated arrays of one size, nothing is
+      # reported.
       for size in (local, at.shapes[0].elements):
         before_it = known.get((key, size), found)
         known[key, size] = min(found, before_it, key=lambda one: (one[-1] > 1, one[0]))
@@ -242,7 +244,7 @@ def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArra
 
 
 def _copies(array: _Array, local: Sequence[int], groups: npt.NDArray[np.int64]) -> int:
-  """Devices of a group that hold the same values of an array that is whole along the batch; else 1."""
+  """The number of devices of a group that hold the same values of a batch-replicated array; else 1."""
   if array.examples is None or local[array.examples] != array.dims[array.examples]:
     return 1
   shards, split = groups.shape[1], [d for d, n in enumerate(local) if n != array.dims[d]]
@@ -252,7 +254,7 @@ def _copies(array: _Array, local: Sequence[int], groups: npt.NDArray[np.int64]) 
 
 
 def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instruction]]]:
-  """The arrays in device memory, those made outside of fusions, each with its makers, the last one first."""
+  """The arrays in device memory made outside of fusions, each with its makers, the last maker first."""
   names, left = set[str](), [program.entry.name]
   while left:
     name = left.pop()
@@ -272,7 +274,7 @@ def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instr
 
 
 def _chain(at: hlo.Instruction) -> list[hlo.Instruction]:
-  """An instruction, and those before it whose array it only moves or casts."""
+  """An instruction, and the earlier instructions whose array it only moves or casts."""
   found = [at]
   while at.opcode in _MOVES and at.inputs and at.inputs[0].opcode != "parameter":
     at = at.inputs[0]

@@ -1,7 +1,7 @@
 """Finds a layout for a step on a machine: a dozen meshes, remat policies and numbers of microbatches.
 
-The memory plan leaves out what is too large, the model of the step's time ranks the others, and where a
-compiler can be asked, the first layout that it accepts wins.
+The memory plan rejects meshes that are too large, the step-time model ranks the others, and where a compiler
+is available, the first layout that it accepts wins.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Candidate:
 
   Attributes:
     plan: the layout.
-    microbatches: parts that the batch is run in.
-    remat: what layers keep; see `with_layers`.
-    memory_bytes: predicted need of one device.
-    time: predicted time of the step.
-    fits: `"likely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`, of
-      one model's test cases), `"borderline"` if only the prediction does, else `"no"`.
+    microbatches: the number of microbatches of the batch.
+    remat: the activations that layers save; see `with_layers`.
+    memory_bytes: the predicted need of one device.
+    time: the predicted time of the step.
+    fits: `"likely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`,
+      from test cases of one model), `"borderline"` if only the prediction fits, else `"no"`.
     pipeline: the pipeline over the layers, or None.
-    schedule: that of the pipeline: its stages, ticks and bubble.
+    schedule: the schedule of the pipeline: its stages, ticks and bubble.
     report: the compiler's figures, where this candidate was compiled.
   """
 
@@ -102,15 +102,15 @@ class SearchResult(Paged):
   """Every candidate, ranked; prints the winner as code, the best candidate of each mesh, and notes.
 
   Attributes:
-    machine: what was searched for.
-    fitting: candidates that fit by the memory plan: those that likely do, then borderline ones, each
-      fastest first; times within `SAME_TIME` count as equal, and the smaller one comes first.
-    too_large: candidates that do not, smallest first.
+    machine: the target machine.
+    fitting: candidates that fit by the memory plan: first likely, then borderline candidates, each fastest
+      first; times within `SAME_TIME` count as equal, and the smaller candidate comes first.
+    too_large: candidates that do not fit, smallest first.
     refused: reason -> number of meshes that it ruled out.
-    best: the winner: the first of `fitting` that no compiler refused; None when there is none.
-    notes: axes that split nothing, the notes of the winner's plan, what no compiler was asked about,
+    best: the winner: the first of `fitting` that no compiler rejected, or None.
+    notes: axes that split nothing, the notes of the winner's plan, candidates that were not compiled,
       operations that were not counted.
-    layers: dotted paths of the layers, where they were given.
+    layers: dotted paths of the layers, if they were given.
   """
 
   machine: Machine
@@ -190,7 +190,7 @@ class SearchResult(Paged):
     return "\n".join([*lines, "", render(*self.table())])
 
   def to_json(self) -> str:
-    """The winner, the best candidate of each mesh, what was compiled and the counts as JSON."""
+    """The winner, the best candidate of each mesh, the compiled candidates and the counts as JSON."""
     fastest = min((c.time.seconds for c in self.fitting), default=1.0)
     body = {
       "topology": self.machine.text,
@@ -223,9 +223,10 @@ def search(
 ) -> SearchResult:
   """Finds a fast layout of a step on a machine that fits.
 
-  Tried are about a dozen meshes of the axes that the rules name, each with the remat policies and numbers of
-  microbatches. Axes that do not split the batch (`tensor`) get up to 8 devices. Of those that split it
-  (`data`, `fsdp`) one gets the others, or the last one 8 devices, or a slice, and one before it the rest.
+  It tries about a dozen meshes of the axes that the rules name, each with the remat policies and numbers of
+  microbatches. Axes that do not split the batch (`tensor`) get up to 8 devices. Among the axes that split it
+  (`data`, `fsdp`), one gets the remaining devices, or the last axis gets 8 devices, or a slice, and an axis
+  before it the rest.
 
   Args:
     init: builds the module.
@@ -234,17 +235,17 @@ def search(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     rules: as for `plan`.
     optimizer: its state, FLOPs and collectives are counted.
-    remat: the word or `Remat` of one, or those to try; see `with_layers`. Where the loss has no layers that
-      they apply to, it is run as written, with a line in `notes`.
+    remat: the word or `Remat` of one policy, or a list of policies to try; see `with_layers`. If the loss has
+      no layers that they apply to, it runs as written, with a line in `notes`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     zero: the ZeRO stage; as in `plan`.
-    optimizer_memory: where the optimizer's state is between steps; as in `plan`.
-    max_microbatches: largest number of parts of the batch to try; powers of two.
-    pipeline: also try 2, 4 and 8 pipeline stages over this mesh axis; as in `train_step`. Each needs a trace
-      of its own. Stacked layers lie on their stages where the rules split them over it.
-    compile_best: how many of the first layouts to compile at most, with the compiler of the machine, or for
-      simulated CPU devices where that is not installed and this process has enough of them. The first that
-      fits and computes the right results (`report.faults`) wins; those before it come behind the others.
+    optimizer_memory: where the optimizer's state is stored between steps; as in `plan`.
+    max_microbatches: the largest number of microbatches to try; powers of two.
+    pipeline: also try 2, 4 and 8 pipeline stages over this mesh axis; as in `train_step`. Each needs a
+      separate trace. Stacked layers lie on their stages if the rules split them over this axis.
+    compile_best: the maximum number of layouts to compile, in order, with the compiler of the machine, or for
+      simulated CPU devices if it is not installed and this process has enough of them. The first layout that
+      fits and computes the right results (`report.faults`) wins; rejected layouts come last.
 
   Returns:
     Every candidate, ranked; print it.
@@ -268,7 +269,7 @@ def search(
   """
   if max_microbatches < 1:
     raise ReportError(
-      f"max_microbatches={max_microbatches} leaves nothing to try: a batch is run in one part at least.",
+      f"max_microbatches={max_microbatches} leaves nothing to try: a batch has at least one part.",
       fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
@@ -308,10 +309,10 @@ def search(
 
 
 def searched_axes(rules: Rules) -> tuple[str, ...]:
-  """Mesh axes that rules name: those of the batch first, the others by appearance.
+  """Mesh axes that rules name: first the axes of the batch, then other axes by appearance.
 
   Raises:
-    ReportError: they name none.
+    ReportError: the rules name no axis.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -339,14 +340,14 @@ def meshes(
   idle: Sequence[str] = (),
   stage: str | None = None,
 ) -> list[Sizes]:
-  """The meshes to try; every one of the machine's devices where none of them is usual.
+  """The meshes to try; if no usual mesh fits, all meshes of the machine's devices.
 
   Args:
-    machine: its devices, and how many of them the fast links join.
+    machine: the machine, with its number of devices and how many of them the fast links join.
     axes: the axes of the rules.
-    batch_axes: those of them that split the batch.
-    idle: those that get size 1.
-    stage: the axis of pipeline stages, which is tried without a pipeline too.
+    batch_axes: the axes that split the batch.
+    idle: the axes that get size 1.
+    stage: the axis of pipeline stages, which is also tried without a pipeline.
   """
 
   def is_usual(sizes: Sizes) -> bool:
@@ -389,7 +390,7 @@ def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """What stays the same from mesh to mesh, with the traces: they do not depend on the sizes of axes."""
+  """The parts of a search that do not depend on the mesh; its traces do not depend on axis sizes."""
 
   loss: LossFn
   machine: Machine
@@ -441,7 +442,7 @@ class _Task:
     """Compiles the first `most` candidates until one is accepted.
 
     Returns:
-      All candidates, the refused ones last; the winner; and notes.
+      All candidates, rejected candidates last; the winner; and notes.
     """
     text, note = self._compiler()
     if not most or not fitting or text is None:
@@ -453,7 +454,7 @@ class _Task:
         return [done, *fitting[n + 1 :], *refused], done, [*map(_why, refused)]
       refused.append(done)
     rest = fitting[most:]
-    # A program that nobody compiled may be as wrong as those that were.
+    # A program that was not compiled may be as wrong as the compiled ones.
     wrong = any(c.report is not None and c.report.faults for c in refused)
     best = rest[0] if rest and rest[0].fits == "likely" and not wrong else None
     more = [f"None of the {len(refused)} compiled layouts fits; the winner was not compiled."] if best else []
