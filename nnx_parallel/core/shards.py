@@ -94,7 +94,7 @@ def auto_sharding(where: NamedSharding) -> NamedSharding:
 
 
 def on_auto_axes(
-  run: Callable[..., Any], mesh: AnyMesh, specs: Callable[[Any], Any] = lambda _: PartitionSpec()
+  run: Callable[..., PyTree], mesh: AnyMesh, specs: Callable[[PyTree], PyTree] = lambda _: PartitionSpec()
 ) -> Callable[..., Any]:
   """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types.
 
@@ -106,7 +106,7 @@ def on_auto_axes(
   auto = auto_mesh(mesh)
 
   @functools.wraps(run)
-  def changed(*args: Any) -> Any:
+  def changed(*args: PyTree) -> PyTree:
     with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
       results = run(*jax.tree.map(_untyped, args))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -123,12 +123,12 @@ def explicit_part(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
   return PartitionSpec(*(entry_of(without(axes_of(entry), auto)) for entry in spec))
 
 
-def _untyped(x: Any) -> Any:
+def _untyped(x: AnyArray) -> Any:
   typed = AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
   return jax.sharding.reshard(x, PartitionSpec()) if typed else x
 
 
-def split_batch(x: Any, count: int) -> jax.Array:
+def split_batch(x: AnyArray, count: int) -> jax.Array:
   """An array `[examples, ...]` as `[count, examples / count, ...]`: part `n` is every `count`-th from `n`.
 
   Each part stays spread over all devices that split the examples. A scalar is given to each part.

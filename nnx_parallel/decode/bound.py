@@ -160,7 +160,7 @@ class Bound:
     """Whether the program has types: the model states shardings."""
     return self.places.mesh is not None and is_explicit(self.places.mesh)
 
-  def place(self, x: Any) -> Any:
+  def place(self, x: AnyArray) -> PyTree:
     """Numbers of the host in the layout of the arguments."""
     where = self._of_argument(np.ndim(x))
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
@@ -213,7 +213,9 @@ class Bound:
         variables[i].set_raw_value(array)
     return found
 
-  def of_arrays(self, raw: list[Any], arrays: list[Any], *args: Any) -> tuple[dict[str, Any], dict[int, Any]]:
+  def of_arrays(
+    self, raw: list[jax.Array], arrays: list[jax.Array], *args: PyTree
+  ) -> tuple[dict[str, jax.Array], dict[int, jax.Array]]:
     """The program for the arrays of the model: its results, and the caches by number."""
     typed = any(is_explicit(jax.typeof(x).sharding.mesh) for x in arrays)
     self.places = self.outside if typed else self.outside.on_auto_axes()
@@ -290,7 +292,7 @@ class Bound:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
-  def _pinned(self, caches: list[Any]) -> list[Any]:
+  def _pinned(self, caches: list[jax.Array]) -> list[jax.Array]:
     pairs = zip(caches, self._of_caches, strict=True)
     if not self.own_rows:
       return [pinned(x, where) for x, where in pairs]
@@ -420,10 +422,10 @@ class Bound:
 
     return zeros, jax.tree.map(repeated, one)
 
-  def _typed(self, *args: Any) -> Any:
+  def _typed(self, *args: PyTree) -> PyTree:
     """The program on Auto axes, or with types if the model states shardings; its results have types."""
 
-    def specs(results: Any) -> Any:
+    def specs(results: PyTree) -> PyTree:
       by_row = PartitionSpec(None if self.options.slots else entry_of(self.axes))
       return [PartitionSpec() if where is None else where.spec for where in caches[: len(results[0])]], by_row
 
@@ -441,7 +443,7 @@ class Bound:
     self._used.axes = stated.note
     return self._program(*args)
 
-  def _program(self, caches: list[Any], others: list[Any], args: Args) -> Any:
+  def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
     options, sampling, rows = self.options, self.options.sampling, self._rows
     held_forward = held(self._over_rows(self._one_call), self.places.mesh, self.places.scope, self._weights)
 

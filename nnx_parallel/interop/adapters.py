@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint.diff import Patterns
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
-from nnx_parallel.core.types import AnyArray
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import CheckpointError
 
 LINEAR = (nnx.Linear, nnx.LinearGeneral)
@@ -31,7 +32,7 @@ def add_lora(
   rank: int,
   alpha: float | None = None,
   rngs: nnx.Rngs,
-  param_dtype: Any = jnp.float32,
+  param_dtype: DTypeLike = jnp.float32,
 ) -> list[str]:
   """Adds low-rank adapters to linear layers of a model, in place; call it in the planned function.
 
@@ -88,7 +89,7 @@ def linear_layers(model: nnx.Module) -> dict[str, Any]:
   return {path_str(path): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, LINEAR)}
 
 
-def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: Any) -> None:
+def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: DTypeLike) -> None:
   """Adds an adapter to one linear layer, in place.
 
   Raises:
@@ -137,7 +138,7 @@ def _adapted(layer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
   return y + layer.lora_scale * ((x.astype(y.dtype) @ a) @ b).reshape(y.shape)
 
 
-def _features(given: Any) -> tuple[int, ...]:
+def _features(given: PyTree) -> tuple[int, ...]:
   return (given,) if isinstance(given, int) else tuple(given)
 
 

@@ -70,7 +70,7 @@ def export_program(
   else:
     program = _of_module(binding, function)
 
-  def run_in(places: Places) -> Callable[..., Any]:
+  def run_in(places: Places) -> Callable[..., PyTree]:
     return functools.partial(program, places.placed(binding.raw))
 
   outside, args = places_outside(binding), tuple(map(_abstract, args))
@@ -232,10 +232,10 @@ class Served:
     return found
 
 
-def _of_module(binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:
+def _of_module(binding: Binding, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """`function` of raw arrays and Variables; returns its result and the changed arrays, by number."""
 
-  def run(raw: list[Any], leaves: list[Any], *args: Any) -> Any:
+  def run(raw: list[jax.Array], leaves: list[Any], *args: PyTree) -> PyTree:
     arrays = binding.template.join(leaves, raw)
     (module,) = binding.template.build(arrays)
     found = function(module, *args)

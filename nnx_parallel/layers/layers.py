@@ -291,19 +291,19 @@ def with_layers(
   return _on_copies(loss, options, options)
 
 
-def with_marks(loss: LossFn, layers: str | None = None) -> Callable[..., Any]:
+def with_marks(loss: LossFn, layers: str | None = None) -> Callable[..., PyTree]:
   """The same loss with the calls of its layers marked; see `has_layers`."""
   return _on_copies(loss, LayerOptions("full", pattern=layers), LayerOptions())
 
 
-def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callable[..., Any]:
+def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callable[..., PyTree]:
   """The same loss, called on a copy of the model whose state is written back."""
 
   @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
-  def changed(model: Any, *batch: Any) -> Any:
+  def changed(model: Model, *batch: PyTree) -> PyTree:
     graphdef, state = nnx.split(model)
 
-    def pure(state: Any, *batch: Any) -> Any:
+    def pure(state: PyTree, *batch: PyTree) -> PyTree:
       module = nnx.merge(graphdef, state)
       with marks.marking(module):
         result = loss(module, *batch)

@@ -51,7 +51,7 @@ class Scope:
     """The same scope on the mesh with Auto axes."""
     return self if self.mesh is None else dataclasses.replace(self, mesh=auto_mesh(self.mesh))
 
-  def __deepcopy__(self, _: Any) -> Scope:
+  def __deepcopy__(self, _: object) -> Scope:
     return self
 
   def __reduce__(self) -> tuple[object, ...]:

@@ -464,7 +464,7 @@ def _check_step(step: Any) -> None:
   )
 
 
-def _rows(batch: Any) -> int:
+def _rows(batch: PyTree) -> int:
   """The examples of a batch; 0 where no array has a dim for them."""
   return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
 
@@ -501,7 +501,7 @@ def _flops(step: Any, model: Model, batch: PyTree) -> float:
   binding = Binding({"model": model})
   arrays = binding.with_raw(binding.read())
 
-  def forward(arrays: list[Any], batch: Any) -> list[jax.Array]:
+  def forward(arrays: list[jax.Array], batch: PyTree) -> list[jax.Array]:
     several = losses.values() if isinstance(losses, Mapping) else [losses]
     found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
     return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]

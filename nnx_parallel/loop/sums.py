@@ -100,7 +100,7 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
   sums = MetricSums()
   before: Any = None
   for batch in batches:
-    returned: Any = step(model, batch)
+    returned: PyTree = step(model, batch)
     if not isinstance(returned, Mapping):
       raise TrainError(
         f"evaluate needs a step that returns a dict, and this one returned a {type(returned).__name__}.",

@@ -97,7 +97,7 @@ def task(
   *,
   loss: LossFn | None = None,
   optimizer: Any = None,
-  batch: Any = None,
+  batch: PyTree = None,
   generate: Generator | None = None,
   plan: Mapping[str, Any] | None = None,
   **options: Any,

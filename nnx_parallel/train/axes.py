@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
 from nnx_parallel.core.shards import auto_sharding, on_auto_axes
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
 from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
@@ -51,15 +52,15 @@ class Places(NamedTuple):
     shardings = [None if where is None else auto_sharding(where) for where in self.shardings]
     return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
 
-  def active(self) -> contextlib.AbstractContextManager[Any]:
+  def active(self) -> contextlib.AbstractContextManager[object]:
     """Makes the mesh of the program active, if another mesh is active."""
     nothing = self.mesh is None or jax.sharding.get_abstract_mesh().empty
     return contextlib.nullcontext() if nothing else jax.set_mesh(self.mesh)
 
-  def placed(self, tree: Any) -> Any:
+  def placed(self, tree: PyTree) -> PyTree:
     """Arrays outside of a program on its mesh: the same buffers under another type; or abstract arrays."""
 
-    def moved(x: Any) -> Any:
+    def moved(x: AnyArray) -> PyTree:
       where = getattr(x, "sharding", None)
       if not isinstance(where, NamedSharding) or not is_explicit(where.mesh):
         return x
@@ -71,11 +72,11 @@ class Places(NamedTuple):
 
 
 def places_of_losses(
-  binding: Binding, losses: Sequence[LossFn], batch: Any, outputs: Sequence[str] = ()
+  binding: Binding, losses: Sequence[LossFn], batch: PyTree, outputs: Sequence[str] = ()
 ) -> Places:
   """The places in a program of some losses of these objects."""
 
-  def forward(arrays: list[Any], batch: Any) -> Any:
+  def forward(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     models = binding.template.build(arrays)[0]
     return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
 
@@ -88,7 +89,7 @@ def places_outside(binding: Binding) -> Places:
   return Places(binding.mesh, binding.shardings, binding.scope)
 
 
-def places_inside(outside: Places, run: Callable[..., Any], *args: Any) -> Places:
+def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Places:
   """The places in a program that calls `run(*args)`; it is traced to see whether it states shardings.
 
   The program raises all other errors too, and explains them.
@@ -103,10 +104,10 @@ def places_inside(outside: Places, run: Callable[..., Any], *args: Any) -> Place
   return inside
 
 
-def run_in(places: Places, run: Callable[..., Any]) -> Callable[..., Any]:
+def run_in(places: Places, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """`run` in the scope of a program."""
 
-  def scoped(*args: Any) -> Any:
+  def scoped(*args: PyTree) -> PyTree:
     with default_scope(places.scope):
       return run(*args)
 
@@ -121,10 +122,10 @@ def stating(outside: Places, error: BaseException) -> Places | None:
   return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
 
 
-def on_fitting_axes(run: Callable[..., Any], scope: Scope) -> Callable[..., Any]:
+def on_fitting_axes(run: Callable[..., PyTree], scope: Scope) -> Callable[..., PyTree]:
   """`run`, of abstract arrays without types, in a scope on Auto axes; or as it is, if it states shardings."""
 
-  def fitting(*args: Any) -> Any:
+  def fitting(*args: PyTree) -> PyTree:
     try:
       with scoped(scope.on_auto_axes()):
         return run(*args)
@@ -175,7 +176,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
     if mesh is None:
       return step(*args)
 
-    def run(arrays: list[Any], rest: dict[int, Any]) -> Any:
+    def run(arrays: list[jax.Array], rest: dict[int, Any]) -> PyTree:
       built = template.build(arrays)
       with default_scope(scope_in_use()):  # it is of Explicit axes
         result = step(*({**built, **rest}[n] for n in range(len(args))))
@@ -192,7 +193,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
   return on_auto
 
 
-def _has_modules(tree: Any) -> bool:
+def _has_modules(tree: PyTree) -> bool:
   def is_module(x: Any) -> bool:
     return isinstance(x, nnx.Pytree)
 
@@ -200,7 +201,7 @@ def _has_modules(tree: Any) -> bool:
 
 
 def with_types(
-  run: Callable[..., Any], outside: Places, inside: Places, specs: Callable[[Any], Any]
+  run: Callable[..., PyTree], outside: Places, inside: Places, specs: Callable[[PyTree], PyTree]
 ) -> Callable[..., Any]:
   """A program of arrays in the layout `outside` that computes `inside`; `specs` as in `on_auto_axes`."""
   return run if inside.mesh == outside.mesh else on_auto_axes(run, outside.mesh, specs)

@@ -107,7 +107,7 @@ class Template:
     return [value_of(after[path]) for path in self.paths]
 
 
-def _around(leaf: Any, array: Any) -> Any:
+def _around(leaf: Leaf, array: AnyArray) -> Leaf:
   """A copy of a Variable around an array; on the mesh that is active, where its own has other axis types."""
   mesh, active = leaf.get_metadata("mesh", None), jax.sharding.get_abstract_mesh()
   if isinstance(mesh, Mesh) and mesh.abstract_mesh != active and auto_mesh(mesh).abstract_mesh == active:
@@ -115,7 +115,7 @@ def _around(leaf: Any, array: Any) -> Any:
   return leaf.copy(array)
 
 
-def _blank(leaf: Any) -> Any:
+def _blank(leaf: Leaf) -> Leaf:
   value = value_of(leaf)
   if not isinstance(value, jax.Array):
     return leaf

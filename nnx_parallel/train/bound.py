@@ -158,7 +158,7 @@ class Bound:
         fix=f"{RESTORE}.",
       ) from error
 
-  def placed(self, batch: Any) -> Any:
+  def placed(self, batch: PyTree) -> PyTree:
     """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
 
     Raises:
@@ -171,7 +171,7 @@ class Bound:
     check_examples(batch)
     rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
 
-    def place(path: Any, x: Any) -> Any:
+    def place(path: Any, x: AnyArray) -> PyTree:
       if not jnp.ndim(x):  # `jit` replicates it, which takes less time
         return x
       loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"

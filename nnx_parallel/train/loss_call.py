@@ -16,13 +16,13 @@ from flax import errors, nnx
 
 from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
-from nnx_parallel.core.types import LossFn
+from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def call_loss(loss_fn: LossFn, models: Any, batch: Any) -> Any:
+def call_loss(loss_fn: LossFn, models: Model, batch: PyTree) -> PyTree:
   """`loss_fn(models, batch)` on traced arrays; `loss_fn(models, *batch)` where it takes several arrays.
 
   Raises:
@@ -78,7 +78,7 @@ def _signature(loss_fn: LossFn) -> inspect.Signature | None:
     return None
 
 
-def _arguments(loss_fn: LossFn, batch: Any) -> Sequence[Any]:
+def _arguments(loss_fn: LossFn, batch: PyTree) -> Sequence[PyTree]:
   """The arguments of a loss function after the model."""
   signature, several = _signature(loss_fn), takes_several(loss_fn)
   if several and not isinstance(batch, (tuple, list)):
@@ -103,7 +103,7 @@ def _arguments(loss_fn: LossFn, batch: Any) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def _explained(loss_fn: LossFn, models: Any, batch: Any) -> Generator[None]:
+def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]:
   """Raises a `TrainError` for errors of the body whose text names no module; other errors get a note."""
   try:
     yield
@@ -170,7 +170,7 @@ class _Layer:
   module: Any
 
 
-def _layer(models: Any, trace: TracebackType | None) -> _Layer | None:
+def _layer(models: Model, trace: TracebackType | None) -> _Layer | None:
   """The innermost layer of `models` on the stack of an error."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
   found = None
@@ -182,7 +182,7 @@ def _layer(models: Any, trace: TracebackType | None) -> _Layer | None:
   return found
 
 
-def _note(layer: _Layer, batch: Any) -> str:
+def _note(layer: _Layer, batch: PyTree) -> str:
   """Where an error was raised, with the shapes there."""
   held = {path_str(path): value_of(leaf) for path, leaf in variables(layer.module).items()}
   own = [f"{path} {x.dtype}{[*x.shape]}" for path, x in held.items() if hasattr(x, "shape")]

@@ -109,7 +109,7 @@ class Structure:
     layers: how the last traced program computes the layers of the loss.
   """
 
-  def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Any, Placement | None]):
+  def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):
     self.options, self.trains = options, len(binding.names) > 1
     self.template = binding.template.blank()
     self._outside = self.places = places_outside(binding)
@@ -122,7 +122,7 @@ class Structure:
     self._programs: dict[Hashable, Program] = {}
     self._seen: list[Signature] = []
 
-  def program(self, binding: Binding, batch: Any) -> Program:
+  def program(self, binding: Binding, batch: PyTree) -> Program:
     """The program of these objects for batches with the layout of this batch."""
     # One program for each layout: jax compiles again for a new layout, but may not trace again.
     layouts = tuple([_layout_of(x) for x in jax.tree.leaves(batch)])
@@ -148,7 +148,7 @@ class Structure:
     self._seen.append(now)
     return tuple(least)
 
-  def settle(self, binding: Binding, batch: Any) -> None:
+  def settle(self, binding: Binding, batch: PyTree) -> None:
     """Decides which axes the programs compute on."""
     if self._settled:
       return
@@ -157,11 +157,11 @@ class Structure:
     losses = [*losses.values()] if isinstance(losses, Mapping) else [losses]
     self.places = places_of_losses(binding, losses, batch, self.options.outputs)
 
-  def _typed(self, run: Callable[..., Any], batch: Any) -> Callable[..., Any]:
+  def _typed(self, run: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
     """A program on the axes that were decided, with the types of the mesh for its arguments and results."""
     rows = PartitionSpec(batch_axes_of(batch))
 
-    def specs(results: Any) -> Any:
+    def specs(results: PyTree) -> PyTree:
       *arrays, metrics = results if self.trains else [results]
       outputs = self.options.outputs
       found = {name: rows if name.split("/")[-1] in outputs else PartitionSpec() for name in metrics}
@@ -172,7 +172,9 @@ class Structure:
 
     return with_types(run, self._outside, self.places, specs)
 
-  def _train(self, axes: tuple[str, ...]) -> Callable[[list[Any], list[Any], Any], list[Any]]:
+  def _train(
+    self, axes: tuple[str, ...]
+  ) -> Callable[[list[jax.Array], list[jax.Array], PyTree], list[PyTree]]:
     layout = self.layout(axes)
 
     def train_step(arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> list[PyTree]:

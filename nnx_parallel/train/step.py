@@ -87,14 +87,14 @@ class _Step:
     """
     self._bounds, self._structures = {}, {}
 
-  def _joined(self, batch: Any, more: Sequence[Any]) -> tuple[Any, ...]:
+  def _joined(self, batch: PyTree, more: Sequence[PyTree]) -> tuple[PyTree, ...]:
     """One batch of the arrays that a call gave separately."""
     losses = self.options.loss_fn
     several = losses.values() if isinstance(losses, Mapping) else [losses]
     check_several(several, 1 + len(more))
     return (batch, *more)
 
-  def _done(self, bound: Bound, news: News, batch: Any) -> None:
+  def _done(self, bound: Bound, news: News, batch: PyTree) -> None:
     """After a call: counts it, and adds a compilation to `compiles`, if there was one."""
     if news is not None:
       self._record(bound, Compile(self.calls, news))
@@ -265,7 +265,7 @@ class EvalStep(_Step):
     layers: as for a train step.
   """
 
-  def __call__(self, model: Any, batch: Any, *more: Any) -> Metrics:
+  def __call__(self, model: Model, batch: PyTree, *more: PyTree) -> Metrics:
     """Evaluates one batch; the module stays unchanged, even if the loss function edits it.
 
     Args:

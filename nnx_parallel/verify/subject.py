@@ -81,7 +81,7 @@ class Subject:
   wrt: Mapping[Hashable, nnx.filterlib.Filter]
   layout: Layout
   places: Places
-  mend: Callable[..., Any] = lambda program, *_: program
+  mend: Callable[..., PyTree] = lambda program, *_: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @property
@@ -96,11 +96,11 @@ class Subject:
     return arrays
 
   @property
-  def _placed(self) -> list[Any]:
+  def _placed(self) -> list[jax.Array]:
     return self.places.placed(self.binding.with_raw(self.binding.read()))
 
   @property
-  def _abstract(self) -> list[Any]:
+  def _abstract(self) -> list[jax.ShapeDtypeStruct]:
     return [_abstract(x) for x in self._placed]
 
   @functools.cached_property
@@ -142,8 +142,8 @@ class Subject:
     """`reverse`, without `jax.lax.stop_gradient`."""
     return self._reverse(functools.partial(_changed, without_stops))
 
-  def _reverse(self, change: Callable[[Any], Any]) -> Any:
-    def reverse(arrays: list[Any], batch: Any, seeds: jax.Array) -> Any:
+  def _reverse(self, change: Callable[[Any], Any]) -> Compiled:
+    def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         loss = loss._replace(objective=change(loss.objective))
@@ -161,7 +161,7 @@ class Subject:
 
     return self._compiled(reverse)
 
-  def _compiled(self, program: Callable[..., Any]) -> Any:
+  def _compiled(self, program: Callable[..., PyTree]) -> Compiled:
     shardings = [*self.places.shardings]
     for n, where in self.relaid.items():
       shardings[self.positions[n]] = where
@@ -175,7 +175,7 @@ class Subject:
   def forward(self) -> Compiled:
     """`(arrays, batch, seed, factors) -> loss, derivative along signs times a factor for each leaf`."""
 
-    def forward(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+    def forward(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         tangents = self._direction(loss, seed, factors)
@@ -189,7 +189,7 @@ class Subject:
   def shifted(self) -> Compiled:
     """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
 
-    def shifted(arrays: list[Any], batch: Any, seed: jax.Array, factors: jax.Array) -> Any:
+    def shifted(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]

@@ -208,7 +208,7 @@ class StepTrace:
 def trace_step(
   plan: Plan,
   loss: LossFn,
-  batch: Any,
+  batch: PyTree,
   *,
   remat: Policy = "as written",
   layers: str | None = None,
@@ -252,7 +252,7 @@ def trace_step(
 def trace_workload(
   plan: Plan,
   loss: LossFn,
-  batch: Any,
+  batch: PyTree,
   *,
   remat: Policy = "as written",
   layers: str | None = None,
@@ -335,7 +335,7 @@ def workload_of(
   )
 
 
-def finds_layers(plan: Plan, loss: LossFn, batch: Any, layers: str | None = None) -> bool:
+def finds_layers(plan: Plan, loss: LossFn, batch: PyTree, layers: str | None = None) -> bool:
   """Whether the loss has layers that remat policies apply to; see `with_layers`."""
   return has_layers(jax.make_jaxpr(_flat_loss(plan, with_marks(loss, layers), batch))(*_structs(plan, batch)))
 
@@ -426,8 +426,8 @@ def _structs(
 
 
 def _flat_loss(
-  plan: Plan, loss: LossFn, batch: Any, options: LayerOptions | None = None
-) -> Callable[..., Any]:
+  plan: Plan, loss: LossFn, batch: PyTree, options: LayerOptions | None = None
+) -> Callable[..., PyTree]:
   """The loss as a function of flat arrays."""
   graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
   by_path: Any = dict(nnx.to_flat_state(state))

@@ -379,7 +379,7 @@ def factorisations(count: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
 
 
 def _policies(remat: Any) -> tuple[RematName | Remat, ...]:
-  given: Any = (remat,) if isinstance(remat, str | Remat) or callable(remat) else remat
+  given: PyTree = (remat,) if isinstance(remat, str | Remat) or callable(remat) else remat
   for known in given:
     if callable(known.policy if isinstance(known, Remat) else known):
       raise ReportError(
@@ -478,7 +478,7 @@ class _Task:
 def compile_candidate(
   candidate: Candidate,
   loss: LossFn,
-  batch: Any,
+  batch: PyTree,
   topology: str,
   machine: Machine,
   layers: str | None = None,
