@@ -181,7 +181,7 @@ def test_an_array_larger_than_the_memory_is_no_damage(tmp_path):
     body["files"]["model/w/zarr.json"] = zarr.stat().st_size
 
   sign_again(tmp_path / "1", edit)
-  with pytest.raises(CheckpointError, match=r"cannot read .*\n.*\n.*no sign of damage"):
+  with pytest.raises(CheckpointError, match=r"cannot read .*\n.*\n.*not a sign of damage"):
     checkpointer.restore(as_numpy=True)
 
 

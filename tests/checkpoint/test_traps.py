@@ -122,7 +122,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
         Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")
-      assert "no sign of damage" in str(caught.value)
+      assert "not a sign of damage" in str(caught.value)
 
 
 def test_a_file_that_the_disk_cannot_read_is_damage(saved, monkeypatch):

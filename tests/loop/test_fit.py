@@ -215,7 +215,7 @@ def test_an_evaluation_may_return_pairs_and_not_arrays():
 def test_the_data_cursor_cannot_be_overwritten(tmp_path):
   with (
     nxp.Checkpointer(tmp_path) as checkpointer,
-    pytest.raises(nxp.errors.TrainError, match="the data cursor"),
+    pytest.raises(nxp.errors.TrainError, match="fit's data cursor"),
   ):
     fit(steps=1, checkpointer=checkpointer, extra=lambda: {"data": 3})
 
