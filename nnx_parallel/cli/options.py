@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jax.sharding import Mesh
-
 from nnx_parallel.errors import MeshError, ReportError, ShardingError
 
 if TYPE_CHECKING:

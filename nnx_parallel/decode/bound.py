@@ -422,17 +422,19 @@ class Bound:
 
     return zeros, jax.tree.map(repeated, one)
 
-  def _typed(self, *args: PyTree) -> PyTree:
+  def _typed(self, caches: PyTree, others: PyTree, args: Args) -> PyTree:
     """The program on Auto axes, or with types if the model states shardings; its results have types."""
 
     def specs(results: PyTree) -> PyTree:
       by_row = PartitionSpec(None if self.options.slots else entry_of(self.axes))
-      return [PartitionSpec() if where is None else where.spec for where in caches[: len(results[0])]], by_row
+      return [
+        PartitionSpec() if where is None else where.spec for where in layouts[: len(results[0])]
+      ], by_row
 
-    caches, self.places = self._of_caches, self.outside.on_auto_axes()
+    layouts, self.places = self._of_caches, self.outside.on_auto_axes()
     self._used.axes = self.places.note
     try:
-      return with_types(self._program, self.outside, self.places, specs)(*args)
+      return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
     except (TypeError, ValueError) as error:
       stated = stating(self.outside, error)
       if stated is None or self.places is self.outside:
@@ -441,7 +443,7 @@ class Bound:
     if self.own_rows:
       self._check_weights(self._weights, "on Explicit axes a row")
     self._used.axes = stated.note
-    return self._program(*args)
+    return self._program(caches, others, args)
 
   def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
     options, sampling, rows = self.options, self.options.sampling, self._rows

@@ -345,7 +345,7 @@ NAMES = {"batch": "data", "embed": (), "heads": (), "mlp": (), "vocab": ()}
     ({"slots": 8}, "slots need one"),
     ({"sampling": nxp.Beams(2)}, "beams need one"),
     ({"pipeline": nxp.Pipeline("stage", virtual_stages=2)}, "virtual_stages=2"),
-    ({"pipeline": None, "layers": "blocks.*"}, "names those of a pipeline"),
+    ({"pipeline": None, "layers": "blocks.*"}, "names the stages of a pipeline"),
   ],
 )
 def test_options_that_do_not_fit(options, message):

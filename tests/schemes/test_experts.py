@@ -479,7 +479,7 @@ ROWS = "one row for each row"
 ERRORS = [
   ((6, 4, 4), (8, 6), {}, r"6 experts cannot be split.*\n.*8 experts"),
   ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"),
-  ((4, 4, 4), (6, 4), {}, "not that of these tokens"),
+  ((4, 4, 4), (6, 4), {}, "made for other tokens"),
   ((4, 4, 4), (8, 4), {"capacity": 0.0}, "capacity=0.0 is not above 0"),
   ((4, 3, 4, 4), (8, 4), {}, ROWS),
   ((4, 3, 4, 4), (8, 4), {"capacity": 1.0}, ROWS),
