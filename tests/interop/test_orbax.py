@@ -78,7 +78,7 @@ def test_a_checkpoint_of_another_depth(tmp_path):
 
   model = init(12)
   ocp.save(tmp_path / "step", {"net": nnx.state(model), "cursor": jnp.ones(2)})
-  text = r"(?s)it does not fit the target\.\n  extra    model/layers\.10\.bias\n.*stay out: skip=\[\.\.\.\]"
+  text = r"(?s)it does not fit the target\.\n  extra    model/layers\.10\.bias\n.*leave out: skip=\[\.\.\.\]"
   with pytest.raises(CheckpointError, match=text):
     restore_orbax(tmp_path / "step", plan_of(8), prefix="net")
   with pytest.raises(CheckpointError, match=r"does not fit the target\.\n  missing  model/layers\.12\.bias"):

@@ -329,7 +329,7 @@ def test_each_attention_that_is_left_is_said():
 
   assert line(attend) == line(others_too) == "attention by blocks of 5: 1 found"
   assert line(mixed).startswith(
-    "attention by blocks of 5: 1 of 3 found; as written: softmax of float32[2,4,13,18]: what"
+    "attention by blocks of 5: 1 of 3 found; as written: softmax of float32[2,4,13,18]: it does not"
   )
   both = lambda q, k, v: attend(q, k, v, lambda s: s, lambda w: jax.nn.softmax(w) - w)
   assert "its weights go through" in error_of(both)
