@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
+from nnx_parallel.core.mesh import auto_mesh
 from nnx_parallel.layout.resolve import add_axes
 
 
@@ -32,8 +33,7 @@ def auto_layout(sharding: Sharding) -> Sharding:
   """
   if not isinstance(sharding, NamedSharding):
     return sharding
-  names, devices = sharding.mesh.axis_names, cast(Mesh, sharding.mesh).devices
-  return NamedSharding(Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names)), sharding.spec)
+  return NamedSharding(auto_mesh(sharding.mesh), sharding.spec)
 
 
 def on_auto_axes(array: jax.Array) -> jax.Array:

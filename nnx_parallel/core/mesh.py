@@ -18,7 +18,7 @@ AnyMesh = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a C++ class, untyped
 Grid: TypeAlias = np.ndarray[Any, Any]
 Explicit = bool | Collection[str]
-"""Which axes are Explicit: all, none, or those named."""
+"""Which axes are Explicit: all, none, or the axes with these names."""
 M = TypeVar("M", bound=AnyMesh)
 
 
@@ -40,7 +40,7 @@ def make_mesh(
     *names: nothing; `jax.make_mesh` has names here, and the error shows the right call.
     devices: the devices to use; all of `jax.devices()` when not given.
     explicit: use `AxisType.Explicit` (sharding in types) instead of `AxisType.Auto`, for every axis, or for
-      those named. Steps compute on Auto axes all the same, unless the model states shardings.
+      the axes with these names. Steps still compute on Auto axes, unless the model states shardings.
     dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
       that factor of the axis crosses the data-center network, the rest stays inside a slice.
     **sizes: axis name -> size in devices; one size may be `-1`: the remaining devices.
@@ -130,6 +130,12 @@ def auto_mesh(mesh: M) -> M:
   if isinstance(mesh, AbstractMesh):
     return cast(M, mesh.update_axis_types(dict(zip(mesh.axis_names, kinds, strict=True))))
   return cast(M, Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
+
+
+def mesh_inside(mesh: M) -> M:
+  """The mesh as a traced program sees it: with Auto axes if the program computes on them, else unchanged."""
+  auto = auto_mesh(mesh)
+  return auto if auto.abstract_mesh == jax.sharding.get_abstract_mesh() else mesh
 
 
 def explicit_axes(mesh: AnyMesh) -> bool | list[str]:

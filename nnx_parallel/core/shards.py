@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, mesh_inside
 from nnx_parallel.core.text import format_array, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
 
@@ -81,10 +81,9 @@ def pinned(x: jax.Array, where: Sharding | None) -> jax.Array:
   if where is None:
     return x
   if isinstance(where, NamedSharding) and AxisType.Explicit in where.mesh.axis_types:
-    own = auto_sharding(where)
-    if own.mesh.abstract_mesh != jax.sharding.get_abstract_mesh():
+    if mesh_inside(where.mesh) == where.mesh:
       return jax.sharding.reshard(x, NamedSharding(where.mesh, explicit_part(where.spec, where.mesh)))
-    where = own
+    where = auto_sharding(where)
   return jax.lax.with_sharding_constraint(x, where)
 
 
@@ -93,7 +92,7 @@ def auto_sharding(where: NamedSharding) -> NamedSharding:
   return NamedSharding(auto_mesh(where.mesh), where.spec, memory_kind=where.memory_kind)
 
 
-def on_auto_axes(
+def computed_on_auto_axes(
   run: Callable[..., PyTree], mesh: AnyMesh, specs: Callable[[PyTree], PyTree] = lambda _: PartitionSpec()
 ) -> Callable[..., Any]:
   """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types.

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.extend import core
 
 Aval: TypeAlias = Any
-"""The type of a variable: `jax.core.ShapedArray`, or that of a token or a reference."""
+"""The type of a variable: `jax.core.ShapedArray`, or the type of a token or a reference."""
 PyTree: TypeAlias = Any
 """Arrays, or what stands for them, in containers that jax knows."""
 TreeDef: TypeAlias = Any

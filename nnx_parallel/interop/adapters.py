@@ -53,8 +53,8 @@ def add_lora(
     Paths of the layers.
 
   Raises:
-    CheckpointError: a pattern that matches no linear layer, or a layer that has an adapter or whose kernel
-      has more dims than one layer has.
+    CheckpointError: a pattern matches no linear layer, a layer already has an adapter, or its kernel is
+      stacked.
 
   Example:
     >>> from flax import nnx
@@ -93,7 +93,7 @@ def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_
   """Adds an adapter to one linear layer, in place.
 
   Raises:
-    CheckpointError: it has one, or its kernel has more dims than one layer has.
+    CheckpointError: the layer already has an adapter, or its kernel is stacked.
   """
   shape, inputs = tuple(layer.kernel.shape), _features(layer.in_features)
   if hasattr(layer, "lora"):
@@ -113,7 +113,7 @@ def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_
     rngs=rngs,
   )
   layer.lora_scale = scale
-  # The layer stays the same object at the same path: its model may hold it at several.
+  # The layer must stay the same object, because its model may hold it at several paths.
   object.__setattr__(layer, "__class__", _with_lora(type(layer)))
 
 

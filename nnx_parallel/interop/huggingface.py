@@ -66,7 +66,7 @@ def module_names(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[d
     paths: of the kernels of a module of that family.
 
   Returns:
-    The names below the class with the head, and those that older files and the class without a head have.
+    The names below the class with the head, and the names in older files and below the class without a head.
 
   Raises:
     CheckpointError: no `config.json`, or a family without a table.

@@ -29,7 +29,7 @@ from nnx_parallel.interop.weights import Rule, WeightMap
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _START = "base_model.model."
 _TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None, "vit": None}
-# What an adapter may have that is not here, and the value that says it has not.
+# Features of PEFT that adapters here do not have, and the values that switch them off.
 _ABSENT = {
   "use_dora": False,
   "bias": "none",
@@ -64,13 +64,13 @@ def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
   adapted = {name: layer for name, layer in layers.items() if hasattr(layer, "lora")}
   if not adapted:
     raise CheckpointError(
-      f"{type(model).__name__} has no adapter.", fix="add_lora(model, ...) in the function that is planned."
+      f"{type(model).__name__} has no adapter.", fix="call add_lora(model, ...) in the planned function."
     )
   names, config = _names(base, layers)[0], read_config(Path(base))
   if nameless := [path for path in adapted if path not in names]:
     raise CheckpointError(
-      f"{few(nameless)} has an adapter, and no name in {base}.",
-      fix="adapters of the layers that the family has; export the model by export_safetensors.",
+      f"{few(nameless)} has an adapter, but no name in {base}.",
+      fix="add adapters only to layers of the family; or export the model with export_safetensors.",
     )
   rules = [rule for path in adapted for rule in _rules(path, names[path])]
   # GPT-2's layers store (inputs, outputs).
@@ -102,8 +102,8 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
     Paths of the layers with adapters.
 
   Raises:
-    CheckpointError: files that cannot be read, an adapter that is no LoRA of linear layers, or one that does
-      not fit the model, named.
+    CheckpointError: the files cannot be read, the adapter is not LoRA of linear layers, or it does not fit
+      the model; the message names the layer.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -123,16 +123,16 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
     raise CheckpointError(
       f"{path} has {len(unknown)} arrays that fit no linear layer of the {type(model).__name__}.",
       details="\n".join(sorted(unknown)[:12]),
-      fix="pass the base model that the adapter was trained beside.",
+      fix="pass the base model of the adapter.",
     )
   found = {layer: _factors(layer, layers[layer], *pair) for layer, pair in pairs.items()}
   present = [layer for layer, one in layers.items() if hasattr(one, "lora")]
   if present and {*present} != found.keys():
     raise CheckpointError(
-      f"the adapters of the model are not those of {path}.",
+      f"the adapters of the model and of {path} are on different layers.",
       details=f"only in the model: {few([x for x in present if x not in found]) or 'none'}\n"
       f"only in the file: {few([x for x in found if x not in present]) or 'none'}",
-      fix="a model without adapters, which gets those of the file; or add_lora with the same targets.",
+      fix="pass a model without adapters, which gets them all; or use add_lora with the same targets.",
     )
   for layer, factors in found.items():
     one, rank = layers[layer], factors[0].shape[1]
@@ -145,7 +145,7 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
         raise CheckpointError(
           f"the adapter of {layer} has rank {rank} in {path}, and another in the model.",
           details=f"shapes {values.shape} and {leaf.shape}",
-          fix=f"add_lora(..., rank={rank}); or a model without adapters, which gets those of the file.",
+          fix=f"add_lora(..., rank={rank}); or pass a model without adapters, which gets them all.",
         )
       where = value_of(leaf).sharding if present else _replicated(one.kernel)
       leaf.set_raw_value(_placed(values, value_of(leaf), where))
@@ -153,7 +153,7 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
 
 
 def _names(base: str | os.PathLike[str], layers: Mapping[str, Any]) -> list[dict[str, str]]:
-  """The names in transformers of linear layers, by path: the present ones, and those of older files."""
+  """The names in transformers of linear layers, by path: the present names, and the names of older files."""
   found = module_names(base, [f"{path}.kernel" for path in layers])
   return [{path.removesuffix(".kernel"): name for path, name in names.items()} for names in found]
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import MeshError, ShardingError
@@ -101,9 +101,8 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
   """`use_rules`, for rules that are already checked; on Auto axes if the program computes on Auto axes."""
-  on_auto, active = scope.on_auto_axes(), jax.sharding.get_abstract_mesh()
-  if on_auto.mesh is not None and on_auto.mesh.abstract_mesh == active:
-    scope = on_auto
+  if scope.mesh is not None:
+    scope = dataclasses.replace(scope, mesh=mesh_inside(scope.mesh))
   with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
 

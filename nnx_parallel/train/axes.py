@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
-from nnx_parallel.core.shards import auto_sharding, on_auto_axes
+from nnx_parallel.core.shards import auto_sharding, computed_on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
 from nnx_parallel.train.binding import Binding, Template
@@ -98,7 +98,7 @@ def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Pl
   if inside is outside:
     return outside
   try:
-    jax.eval_shape(on_auto_axes(run_in(inside, run), outside.mesh), *args)
+    jax.eval_shape(computed_on_auto_axes(run_in(inside, run), outside.mesh), *args)
   except (TypeError, ValueError) as error:
     return stating(outside, error) or inside
   return inside
@@ -185,7 +185,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
     rest = {n: x for n, x in enumerate(args) if n not in objects}
     specs = [kind.spec for kind in kinds], PartitionSpec()
-    after, result = on_auto_axes(run, mesh, lambda _: specs)(arrays, rest)
+    after, result = computed_on_auto_axes(run, mesh, lambda _: specs)(arrays, rest)
     for i, value in zip(template.variables, after, strict=True):
       template.leaves[i].set_raw_value(value)
     return result
@@ -203,5 +203,5 @@ def _has_modules(tree: PyTree) -> bool:
 def with_types(
   run: Callable[..., PyTree], outside: Places, inside: Places, specs: Callable[[PyTree], PyTree]
 ) -> Callable[..., Any]:
-  """A program of arrays in the layout `outside` that computes `inside`; `specs` as in `on_auto_axes`."""
-  return run if inside.mesh == outside.mesh else on_auto_axes(run, outside.mesh, specs)
+  """A program of arrays in the layout `outside` that computes `inside`; `specs`: of its results."""
+  return run if inside.mesh == outside.mesh else computed_on_auto_axes(run, outside.mesh, specs)

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.mesh import auto_mesh
+from nnx_parallel.core.mesh import mesh_inside
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
 from nnx_parallel.core.types import AnyArray, Leaf, Model, Variable
@@ -109,10 +109,9 @@ class Template:
 
 def _around(leaf: Leaf, array: AnyArray) -> Leaf:
   """A copy of a Variable around an array; on the mesh that is active, where its own has other axis types."""
-  mesh, active = leaf.get_metadata("mesh", None), jax.sharding.get_abstract_mesh()
-  if isinstance(mesh, Mesh) and mesh.abstract_mesh != active and auto_mesh(mesh).abstract_mesh == active:
-    return leaf.copy(array, mesh=auto_mesh(mesh))
-  return leaf.copy(array)
+  mesh = leaf.get_metadata("mesh", None)
+  inside = mesh_inside(mesh) if isinstance(mesh, Mesh) else mesh
+  return leaf.copy(array) if inside == mesh else leaf.copy(array, mesh=inside)
 
 
 def _blank(leaf: Leaf) -> Leaf:
