@@ -18,7 +18,7 @@ AnyMesh = Mesh | AbstractMesh
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a C++ class, untyped
 Grid: TypeAlias = np.ndarray[Any, Any]
 Explicit = bool | Collection[str]
-"""Which axes are Explicit: all, none, or the axes with these names."""
+"""Which axes are Explicit: all, none, or the axes with these names (a string is one name)."""
 M = TypeVar("M", bound=AnyMesh)
 
 
@@ -95,7 +95,9 @@ def abstract_mesh(
 
 
 def _axis_types(shape: Mapping[str, int], explicit: Explicit) -> tuple[AxisType, ...]:
-  chosen = set(shape) if explicit is True else set(explicit or ())
+  chosen = (
+    set(shape) if explicit is True else {explicit} if isinstance(explicit, str) else set(explicit or ())
+  )
   if not chosen <= set(shape):
     raise MeshError(
       f"explicit names {sorted(chosen - set(shape))[0]!r}, which is no axis.",

@@ -76,7 +76,7 @@ def add_lora(
   if unused := patterns.unused():
     raise CheckpointError(
       f"{few(unused)} matches no linear layer of the {type(model).__name__}.",
-      details=f"linear layers: {few([*layers]) or 'none'}",
+      details=f"linear layers: {few([path or 'the model itself' for path in layers]) or 'none'}",
       fix='use patterns of such paths: add_lora(model, "layers.*.self_attn.*", rank=8, rngs=rngs).',
     )
   for path, layer in chosen.items():

@@ -150,6 +150,10 @@ def test_errors():
     CheckpointError, match=r"\*\.gate matches no linear layer of the Net\.\n  linear layers: bl"
   ):
     add_lora(base_init(), ["*.up", "*.gate"], rank=2, rngs=nnx.Rngs(0))
+  with pytest.raises(
+    CheckpointError, match=r"up matches no linear layer of the Linear\.\n.*: the model itself"
+  ):
+    add_lora(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "up", rank=2, rngs=nnx.Rngs(0))
   with pytest.raises(CheckpointError, match="norm matches no linear layer"):
     add_lora(base_init(), "*.norm", rank=2, rngs=nnx.Rngs(0))
   with pytest.raises(CheckpointError, match=r"blocks\.0\.down has an adapter already"):
