@@ -57,7 +57,7 @@ def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = Fals
     keep: whether to keep the parts of `sharding`'s layout that divide `shape`.
 
   Example:
-    >>> mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    >>> mesh = auto_mesh(jax.make_mesh((2, 4), ("a", "b")))
     >>> tuple(even_layout(NamedSharding(mesh, PartitionSpec("b")), (6, 8), keep=True).spec)
     (None, ('a', 'b'))
   """
