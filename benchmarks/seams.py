@@ -5,8 +5,8 @@
 
 Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from a seed:
 features of a small decoder, a loss, options of the step, a mesh and the type of its axes, and what follows
-the first steps. Its baseline is the same model and loss on one device with the same number of microbatches and
-no other option.
+the first steps. Its baseline is the same model and loss on one device with the same number of microbatches
+and no other option.
 
 A case is *right* when losses and parameters agree to 2e-4, *refused* when an error of the
 toolkit says what cannot be done and `TRUE` knows that it is so, and *wrong* otherwise.
@@ -125,8 +125,8 @@ class Case:
     chosen = {name: x for name, x in self.options.items() if x not in (None, "auto", False)}
     return (
       f"{self.seed}: {', '.join(sorted(self.features)) or 'plain'}; {self.layers} layers; loss {self.loss};"
-      f" microbatches {self.microbatches}; {chosen}; {self.layout}, {self.explicit} Explicit; zero {self.zero};"
-      f" {'loss scale; ' if self.scaled else ''}then {self.after}"
+      f" microbatches {self.microbatches}; {chosen}; {self.layout}, {self.explicit} Explicit;"
+      f" zero {self.zero}; {'loss scale; ' if self.scaled else ''}then {self.after}"
     )
 
 
