@@ -74,7 +74,7 @@ class Plan(PlanTable, Generic[R]):
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
 
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
-    """Returns abstract arrays as stored, with the planned shardings, for a restore or an ahead-of-time compilation.
+    """Returns abstract arrays with the planned shardings, as stored, for a restore or an AOT compilation.
 
     Args:
       root: `"model"` or `"optimizer"`.
@@ -134,7 +134,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def activation_rules(self) -> Scope:
-    """The rules and the mesh of `scope`. The Variables of a model that this plan creates carry them as metadata."""
+    """The rules and the mesh of `scope`. Variables that this plan creates carry them as metadata."""
     return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
   def num_parameters(self) -> int:
@@ -374,7 +374,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def live_tx(self) -> Any:
-    """The transformation that live optimizers use: `tx`, adapted to padded arrays and to state in host memory."""
+    """The transformation of live optimizers: `tx`, adapted to padded arrays and to state in host memory."""
     tx = self.tx
     if tx is not None and any(any(leaf.padding) for leaf in self.leaves):
       tx = logical_transformation(tx, nnx.as_pure(self.abstract["model"].chosen(self.wrt)))
@@ -383,7 +383,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def placement(self) -> Placement:
-    """The shardings to which a `ShardedOptimizer` constrains the model and its state in a step of your own."""
+    """The shardings to which `ShardedOptimizer.update` constrains the parameters and the state."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
     return Placement(model, optimizer, self.zero, self._scattered)

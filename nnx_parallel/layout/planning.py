@@ -107,8 +107,9 @@ def plan(
       None, annotations must name mesh axes, and arrays without annotations are replicated.
     optimizer: an Optax transformation, whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
-    uneven: what to do with a dim that its mesh axes do not divide. `"error"` raises an error; `"next"` tries
-      the next candidate of its rule; `"pad"` stores the array padded; `"replicate"` does not shard the dim.
+    uneven: what to do with a dim that the mesh axes of its rule do not divide. `"error"` raises an error if
+      no candidate of the rule divides the dim, `"next"` then does not shard it, and `"pad"` then pads it for
+      the first candidate. `"replicate"` does not shard the dim as soon as one candidate does not divide it.
     zero: the ZeRO stage. With 1, the optimizer state has the layout of its parameter and is also sharded over
       `zero_axes`. With 2, `train_step` also keeps the gradients in the layout of the optimizer state. For
       stage 3, use `fsdp()`.
