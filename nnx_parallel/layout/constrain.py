@@ -69,19 +69,19 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
   If you pass a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active
   mesh also use this mesh, unless `jax.set_mesh` has made another mesh active.
   `flax.linen.with_logical_constraint` follows the same rules, on Auto axes, unless `nnx.logical_axis_rules`
-  are already active. It may be entered around a call or inside a traced function, and nested: the innermost
-  scope applies. A function that was compiled under some rules is compiled again under different rules, but
-  not under equal rules. Each thread has a separate scope.
+  are already active. You can enter it around a call or inside a traced function, and you can nest it; the
+  innermost scope applies. A function that was compiled under some rules is compiled again under different
+  rules, but not under equal rules. Each thread has a separate scope.
 
   Args:
-    rules: as in `plan`; only the logical rules matter here.
-    mesh: the mesh; None: the mesh of `jax.set_mesh`.
+    rules: the rules, as in `plan`; only the logical rules matter here.
+    mesh: the mesh; None uses the mesh of `jax.set_mesh`.
 
   Yields:
     Nothing.
 
   Raises:
-    ShardingError: not rules, or a rule that can never apply on this mesh.
+    ShardingError: the argument is not rules, or a rule can never apply on this mesh.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

@@ -78,7 +78,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
 
   @classmethod
   def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
-    """Reads the `(name, axes)` pairs of Flax Linen. A repeated name adds a candidate; unknown names get no axis.
+    """Reads the rules of Flax Linen. A repeated name adds a candidate; unknown names get no axis.
 
     Args:
       rules: pairs as given to `flax.linen.logical_axis_rules`.
