@@ -91,8 +91,8 @@ def create_sharded_model(
 ) -> Any:
   """Creates a module, and its optimizer, with every Variable directly in its shards.
 
-  No device holds a full array that the plan splits, unless its initializer needs the full array (an
-  orthogonal initializer does). With the initializers of flax, the values equal `init()` on one device bit for
+  No device holds a full array that the plan shards, unless its initializer needs the full array (an
+  orthogonal initializer does). With the initializers of Flax, the values equal `init()` on one device bit for
   bit, except in three cases that the guide "Creating" lists. The function works with or without an active
   `jax.set_mesh`, on meshes with Auto and Explicit axes. A constructor is traced once. With a plan, its `init`
   is traced again, so that values that `init` reads (a seed, for example) are current.
@@ -286,7 +286,7 @@ def real_mesh(plan: Plan) -> Mesh:
 def unsharded(init: Callable[[], M]) -> M:
   """Builds a module on the default device, without a mesh, and keeps its annotations.
 
-  flax refuses to build an annotated module without a mesh. This function is for notebooks, exports and tests
+  Flax refuses to build an annotated module without a mesh. This function is for notebooks, exports and tests
   on one device; the annotations stay on the Variables, so the same constructor can be planned on a mesh
   later.
 

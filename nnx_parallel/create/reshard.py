@@ -86,7 +86,7 @@ def reshard(
 def from_arrays(
   arrays: Mapping[Any, AnyArray], plan: Plan[R], *, optimizer: Mapping[Any, AnyArray] | None = None
 ) -> R:
-  """Builds the planned module from arrays: numpy arrays, memory-mapped files or JAX arrays.
+  """Builds the planned module from arrays: NumPy arrays, memory-mapped files or JAX arrays.
 
   Of a NumPy array, only the shards of the local devices are read and copied. The `init` of the plan is not
   run, so it computes no values.

@@ -69,7 +69,7 @@ def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree
     timeout: the time to wait for the other processes, in seconds.
 
   Returns:
-    The value of `source`, with `jax.Array`s as numpy arrays.
+    The value of `source`, with `jax.Array`s as NumPy arrays.
 
   Raises:
     HostError: a process did not arrive in time (the message names it), or the value cannot be sent. All

@@ -110,7 +110,7 @@ def task(
     mesh: the mesh of the task; by default the mesh of the recipe.
     rules: as for `nxp.plan`.
     loss: as for `train_step`.
-    optimizer: an optax transformation.
+    optimizer: an Optax transformation.
     batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of a global batch; `input_specs` needs it.
     generate: a generator, for example `nxp.generator(max_new_tokens)`.
     plan: other arguments of `nxp.plan` as a dict, such as `{"uneven": "pad", "zero": 1}`.

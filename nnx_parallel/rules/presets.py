@@ -39,7 +39,7 @@ def data_parallel(data: str = "data") -> RuleSet:
   """Replicates the model and shards the batch. Names on parameters are ignored.
 
   Args:
-    data: the mesh axis that splits the batch.
+    data: the mesh axis that shards the batch.
 
   Returns:
     Rules to pass to `plan`, alone or in a list.
@@ -87,10 +87,10 @@ def fsdp_tensor(
   `tensor` shards hidden widths and heads; `fsdp` then shards the largest free dim of each large parameter.
 
   Args:
-    data: mesh axis that splits only the batch.
-    fsdp: mesh axis that splits the batch and the parameters.
-    tensor: mesh axis that splits `mlp`, `heads`, `kv_heads`, `vocab` and `features`.
-    min_size: parameters with at most this many elements are not split over `fsdp`.
+    data: mesh axis that shards only the batch.
+    fsdp: mesh axis that shards the batch and the parameters.
+    tensor: mesh axis that shards `mlp`, `heads`, `kv_heads`, `vocab` and `features`.
+    min_size: parameters with at most this many elements are not sharded over `fsdp`.
 
   Returns:
     Rules to pass to `plan`.
@@ -115,10 +115,10 @@ def context(
   attention is computed.
 
   Args:
-    data: mesh axis that splits the batch and, by FSDP, the parameters.
-    context: mesh axis that splits the `seq` dim of inputs and activations.
+    data: mesh axis that shards the batch and, by FSDP, the parameters.
+    context: mesh axis that shards the `seq` dim of inputs and activations.
     tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements are not split over `data`.
+    min_size: parameters with at most this many elements are not sharded over `data`.
 
   Returns:
     Rules to pass to `plan`. Inputs of two or three dims are sharded as (batch, seq, ...). Their length must
@@ -147,8 +147,8 @@ def pipeline(
   batch, because weights that it shards would be gathered in each tick.
 
   Args:
-    data: mesh axis that splits the batch.
-    stage: mesh axis that splits the layers.
+    data: mesh axis that shards the batch.
+    stage: mesh axis that shards the layers.
     tensor: mesh axis for hidden widths and heads, if any.
     min_size: parameters with at most this many elements are replicated.
 
@@ -175,10 +175,10 @@ def expert(
   over `tensor`.
 
   Args:
-    data: mesh axis that splits the batch and, by FSDP, the parameters.
-    expert: mesh axis that splits the batch and the experts.
+    data: mesh axis that shards the batch and, by FSDP, the parameters.
+    expert: mesh axis that shards the batch and the experts.
     tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements are not split over `data`.
+    min_size: parameters with at most this many elements are not sharded over `data`.
 
   Returns:
     Rules to pass to `plan`.

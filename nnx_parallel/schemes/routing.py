@@ -177,7 +177,7 @@ def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1
   """Returns the next bias of a router: lower for experts with high loads, higher for the other experts.
 
   The bias balances the loads without a loss term that affects the model. It falls by `rate` for experts with
-  more than the mean load, and rises by `rate` for the other experts. Keep the bias in an `nnx.Variable` that
+  more than the mean load, and rises by `rate` for experts with less. Keep the bias in an `nnx.Variable` that
   is not a parameter, and set it in the forward pass; the step writes it back like the statistics of
   BatchNorm.
 
