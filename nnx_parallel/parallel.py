@@ -1,4 +1,4 @@
-"""Schemes to call in a model: pipelines, context, experts, sharded vocabularies, collectives."""
+"""Parallel schemes that a model can call: pipelines, attention, experts, vocabularies, collectives."""
 
 from etils import epy
 

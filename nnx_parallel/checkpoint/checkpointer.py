@@ -64,8 +64,8 @@ class Checkpointer:
     best: the name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
     keep_best: the number of best steps to keep.
-    asynchronous: whether `save` returns once the arrays are copied off the devices. When the script ends, it
-      first finishes a save that is still running; if this save fails, the exit code is 1.
+    asynchronous: whether `save` returns as soon as the arrays are copied off the devices. When the script
+      ends, a save that is still running is finished first; if this save fails, the exit code is 1.
     verify: what `restore` checks in addition to the sizes of the files: `"full"` checks every value,
       `"metadata"` checks the contents of all small files, and `"off"` checks nothing more.
     byte_budget: the bytes of host memory that reads and writes may use in addition to the arrays themselves.
@@ -156,7 +156,7 @@ class Checkpointer:
       model: a module, with Variables of every type; an `nnx.State`; a pytree of arrays; or a tuple or dict of
         these.
       optimizer: an `nnx.Optimizer`, a pytree of arrays, or a tuple or dict of these.
-      only: the leaves of the model to save: a filter of nnx (`nnx.LoRAParam`), or path patterns.
+      only: the leaves of the model to save: an NNX filter (such as `nnx.LoRAParam`), or patterns of paths.
       extra: more trees of arrays, or JSON values, by name, such as `{"ema": averages, "data": position}`.
       metrics: numbers by name; `best` compares them.
       plan: the plan of the model and the optimizer, which is stored with the step for information.
@@ -359,9 +359,9 @@ class Checkpointer:
     object. Therefore, use another Checkpointer to look at other steps of a run.
 
     Args:
-      target: a plan, or a tuple or dict of plans if the models were saved so; a module or an `nnx.State`,
-        whose values are replaced; a pytree of `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of
-        these; or a pair (model, optimizer), if both were saved.
+      target: a plan, or a tuple or dict of plans if several models were saved in this form; a module or an
+        `nnx.State`, whose values are replaced; a pytree of `jax.ShapeDtypeStruct`s with shardings; a tuple or
+        dict of these; or a pair (model, optimizer), if both were saved.
       step: a number, `"latest"` or `"best"`; None means `"latest"`.
       only: patterns of the paths to restore, or an NNX filter for the leaves of the model (such as
         `nnx.LoRAParam`); all other leaves keep the values of the target.
@@ -374,7 +374,7 @@ class Checkpointer:
         a new optimizer).
       on_corrupt: what to do if the step is damaged: `"error"`, or `"fallback"` to restore the newest good
         step instead, with a warning.
-      as_numpy: return NumPy arrays; without a target, all saved leaves are returned.
+      as_numpy: whether to return NumPy arrays; without a target, all saved leaves are returned.
 
     Returns:
       The model, or (model, optimizer), or a tree like the target; for several plans, (models, optimizers).
@@ -414,7 +414,7 @@ class Checkpointer:
       target: a pytree of `jax.ShapeDtypeStruct`s with shardings; JSON values need no target.
       step: a number, `"latest"` or `"best"`. None means the step that `restore` took, if this object has
         saved no step since then; otherwise the latest step.
-      as_numpy: return NumPy arrays.
+      as_numpy: whether to return NumPy arrays.
 
     Returns:
       A tree like the target; without a target, but with `as_numpy`, NumPy arrays by path; for a JSON value,

@@ -47,8 +47,8 @@ def reshard(
     plan: the plan that gives the new layout.
     optimizer: the optimizer of the model, which is moved too. Pass it if and only if the plan has an
       optimizer.
-    donate: free each old array as soon as it is moved, so that the peak memory is one copy of the model plus
-      `byte_budget`. The old module cannot be used afterwards.
+    donate: whether to free each old array as soon as it is moved, so that the peak memory is one copy of the
+      model plus `byte_budget`. The old module cannot be used afterwards.
     byte_budget: the bytes per device that may be in flight at a time; one array is moved even if it is
       larger.
 

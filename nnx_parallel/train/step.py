@@ -366,8 +366,8 @@ def train_step(
       `MetricSums`). The count of a plain scalar is the number of examples in the batch.
     diagnostics: whether to add two metrics: `grad_norm`, the norm of all gradients before the optimizer
       changes them; and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer state holds it.
-    **unknown: do not pass it. An argument name of another library raises an error that shows the name in this
-      function.
+    **unknown: do not pass it. An argument name from another library raises an error that shows the
+      corresponding name in this function.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
