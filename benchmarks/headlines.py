@@ -190,8 +190,9 @@ HEADLINES = (
   Headline(
     "A decoder of 8B parameters, compiled for 16 TPU v5e",
     "The batch has 16 sequences of 4096 tokens. All programs use AdamW, float32 state, bfloat16 compute"
-    " and rematerialized layers. The case `plain` is an unedited decoder with a loop over an `nnx.List`, whose"
-    " layers `nxp.train_step` finds. The figure of MaxText is from [another record](results/report_8b.md).",
+    " and rematerialized layers. The case `plain` is an unedited decoder with a loop over an `nnx.List`,"
+    " whose layers `nxp.train_step` finds. The figure of MaxText is from [another"
+    " record](results/report_8b.md).",
     "plain_8b",
     ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
     decoder,

@@ -155,7 +155,8 @@ def generator(
 
   Args:
     max_new_tokens: the maximum number of new tokens of a row.
-    sampling: greedy, `nxp.Sampling(temperature=..., top_k=..., top_p=...)`, or `nxp.Beams(4)`.
+    sampling: how tokens are chosen: `nxp.Sampling(temperature=..., top_k=..., top_p=...)`, which is greedy by
+      default, or `nxp.Beams(4)`.
     stop: a token, or several tokens, each of which ends a row. The stop token is part of the result.
     padding: `"right"` or `"left"`: the side on which shorter prompts are padded.
     call: a function `call(model, tokens, position)` that returns the logits `(batch, n, vocabulary)` of int32

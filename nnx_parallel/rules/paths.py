@@ -38,7 +38,7 @@ class PathRules:
   (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a `PartitionSpec`, or a tuple with one name (logical,
   or a mesh axis) per dim, where one `...` stands for any number of dims without a name. None and
   `PartitionSpec()` replicate the parameter, even if there is a fallback. With `(None, None)` its dims have no
-  names, and `fsdp(extend=True)` may still split a dim.
+  names, and `fsdp(extend=True)` may still shard a dim.
 
   Args:
     rules: pairs `(pattern, names)`, in order.
