@@ -19,11 +19,11 @@ PAGE = ROOT / "benchmarks" / "README.md"
 
 HEAD = """# Measured
 
-Every figure here is read from a record in `benchmarks/results` by `python benchmarks/headlines.py`. Each
-record says how to measure it again, on which hardware, and when. All machines were virtual, with two CPU
-cores; devices were simulated, and programs for TPUs and GPUs were compiled by their own compilers and not
-run. **No accelerator was timed.** Ratios compare cases that took turns in one process: medians, with
-quartiles in the records."""
+`python benchmarks/headlines.py` writes this page from the records in `benchmarks/results`. Each record states
+the command of the measurement, the hardware and the date. All machines were virtual, with two CPU cores. The
+devices were simulated. Programs for TPUs and GPUs were compiled by the compilers of these devices and did not
+run. **No accelerator was timed.** A ratio compares two cases that ran alternately in one process. This page
+shows medians; the records also show quartiles."""
 
 
 class Row(NamedTuple):
@@ -96,9 +96,9 @@ def decoder() -> list[Row]:
   where = "tpu:v5e:4x4, fsdp 16, depth 32, "
   cases = {
     "written by hand for this machine": "by hand",
-    "plain, as it is": "plain",
-    "plain, attention by blocks": "plain, blocks",
-    "plain, attention by blocks, loss by parts": "plain, blocks and parts",
+    "plain, unchanged": "plain",
+    "plain, blockwise attention": "plain, blocks",
+    "plain, blockwise attention, chunked loss": "plain, blocks and parts",
   }
   figures = ("need per device", "temporaries", "sent", "matrix FLOPs per device")
   rows = [
@@ -140,18 +140,18 @@ def searches() -> list[Row]:
   soaked = {row["case"]: f"{row['value']:g}" for row in soak}
   return [
     *(
-      Row(f"random models and layouts, a {how}", (f"{fuzz[key]['value']:g}", f"{wrong.get(key, 0):g}"))
+      Row(f"random models and layouts, with a {how}", (f"{fuzz[key]['value']:g}", f"{wrong.get(key, 0):g}"))
       for how, key in (
         ("plain jax.jit step", "plain, jax 0.12.0.1, Shardy, Auto"),
         ("step of nxp.train_step", "toolkit, jax 0.12.0.1, Shardy, Auto"),
       )
     ),
     Row(
-      "runs killed at a random moment, checkpoints restored",
+      "runs killed at a random moment, last checkpoint restored",
       (f"{sum(kills['kills'].values())}", f"{kills['lost or wrong after a kill']}"),
     ),
     Row(
-      "bytes of checkpoints changed, restored",
+      "checkpoints with damaged or swapped files, restored",
       (f"{sum(kills['corruptions'].values())}", f"{kills['corruptions'].get('wrong', 0)}"),
     ),
     Row("signals to processes of a supervised run", (soaked["all"], soaked["problems"])),
@@ -161,45 +161,54 @@ def searches() -> list[Row]:
 HEADLINES = (
   Headline(
     "What a step adds on the host",
-    "Time until the step returns, for a model of many small Variables, as ratios to `jax.jit` of a flat list"
-    " of arrays: `by hand` also reads and writes live Variables.",
+    "The table shows the time until the call of a step returns, for a model of many small Variables. The"
+    " first column is the time of `jax.jit` on a flat list of arrays, and the other columns are ratios to"
+    " `jax.jit`. The three columns of `nnx` come from a run of their own, with its own baseline. The step"
+    " `by hand` also reads and writes live Variables.",
     "step_host",
     ("", "jax.jit", "by hand", "nxp.train_step", "nnx.jit_partial", "nnx.cached_partial", "nnx.jit"),
     steps,
   ),
   Headline(
     "Whole steps",
-    "AdamW on 8 simulated devices. `By hand` has no flax in it, and the same layouts, pinned and donated.",
+    "The table shows the time of complete steps with AdamW on 8 simulated devices. The step `by hand`"
+    " does not use Flax; it pins the same layouts and donates the same arrays. The last column is the"
+    " ratio to it.",
     "step_whole",
     ("", "by hand", "nxp.train_step"),
     whole_steps,
   ),
   Headline(
     "Creating a model in shards",
-    "A transformer of 256-wide blocks, on fsdp=4 x tensor=2, compilation included. A second start finds its"
-    " programs in JAX's cache.",
+    "The table shows the time to create a transformer with blocks of width 256 on `fsdp=4, tensor=2`,"
+    " compilation included. The last three columns are ratios to `nnx.jit`. A second start finds its"
+    " programs in the compilation cache of JAX.",
     "creation",
     ("", "nnx.jit", "jax.jit, out_shardings", "create_sharded_model", "second start"),
     creation,
   ),
   Headline(
     "A decoder of 8B parameters, compiled for 16 TPU v5e",
-    "16 sequences of 4096 tokens, AdamW, float32 state, bfloat16 compute, layers recomputed. `Plain` is a"
-    " loop over an `nnx.List`, unedited, whose layers `nxp.train_step` finds. MaxText: see report_8b.",
+    "The batch has 16 sequences of 4096 tokens. All programs use AdamW, float32 state, bfloat16 compute"
+    " and rematerialized layers. The case `plain` is an unedited decoder with a loop over an `nnx.List`,"
+    " whose layers `nxp.train_step` finds. The figure of MaxText is from [another"
+    " record](results/report_8b.md).",
     "plain_8b",
     ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
     decoder,
   ),
   Headline(
     "Checkpoints",
-    "2 GB of parameters and Adam moments on 8 simulated devices, as ratios to moving the same bytes.",
+    "Each case saves or restores 2 GB of parameters and Adam moments on 8 simulated devices. The baseline"
+    " only moves the same bytes, and the last two columns are ratios to its time.",
     "checkpoint",
     ("", "baseline", "its time", "Orbax", "nxp.Checkpointer"),
     checkpoints,
   ),
   Headline(
     "Searches for what is wrong",
-    "A program is wrong where its loss or gradients differ from one device by more than rounding explains.",
+    "A program counts as wrong if its loss or its gradients differ from the results of one device by more"
+    " than rounding explains.",
     "fuzz",
     ("", "tried", "wrong or lost"),
     searches,

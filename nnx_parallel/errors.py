@@ -1,7 +1,8 @@
 """The exceptions and the warning of this package.
 
-A message says what failed and where, the values seen, and the call that works. Every exception is a subclass
-of `NnxParallelError`, and of the builtin for that kind of mistake (`ValueError`, ...).
+A message says what failed and where, shows the values that caused the failure, and names a call that works.
+Every exception is a subclass of `NnxParallelError`, and of the builtin for that kind of mistake
+(`ValueError`, ...).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class NnxParallelError(Exception):
   """The base class of all errors that this package raises on purpose.
 
   Args:
-    what: one sentence: what failed, and where (the Variable's path, the file).
-    details: the values seen, for example shape, names, rule and mesh; printed indented.
+    what: one sentence that says what failed, and where (the path of the Variable, or the file).
+    details: the values that caused the failure, for example shape, names, rule and mesh; printed with an
+      indent.
     fix: the call or command that works; printed after `Fix:`.
 
   Example:
@@ -46,7 +48,7 @@ class NnxParallelError(Exception):
 
 
 class MeshError(NnxParallelError, ValueError):
-  """A mesh that cannot be built, or that does not have the axes asked for."""
+  """A mesh that cannot be built, or that does not have the requested axes."""
 
 
 class ShardingError(NnxParallelError, ValueError):
@@ -58,7 +60,7 @@ class PlanError(NnxParallelError, ValueError):
 
 
 class LayoutMismatchError(NnxParallelError, ValueError):
-  """Live arrays that are not laid out as their plan says."""
+  """Live arrays that do not have the layout that their plan says."""
 
 
 class TrainError(NnxParallelError, ValueError):
@@ -70,7 +72,7 @@ class CheckpointError(NnxParallelError, RuntimeError):
 
 
 class HostError(NnxParallelError, RuntimeError):
-  """Processes that did not start, did not come, failed, or do not agree."""
+  """Processes that did not start, did not arrive at a call, failed, or do not agree on a value."""
 
 
 class RecipeError(NnxParallelError, ValueError):

@@ -1,4 +1,4 @@
-"""Schemes to call in a model (pipelines, context, experts, sharded vocabularies, collectives), and `send`."""
+"""Parallel schemes that a model can call (pipelines, attention, experts, vocabularies, collectives), and `send`."""
 
 from etils import epy
 

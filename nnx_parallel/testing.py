@@ -34,7 +34,8 @@ class GradientNorms(NamedTuple):
 
   Attributes:
     inner: state of the wrapped transformation.
-    norms: float32, one for each trained array in flax's order: the norm of its gradient in the last step.
+    norms: for each trained array, in the order of Flax, the norm of its gradient in the last step, in
+      float32.
   """
 
   inner: Any
@@ -42,13 +43,13 @@ class GradientNorms(NamedTuple):
 
 
 def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Keeps the norm of each gradient that the optimizer was given, for `run_training` to read.
+  """Keeps the norm of each gradient that the optimizer gets, so that `run_training` can read it.
 
-  These are the gradients after the reductions between replicas and over microbatches. Losses alone do not
-  show gradients that are wrong by a factor, because Adam trains the same with such gradients.
+  The optimizer gets the gradients after they are summed over replicas and microbatches. Losses alone do not
+  reveal gradients that are wrong by a factor, because Adam computes the same updates from them.
 
   Args:
-    tx: the transformation to wrap; outermost.
+    tx: the transformation to wrap. `with_gradient_norms` must be the outermost transformation.
 
   Returns:
     A transformation for `plan(optimizer=...)`; its state is a `GradientNorms`.
@@ -83,8 +84,8 @@ class Training:
 
   Attributes:
     losses: the loss of each step.
-    norms: dotted path -> norm of the gradient on the last batch, taken in the last step if there is a
-      history, and after it otherwise.
+    norms: dotted path -> norm of the gradient on the last batch. If there is a history, it is the norm in the
+      last step; otherwise it is computed after the last step.
     history: dotted path -> norm of the gradient in each step, as the optimizer got it; empty if the plan's
       optimizer is not made by `with_gradient_norms`.
   """
@@ -105,12 +106,12 @@ def run_training(
   """Creates the plan's model and trains it.
 
   Args:
-    plan: a plan with an optimizer.
+    plan: a plan that has an optimizer.
     loss_fn: as for `train_step`; a scalar loss, or `nxp.weighted(sum, count)`, with or without metrics.
     batches: host batches, one for each step.
-    start: a live model and optimizer of the same module to start from, copied into the plan's layout, which
-      compiles nothing. None creates them from the plan.
-    **options: for `train_step`.
+    start: a live model and its optimizer to start from, of the same module. They are copied into the layout
+      of the plan, which saves the compilation of a creation. None creates them from the plan.
+    **options: arguments of `train_step`.
 
   Returns:
     The losses, and the gradient norms.
@@ -167,25 +168,27 @@ def assert_same_training(
   rtol: float = 1e-5,
   **options: Any,
 ) -> dict[str, Training]:
-  """Asserts that training on each plan gives the numbers of one device, step by step and leaf by leaf.
+  """Asserts that training on each plan gives the numbers of one device, for each step and each leaf.
 
   The single-device run uses the first plan's `init`, rules and optimizer on a mesh of one device. Losses are
-  compared at every step, and the norms of all gradients at the end; also at every step if the plans'
-  optimizer is a `with_gradient_norms(tx)`.
+  compared at every step, and the norms of all gradients at the end. If the optimizer of the plans is made by
+  `with_gradient_norms(tx)`, the norms are also compared at every step.
 
   Args:
     loss_fn: as for `train_step`.
-    plans: name -> plan with an optimizer, all of the same module.
+    plans: a dict: name -> plan with an optimizer. All plans are of the same module.
     batches: host batches, one for each step.
-    rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.
-    **options: for the `train_step` of the plans; the single device gets full batches.
+    rtol: the relative tolerance. A gradient that is zero except for rounding is compared relative to all
+      gradients.
+    **options: arguments of the `train_step` of the plans. The single device computes full batches without
+      them.
 
   Returns:
-    Name -> result; the single-device run is `"one device"`.
+    A dict: name -> result. The single-device run has the name `"one device"`.
 
   Raises:
-    AssertionError: which layout, which step or leaf, and both values.
-    PlanError: no plans by name, a plan without an optimizer, or no batches.
+    AssertionError: the numbers differ; the message names the layout, the step or leaf, and both values.
+    PlanError: `plans` is not a dict of plans, a plan has no optimizer, or there are no batches.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp
@@ -224,10 +227,11 @@ def assert_same_numbers(name: str, one: Training, many: Training, *, rtol: float
     name: the name of the second run, for messages.
     one: the run on one device.
     many: the run to check.
-    rtol: relative tolerance; a gradient that is zero but for rounding is measured against all gradients.
+    rtol: the relative tolerance. A gradient that is zero except for rounding is compared relative to all
+      gradients.
 
   Raises:
-    AssertionError: which step or leaf, and both values.
+    AssertionError: the numbers differ; the message names the step or leaf, and both values.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp

@@ -3,7 +3,7 @@
 #
 #   TPU=my-slice ZONE=us-central2-b ./cloud_tpu.sh text_lm --mesh data=16 --checkpoint gs://bucket/run --save-every 100
 #
-# Every host has this package installed. JAX asks the TPU's own metadata who the others are.
+# The package must be installed on every host. JAX finds the other processes through the metadata of the TPU.
 set -euo pipefail
 
 words=$(printf ' %q' "$@")

@@ -2,8 +2,9 @@
 
   python ray_actors.py --nodes 2 --gpus 8 -- text_lm --mesh data=16 --checkpoint /shared/run --save-every 100
 
-The words after `--` are those of `nnx-parallel train`; the checkpoint is on a disk that all nodes see. Each
-actor starts the launcher, which supervises one process and starts it again when it fails.
+The arguments after `--` are the arguments of `nnx-parallel train`. The checkpoints must be on a disk that all
+nodes can reach. Each actor starts the launcher, which supervises one process and starts it again when it
+fails.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class Worker:
   """One process of the job."""
 
   def address(self) -> tuple[str, str]:
-    """Where the first process can be found, on a port that is free."""
+    """Returns the address of this node and a free port on it, where the first process listens."""
     with socket.socket() as probe:
       probe.bind(("", 0))
       return ray.util.get_node_ip_address(), str(probe.getsockname()[1])
 
   def train(self, rank: int, count: int, address: tuple[str, str], words: list[str]) -> int:
-    """Trains to the end; returns the exit code."""
+    """Trains to the end, and returns the exit code."""
     own = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
     return subprocess.run([*LAUNCH, *words], env={**os.environ, **own}).returncode
 
 
 def main() -> None:
-  """Starts the actors and waits for them."""
+  """Starts the actors, and waits until all of them have ended."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--nodes", type=int, required=True)
   parser.add_argument("--gpus", type=int, default=0, help="GPUs of each node")

@@ -54,21 +54,22 @@ class Checkpointer:
   make each call on all of them.
 
   Args:
-    directory: local, or an object store that `etils.epath` and TensorStore support; made at the first save.
-      An object store has no lock, so let only one job write there; it cannot replace steps in place.
-    max_to_keep: the number of newest steps to keep; None keeps all. Each step names the step that its run
-      resumed from or saved before; steps that a run left behind when it resumed from an earlier step are
-      deleted first.
-    keep_every: also keep each step that is a multiple of this.
+    directory: a local directory, or a path in an object store that `etils.epath` and TensorStore support. The
+      first save creates it. An object store has no lock, so let only one job write there, and it cannot
+      replace steps in place.
+    max_to_keep: the number of newest steps to keep; None keeps all steps. If a run resumed from an earlier
+      step, the steps that it left behind are deleted first. (Each step records its predecessor: the step that
+      its run resumed from or saved before.)
+    keep_every: also keep each step that is a multiple of this number.
     best: the name of the metric that decides which step is best; the best steps are kept too.
     best_mode: `"min"` or `"max"`.
     keep_best: the number of best steps to keep.
-    asynchronous: whether `save` returns once the arrays are copied off the devices. An unfinished save is
-      finished when the script ends; if it fails, the exit code is 1.
-    verify: what `restore` checks in addition to file sizes: `"full"` every value, `"metadata"` the contents
-      of all small files, `"off"` nothing.
-    byte_budget: host bytes in flight while reading and writing, beyond the arrays themselves. A background
-      save holds a copy of all arrays.
+    asynchronous: whether `save` returns as soon as the arrays are copied off the devices. When the script
+      ends, a save that is still running is finished first; if this save fails, the exit code is 1.
+    verify: what `restore` checks in addition to the sizes of the files: `"full"` checks every value,
+      `"metadata"` checks the contents of all small files, and `"off"` checks nothing more.
+    byte_budget: the bytes of host memory that reads and writes may use in addition to the arrays themselves.
+      A background save also holds a copy of all arrays.
     chunk_bytes: the largest piece of an array that is read at once; None stores each shard as one piece.
 
   Attributes:
@@ -76,7 +77,7 @@ class Checkpointer:
     restored: the `Manifest` of the step that the last `restore` took; None before the first restore.
 
   Raises:
-    CheckpointError: an option without a meaning, or a path that is a file.
+    CheckpointError: an option has an unknown value, or the path is a file.
 
   Example:
     >>> import tempfile
@@ -142,29 +143,30 @@ class Checkpointer:
   ) -> None:
     """Saves the state of a run as one step, completely or not at all.
 
-    The step follows the step that this object restored or saved last, or later steps of another Checkpointer;
-    otherwise it follows the newest step. A smaller step is refused if the directory holds newer steps that
-    the run did not resume from.
+    Each step records its predecessor. It is the step that this object restored or saved last, or a later step
+    that another Checkpointer saved after that step; a first save follows the newest step. A smaller step is
+    an error if the directory holds newer steps that the run did not resume from.
 
-    Before the start, it logs (INFO) the bytes of the step and the host memory that this process will need.
-    Ctrl-C ends the wait for a save, not the save: `wait`, `close` and the next save finish it. Padded arrays
-    are first cut to their logical shape, which copies them.
+    Before the save starts, the logger reports (at level INFO) the bytes of the step and the host memory that
+    this process will need. Ctrl-C ends the wait for a save, not the save itself: `wait`, `close` and the next
+    save finish it. Padded arrays are first cut to their logical shape, which copies them.
 
     Args:
-      step: not negative.
+      step: the number of the step, not negative.
       model: a module, with Variables of every type; an `nnx.State`; a pytree of arrays; or a tuple or dict of
         these.
       optimizer: an `nnx.Optimizer`, a pytree of arrays, or a tuple or dict of these.
-      only: the leaves of the model to save: a filter of nnx (`nnx.LoRAParam`), or path patterns.
-      extra: more trees of arrays (`"ema"`), or JSON values (`"data"`), by name.
-      metrics: numbers; `best` compares them.
-      plan: the plan of model and optimizer, which is stored as a record.
-      overwrite: whether to replace the step; the old step stays until the new step is complete. A step that
-        this run has not reached keeps its place: adding a metric to it does not make it the newest.
+      only: the leaves of the model to save: an NNX filter (such as `nnx.LoRAParam`), or patterns of paths.
+      extra: more trees of arrays, or JSON values, by name, such as `{"ema": averages, "data": position}`.
+      metrics: numbers by name; `best` compares them.
+      plan: the plan of the model and the optimizer, which is stored with the step for information.
+      overwrite: whether to replace the step if it exists; the old step stays until the new step is complete.
+        The replaced step keeps its place in the order of the steps (to add a metric does not make a step the
+        newest one), unless this object restored or saved an earlier step last.
 
     Raises:
-      CheckpointError: the step exists, or newer steps of another run do; a leaf cannot be stored, the disk
-        refuses, another job is writing here, or an earlier background save failed.
+      CheckpointError: the step exists, newer steps of another run exist, a leaf cannot be stored, the disk
+        cannot be written, another job is writing to the directory, or an earlier background save failed.
     """
     with self._lock, no_mesh():
       self.wait()
@@ -199,7 +201,7 @@ class Checkpointer:
     """Waits for a background save.
 
     Raises:
-      CheckpointError: it failed.
+      CheckpointError: the save failed.
     """
     with self._lock:
       if self._pending is not None:
@@ -240,7 +242,7 @@ class Checkpointer:
   def latest(self) -> int | None:
     """The newest complete step of the run that saved last, or None.
 
-    The files are compared by their sizes; `restore` and `verify` read them.
+    A step counts as complete if its files have the right sizes; only `restore` and `verify` read the files.
     """
     return multihost.decided(self._catalog.latest)
 
@@ -252,13 +254,14 @@ class Checkpointer:
     """The contents of a step, without reading its arrays.
 
     Args:
-      step: a number, `"latest"` (also None) or `"best"`.
+      step: a number, `"latest"` or `"best"`; None means `"latest"`.
 
     Returns:
-      The step's `Manifest`: its number, metrics, extra values, plan, versions, the shape of each leaf.
+      The `Manifest` of the step: its number, metrics, extra values, plan and versions, and the shape of each
+      leaf.
 
     Raises:
-      CheckpointError: no such step, or its manifest cannot be read.
+      CheckpointError: the step does not exist, or its manifest cannot be read.
     """
     number = self._resolve(step)
     with multihost.together():
@@ -282,9 +285,9 @@ class Checkpointer:
     """Compares a step with a target; no array is read.
 
     Args:
-      target: as for `restore`, and so are `only`, `skip`, `rename`, `cast`, `weight_map`, `optimizer` and
-        `as_numpy`: pass the same values as to the restore.
-      step: a number, `"latest"` (also None) or `"best"`.
+      target: as for `restore`. Pass the same values for it, and for the arguments below, as you pass to
+        `restore`.
+      step: a number, `"latest"` or `"best"`; None means `"latest"`.
       only: as for `restore`.
       skip: as for `restore`.
       rename: as for `restore`.
@@ -294,10 +297,11 @@ class Checkpointer:
       as_numpy: as for `restore`.
 
     Returns:
-      The leaves that fit, are missing, extra, renamed or changed, and the bytes that a restore would read.
+      The leaves that fit, are missing, are extra, are renamed or are changed, and the bytes that a restore
+      would read.
 
     Raises:
-      CheckpointError: no such step, or arguments that name nothing.
+      CheckpointError: the step does not exist, or an argument matches no leaf.
     """
     record = self.metadata(step)
     names, choose = targets.split_only(only)
@@ -350,32 +354,34 @@ class Checkpointer:
   ) -> Any:
     """Restores a step into the target's layout; the saved layout does not matter.
 
-    Before the start, it logs (INFO) the bytes to read and the host memory that they take. The next `save` of
-    this object follows the step that was restored into a target: look at other steps of a run with another
-    Checkpointer.
+    Before the restore starts, the logger reports (at level INFO) the bytes to read and the host memory that
+    they take. A step that is restored into a target becomes the predecessor of the next `save` of this
+    object. Therefore, use another Checkpointer to look at other steps of a run.
 
     Args:
-      target: a plan, or a tuple or dict of plans, as the models were saved; a module or `nnx.State`, whose
-        values are replaced; a pytree of `jax.ShapeDtypeStruct`s with shardings; a tuple or dict of these; or
-        (model, optimizer), as saved.
-      step: a number, `"latest"` (also None) or `"best"`.
-      only: patterns of paths to restore, or a filter of nnx for the model's leaves (`nnx.LoRAParam`);
-        everything else stays as the target has it.
-      skip: patterns of paths, in the target or the checkpoint, to leave alone.
-      rename: path in the target, or its beginning, to the saved path.
-      cast: whether one float dtype may become another.
-      weight_map: how saved leaves become the target's, as a `WeightMap`: layers stacked or cut, dims
-        transposed, split or merged. The patterns above then match the saved paths.
+      target: a plan, or a tuple or dict of plans if several models were saved in this form; a module or an
+        `nnx.State`, whose values are replaced; a pytree of `jax.ShapeDtypeStruct`s with shardings; a tuple or
+        dict of these; or a pair (model, optimizer), if both were saved.
+      step: a number, `"latest"` or `"best"`; None means `"latest"`.
+      only: patterns of the paths to restore, or an NNX filter for the leaves of the model (such as
+        `nnx.LoRAParam`); all other leaves keep the values of the target.
+      skip: patterns of paths, in the target or the checkpoint, that are not restored.
+      rename: maps a path in the target, or the beginning of one, to the saved path.
+      cast: whether saved floating-point arrays may be cast to the dtype of the target.
+      weight_map: a `WeightMap` that says how saved leaves become leaves of the target. It can stack or
+        unstack layers, and transpose, split or merge dims. The patterns above then match the saved paths.
       optimizer: `"restore"`, `"drop"` (ignore it, and return only the model) or, with a plan, `"fresh"` (make
         a new optimizer).
-      on_corrupt: `"error"`, or `"fallback"` to take the newest good step, with a warning.
-      as_numpy: return numpy arrays; without a target, of all saved leaves.
+      on_corrupt: what to do if the step is damaged: `"error"`, or `"fallback"` to restore the newest good
+        step instead, with a warning.
+      as_numpy: whether to return NumPy arrays; without a target, all saved leaves are returned.
 
     Returns:
       The model, or (model, optimizer), or a tree like the target; for several plans, (models, optimizers).
 
     Raises:
-      CheckpointError: no such step, leaves that do not fit, or damage, all named.
+      CheckpointError: the step does not exist, leaves do not fit, or files are damaged; the message names all
+        of them.
     """
     names, choose = targets.split_only(only)
     with no_mesh():
@@ -404,18 +410,19 @@ class Checkpointer:
     """Restores one tree that was saved with `extra=`, or returns its JSON value.
 
     Args:
-      name: as in `extra`.
-      target: pytree of `jax.ShapeDtypeStruct`s with shardings; not needed for JSON values.
-      step: a number, `"latest"` or `"best"`; None is the step that `restore` took since the last save, or
-        the latest.
-      as_numpy: return numpy arrays.
+      name: the name of the tree or value in `extra`.
+      target: a pytree of `jax.ShapeDtypeStruct`s with shardings; JSON values need no target.
+      step: a number, `"latest"` or `"best"`. None means the step that `restore` took, if this object has
+        saved no step since then; otherwise the latest step.
+      as_numpy: whether to return NumPy arrays.
 
     Returns:
-      A tree like the target; without a target, with `as_numpy`, numpy arrays by path; for JSON, the value.
+      A tree like the target; without a target, but with `as_numpy`, NumPy arrays by path; for a JSON value,
+      the value.
 
     Raises:
-      CheckpointError: no such step or name, leaves that do not fit, damage, or neither target nor
-        `as_numpy`.
+      CheckpointError: the step or the name does not exist, leaves do not fit, files are damaged, or neither
+        `target` nor `as_numpy` is given.
     """
     with no_mesh():
       self.wait()
@@ -445,13 +452,13 @@ class Checkpointer:
     """Checks every value and file of a step. A folder without its manifest is a step too.
 
     Args:
-      step: a number, `"latest"` (also None) or `"best"`.
+      step: a number, `"latest"` or `"best"`; None means `"latest"`.
 
     Returns:
-      A description by file or leaf; empty when the step is sound.
+      A description of the damage by file or leaf; empty if the step is good.
 
     Raises:
-      CheckpointError: no such step, or another process removed or replaced it during the check.
+      CheckpointError: the step does not exist, or another process removed or replaced it during the check.
     """
     number = self._resolve(step, whole=False)
     found = self._storage.identity(number)

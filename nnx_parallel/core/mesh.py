@@ -30,27 +30,29 @@ def make_mesh(
   dcn: Mapping[str, int] | None = None,
   **sizes: int,
 ) -> Mesh:
-  """Builds a mesh from named axis sizes, in the order they are written (major to minor).
+  """Builds a mesh from named axis sizes, in the order in which they are written (major to minor).
 
   On TPU and GPU the device order follows the topology, so that the minor axes use the fastest links;
   on CPU it is the plain order of `devices`.
 
   Args:
-    axes: axis sizes in devices as a mapping, for names that no keyword can have; merged with `sizes`.
-    *names: nothing; `jax.make_mesh` has names here, and the error shows the right call.
-    devices: the devices to use; all of `jax.devices()` when not given.
+    axes: the sizes of mesh axes as a mapping, for names that cannot be keywords; merged with `sizes`.
+    *names: do not pass them. `jax.make_mesh` takes the names of the axes here; this function raises an error
+      that shows the same call with keywords.
+    devices: the devices to use; by default all of `jax.devices()`.
     explicit: use `AxisType.Explicit` (sharding in types) instead of `AxisType.Auto`, for every axis, or for
       the axes with these names. Steps still compute on Auto axes, unless the model states shardings.
-    dcn: how many ways an axis is split *between* slices (or hosts, on GPU), for example `dict(data=2)`:
-      that factor of the axis crosses the data-center network, the rest stays inside a slice.
-    **sizes: axis name -> size in devices; one size may be `-1`: the remaining devices.
+    dcn: by mesh axis, the factor of its size that lies *between* slices (on GPUs, between hosts). With
+      `dict(data=2)`, 2 slices share the axis `data`: this factor crosses the data-center network, and the
+      rest of the axis stays inside a slice.
+    **sizes: axis name -> size in devices. One size may be `-1`: the axis then gets the remaining devices.
 
   Returns:
     A `jax.sharding.Mesh` over exactly `devices`.
 
   Raises:
-    MeshError: sizes that do not multiply to the number of devices, more than one `-1`, a `dcn` factor that
-      does not divide its axis, or TPU slices without `dcn`.
+    MeshError: the product of the sizes is not the number of devices, more than one size is `-1`, a `dcn`
+      factor does not divide its axis, or there are several TPU slices but no `dcn`.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -74,16 +76,16 @@ def abstract_mesh(
   """A mesh of any size with no devices behind it, for planning.
 
   Args:
-    axes: axis sizes in devices as a mapping; merged with `sizes`.
-    *names: nothing, as in `make_mesh`.
-    explicit: as in `make_mesh`.
+    axes: the sizes of mesh axes as a mapping, for names that cannot be keywords; merged with `sizes`.
+    *names: do not pass them; they raise an error that shows the call with keywords.
+    explicit: the Explicit axes, as in `make_mesh`.
     **sizes: axis name -> size in devices; `-1` is an error, since the number of devices is unknown.
 
   Returns:
     A `jax.sharding.AbstractMesh`.
 
   Raises:
-    MeshError: no axis, or a size under 1.
+    MeshError: there is no axis, or a size is less than 1.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -168,7 +170,8 @@ def describe_mesh(mesh: AnyMesh) -> str:
     mesh: a real or an abstract mesh.
 
   Returns:
-    One line per fact: sizes and device kind, then the axes by the link that they cross.
+    Text: a line with the axis sizes and the kind of device, then lines that list the axes by the links that
+    they cross.
 
   Example:
     >>> import nnx_parallel as nxp

@@ -12,18 +12,20 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 def compilation_cache(directory: str | os.PathLike[str], *, minimum_seconds: float = 0.0) -> str:
   """Keeps compiled programs in a directory, for this process and for later processes.
 
-  This is jax's cache, without the thresholds that leave out the many small programs of a creation. Processes
-  may share the directory; the key of an entry is its program, the compiler, its flags and the devices.
-  Programs in the directory are run: use a directory that only trusted people can write. On simulated CPU
-  devices a loaded program with several concurrent collectives may hang (jaxlib 0.12.0); a compiled program
-  does not.
+  This is the persistent compilation cache of JAX, without the thresholds that would exclude the many small
+  programs of a model's creation. Processes may share the directory, because the key of an entry contains the
+  program, the compiler, its flags and the devices. JAX runs the programs that it finds there, so use a
+  directory that only trusted people can write to. On simulated CPU devices, a program that is loaded from the
+  cache may hang if it has several concurrent collectives (jaxlib 0.12.0); a program that is compiled does
+  not.
 
   Args:
-    directory: made when it does not exist; or a bucket that jax can write, for example `gs://bucket/cache`.
+    directory: a local directory, which is created if it does not exist; or a bucket that JAX can write to,
+      for example `gs://bucket/cache`.
     minimum_seconds: programs that compile faster than this are not kept.
 
   Returns:
-    The directory; an absolute path unless it is a bucket.
+    The directory, as an absolute path unless it is a bucket.
 
   Example:
     >>> import os, tempfile, nnx_parallel as nxp

@@ -91,29 +91,30 @@ def create_sharded_model(
 ) -> Any:
   """Creates a module, and its optimizer, with every Variable directly in its shards.
 
-  No device holds a full array that the plan splits, unless its initializer needs the full array (an
-  orthogonal initializer does). With the initializers of flax, the values equal `init()` on one device bit for
-  bit, except in three cases that the guide "Creating" lists. Works with or without an active `jax.set_mesh`,
-  on Auto and Explicit meshes. A constructor is traced once. With a plan, its `init` is traced again, so that
-  values which it reads (a seed) are current.
+  No device holds a full array that the plan shards, unless its initializer needs the full array (an
+  orthogonal initializer does). With the initializers of Flax, the values equal `init()` on one device bit for
+  bit, except in three cases that the guide "Creating" lists. The function works with or without an active
+  `jax.set_mesh`, on meshes with Auto and Explicit axes. A constructor is traced once. With a plan, its `init`
+  is traced again, so that values that `init` reads (a seed, for example) are current.
 
   The logger `nnx_parallel` lists the compiled programs at level INFO.
 
   Args:
-    init: a plan; or the constructor, with `mesh` and `rules` as in `plan`.
-    mesh: the mesh, when `init` is a constructor.
-    rules: the rules, when `init` is a constructor.
-    compile: `"slices"`: one program for each distinct initializer, run for each Variable that has it; the
-      compile time does not grow with depth. `"jit"`: the constructor as one `nnx.jit` program, the reference.
-      A constructor that cannot be sliced is also created as one program; a note of the plan and a logged
-      warning give the reason.
-    **options: the options of `plan`, when `init` is a constructor: `optimizer`, `zero`, ...
+    init: a plan; or the constructor of the module, together with `mesh` and `rules`.
+    mesh: the mesh, if `init` is a constructor; as in `plan`.
+    rules: the rules, if `init` is a constructor; as in `plan`.
+    compile: `"slices"` compiles one program for each distinct initializer and runs it for each Variable that
+      has this initializer, so the compile time does not grow with the depth of the model. `"jit"` compiles
+      the constructor as one `nnx.jit` program, which serves as the reference. A constructor that cannot be
+      sliced is also compiled as one program; a note of the plan and a logged warning give the reason.
+    **options: the other arguments of `plan`, such as `optimizer` and `zero`, if `init` is a constructor.
 
   Returns:
-    The live module; `(module, ShardedOptimizer)` when the plan has an optimizer.
+    The live module; `(module, ShardedOptimizer)` if the plan has an optimizer.
 
   Raises:
-    PlanError: a plan on an abstract mesh (nothing to create on), or arguments given twice.
+    PlanError: the mesh of the plan is abstract (it has no devices), or `mesh`, `rules` or options are given
+      together with a plan.
     ShardingError: as `plan`.
 
   Example:
@@ -285,12 +286,12 @@ def real_mesh(plan: Plan) -> Mesh:
 def unsharded(init: Callable[[], M]) -> M:
   """Builds a module on the default device, without a mesh, and keeps its annotations.
 
-  flax refuses to build an annotated module without a mesh. This function is for notebooks, exports and tests
+  Flax refuses to build an annotated module without a mesh. This function is for notebooks, exports and tests
   on one device; the annotations stay on the Variables, so the same constructor can be planned on a mesh
   later.
 
   Args:
-    init: builds the module; its annotations need no mesh and no rules.
+    init: a function without arguments that builds the module. Its annotations need no mesh and no rules.
 
   Returns:
     The live module, not sharded.

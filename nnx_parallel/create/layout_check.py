@@ -21,16 +21,17 @@ from nnx_parallel.layout.plan import Plan, check_plan
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises an error unless a live module and its optimizer have the planned layout.
 
-  It compares the shape, dtype, devices, spec and memory kind of each array, the bytes on each device, and the
-  sharding that flax would derive from the Variable's metadata, to which later computations constrain it.
+  It compares the shape, dtype, devices, spec and memory kind of each array, and the bytes on each device. It
+  also compares the sharding that Flax derives from the metadata of the Variable, because later computations
+  constrain the Variable to that sharding.
 
   Args:
     model: the live module.
-    plan: the plan.
-    optimizer: its optimizer; left out of the comparison when None.
+    plan: the plan that gives the expected layout.
+    optimizer: the optimizer of the model; None leaves it out of the comparison.
 
   Raises:
-    LayoutMismatchError: names every leaf that differs, with the planned and the found layout.
+    LayoutMismatchError: some leaves differ; the message names them, with the planned and the actual layout.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp

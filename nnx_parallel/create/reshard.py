@@ -38,20 +38,22 @@ def reshard(
 ) -> R:
   """Moves a live module into the layout of a plan, from any mesh and any specs.
 
-  It moves array by array, so that about `byte_budget` bytes per device, at most, are in flight at a time. The
-  arrays of the new module share no memory with the old arrays, so a step that donates one module cannot
-  delete the other. Tied Variables remain tied.
+  It moves one array after another, so that at most about `byte_budget` bytes per device are in flight at a
+  time. The arrays of the new module share no memory with the old arrays, so a step that donates the arrays of
+  one module does not delete the arrays of the other module. Tied Variables remain tied.
 
   Args:
     model: the live module: the planned module, or a module with the same Variables.
-    plan: the plan.
-    optimizer: its optimizer, moved too; required if and only if the plan has an optimizer.
-    donate: free each old array as soon as it is moved: the peak is one copy of the model and the budget. The
-      old module cannot be used afterwards.
-    byte_budget: bytes per device that may be in flight before waiting; at least one array always is.
+    plan: the plan that gives the new layout.
+    optimizer: the optimizer of the model, which is moved too. Pass it if and only if the plan has an
+      optimizer.
+    donate: whether to free each old array as soon as it is moved, so that the peak memory is one copy of the
+      model plus `byte_budget`. The old module cannot be used afterwards.
+    byte_budget: the bytes per device that may be in flight at a time; one array is moved even if it is
+      larger.
 
   Returns:
-    The new module; `(module, optimizer)` when the plan has an optimizer.
+    The new module; `(module, optimizer)` if the plan has an optimizer.
 
   Raises:
     PlanError: the module and the plan differ in paths, shapes or dtypes; or `optimizer` is missing, or given
@@ -84,22 +86,23 @@ def reshard(
 def from_arrays(
   arrays: Mapping[Any, AnyArray], plan: Plan[R], *, optimizer: Mapping[Any, AnyArray] | None = None
 ) -> R:
-  """Builds the planned module from arrays: numpy arrays, memory-mapped files or JAX arrays.
+  """Builds the planned module from arrays: NumPy arrays, memory-mapped files or JAX arrays.
 
-  Of a numpy array, only the shards of local devices are read and copied. `init` computes no values.
+  Of a NumPy array, only the shards of the local devices are read and copied. The `init` of the plan is not
+  run, so it computes no values.
 
   Args:
-    arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple; global
-      shapes in elements, without padding. A PRNG key may be given as its `jax.random.key_data`.
-    plan: the plan.
-    optimizer: the same for the optimizer (without `optimizer/`); required if and only if the plan has an
-      optimizer.
+    arrays: one array for each leaf of the model, by dotted path (`"up.kernel"`) or by path tuple. The arrays
+      have global shapes, without padding. A PRNG key may be given as its `jax.random.key_data`.
+    plan: the plan of the module.
+    optimizer: the arrays of the optimizer, by path without `optimizer/`. Pass them if and only if the plan
+      has an optimizer.
 
   Returns:
-    The live module; `(module, optimizer)` when the plan has an optimizer.
+    The live module; `(module, optimizer)` if the plan has an optimizer.
 
   Raises:
-    PlanError: paths that are missing or that the plan does not have, or other shapes or dtypes.
+    PlanError: a path is missing, the plan does not have a path, or a shape or dtype differs from the plan.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp

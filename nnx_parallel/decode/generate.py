@@ -25,8 +25,8 @@ class Generator:
 
   Attributes:
     options: the options of the generator.
-    layers: the work of the pipeline's stages, and on a mesh with Explicit axes the axes that the program
-      computes on, as last compiled or lowered; print it.
+    layers: a text to print. It describes the work of each pipeline stage and, on a mesh with Explicit axes,
+      the axes on which the program computes, as last compiled or lowered.
   """
 
   def __init__(self, options: Options):
@@ -44,22 +44,23 @@ class Generator:
   ) -> Generated:
     """Continues each prompt.
 
-    The model's `nnx.Cache` Variables are first reset to zeros, donated, and hold the last state afterwards;
-    with slots or beams they stay as they are. Nothing else in the model changes.
+    The call resets the `nnx.Cache` Variables of the model to zeros, donates them, and leaves the last state
+    of the cache in them. With slots or beams, they do not change. Nothing else in the model changes.
 
     Args:
       model: a live module, on any mesh.
-      prompts: integers `(batch, width)`, global; host arrays are sharded like the plan's batch.
+      prompts: integers of global shape `(batch, width)`; host arrays are sharded like the batch of the
+        model's plan.
       lengths: the number of tokens of each prompt, `(batch,)`, at least 1; None if no prompt is padded.
       key: `jax.random.key(...)`; required for sampling.
-      requests: a number for each row `(batch,)`, folded into its key: a row with the same number and prompt
-        gets the same tokens in any batch. None: the index of the row.
+      requests: a number for each row, `(batch,)`, which is folded into the key of the row. A row with the
+        same number and prompt gets the same tokens in any batch. None uses the index of the row.
 
     Returns:
-      The new tokens and their number.
+      The new tokens of each row, and their number.
 
     Raises:
-      DecodeError: prompts, lengths, a cache or a key that do not fit.
+      DecodeError: the prompts, the lengths, the cache or the key do not fit the model or each other.
     """
     prompts, lengths, requests = _checked(prompts, lengths, requests)
     sampling = self.options.sampling
@@ -74,8 +75,8 @@ class Generator:
     """Lowers the program for prompts of this shape, without running it.
 
     Args:
-      model: a live module, whose arrays may be abstract: `nxp.compile_report(generate, plan, batch=prompts)`
-        makes one from a plan, also for a machine that you do not have.
+      model: a module, whose arrays may be abstract. `nxp.compile_report(generate, plan, batch=prompts)` makes
+        such a module from a plan, also for a machine that you do not have.
       prompts: as in a call, or a `ShapeDtypeStruct`.
 
     Returns:
@@ -94,23 +95,25 @@ class Generator:
       model: as in `lower`.
 
     Returns:
-      Name of an argument, as JAX gives it, such as `caches[0]` -> path of the Variable in the model.
+      A dict: the name of an argument, as JAX gives it (such as `caches[0]`) -> the path of the Variable in
+      the model.
     """
     return self._bound(model).argument_names()
 
   def as_function(
     self, model: nnx.Module, prompts: AnyArray
   ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
-    """The program as a function of arrays, for `nnx_parallel.interop.program.export_program`.
+    """Returns the program as a function of arrays, for `nnx_parallel.interop.export_program`.
 
     Args:
       model: as in `lower`.
       prompts: as in `lower`.
 
     Returns:
-      A function of the raw arrays of the model, its Variables' arrays, prompts, lengths, requests and a key,
-      which returns the fields of `Generated` and the caches by the number of their Variable; and its abstract
-      arguments after the first two.
+      A pair. The first element is a function of the raw arrays of the model, the arrays of its Variables, the
+      prompts, the lengths, the requests and a key; it returns the fields of `Generated`, and the caches by
+      the number of their Variable. The second element is the abstract arguments of this function after the
+      first two.
     """
     bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
@@ -145,38 +148,42 @@ def generator(
 ) -> Generator:
   """Makes a compiled generator of tokens, for the layout that the model has.
 
-  One program reads the prompts and writes up to `max_new_tokens` for each; it ends early when every row has
-  reached a stop token. The cache has the layout of the model's `nnx.Cache` Variables, which the plan lays out
-  like other Variables. Tokens do not depend on the layout: each row samples from its own key.
+  One program reads the prompts and writes up to `max_new_tokens` tokens for each prompt. It ends early when
+  every row has reached a stop token. The cache has the layout of the `nnx.Cache` Variables of the model,
+  which the plan shards like other Variables. Tokens do not depend on the layout: each row samples from its
+  own key.
 
   Args:
     max_new_tokens: the maximum number of new tokens of a row.
-    sampling: greedy, `nxp.Sampling(temperature=..., top_k=..., top_p=...)`, or `nxp.Beams(4)`.
-    stop: a token, or several, that end a row; the stop token is returned too.
-    padding: the side on which shorter prompts are padded.
-    call: `call(model, tokens, position)` returns the logits `(batch, n, vocabulary)` of int32 tokens `(batch,
-      n)`; `position`, an int32 scalar, is the position of the first of the `n` tokens. None: `model(tokens)`.
-    cache: `cache(batch, length)` makes the empty cache, a pytree, for a model that takes its cache as an
-      argument; use `nxp.constrain` in it for its layout. `call(model, tokens, position, cache)` then returns
-      `(logits, cache)`.
-    prefill: the maximum number of prompt tokens that are read in one step; `n` of `call` is this number or 1.
-      All prompts of a batch are read in such steps up to the length of the shortest prompt, and token by
-      token after it. `nnx.MultiHeadAttention` needs no change; other attentions must mask later tokens.
-    slots: compute this many rows at a time, each with a separate cache and position; when a row ends, its
-      slot takes the next prompt. So there may be any number of prompts, and no row waits for the longest. The
-      model is called for one row, under `jax.vmap`: its caches are for a batch of 1. With beams the model is
-      also called for one row; beams and slots cannot be combined.
-    pipeline: the mesh axis of stages, each of which holds some of the layers and their caches. The batch is
-      cut into as many groups as there are stages, and the groups circulate: each stage always works on one
-      group. The model is called for a group, so its caches are for a batch of that size. Weights on other
-      devices are moved to their stages once in each call.
+    sampling: how tokens are chosen: `nxp.Sampling(temperature=..., top_k=..., top_p=...)`, which is greedy by
+      default, or `nxp.Beams(4)`.
+    stop: a token, or several tokens, each of which ends a row. The stop token is part of the result.
+    padding: `"right"` or `"left"`: the side on which shorter prompts are padded.
+    call: a function `call(model, tokens, position)` that returns the logits `(batch, n, vocabulary)` of int32
+      tokens `(batch, n)`. `position`, an int32 scalar, is the position of the first of the `n` tokens. None
+      calls `model(tokens)`.
+    cache: for a model that takes its cache as an argument, a function `cache(batch, length)` that returns the
+      empty cache, a pytree. Call `nxp.constrain` in this function to shard the cache.
+      `call(model, tokens, position, cache)` then returns `(logits, cache)`.
+    prefill: the maximum number of prompt tokens that one step reads; the `n` of `call` is this number or 1.
+      The prompts of a batch are read in such steps up to the length of the shortest prompt, and then token by
+      token. `nnx.MultiHeadAttention` needs no changes; other attention layers must mask later tokens.
+    slots: the number of rows that are computed at a time, each with a separate cache and position (continuous
+      batching). When a row ends, its slot takes the next prompt, so there may be any number of prompts, and
+      no row waits for the longest row. The model is called for one row, under `jax.vmap`, so its caches must
+      be for a batch of 1. With beams, the model is also called for one row. Beams and slots cannot be
+      combined.
+    pipeline: the mesh axis of the pipeline stages, each of which holds some of the layers and their caches.
+      The batch is divided into as many groups as there are stages. The groups circulate, so that each stage
+      always works on one group. The model is called for one group, so its caches must be for a batch of that
+      size. Weights on other devices are moved to their stages once in each call.
     layers: dotted paths of the layers of a pipeline, as in `train_step`.
 
   Returns:
     A callable `(model, prompts, *, lengths, key, requests) -> Generated`.
 
   Raises:
-    DecodeError: options that do not fit.
+    DecodeError: an option has an invalid value, or two options cannot be combined.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp

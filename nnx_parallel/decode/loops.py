@@ -40,13 +40,14 @@ class _Rows(NamedTuple):
 
 
 class Generated(NamedTuple):
-  """The result of `nxp.generator`, on the devices. Nothing waits for it.
+  """The result of a call of a generator, on the devices. The call does not wait until it is computed.
 
   Attributes:
-    tokens: int32 `(batch, max_new_tokens)`, global: the new tokens of each row, then zeros. With `nxp.Beams`
-      `(batch, beams, max_new_tokens)`, the best beam first.
-    lengths: int32, as `tokens` without its last dim: the number of new tokens, including the stop token.
-    scores: float32, as `lengths`: the scores of the beams; None without beams.
+    tokens: int32 of global shape `(batch, max_new_tokens)`: the new tokens of each row, then zeros. With
+      `nxp.Beams`, the shape is `(batch, beams, max_new_tokens)`, and the best beam is first.
+    lengths: int32 of the shape of `tokens` without its last dim: the number of new tokens, including the stop
+      token.
+    scores: float32 of the shape of `lengths`: the scores of the beams; None without beams.
   """
 
   tokens: jax.Array

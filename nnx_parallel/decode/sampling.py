@@ -15,12 +15,14 @@ class Sampling:
   """How `nxp.generator` chooses a token from the logits; greedy by default.
 
   Attributes:
-    temperature: divides the logits; 0 takes the most likely token.
-    top_k: draw from this many of the most likely tokens; None from all.
-    top_p: draw from the fewest tokens whose probabilities sum to at least this (arXiv:1904.09751).
+    temperature: the number that divides the logits; 0 takes the most likely token (greedy decoding).
+    top_k: draw only from this many of the most likely tokens; None draws from all tokens.
+    top_p: draw only from the smallest set of most likely tokens whose probabilities sum to at least this
+      number (arXiv:1904.09751).
 
   Raises:
-    DecodeError: a value out of range, or a filter for greedy decoding, which draws nothing.
+    DecodeError: a value is out of range, or `top_k` or `top_p` is given for greedy decoding, which does not
+      draw.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -52,11 +54,11 @@ class Sampling:
       )
 
   def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-    """Takes one token for each row.
+    """Chooses one token for each row.
 
     Args:
-      logits: `(batch, vocabulary)`, global.
-      keys: `(batch,)`, one for each row; greedy decoding does not use them.
+      logits: logits of global shape `(batch, vocabulary)`.
+      keys: one PRNG key for each row, `(batch,)`; greedy decoding does not use them.
 
     Returns:
       int32 tokens `(batch,)`.
@@ -84,15 +86,15 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Beams:
-  """Beam search, which keeps the `count` likeliest texts of each row.
+  """Beam search, which keeps the `count` most likely texts of each row.
 
   Attributes:
-    count: beginnings that are kept of each row, and texts that are returned.
-    length_penalty: the score of a text is the sum of its log-probabilities over its length to this power.
-      0 prefers short texts, 1 compares averages of a token.
+    count: the number of partial texts that are kept for each row, and of texts that are returned.
+    length_penalty: the score of a text is the sum of its log-probabilities, divided by its length to this
+      power. 0 prefers short texts; 1 compares the averages over the tokens.
 
   Raises:
-    DecodeError: a value out of range.
+    DecodeError: a value is out of range.
 
   Example:
     >>> import nnx_parallel as nxp

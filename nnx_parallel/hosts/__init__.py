@@ -1,4 +1,4 @@
-"""Bring-up and launch of many processes, batches on devices, arrays on hosts, signals to stop."""
+"""Functions for jobs of several processes: start-up, communication, data, and signals to stop."""
 
 from etils import epy
 

@@ -18,9 +18,10 @@ from nnx_parallel.errors import HostError
 
 
 def main_process() -> bool:
-  """Whether this is process 0, which prints, writes files and talks to other services.
+  """Returns whether this is process 0, which prints, writes files and talks to other services.
 
-  Calls that all processes must make (steps, `to_host`, `Checkpointer.save`) do not belong under it.
+  Do not make calls under `if main_process():` that all processes must make (steps, `to_host`,
+  `Checkpointer.save`).
 
   Returns:
     True on process 0, and in a job of one process.
@@ -35,17 +36,18 @@ def main_process() -> bool:
 
 
 def barrier(name: str, *, timeout: float = 300) -> None:
-  """Waits until all processes have called `barrier` with the same name, equally often.
+  """Waits until all processes have called `barrier` with the same name the same number of times.
 
-  Earlier work on the devices need not be done. In a job of one process it returns at once.
+  The barrier does not wait for earlier work on the devices. In a job of one process, it returns immediately.
 
   Args:
-    name: the reason for the wait; printed if a process does not come.
-    timeout: in seconds, from the first process that waits; the runtime looks about once a second.
+    name: the reason for the wait. The error shows it if a process does not arrive.
+    timeout: the time to wait in seconds, counted from the first process that waits. The runtime checks about
+      once a second.
 
   Raises:
-    HostError: names the processes that did not come in time; raised on all processes that wait, and on
-      processes that come later.
+    HostError: a process did not arrive in time; the message names it. All processes that wait raise the
+      error, and so do processes that arrive later.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -60,17 +62,18 @@ def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree
   """Sends the value of one process to all processes. All processes must call it.
 
   Args:
-    value: anything that can be pickled: text, numbers, a pytree of arrays; only the value of `source` counts,
-      and other processes may pass None. Arrays with shards on other processes are already the same
-      everywhere, and are an error.
-    source: the number of the process.
+    value: anything that can be pickled: text, numbers, a pytree of arrays. Only the value of the process
+      `source` counts, so other processes may pass None. Arrays with shards on other processes are an error;
+      all processes already share them.
+    source: the number of the process whose value is sent.
     timeout: the time to wait for the other processes, in seconds.
 
   Returns:
-    The value of `source`, with `jax.Array`s as numpy arrays.
+    The value of `source`, with `jax.Array`s as NumPy arrays.
 
   Raises:
-    HostError: a process did not come in time (named), or the value cannot be sent; on all processes.
+    HostError: a process did not arrive in time (the message names it), or the value cannot be sent. All
+      processes raise the error.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -114,11 +117,11 @@ def _on_host(leaf: Leaf) -> AnyArray:
 def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> bool:
   """Calls a function on one process of each host. All processes wait until all hosts are done.
 
-  For downloads and files on a local disk. Hosts are distinguished by their host names (in containers, by the
-  container's name); the process with the lowest number of each host makes the call.
+  Use it for downloads and for files on a local disk. Hosts are distinguished by their host names (in
+  containers, by the name of the container). On each host, the process with the lowest number makes the call.
 
   Args:
-    function: without arguments; its result is not kept.
+    function: a function without arguments. Its result is discarded.
     timeout: seconds to wait for the slowest host.
 
   Returns:
@@ -126,7 +129,8 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
 
   Raises:
     Exception: the function's error, on the process that made the call.
-    HostError: it failed on another process (named), or a process did not come in time.
+    HostError: the function failed on another process, or a process did not arrive in time; the message names
+      the process.
 
   Example:
     >>> import nnx_parallel as nxp

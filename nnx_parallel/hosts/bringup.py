@@ -42,8 +42,9 @@ class Processes:
     count: the number of processes.
     local_devices: the number of devices of this process.
     devices: the number of devices of all processes.
-    found: how the other processes were found: `"arguments"`, `"RANK and WORLD_SIZE"`, `"jax"` for its own
-      detection of the cluster, `"before"` if the runtime was already up, `"alone"` if there are no others.
+    found: how the other processes were found: `"arguments"`; `"RANK and WORLD_SIZE"`; `"jax"` if JAX detected
+      the cluster; `"before"` if the distributed runtime was already initialized; `"alone"` if there are no
+      other processes.
   """
 
   index: int
@@ -71,32 +72,35 @@ def init_distributed(
 ) -> Processes:
   """Joins all processes of the job; call it before anything that uses JAX's devices.
 
-  The other processes are found by the first of these that applies: the arguments; the variables of torchrun
-  (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which `nnx-parallel launch` also sets;
-  JAX's own detection (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). Without any of them, the job has one
-  process, and the call returns immediately: the same script runs everywhere. A second call changes nothing.
-  The call initialises JAX's devices, so settings such as `jax_num_cpu_devices` must come before it.
+  The call finds the other processes with the first of these methods that applies: the arguments; the
+  environment variables of torchrun (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`), which
+  `nnx-parallel launch` also sets; the detection in JAX (Slurm, Open MPI, Kubernetes, GKE, Cloud TPU). If none
+  of them applies, the job has one process, and the call returns immediately. So the same script runs
+  everywhere. A second call changes nothing. The call initialises JAX's devices, so settings such as
+  `jax_num_cpu_devices` must come before it.
 
-  In a job of several processes an uncaught exception ends its process at once, after the traceback: JAX would
-  first wait for the other processes, which wait for this process.
+  In a job of several processes, an uncaught exception ends its process immediately after the traceback. JAX
+  by itself would first wait for the other processes, which in turn wait for this process.
 
   Args:
-    address: `host:port` of process 0, with a port that is free there. It requires `count` and `index`.
+    address: `host:port` of process 0, with a port that is free on that host. If you pass it, also pass
+      `count` and `index`.
     count: the number of processes.
     index: the number of this process, from 0.
-    local_devices: the GPUs of this host for this process; by default the visible GPUs if the host has one
-      process, else the GPU of its local number.
-    devices_per_process: the expected number; fewer or more devices are an error.
+    local_devices: the numbers of the GPUs of this host that this process uses. By default, the only process
+      of a host uses all visible GPUs, and otherwise each process uses the GPU with its local number.
+    devices_per_process: the number of devices that each process must have; another number is an error.
     timeout: the time to wait for the other processes, in seconds.
-    heartbeat_timeout: the seconds without a sign of life after which JAX takes a process for dead, and ends
-      all.
+    heartbeat_timeout: the seconds without a heartbeat after which JAX regards a process as dead and ends all
+      processes.
 
   Returns:
-    The number of this process, of all processes, and of their devices.
+    A `Processes`: the number of this process, the number of processes, and the number of their devices.
 
   Raises:
-    HostError: a process did not come (named if the address is known), numbers that do not fit, JAX's devices
-      were used before, processes with different numbers of devices, or unused GPUs.
+    HostError: a process did not arrive (the message names it if the address is known), the numbers of the
+      processes contradict each other, the devices of JAX were used before the call, processes have different
+      numbers of devices, or some GPUs belong to no process.
 
   Example:
     >>> import nnx_parallel as nxp

@@ -23,23 +23,25 @@ from nnx_parallel.layout.resolve import shard_counts
 def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyTree:
   """Places one batch on the devices. The `batch` rule shards dim 0 of each array.
 
-  In a job of several processes each passes its own share: the examples for its own devices. The global batch
-  consists of all shares in the order of the mesh. Processes whose devices hold the same examples (a mesh axis
-  that does not split the batch runs across them) pass the same share. Nothing is sent or compared, so all
-  shares must have the same shapes.
+  In a job of several processes, each process passes its own share of the batch: the examples for its own
+  devices. The global batch consists of all shares, in the order of the mesh. If a mesh axis that does not
+  shard the batch runs across several processes, their devices hold the same examples, and these processes
+  must pass the same share. The call sends and compares nothing, so you must ensure that all shares have the
+  same shapes.
 
   Args:
-    batch: a pytree of host or device arrays, batch on dim 0; scalars are replicated. A global `jax.Array` is
-      only moved to the plan's layout.
-    plan: gives the mesh and the `batch` rule.
-    global_batch: each process passes the same global batch, and places its share of it.
+    batch: a pytree of host or device arrays with the examples on dim 0; scalars are replicated. A global
+      `jax.Array` is only moved to the layout of the plan.
+    plan: the plan that gives the mesh and the `batch` rule.
+    global_batch: whether each process passes the same complete global batch, of which it then places its own
+      share.
 
   Returns:
     The same pytree of global `jax.Array`s.
 
   Raises:
-    ShardingError: no examples, a batch that the mesh axes cannot split evenly (the message has the next size
-      that works), or a leaf that is not an array of numbers.
+    ShardingError: there are no examples, the mesh axes do not divide the batch (the message shows the next
+      size that works), or a leaf is not an array of numbers.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
@@ -150,36 +152,36 @@ def batches(
 ) -> Iterator[PyTree]:
   """Places each batch of `source` on the devices, a few batches ahead of the step.
 
-  With `batch`, the source has samples by their global index: a `grain.MapDataset`, a Grain
-  `RandomAccessDataSource`, or a list. Batch `k` has the samples from `start + k * batch` on, for any number
-  of devices and processes. Background threads read and stack the samples; each process reads only the samples
-  of its devices (and the first sample, for its shapes). To continue on other devices, pass the number of used
-  samples as `start`.
+  If you pass `batch`, the source holds samples by their global index: it is a `grain.MapDataset`, a Grain
+  `RandomAccessDataSource`, or a list. Batch `k` then contains the samples from `start + k * batch` to
+  `start + (k + 1) * batch`, on any number of devices and processes. Background threads read and stack the
+  samples; each process reads only the samples for its own devices (and the first sample, to learn the
+  shapes). To continue a run on other devices, pass the number of used samples as `start`.
 
-  When the source fails, the batches before the failure are yielded first.
+  If the source raises an exception, the iterator first yields the batches before it.
 
   Args:
-    source: samples, as above; without `batch`, host batches as for `shard_batch`: in a job of several
-      processes, this process's shares.
-    plan: gives the mesh and the `batch` rule.
-    batch: samples in a global batch.
+    source: samples by index, as described above. Without `batch`: an iterable of host batches as for
+      `shard_batch`; in a job of several processes, of the shares of this process.
+    plan: the plan that gives the mesh and the `batch` rule.
+    batch: the number of samples in a global batch.
     start: the global index of the first sample.
-    last: a last batch with fewer samples is left out (`"drop"`), filled up with copies of the last sample
-      (`"pad"`: samples are dicts, and each batch gets a `"mask"`, bool (batch,), false for copies), or
-      yielded as it is, where the mesh axes can split it (`"keep"`).
-    threads: the number of samples that are read at a time; 1 for a source that is not thread-safe.
-    prefetch: the number of batches that are placed ahead; with `batch`, as many more are read ahead (at least
-      one).
-    global_batch: each process's source gives global batches; as for `shard_batch`. It has no meaning with
-      `batch`.
+    last: what to do with a last batch that has fewer samples. `"drop"` drops it. `"pad"` fills it with copies
+      of the last sample; samples must then be dicts, and each batch gets a `"mask"`, bool of shape (batch,),
+      which is false for the copies. `"keep"` yields it as it is; the mesh axes must divide its size.
+    threads: the number of threads that read samples; pass 1 for a source that is not thread-safe.
+    prefetch: the number of batches that are placed on the devices ahead of the step. With `batch`, the same
+      number of further batches (at least one) is read ahead.
+    global_batch: whether the source of each process yields complete global batches, as for `shard_batch`. Do
+      not combine it with `batch`.
 
   Returns:
     An iterator of placed batches, in order.
 
   Raises:
-    ShardingError: a batch that the rules cannot place; as `shard_batch`.
-    TrainError: options without a meaning, or samples that cannot be stacked. An exception of the source
-      keeps its type and gets a note with the sample's index.
+    ShardingError: the rules cannot place a batch; see `shard_batch`.
+    TrainError: an option has an invalid value, or the samples cannot be stacked. An exception of the source
+      keeps its type, and gets a note with the index of the sample.
 
   Example:
     >>> import numpy as np

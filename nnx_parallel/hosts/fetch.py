@@ -13,22 +13,23 @@ from nnx_parallel.hosts.agree import barrier
 
 
 def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
-  """Fetches every array of `tree` as a complete numpy array, on every process.
+  """Fetches every array of `tree` as a complete NumPy array, on every process.
 
   Arrays with shards on other processes are gathered, so all processes must call this with the same tree, in
   the same order. All other arrays are copied without communication.
 
   Args:
-    tree: a pytree of global arrays: metrics, gradients, a state; or a module or an optimizer, whose state is
-      fetched. Leaves that are not arrays are returned as they are.
+    tree: a pytree of global arrays, such as metrics, gradients or a state; or a module or an optimizer, whose
+      state is fetched. Leaves that are not arrays are returned unchanged.
     timeout: the time to wait for the other processes, in seconds, if an array is gathered.
 
   Returns:
-    The same pytree with numpy arrays of the global shapes; nested dicts by path for a module, an optimizer or
-    an `nnx.State`, and the array in place of a Variable. A typed PRNG key comes as its `jax.random.key_data`.
+    The same pytree, with NumPy arrays of the global shapes. A module, an optimizer or an `nnx.State` becomes
+    nested dicts by path, and a Variable becomes its array. A typed PRNG key becomes its
+    `jax.random.key_data`.
 
   Raises:
-    HostError: a process did not come in time; it is named.
+    HostError: a process did not arrive in time; the message names it.
 
   Example:
     >>> import nnx_parallel as nxp

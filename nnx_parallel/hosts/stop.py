@@ -15,17 +15,19 @@ from nnx_parallel.hosts.heartbeat import STOPPED, beat
 
 
 class StopSignals:
-  """A block in which SIGTERM and the first Ctrl-C ask the loop to stop and do not end the process.
+  """A context manager in which SIGTERM and the first Ctrl-C ask the loop to stop, and do not end the process.
 
-  At the end of the block the former handlers are restored (a handler that was set within the block stays),
-  and get the signal that came: the process then ends as usual, only later. After SIGTERM, if no handler was
-  set before, its exit code is 75: the loop ended in order, which 143 would not say. An exception that leaves
-  the block has priority. A second Ctrl-C ends the process at once. In a forked process, such as a worker that
-  reads data, every signal does.
+  At the end of the block, the earlier signal handlers are restored (a handler that was set within the block
+  stays), and they get the signal that arrived. So the process ends as usual, only later. After SIGTERM, if
+  there was no handler before the block, the exit code is 75, which says that the loop ended in order; 143
+  would not say so. An exception that leaves the block has priority. A second Ctrl-C ends the process
+  immediately. In a forked process, such as a worker that reads data, every signal ends the process
+  immediately.
 
-  In a job of several processes JAX's preemption service listens, to SIGTERM only: if one process gets it, all
-  processes agree on a step to stop after. If that service is switched off (`jax_enable_preemption_service`),
-  and outside the main thread, signals act as before.
+  In a job of several processes, the preemption service of JAX handles the signal, and it handles SIGTERM
+  only: if one process gets SIGTERM, all processes agree on the step after which they stop. If this service is
+  switched off (`jax_enable_preemption_service`), the signals act as without this class. So they do in a job
+  of one process, if the block is not in the main thread.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -44,13 +46,14 @@ class StopSignals:
     self._process: int | None = None  # that is in the block
 
   def asked(self, step: int) -> bool:
-    """Whether to stop now; the same on all processes.
+    """Returns whether to stop now; the answer is the same on all processes.
 
     Args:
-      step: the number of the last step; each process must call this after each step.
+      step: the number of the last step. Each process must call `asked` after each step.
 
     Returns:
-      True once a signal came; in a job of several processes, after the step that all agreed on.
+      True after a signal has arrived; in a job of several processes, after the step on which all processes
+      agreed.
     """
     beat(step)
     if not jax.distributed.is_initialized():

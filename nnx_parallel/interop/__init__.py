@@ -1,4 +1,4 @@
-"""Weights of other programs: safetensors, Hugging Face, Orbax, Linen; and programs without their source."""
+"""Imports and exports weights (safetensors, Hugging Face, PEFT, Orbax, Linen) and compiled programs."""
 
 from etils import epy
 

@@ -34,27 +34,28 @@ def add_lora(
   rngs: nnx.Rngs,
   param_dtype: DTypeLike = jnp.float32,
 ) -> list[str]:
-  """Adds low-rank adapters to linear layers of a model, in place; call it in the planned function.
+  """Adds low-rank adapters to linear layers of a model, in place; call it in the constructor that you plan.
 
-  A layer adds `alpha / rank` times the output of its adapter to its own output. The adapter is `lora.lora_a`
-  `(inputs, rank)` and `lora.lora_b` `(rank, outputs)`, which is zero at first. The paths of the layer's own
-  weights stay. The parameters of adapters are `nnx.LoRAParam`: train them with `wrt=nnx.LoRAParam`.
+  A layer adds `alpha / rank` times the output of its adapter to its own output. The adapter has the
+  parameters `lora.lora_a`, `(inputs, rank)`, and `lora.lora_b`, `(rank, outputs)`, which is zero at first.
+  The paths of the layer's own weights do not change. The parameters of the adapters are `nnx.LoRAParam`s:
+  train them with `wrt=nnx.LoRAParam`.
 
   Args:
     model: a module with `nnx.Linear` or `nnx.LinearGeneral` layers, at any depth.
     targets: patterns of the paths of layers, as for `Checkpointer.restore(only=)`: `"layers.*.self_attn.*"`
-      matches all linear layers below it.
+      matches all linear layers below `self_attn`.
     rank: the rank of the adapters.
-    alpha: the output is multiplied by `alpha / rank`; None: by 1.
-    rngs: for the first factor, which is drawn as in PEFT.
+    alpha: the output of an adapter is multiplied by `alpha / rank`; None multiplies by 1.
+    rngs: the random numbers for the first factor, which is initialized as in PEFT.
     param_dtype: the dtype of the adapters. They compute in the dtype of the layer's output.
 
   Returns:
-    Paths of the layers.
+    The paths of the layers that got an adapter.
 
   Raises:
-    CheckpointError: a pattern matches no linear layer, a layer already has an adapter, or its kernel is
-      stacked.
+    CheckpointError: a pattern matches no linear layer, a layer already has an adapter, or the kernel of a
+      layer is stacked.
 
   Example:
     >>> from flax import nnx
@@ -146,18 +147,20 @@ def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None
   """Adds the adapters of one model to the weights of another, in place and in their layout.
 
   Args:
-    base: a live module without adapters, on the mesh of `adapted`: it supplies float weights even if the
-      weights of `adapted` are quantized.
-    adapted: a live module with adapters, of `add_lora`, of `nnx.LoRALinear`, or of Qwix: `kernel_lora_a`
-      `(inputs, rank)` and `kernel_lora_b` `(rank, outputs)` next to `kernel`, whose first dims are inputs.
-    scale: the factor of their product. None: the scale of `add_lora`, and 1 for other adapters; for Qwix,
-      pass `alpha / rank`.
+    base: a live module without adapters, on the mesh of `adapted`. Its weights are floating-point numbers,
+      even if the weights of `adapted` are quantized.
+    adapted: a live module with adapters made by `add_lora`, by `nnx.LoRALinear`, or by Qwix. Qwix puts
+      `kernel_lora_a`, `(inputs, rank)`, and `kernel_lora_b`, `(rank, outputs)`, next to a `kernel` whose
+      first dims are inputs.
+    scale: the factor by which the product of the two adapter matrices is multiplied. None uses the scale of
+      `add_lora`, and 1 for other adapters; for Qwix, pass `alpha / rank`.
 
   Returns:
-    Paths of the weights that were changed.
+    The paths of the weights that were changed.
 
   Raises:
-    CheckpointError: there is no adapter, the base has no such weight, or it has another size.
+    CheckpointError: `adapted` has no adapter, or `base` lacks the weight of an adapter or has it in another
+      size.
 
   Example:
     >>> import jax.numpy as jnp

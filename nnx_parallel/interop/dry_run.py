@@ -73,7 +73,7 @@ def dry_run_import(
   *,
   skip: Iterable[str] = (),
 ) -> DryRun:
-  """What `import_safetensors` would do with the same arguments; reads only the headers of the files.
+  """Shows what `import_safetensors` would do with the same arguments; it reads only the headers of the files.
 
   Args:
     path: as for `import_safetensors`.
@@ -85,8 +85,8 @@ def dry_run_import(
     A table of what happens to each array; `complete` says whether the import can proceed.
 
   Raises:
-    CheckpointError: files that cannot be read, a pattern that does not fit its arrays, or a `skip` that
-      matches nothing.
+    CheckpointError: the files cannot be read, a pattern does not fit its arrays, or a `skip` pattern matches
+      nothing.
 
   Example:
     >>> import pathlib, tempfile
@@ -127,7 +127,7 @@ def dry_run_import(
 
 
 def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
-  """The arrays that `export_safetensors` would write for a model with this plan; no array is read.
+  """Lists the arrays that `export_safetensors` would write for a model with this plan; no array is read.
 
   Args:
     plan: the plan of the model.
@@ -138,7 +138,7 @@ def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Ite
     A table of the arrays that would be written.
 
   Raises:
-    CheckpointError: an incomplete weight map, or a `skip` that matches nothing.
+    CheckpointError: the weight map is incomplete, or a `skip` pattern matches nothing.
 
   Example:
     >>> import nnx_parallel as nxp

@@ -31,16 +31,16 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
   """Finds the weight map of a model on Hugging Face, for import and for export.
 
   Args:
-    folder: holds `config.json`. Where it also holds the weights, their names decide between the names that
-      older and newer files have.
+    folder: a folder that contains `config.json`. If it also contains the weights, their names decide between
+      the names of older and newer files.
 
   Returns:
     The weight map. An import takes arrays of any floating-point dtype of 16 bits or more. An export writes
-    each array with the dtype that it has in the folder. If no weights are there, it writes the dtype that
-    `config.json` names, else float32.
+    each array with the dtype that it has in the folder. If the folder has no weights, it writes the dtype
+    that `config.json` names, or float32 if it names none.
 
   Raises:
-    CheckpointError: no `config.json`, or a family without a table.
+    CheckpointError: there is no `config.json`, or the family of models is not supported.
 
   Example:
     >>> import json, pathlib, tempfile

@@ -45,7 +45,7 @@ class _Array:
 
 
 def linen_names(model: object) -> WeightMap:
-  """The names that the leaves of an nnx model have in Linen: the collection of their type, then their path.
+  """Returns the names of a model's leaves in Linen: the collection of their type, then their path.
 
   Args:
     model: a module, abstract or not; or a plan.
@@ -81,19 +81,21 @@ def import_linen(
   `restore_orbax(..., weight_map=linen_names(plan))`.
 
   Args:
-    source: a msgpack file (`flax.serialization.to_bytes`, `msgpack_serialize`), its bytes, or a tree of
-      variables by collection. `nn.Partitioned` and `nn.LogicallyPartitioned` boxes are taken off.
-    plan: the layout; if it has an optimizer, a new optimizer is made.
-    weight_map: how the arrays become leaves: `Rule("params.Dense_{i}.kernel", "layers.{i}.kernel")`. The
-      default is `linen_names(plan)`, for a module made by `nnx.bridge.ToNNX`.
-    skip: patterns of paths that the source does not have; these leaves are initialised.
+    source: a msgpack file (written with `flax.serialization.to_bytes` or `msgpack_serialize`), the bytes of
+      such a file, or a tree of variables by collection. `nn.Partitioned` and `nn.LogicallyPartitioned` boxes
+      are removed.
+    plan: the plan of the model; if it has an optimizer, a new optimizer is created.
+    weight_map: a `WeightMap` that says which arrays become which leaves, with rules such as
+      `Rule("params.Dense_{i}.kernel", "layers.{i}.kernel")`. The default is `linen_names(plan)`, which fits a
+      module made by `nnx.bridge.ToNNX`.
+    skip: patterns of the paths of leaves that the source does not have; these leaves are initialised.
 
   Returns:
     The module, or (module, optimizer).
 
   Raises:
-    CheckpointError: no msgpack file of a tree, an incomplete weight map, or a shape or dtype that does not
-      fit, named.
+    CheckpointError: the file is not a msgpack file of a tree, the weight map is incomplete, or the shape or
+      dtype of an array does not fit; the message names the array.
 
   Example:
     >>> import flax.linen as nn, jax.numpy as jnp
@@ -113,20 +115,21 @@ def import_linen(
 def export_linen(
   model: object, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()
 ) -> dict[str, Any]:
-  """The variables that Linen has for an nnx model, by collection.
+  """Returns the variables that the corresponding Linen model has, by collection.
 
-  They are for `module.apply`, `flax.serialization.to_bytes` and Orbax.
+  You can pass them to `module.apply`, `flax.serialization.to_bytes` and Orbax.
 
   Args:
     model: a module.
-    weight_map: as for `import_linen`; undone.
-    skip: patterns of paths to leave out.
+    weight_map: as for `import_linen`; it is applied in reverse.
+    skip: patterns of the paths of leaves to leave out.
 
   Returns:
-    A tree of global arrays, sharded as the leaves are or near to that, without boxes.
+    A tree of global arrays without boxes. Each array has the sharding of its leaf, or a similar sharding if
+    its dims differ.
 
   Raises:
-    CheckpointError: an incomplete weight map.
+    CheckpointError: the weight map is incomplete.
 
   Example:
     >>> export_linen(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))["params"]["kernel"].shape

@@ -131,19 +131,19 @@ class Matched:
 
 
 def match_by_shape(path: str | os.PathLike[str], plan: Plan, *, skip: Iterable[str] = ()) -> Matched:
-  """Guesses which arrays of safetensors make which leaves of a model.
+  """Guesses which arrays of safetensors files belong to which leaves of a model.
 
   Args:
-    path: see `read_tensors`; only the headers are read.
+    path: a safetensors file, or a folder of them; only the headers are read.
     plan: the plan of the model.
-    skip: patterns of paths that the files do not have.
+    skip: patterns of the paths of leaves that the files do not have.
 
   Returns:
     The guess. Read it, and compare the model's outputs with known outputs: arrays of the same shape may be
     swapped, and a square array may be transposed.
 
   Raises:
-    CheckpointError: files that cannot be read, or a `skip` that matches nothing.
+    CheckpointError: the files cannot be read, or a `skip` pattern matches nothing.
 
   Example:
     >>> import pathlib, tempfile

@@ -43,23 +43,26 @@ def restore_orbax(
   """Restores a model that another program saved with Orbax. There are no digests, so nothing is verified.
 
   Args:
-    path: the folder of the step.
+    path: the folder of one checkpoint step.
     target: as for `Checkpointer.restore`.
-    item: the item that holds the model, if there are several.
-    prefix: where the model is inside the tree, for example `"params"`.
-    optimizer: `"drop"`; `"fresh"` for a new optimizer; or `"restore"`, if the target has an optimizer.
-    optimizer_item: the item that holds the optimizer, if it is another item.
-    optimizer_prefix: the place of the optimizer inside the tree: the node that holds `step` and `opt_state`.
-    skip: patterns of paths, in the target or under the prefix, to leave alone.
-    weight_map: how its arrays become leaves, if the model has another structure: `linen_names(plan)`.
+    item: the name of the Orbax item that holds the model, if there are several items.
+    prefix: the path of the model inside the tree, for example `"params"`.
+    optimizer: `"drop"` returns only the model; `"fresh"` makes a new optimizer; `"restore"` restores the
+      optimizer, if the target has one.
+    optimizer_item: the name of the item that holds the optimizer, if it is another item.
+    optimizer_prefix: the path of the optimizer inside the tree, that is, of the node that holds `step` and
+      `opt_state`.
+    skip: patterns of paths, in the target or under the prefix, that are not restored.
+    weight_map: a `WeightMap` that says how saved arrays become leaves, if the target has another structure;
+      for example `linen_names(plan)`.
     byte_budget: the maximum number of bytes in flight.
 
   Returns:
-    As `Checkpointer.restore`.
+    The same as `Checkpointer.restore`.
 
   Raises:
-    CheckpointError: no Orbax checkpoint, leaves of the target that it does not have in that form, or leaves
-      under the prefix that the target does not have.
+    CheckpointError: the folder is not an Orbax checkpoint, it lacks a leaf of the target or has it in another
+      form, or it has a leaf under the prefix that the target does not have.
 
   Example:
     >>> import tempfile

@@ -41,21 +41,22 @@ _OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal",
 
 
 def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.PathLike[str]) -> list[str]:
-  """Writes the adapters of a model in the form of PEFT, for transformers, vLLM and others.
+  """Writes the adapters of a model in the format of PEFT, for transformers, vLLM and other programs.
 
   Each process writes its share, as in `export_safetensors`.
 
   Args:
-    path: a folder that does not exist yet; it appears when it is complete.
-    model: of `load_huggingface` or `from_config`, with adapters of `add_lora` or of `nnx.LoRALinear`.
-    base: the folder of the model on Hugging Face that the adapters were trained beside. Its `config.json`
-      gives the names; the written config names this folder as the base.
+    path: the folder to write. It must not exist yet, and it appears only when it is complete.
+    model: a model made by `load_huggingface` or `from_config`, with adapters of `add_lora` or of
+      `nnx.LoRALinear`.
+    base: the folder of the Hugging Face model for which the adapters were trained. Its `config.json`
+      determines the names of the arrays, and the written config names this folder as the base model.
 
   Returns:
-    The names of the arrays.
+    The names of the written arrays.
 
   Raises:
-    CheckpointError: no adapter, the folder exists, or `config.json` cannot be read.
+    CheckpointError: the model has no adapter, the folder exists, or `config.json` cannot be read.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -88,19 +89,19 @@ def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
 
 
 def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.PathLike[str]) -> list[str]:
-  """Reads adapters in the form of PEFT into a live model, in place.
+  """Reads adapters in the format of PEFT into a live model, in place.
 
-  Adapters that the model has get the values, in their layout. A model without adapters gets them, replicated
-  on its mesh: this serves evaluation, generation and `merge_adapters`. To train them, plan a model with
-  `add_lora`.
+  If the model has adapters, they get the values and keep their layout. If it has none, the call adds them,
+  replicated on the mesh of the model; this is enough for evaluation, generation and `merge_adapters`. To
+  train the adapters, plan a model with `add_lora`.
 
   Args:
     path: a folder with `adapter_config.json` and `adapter_model.safetensors`.
-    model: a live model of `load_huggingface` or `from_config`.
-    base: the folder of the model on Hugging Face, with its `config.json`.
+    model: a live model made by `load_huggingface` or `from_config`.
+    base: the folder of the Hugging Face model, with its `config.json`.
 
   Returns:
-    Paths of the layers with adapters.
+    The paths of the layers with adapters.
 
   Raises:
     CheckpointError: the files cannot be read, the adapter is not LoRA of linear layers, or it does not fit

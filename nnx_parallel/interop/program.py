@@ -38,16 +38,17 @@ def export_program(
   *args: PyTree,
   platforms: Sequence[str] | None = None,
 ) -> None:
-  """Writes a compiled function of a model, with the layout that the model has, but without its weights.
+  """Writes a compiled function of a model to a file, with the layout of the model but without its weights.
 
   Args:
     file: the file to write; an existing file is replaced.
-    function: `function(model, *args)`, which returns arrays in tuples, lists and dicts. It may change
-      Variables, such as a cache. Or the result of `nxp.generator`.
+    function: a function `function(model, *args)` that returns arrays in tuples, lists and dicts, and that may
+      change Variables, such as a cache; or a result of `nxp.generator`.
     model: a live module, on any mesh.
-    *args: arrays, or `ShapeDtypeStruct`s, with shardings if they are to be split; all global. For a
-      generator: the prompts.
-    platforms: such as `("tpu",)`; by default the platform of the model's devices.
+    *args: the other arguments of the function, as global arrays or `ShapeDtypeStruct`s. An argument is
+      sharded if it has a sharding. For a generator: the prompts.
+    platforms: the platforms to compile for, such as `("tpu",)`; by default the platform of the model's
+      devices.
 
   Raises:
     CheckpointError: the module `flatbuffers`, which `jax.export` writes with, is not installed.
@@ -105,11 +106,12 @@ def export_program(
 
 
 def load_program(file: str | os.PathLike[str], *, devices: Sequence[Any] | None = None) -> Served:
-  """Reads the file of `export_program`; the source of the model is not needed.
+  """Reads a file that `export_program` wrote; the source code of the model is not needed.
 
   Args:
-    file: the file.
-    devices: JAX devices, as many as the program was written for; by default the first devices.
+    file: the file to read.
+    devices: JAX devices, as many as the program was exported for; by default the first devices of this
+      process.
 
   Returns:
     The program, without weights.

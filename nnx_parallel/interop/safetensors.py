@@ -140,21 +140,23 @@ def import_safetensors(
   *,
   skip: Iterable[str] = (),
 ) -> Any:
-  """Makes a model from safetensors; each process reads its share of each array.
+  """Creates a model from safetensors files; each process reads its share of each array.
 
-  Random-number state (`nnx.RngState`) is not in such files: it is initialised.
+  Random-number state (`nnx.RngState`) is not in such files, so it is initialised.
 
   Args:
-    path: see `read_tensors`.
-    plan: the layout; if it has an optimizer, a new optimizer is made.
-    weight_map: how arrays of the file become leaves; None: names are paths.
-    skip: patterns of paths that the files do not have; these leaves are initialised.
+    path: a safetensors file, or a folder of them.
+    plan: the plan of the model; if it has an optimizer, a new optimizer is created.
+    weight_map: a `WeightMap` that says which arrays become which leaves. None: the names in the files are the
+      paths of the leaves.
+    skip: patterns of the paths of leaves that the files do not have; these leaves are initialised.
 
   Returns:
     The module, or (module, optimizer).
 
   Raises:
-    CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
+    CheckpointError: the weight map is incomplete, or the shape or dtype of an array does not fit; the message
+      names the array.
 
   Example:
     >>> import pathlib, tempfile
@@ -178,22 +180,25 @@ def export_safetensors(
   skip: Iterable[str] = (),
   file_bytes: int = 5 << 30,
 ) -> list[str]:
-  """Writes a model as safetensors; each process writes its share of each array into the same files.
+  """Writes a model as safetensors files; each process writes its share of each array into the same files.
 
   Random-number state (`nnx.RngState`) is left out.
 
   Args:
-    path: a folder that does not exist yet; it appears when it is complete.
+    path: the folder to write. It must not exist yet, and it appears only when it is complete.
     model: a module, or a pytree of arrays.
-    weight_map: as for `import_safetensors`; undone. None: names are paths.
-    skip: patterns of paths to leave out, for example `["*.bias"]`.
-    file_bytes: largest file; more are split and get an index, as Hugging Face's loaders expect.
+    weight_map: as for `import_safetensors`; it is applied in reverse. None: the paths of the leaves are the
+      names in the files.
+    skip: patterns of the paths of leaves to leave out, for example `["*.bias"]`.
+    file_bytes: the maximum size of a file. A larger model is written as several files with an index, as the
+      loaders of Hugging Face expect.
 
   Returns:
-    The names written.
+    The names of the written arrays.
 
   Raises:
-    CheckpointError: the folder exists, the weight map is incomplete, or a leaf has no form in safetensors.
+    CheckpointError: the folder exists, the weight map is incomplete, or safetensors cannot store the dtype of
+      a leaf.
 
   Example:
     >>> import pathlib, tempfile

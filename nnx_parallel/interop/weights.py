@@ -109,13 +109,14 @@ class Rule:
   Args:
     file: the name in the file; `{name}` matches a number.
     model: the path in the model, or several paths.
-    pattern: the einops pattern from the file to the model; empty if the dims are the same.
-    dtype: the dtype of the array in the file, if the model has another dtype. An export writes it. An import
-      then casts arrays of any floating-point dtype of 16 bits or more to the dtype of the model.
-    **sizes: sizes of axes in the pattern, if they do not follow from the array's shape.
+    pattern: the einops pattern that turns the array in the file into the array in the model; empty if the
+      dims are the same.
+    dtype: the dtype of the array in the file, if the model has another dtype. An export writes this dtype. An
+      import then casts arrays of any floating-point dtype of 16 bits or more to the dtype of the model.
+    **sizes: the sizes of axes of the pattern that do not follow from the shape of the array.
 
   Raises:
-    CheckpointError: numbers that correspond to nothing, or a pattern without an arrow.
+    CheckpointError: a side has more than one `{name}` that the other side lacks, or the pattern has no arrow.
 
   Example:
     >>> rule = Rule("h.{i}.q.weight", "layers.{i}.q", "(h d) e -> e h d", d=4)
@@ -283,8 +284,8 @@ class WeightMap:
   """Rules from names in a file to paths in a model. The first rule that matches a path applies.
 
   Args:
-    *rules: in order.
-    ignore: patterns of names in the file that the model has no use for.
+    *rules: the rules, in order.
+    ignore: patterns of names in the file that the model does not use.
 
   Example:
     >>> weight_map = WeightMap(Rule("h.{i}.w", "layers.{i}.kernel", "o i -> i o"))
@@ -302,15 +303,16 @@ class WeightMap:
     """Finds the arrays of a file for the leaves of a model, and checks that nothing is left over.
 
     Args:
-      paths: of all leaves.
-      shapes: of the arrays in the file, by name.
-      skip: paths that need no source; a layer of such a path may stay unused.
+      paths: the paths of all leaves.
+      shapes: the shapes of the arrays in the file, by name.
+      skip: the paths of leaves that need no array in the file. A layer in the file that belongs to such a
+        path may stay unused.
 
     Returns:
       The arrays of the file that make each leaf.
 
     Raises:
-      CheckpointError: leaves without a source, or arrays and layers that no rule uses.
+      CheckpointError: there are leaves without an array, or arrays or layers that no rule uses.
     """
     found = self.compare(paths, shapes, skip)
     if found.missing or found.cut or found.unused:
@@ -328,7 +330,7 @@ class WeightMap:
   def compare(
     self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
   ) -> Comparison:
-    """Finds the arrays of a file for the leaves of a model, like `match`, and the remaining arrays.
+    """Finds the arrays of a file for the leaves of a model, as `match` does, and also the remaining arrays.
 
     Args:
       paths: as for `match`.
@@ -336,7 +338,8 @@ class WeightMap:
       skip: as for `match`.
 
     Returns:
-      The arrays that make leaves, and the missing, cut and unused arrays.
+      The arrays that become leaves, the leaves without an array, and the arrays that are unused or of which
+      some layers are unused.
 
     Raises:
       CheckpointError: a pattern does not fit the arrays of its rule.
@@ -367,16 +370,16 @@ class WeightMap:
     return Comparison(found, missing, cut, [name for name in left if name not in ignored], ignored)
 
   def to_write(self, paths: Iterable[str]) -> list[Group]:
-    """The groups of a model that is to be written.
+    """Finds the arrays of a file that is to be written from the leaves of a model.
 
     Args:
-      paths: of the leaves.
+      paths: the paths of the leaves.
 
     Returns:
-      The arrays of the file, and the leaves that make each.
+      The arrays of the file, and for each array the leaves that it is made of.
 
     Raises:
-      CheckpointError: a path without a rule, or layers that do not make up a full array.
+      CheckpointError: a path has no rule, or some layers of an array are missing.
     """
     groups, lost = self._groups(paths)
     if lost:
@@ -398,21 +401,21 @@ class WeightMap:
     """Finds the names in the file of those leaves of a model that have a rule.
 
     Args:
-      paths: of the leaves.
+      paths: the paths of the leaves.
 
     Returns:
-      The name in the file by path.
+      A dict: path -> name in the file.
     """
     return {path: group.file for group in self._groups(paths)[0] for path in group.layers.values()}
 
   def through(self, target: Target) -> Target:
-    """The target of a restore whose saved leaves have the names and forms of the file.
+    """Returns a target for a restore of leaves that were saved with the names and forms of the file.
 
     The names in the file are the saved paths. Paths without a rule stay as they are. A rule for a parameter
     holds for its moments in the optimizer too.
 
     Args:
-      target: as `Checkpointer.restore` reads it.
+      target: a target of `Checkpointer.restore`.
 
     Returns:
       A target of the saved leaves, whose `build` makes the leaves of the given target.
@@ -478,13 +481,13 @@ def load_weight_map(file: str) -> WeightMap:
   """Runs a Python file that defines a weight map.
 
   Args:
-    file: the file; it is run, so it must be yours.
+    file: the file. It is executed, so you must trust it.
 
   Returns:
     Its `WEIGHT_MAP`.
 
   Raises:
-    CheckpointError: no such file, or it defines no `WEIGHT_MAP`.
+    CheckpointError: the file does not exist, or it defines no `WEIGHT_MAP`.
 
   Example:
     >>> import pathlib, tempfile

@@ -83,13 +83,14 @@ class Remat:
   """Which activations the layers of a model save for the backward pass, and which layers.
 
   Attributes:
-    policy: as in `with_layers`: a word, or a policy of `jax.checkpoint_policies`.
-    every: only every n-th of consecutive equal layers follows the policy; the rest save everything.
-    group: the number of consecutive layers that are recomputed as one unit, from the input of its first
-      layer.
+    policy: `"none"`, `"dots"`, `"full"` or `"offload"`, or a policy of `jax.checkpoint_policies`; see
+      `with_layers`.
+    every: apply the policy only to every n-th of consecutive equal layers; the other layers save everything.
+    group: the number of consecutive layers that are recomputed as one unit, from the input of the first of
+      these layers.
 
   Raises:
-    TrainError: no such policy, or a number below 1.
+    TrainError: the policy does not exist, or a number is less than 1.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -116,7 +117,7 @@ class Remat:
 
   @property
   def changes(self) -> bool:
-    """Whether this changes the program of the loss."""
+    """Whether this policy changes the program of the loss."""
     return self.policy != "as written"
 
   @property
@@ -243,41 +244,46 @@ def with_layers(
   attention: Attention = None,
   loss_chunks: int | None = None,
 ) -> Callable[..., Any]:
-  """Returns the loss with its layers recomputed, scanned, or both. The model is not edited.
+  """Returns the loss function with its layers rematerialized, scanned, or both. The model is not edited.
 
-  `train_step(loss, remat=..., scan_layers=...)` does this already; use this in a hand-written step.
+  `train_step(loss, remat=..., scan_layers=...)` already does this; use `with_layers` in a step that you write
+  yourself.
 
   Args:
     loss: `loss(model, batch)`.
     remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
-      recomputes each layer from its input (parts under `jax.checkpoint` one by one). `"dots"` saves the
-      results of matrix products with weights. `"offload"` is `"full"`, with the inputs of consecutive equal
-      layers in host memory. `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies`
-      applies within each layer. `Remat("full", every=2)` recomputes every second layer, `Remat("full",
-      group=2)` two layers at a time.
-    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
-      with depth. True: wherever two equal layers are found. `"auto"`: only where 4 or more layers are
-      recomputed. Elsewhere a scan does not pay: it copies the weights of its layers into one stack in each
-      step, and without remat it also stacks all saved activations.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
-      modules of one class and structure, in a list or as attributes that end in numbers.
-    attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
-      of the given number), so that the full scores never exist. `"fused"`: with the fused kernel of the chip,
-      if JAX has a suitable kernel (TPUs; a mask may not differ between examples or heads), else blockwise;
-      `step.layers` reports the choice and the reason. On a mesh, the mesh in scope places the kernel: the
-      mesh of the plan, of `use_rules` or of `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`;
-      elsewhere they are errors. None of these has forward-mode derivatives. None: as written.
-    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so that the full logits
-      never exist. Sums over the vocabulary add the logits as they are: with logits of several hundreds, an
-      entropy loses digits. None: as written.
+      recomputes each layer from its input (the parts of a layer under `jax.checkpoint` one after another).
+      `"dots"` saves the results of matrix products with weights. `"offload"` is `"full"`, with the inputs of
+      consecutive equal layers in host memory. `"as written"` or None changes nothing. A policy of
+      `jax.checkpoint_policies` applies within each layer. `Remat("full", every=2)` recomputes every second
+      layer, and `Remat("full", group=2)` recomputes two layers at a time.
+    scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
+      the program do not grow with the depth. True scans wherever it finds two equal layers. `"auto"` scans
+      only where 4 or more layers are recomputed. Elsewhere, a scan costs more than it saves: it copies the
+      weights of its layers into one stack in each step, and without remat it also stacks all saved
+      activations.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None finds
+      adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers.
+    attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
+      queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
+      uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs, if the mask does not differ
+      between examples or heads), and blockwise attention otherwise; `step.layers` reports the choice and the
+      reason. With several devices, the kernel runs on the mesh in scope: the mesh of the plan, of `use_rules`
+      or of `jax.set_mesh`. `"ring"` and `"ulysses"` work only in `train_step` and `eval_step`; elsewhere they
+      are errors. None of these ways has forward-mode derivatives. None computes attention as the model is
+      written.
+    loss_chunks: the number of chunks of the vocabulary in which the head and the loss are computed, so that
+      the full logits never exist. Sums over the vocabulary add the logits as they are; if logits reach
+      several hundreds, an entropy loses digits. None computes the loss as it is written.
 
   Returns:
-    A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` if a
-    policy other than `"none"` finds no layer, `scan_layers=True` nothing to scan, `layers` no module,
-    `attention` no attention or `loss_chunks` no head.
+    A loss function with the same arguments, the same value and gradients, and the same changes of Variables.
+    It raises a `TrainError` if a policy other than `"none"` finds no layer, if `scan_layers=True` finds
+    nothing to scan, if `layers` matches no module, if `attention` finds no attention, or if `loss_chunks`
+    finds no head.
 
   Raises:
-    TrainError: no such policy.
+    TrainError: the policy does not exist.
 
   Example:
     >>> import jax, jax.numpy as jnp

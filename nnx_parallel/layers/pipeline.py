@@ -46,8 +46,8 @@ class Pipeline:
 
   Attributes:
     axis: the mesh axis of the stages.
-    virtual_stages: chunks of layers on each stage. 1: GPipe; more: a circular (interleaved) schedule, whose
-      bubble is smaller, and which sends more.
+    virtual_stages: the number of chunks of layers on each stage. 1 gives the GPipe schedule. More chunks give
+      a circular (interleaved) schedule, which has a smaller bubble and sends more.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -66,10 +66,11 @@ class Schedule:
     stages: the size of the mesh axis.
     microbatches: a multiple of `stages`.
     layers: the number of layers.
-    virtual_stages: the number of chunks on each stage: 1 is GPipe, more is a circular (interleaved) schedule.
+    virtual_stages: the number of chunks of layers on each stage. 1 is the GPipe schedule; more chunks are a
+      circular (interleaved) schedule.
 
   Raises:
-    SchemeError: `microbatches` is not a multiple of `stages`, or there is less than one repeat or layer.
+    SchemeError: `microbatches` is not a multiple of `stages`, or `layers` or `virtual_stages` is less than 1.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -98,22 +99,22 @@ class Schedule:
 
   @property
   def chunk(self) -> int:
-    """Layers of a chunk; where they do not divide, some do nothing."""
+    """The number of layers of a chunk. If the chunks do not divide the layers, some layers do nothing."""
     return -(-self.layers // (self.stages * self.virtual_stages))
 
   @property
   def missing(self) -> int:
-    """Layers that do nothing."""
+    """The number of layers that do nothing, because the chunks do not divide the layers."""
     return self.chunk * self.stages * self.virtual_stages - self.layers
 
   @property
   def groups(self) -> int:
-    """Microbatches of each stage outside of the pipeline."""
+    """The number of microbatches that each stage computes outside of the pipeline."""
     return self.microbatches // self.stages
 
   @property
   def ticks(self) -> int:
-    """Steps of the scan; each stage works in `microbatches * virtual_stages` of them."""
+    """The number of ticks; each stage works in `microbatches * virtual_stages` of them."""
     return self.microbatches * self.virtual_stages + self.stages - 1
 
   @property
@@ -122,11 +123,11 @@ class Schedule:
     return (self.stages - 1) / self.ticks
 
   def item(self, tick: AnyArray, stage: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """The work item of a stage in a tick.
+    """Returns what a stage does in a tick.
 
     Args:
-      tick: the tick's number, or an array of numbers.
-      stage: the stage's number, or an array; arrays broadcast.
+      tick: the number of the tick, or an array of numbers.
+      stage: the number of the stage, or an array of numbers; arrays broadcast.
 
     Returns:
       Whether the stage works, on which microbatch, and with which of its chunks.

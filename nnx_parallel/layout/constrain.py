@@ -66,22 +66,22 @@ _MAPPED: Any = jax.make_user_context(())
 def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None, None]:
   """Puts logical rules in scope for `constrain`, and makes a mesh active.
 
-  With a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active mesh
-  find it too, unless `jax.set_mesh` has made another mesh active. `flax.linen.with_logical_constraint`
-  follows the same rules, on Auto axes, unless `nnx.logical_axis_rules` are already active. It may be entered
-  around a call or inside a traced function, and nested: the innermost scope applies. A function that was
-  compiled under some rules is compiled again under different rules, but not under equal rules. Each thread
-  has a separate scope.
+  If you pass a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active
+  mesh also use this mesh, unless `jax.set_mesh` has made another mesh active.
+  `flax.linen.with_logical_constraint` follows the same rules, on Auto axes, unless `nnx.logical_axis_rules`
+  are already active. You can enter it around a call or inside a traced function, and you can nest it; the
+  innermost scope applies. A function that was compiled under some rules is compiled again under different
+  rules, but not under equal rules. Each thread has a separate scope.
 
   Args:
-    rules: as in `plan`; only the logical rules matter here.
-    mesh: the mesh; None: the mesh of `jax.set_mesh`.
+    rules: the rules, as in `plan`; only the logical rules matter here.
+    mesh: the mesh; None uses the mesh of `jax.set_mesh`.
 
   Yields:
     Nothing.
 
   Raises:
-    ShardingError: not rules, or a rule that can never apply on this mesh.
+    ShardingError: the argument is not rules, or a rule can never apply on this mesh.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -218,22 +218,23 @@ def surroundings(*arrays: Leaf) -> Surroundings:
 def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   """Constrains the sharding of an activation by logical names, inside and outside of jit.
 
-  Without a mesh (one CPU, a unit test) `x` is returned unchanged. The rules and the mesh come from
-  `use_rules` or `plan.scope()`; in the steps of `train_step` and `eval_step`, from the plans of the models,
-  if the plans agree. Otherwise, the mesh is the mesh of `jax.set_mesh`, or the mesh of `x`. Inside
-  `shard_map`, its manual axes are ignored, since `x` is already a shard along them. Inside `jax.vmap`, the
-  mapped dim has no name. A dim with the policy `uneven="pad"` that does not divide is left to the compiler,
-  because an activation has no room for padding.
+  Without a mesh (for example, in a unit test on one CPU), `x` is returned unchanged. The rules and the mesh
+  come from `use_rules` or `plan.scope()`, or in the steps of `train_step` and `eval_step` from the plans of
+  the models, if these plans agree. Otherwise, the mesh is the mesh of `jax.set_mesh`, or the mesh of `x`.
+  Inside `shard_map`, the manual axes are ignored, because `x` is already a shard along them. Inside
+  `jax.vmap`, pass no name for the mapped dim. If the mesh axes do not divide a dim with the policy
+  `uneven="pad"`, the compiler chooses its sharding, because an activation has no room for padding.
 
   Args:
-    x: an array or a tracer; its global shape (per-device along manual axes).
-    *names: one entry per dim: a logical name, a mesh axis, a tuple of these, or None.
+    x: an array or a tracer of global shape; along manual axes, of per-device shape.
+    *names: one entry for each dim of `x`: a logical name, a mesh axis, a tuple of these, or None.
 
   Returns:
-    `x` with that layout; differentiable, and the cotangent has the same layout.
+    `x` with this sharding. The function is differentiable, and the cotangent gets the same sharding.
 
   Raises:
-    ShardingError: names that do not fit the rank, have no rule, or do not divide their dim.
+    ShardingError: the number of names is not the rank of `x`, a name has no rule, or the mesh axes do not
+      divide a dim.
     MeshError: the mesh in scope is not the active mesh, or has no devices.
 
   Example:

@@ -47,29 +47,32 @@ def infer_rules(
   fsdp_axis: str | None = None,
   min_size: int = MIN_SIZE,
 ) -> RuleSet:
-  """Proposes rules for a module without annotations. Print the result, edit it, and paste it.
+  """Proposes rules for a module without annotations. Print the result, edit it, and paste it into your code.
 
-  The module is traced abstractly with `inputs`: no array is made. Pairs of layers that can be split as a
-  pair, the first by its outputs and the second by its inputs, are split over the tensor axis (also embeddings
-  and heads, by vocabulary). Large parameters are split over the fsdp axis along a remaining dim. A tied
-  parameter is counted once. The proposal is right on any mesh with these axes whose sizes divide the same
-  dims, and you may change any rule in it: rules never change results, only the layout.
+  The module is traced abstractly with `inputs`: no array is made. The function shards pairs of layers over
+  the tensor axis: the first layer of a pair along its outputs, and the second layer along its inputs. It also
+  shards embeddings and heads over the tensor axis, along the vocabulary. It shards large parameters over the
+  fsdp axis along a remaining dim. A tied parameter is counted once. The proposal fits every mesh with these
+  axes whose sizes divide the same dims. You may change any rule in it: rules never change results, only the
+  layout.
 
   Args:
     init: the constructor, or a live module.
-    mesh: real or abstract; its axis sizes decide which dims can be split.
-    *inputs: arguments of the module, as arrays or `jax.ShapeDtypeStruct`s.
+    mesh: a real or an abstract mesh. The sizes of its axes decide which dims can be sharded.
+    *inputs: the arguments of a call of the module, as arrays or `jax.ShapeDtypeStruct`s.
     call: the function to trace, `call(module, *inputs)`, if it is not `module(*inputs)`.
-    tensor_axis: the axis for pairs; by default an axis called `tensor`, `model`, `tp` or `mp`, if there is
-      one.
-    fsdp_axis: the axis for the rest; by default an axis called `fsdp`, `data` or `dp`, if there is one.
-    min_size: groups of dims, and parameters, with at most this many elements are not split.
+    tensor_axis: the mesh axis for pairs of layers; by default an axis called `tensor`, `model`, `tp` or `mp`,
+      if the mesh has one.
+    fsdp_axis: the mesh axis for large parameters; by default an axis called `fsdp`, `data` or `dp`, if the
+      mesh has one.
+    min_size: parameters, and groups of dims that belong together, with at most this many elements are not
+      sharded.
 
   Returns:
-    A `RuleSet`; its `repr` is a list of rules as code.
+    A `RuleSet`, which prints as a list of rules in Python code.
 
   Raises:
-    ShardingError: no inputs, or an axis that is not in the mesh.
+    ShardingError: there are no inputs, or the mesh does not have an axis.
 
   Example:
     >>> import jax, nnx_parallel as nxp

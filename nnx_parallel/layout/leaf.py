@@ -46,20 +46,21 @@ class LeafPlan:
   """One row of the plan: a Variable (or raw array) and its layout.
 
   Attributes:
-    root: the object that it belongs to.
-    path: its path parts inside that object; ints index lists.
-    kind: the Variable's type name, or `array`.
-    shape: global shape in elements, without padding.
-    dtype: its dtype; for a PRNG key, the key's dtype.
-    names: the names that were resolved, or None without names.
-    spec: one entry per dim.
-    padding: elements that are added at the end of each dim for storage.
-    memory_kind: `None` for the device's default memory, or for example `"pinned_host"`.
-    decision: the reason for the spec.
+    root: `"model"` or `"optimizer"`: the object that the array belongs to.
+    path: the parts of its path inside that object; ints index lists.
+    kind: the name of the Variable's type, or `array`.
+    shape: the global shape, without padding.
+    dtype: the dtype; for a PRNG key, the dtype of the key.
+    names: the logical names of its dims, or None if it has no names.
+    spec: the `PartitionSpec`, with one entry for each dim.
+    padding: for each dim, the number of elements that are added at its end for storage.
+    memory_kind: None for the default memory of the device, or another memory, such as `"pinned_host"`.
+    decision: where the names came from, and why they gave this spec.
     mesh: the plan's mesh.
-    aliases: other paths of the same Variable in the module (tied weights); it is counted once, here.
-    is_parameter: whether it is an `nnx.Param` of the model, or of a subclass.
-    parameter: for optimizer state, the path of its parameter in the model, if it has one.
+    aliases: the other paths of the same Variable in the module (tied weights). The Variable is counted once,
+      under `path`.
+    is_parameter: whether the array is an `nnx.Param` of the model, or of a subclass of `nnx.Param`.
+    parameter: for optimizer state, the path of the parameter of the model that it belongs to, if any.
   """
 
   root: Root
@@ -84,7 +85,7 @@ class LeafPlan:
 
   @functools.cached_property
   def sharding(self) -> NamedSharding:
-    """The spec on the plan's mesh, with the memory kind."""
+    """The `NamedSharding`: the spec on the mesh of the plan, with the memory kind."""
     return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)  # pyright: ignore[reportArgumentType]
 
   @property
@@ -94,7 +95,7 @@ class LeafPlan:
 
   @functools.cached_property
   def storage_shape(self) -> tuple[int, ...]:
-    """Global shape in elements as stored: `shape` plus `padding`."""
+    """The global shape as stored: `shape` plus `padding`."""
     return tuple(size + extra for size, extra in zip(self.shape, self.padding, strict=True))
 
   @functools.cached_property
@@ -104,25 +105,25 @@ class LeafPlan:
 
   @functools.cached_property
   def bytes(self) -> int:
-    """Global size in bytes as stored, counted once."""
+    """The global size in bytes as stored; replicated copies are not counted."""
     return math.prod(self.storage_shape) * self.dtype.itemsize
 
   @functools.cached_property
   def bytes_per_device(self) -> int:
-    """Bytes that each device holds."""
+    """The bytes that each device holds."""
     return self.bytes // math.prod(self.shards)
 
   @property
   def local_shape(self) -> tuple[int, ...]:
-    """Per-device shape in elements: one shard of `storage_shape`."""
+    """The per-device shape: the shape of one shard of `storage_shape`."""
     return tuple(size // count for size, count in zip(self.storage_shape, self.shards, strict=True))
 
   @property
   def copies(self) -> int:
-    """How many devices hold the same shard: 1 if the array is not replicated."""
+    """The number of devices that hold the same shard: 1 if the array is not replicated at all."""
     return self.mesh.size // math.prod(self.shards)
 
   @property
   def struct(self) -> jax.ShapeDtypeStruct:
-    """The abstract array as stored: storage shape, dtype, sharding and memory kind."""
+    """The array as a `jax.ShapeDtypeStruct`: storage shape, dtype, sharding and memory kind."""
     return jax.ShapeDtypeStruct(self.storage_shape, self.dtype, sharding=self.sharding)

@@ -47,23 +47,25 @@ R = TypeVar("R", default=Any)
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Plan(PlanTable, Generic[R]):
-  """The layout of a model and its optimizer on a mesh. The function `plan` makes it.
+  """The layout of a model and its optimizer on a mesh. The function `nxp.plan` makes it.
 
-  It is generic in the created objects: `Plan[Model]`; `Plan[tuple[Model, ShardedOptimizer[Model]]]` with an
-  optimizer. A plan that was read from JSON without its constructor can be printed and compared, but cannot
-  create.
+  For type checkers, the class is generic in the objects that it creates: `Plan[Model]`, or
+  `Plan[tuple[Model, ShardedOptimizer[Model]]]` with an optimizer. A plan that was read from JSON without its
+  constructor can be printed and compared, but it cannot create a model.
 
   Attributes:
     mesh: the mesh that the specs refer to.
     rules: the rules that were applied.
-    leaves: every Variable of the model, then of the optimizer, in flax's order.
-    notes: for the reader, for example rules that matched nothing.
-    zero: ZeRO stage of the optimizer state (1), and of the gradients too (2).
-    layers: the layers of the model, a line for each group.
+    leaves: a `LeafPlan` for every Variable of the model, then for every Variable of the optimizer, in the
+      order of Flax.
+    notes: remarks for the reader, for example about rules that matched nothing.
+    zero: the ZeRO stage: 1 shards the optimizer state, and 2 also the gradients; 0 shards neither.
+    layers: the layers of the model, one line of text for each group of equal layers.
     init: the constructor that was planned; None if the plan was read from JSON without it.
-    tx: the optax transformation, or None when the plan has no optimizer.
+    tx: the Optax transformation, or None if the plan has no optimizer.
     wrt: which Variables the optimizer trains.
-    abstract: graph definition and abstract state of the model and of the optimizer; empty without `init`.
+    abstract: the graph definition and the abstract state of the model and of the optimizer; empty without
+      `init`.
   """
 
   init: Callable[[], nnx.Module] = None  # pyright: ignore[reportAssignmentType]  # check_plan refuses it
@@ -72,25 +74,26 @@ class Plan(PlanTable, Generic[R]):
   abstract: Mapping[Root, Abstract] = dataclasses.field(default_factory=dict[Root, Abstract])
 
   def abstract_state(self, root: Root = "model") -> dict[Path, jax.ShapeDtypeStruct]:
-    """Abstract arrays with the planned sharding, as stored, for a restore or an AOT compile.
+    """Returns abstract arrays with the planned shardings, as stored, for a restore or an AOT compilation.
 
     Args:
       root: `"model"` or `"optimizer"`.
 
     Returns:
-      Path -> `ShapeDtypeStruct` (global storage shape, dtype, sharding).
+      A dict: path -> `ShapeDtypeStruct` (global storage shape, dtype and sharding).
     """
     return {path: leaf.struct for path, leaf in self.of(root).items()}
 
   @functools.cached_property
   def batch_axes(self) -> tuple[str, ...]:
-    """The mesh axes that split dim 0 of the inputs, major to minor; `()` for a replicated batch.
+    """The mesh axes that shard dim 0 of the inputs, major to minor; `()` for a replicated batch.
 
-    The axes come from `InputRules`; else from the `batch` rule; else they are the axes called `replica`,
-    `data`, `dp` and `fsdp`, and the fallback's, if the mesh has them.
+    The axes come from `InputRules` if there are any, and otherwise from the `batch` rule. Without that rule,
+    they are the axes called `replica`, `data`, `dp` and `fsdp`, and the axis of the fallback, as far as the
+    mesh has them.
 
     Raises:
-      ShardingError: no `batch` rule and no such axis.
+      ShardingError: there is no `batch` rule and no such axis.
     """
     axes = batch_axes(self.rules, axis_sizes(self.mesh))
     if axes is None:
@@ -98,23 +101,23 @@ class Plan(PlanTable, Generic[R]):
     return axes
 
   def batch_spec(self, ndim: int) -> PartitionSpec:
-    """The spec of an input with `ndim` dims, by `InputRules`; else `batch_axes` on dim 0 only.
+    """Returns the spec of an input with `ndim` dims, by `InputRules`; else `batch_axes` on dim 0 only.
 
     Args:
-      ndim: rank of the input; a scalar is replicated.
+      ndim: the rank of the input; a scalar is replicated.
 
     Returns:
       A spec with `ndim` entries.
 
     Raises:
-      ShardingError: no `batch` rule and no such axis.
+      ShardingError: there is no `batch` rule and no such axis.
     """
     return input_spec(self.rules, ndim, axis_sizes(self.mesh))
 
   def scope(self) -> contextlib.AbstractContextManager[None]:
-    """Puts this plan's rules and mesh in scope; the default of a missing `batch` rule is `batch_axes`.
+    """Puts the rules and the mesh of this plan in scope. Without a `batch` rule, `batch_axes` is the rule.
 
-    `train_step` and `eval_step` already do so. Use this in a hand-written step.
+    `train_step` and `eval_step` already do this. Use `scope` in a step that you write yourself.
 
     Returns:
       A context manager; see `use_rules`.
@@ -131,11 +134,11 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def activation_rules(self) -> Scope:
-    """The rules and mesh of `scope`; the Variables of a model from this plan carry them as metadata."""
+    """The rules and the mesh of `scope`. Variables that this plan creates carry them as metadata."""
     return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
 
   def num_parameters(self) -> int:
-    """Counts the elements of the model's parameters: tied parameters once, and no padding.
+    """Counts the elements of the model's parameters: tied parameters only once, and padding not at all.
 
     Returns:
       The total number of elements, over all devices.
@@ -152,11 +155,11 @@ class Plan(PlanTable, Generic[R]):
     """Explains how the layout of one leaf was decided.
 
     Args:
-      name: its dotted path, as in `LeafPlan.name`; of a tied Variable, any of its paths.
+      name: the dotted path of the leaf, as in `LeafPlan.name`; for a tied Variable, any of its paths.
 
     Returns:
-      A few lines: the array, the origin of its names, the attempts with reasons, the part on each device, and
-      the optimizer state that follows it.
+      A few lines of text: the array, the origin of its names, each rule that was tried and its result, the
+      part on each device, and the optimizer state that has the same layout.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -184,14 +187,14 @@ class Plan(PlanTable, Generic[R]):
     return as_html(text.plan_text(self, width=160))
 
   def show(self) -> None:
-    """Prints the plan: in colours and the terminal's width, or as HTML in a notebook."""
+    """Prints the plan: in a terminal with colours and at its width, in a notebook as HTML."""
     text.show(self)
 
   def picture(self, name: str) -> Figure:
     """Draws which devices hold which block of an array.
 
     Args:
-      name: the leaf's dotted path.
+      name: the dotted path of the leaf.
 
     Returns:
       A matplotlib figure; its `savefig` writes SVG, PNG or PDF. At most 16 x 16 blocks are drawn, and the
@@ -211,14 +214,15 @@ class Plan(PlanTable, Generic[R]):
     return picture.draw_blocks(self[name])
 
   def audit(self, *, min_bytes: int = 2**20) -> Audit:
-    """Lists the large leaves that every device holds in full, and the axes that could split them.
+    """Lists the large leaves that every device holds in full, and the mesh axes that could shard them.
 
     Args:
       min_bytes: leaves of at most this many bytes are not reported.
 
     Returns:
-      An `Audit`, worst first: prints as a table; empty (falsy) if nothing large is replicated. Its `faults`
-      are known faults of XLA that a hand-written step may meet on this layout.
+      An `Audit`, with the largest leaves first. It prints as a table, and it is empty (falsy) if nothing
+      large is replicated. Its `faults` are known faults of XLA that can affect a step that you write yourself
+      on this layout.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -235,14 +239,14 @@ class Plan(PlanTable, Generic[R]):
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
     """Warns once about large parameters that are replicated without a rule.
 
-    There is no warning for a parameter that a rule replicates (`None`, `replicate()`, the threshold of
-    `fsdp()`); `audit` lists it too.
+    There is no warning for a parameter that a rule replicates (with `None`, `replicate()` or the threshold of
+    `fsdp()`), although `audit` lists this parameter.
 
     Args:
       stacklevel: as in `warnings.warn`; 2 points at the caller of this method.
 
     Returns:
-      Whether there was anything to warn about.
+      Whether there was a reason to warn.
     """
     return audit.warn_replicated(self, stacklevel=stacklevel + 1)
 
@@ -250,10 +254,11 @@ class Plan(PlanTable, Generic[R]):
     """Compares the layout of this plan with another plan.
 
     Args:
-      other: the plan to compare with: of another mesh, other rules, another version of the model.
+      other: the plan to compare with, for example on another mesh, with other rules, or of another version of
+        the model.
 
     Returns:
-      A `PlanDiff`: prints as a table; falsy when both layouts are equal. Reasons are not compared.
+      A `PlanDiff`, which prints as a table and is falsy if both layouts are equal. Reasons are not compared.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -269,13 +274,13 @@ class Plan(PlanTable, Generic[R]):
     return diff.diff(self, other)
 
   def to_json(self) -> str:
-    """The plan as JSON: mesh axes, rules, and every leaf with its decision; not the constructor.
+    """Returns the plan as JSON: mesh axes, rules, and every leaf with its decision, but not the constructor.
 
     Returns:
-      JSON text, one line for each leaf; `from_json` reads it.
+      JSON text with one line for each leaf; `from_json` reads it.
 
     Raises:
-      PlanError: a path part that is not a string, int or tuple of these.
+      PlanError: a part of a path is not a string, an int or a tuple of these.
     """
     return json.to_json(self)
 
@@ -283,13 +288,13 @@ class Plan(PlanTable, Generic[R]):
     """Counts the parameters that a filter trains and the parameters that it freezes.
 
     Args:
-      wrt: a filter as in `nnx.Optimizer`; the plan's own when None.
+      wrt: a filter as in `nnx.Optimizer`; None uses the `wrt` of the plan.
 
     Returns:
-      The trained and frozen leaves; prints counts, bytes and paths.
+      The trained leaves and the frozen leaves. The result prints as counts, bytes and paths.
 
     Raises:
-      PlanError: the filter selects nothing.
+      PlanError: the filter selects no parameter.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -314,21 +319,23 @@ class Plan(PlanTable, Generic[R]):
     optimizer: optax.GradientTransformation | None = None,
     wrt: nnx.filterlib.Filter = nnx.Param,
   ) -> Plan[R]:
-    """Reads a plan back, to compare or print it or, with `init`, to create and restore from it.
+    """Reads a plan from JSON, to compare or print it or, with `init`, to create or restore a model from it.
 
     Args:
       text: the text that `to_json` wrote.
-      mesh: a mesh with the stored axes; None: an abstract mesh.
-      init: the constructor. It must have the Variables of the stored plan; they get the stored layout, also
-        if the rules have changed. Without it, the plan can only be printed and compared.
-      optimizer: the optax transformation, when the stored plan has optimizer state.
-      wrt: which Variables it trains.
+      mesh: a mesh with the stored axes; None makes an abstract mesh.
+      init: the constructor. The module must have the Variables of the stored plan. They get the stored
+        layout, even if the rules have changed since. Without `init`, the plan can only be printed and
+        compared.
+      optimizer: the Optax transformation, if the stored plan has optimizer state.
+      wrt: which Variables the optimizer trains.
 
     Returns:
       A plan with the stored layout.
 
     Raises:
-      PlanError: not a plan's JSON, a mesh with other axes, or a module that differs from the stored module.
+      PlanError: the text is not a plan in JSON, the mesh has other axes, or the module differs from the
+        stored module.
     """
     stored = cls(**json.from_json(text, mesh), tx=optimizer, wrt=wrt)
     if init is None and optimizer is not None:
@@ -350,7 +357,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def abstract_model(self) -> Any:
-    """The module with `ShapeDtypeStruct` values; for reading, not for changing."""
+    """The module with `ShapeDtypeStruct` values. Read it, but do not change it."""
     check_plan(self, "plan.abstract_model")
     return self.abstract["model"].node
 
@@ -376,7 +383,7 @@ class Plan(PlanTable, Generic[R]):
 
   @functools.cached_property
   def placement(self) -> Placement:
-    """The shardings that an optimizer keeps in a step of your own."""
+    """The shardings to which `ShardedOptimizer.update` constrains the parameters and the state."""
     roots: tuple[Root, ...] = ("model", "optimizer")
     model, optimizer = ({path: leaf.sharding for path, leaf in self.of(root).items()} for root in roots)
     return Placement(model, optimizer, self.zero, self._scattered)

@@ -101,25 +101,28 @@ def plan(
   """Plans the layout of a module and its optimizer without making any array.
 
   Args:
-    init: builds the module: a function without arguments.
-    mesh: real devices (`make_mesh`) or an abstract mesh of any size (`abstract_mesh`).
-    rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. None:
-      annotations must name mesh axes, and other arrays are replicated.
-    optimizer: an optax transformation whose state is planned too.
+    init: a function without arguments that builds the module.
+    mesh: a mesh of real devices (`make_mesh`), or an abstract mesh of any size (`abstract_mesh`).
+    rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. If
+      None, annotations must name mesh axes, and arrays without annotations are replicated.
+    optimizer: an Optax transformation, whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
-    uneven: what to do with a dim that its mesh axes do not divide: `"error"`, `"next"`, `"pad"` or
-      `"replicate"`.
-    zero: ZeRO stage of the optimizer state: 1 also splits it over `zero_axes`, beyond its parameter's layout;
-      2 is the same state, and `train_step` also keeps the gradients in its layout. Stage 3 is `fsdp()`.
-    zero_axes: the axes of that split; by default the batch axes.
-    optimizer_memory: where the optimizer state of parameters is stored between steps. With `"pinned_host"` it
-      is off the devices; the optimizer fetches it, a few parameters at a time, and puts it back.
+    uneven: what to do with a dim that the mesh axes of its rule do not divide. `"error"` raises an error if
+      no candidate of the rule divides the dim, `"next"` then does not shard it, and `"pad"` then pads it for
+      the first candidate. `"replicate"` does not shard the dim as soon as one candidate does not divide it.
+    zero: the ZeRO stage. With 1, the optimizer state has the layout of its parameter and is also sharded over
+      `zero_axes`. With 2, `train_step` also keeps the gradients in the layout of the optimizer state. For
+      stage 3, use `fsdp()`.
+    zero_axes: the mesh axes over which `zero` shards the optimizer state; by default the batch axes.
+    optimizer_memory: where the optimizer state of parameters is stored between steps; by default in the
+      memory of the devices. With `"pinned_host"`, it is in host memory; each update fetches it, for a few
+      parameters at a time, and writes it back.
 
   Returns:
-    A `Plan`: print it, `explain` it, create from it, restore into it.
+    A `Plan`: print it, call its methods, create a model from it, or restore a checkpoint into it.
 
   Raises:
-    ShardingError: names, rules or fallback that do not fit a Variable; the message has its path.
+    ShardingError: names, rules or the fallback do not fit a Variable; the message has its path.
     PlanError: `init` is not a constructor, or `wrt` selects nothing.
 
   Example:

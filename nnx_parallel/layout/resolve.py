@@ -53,26 +53,28 @@ def resolve_spec(
 ) -> Resolution:
   """Resolves the logical names of one array to mesh axes.
 
-  Dims are resolved left to right. A name with a rule gets its first candidate whose axes are in the mesh, not
-  used by an earlier dim, and divide the dim; a name without a rule must be a mesh axis. A tuple of names in
-  one dim gets the axes of all its names, major to minor; their candidates are tried jointly, the last name's
-  first, and the first name's policy applies. The order of the rules never matters.
+  Dims are resolved from left to right. A name with a rule gets the first candidate whose axes are in the
+  mesh, are not used by an earlier dim, and divide the dim. A name without a rule must be a mesh axis. A dim
+  with a tuple of names gets the axes of all these names, major to minor. The candidates of the names are
+  tried in combination (those of the last name vary first), and the `uneven` policy of the first name applies.
+  The order of the rules never matters.
 
   Args:
-    names: one entry per dim; `None` does not split that dim.
-    shape: global shape in elements, not the per-device shape.
-    mesh: a mesh, or mesh axis name -> size in devices.
-    rules: logical name -> candidates; names of mesh axes need no rule.
-    path: printed in errors, for example `"mlp.up.kernel"`.
-    uneven: what to do with a dim that no candidate divides: `"error"`; `"next"`: do not split it; `"pad"`:
-      round the stored dim up for the first candidate. `"replicate"` does not split the dim as soon as a
-      candidate does not divide it, without trying later candidates.
+    names: one entry for each dim; `None` does not shard the dim.
+    shape: the global shape, not the per-device shape.
+    mesh: a mesh, or a dict: mesh axis name -> size in devices.
+    rules: `LogicalRules`, or a dict: logical name -> candidates. Names of mesh axes need no rule.
+    path: the path of the array for error messages, for example `"mlp.up.kernel"`.
+    uneven: what to do with a dim that no candidate divides. `"error"` raises an error. `"next"` does not
+      shard the dim. `"pad"` rounds the stored dim up for the first candidate. `"replicate"` does not shard
+      the dim as soon as one candidate does not divide it, and does not try later candidates.
 
   Returns:
-    A `Resolution` whose spec has `len(shape)` entries.
+    A `Resolution`, whose `spec` has `len(shape)` entries.
 
   Raises:
-    ShardingError: unknown name, rank mismatch, a mesh axis needed twice, or an uneven split.
+    ShardingError: a name is unknown, the number of names is not the rank, two dims need the same mesh axis,
+      or a dim is uneven.
 
   Source: GSPMD, arXiv:2105.04663; logical names as in Flax Linen.
 

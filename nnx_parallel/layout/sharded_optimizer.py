@@ -52,17 +52,17 @@ class Placement:
 class ShardedOptimizer(nnx.Optimizer[M]):
   """An `nnx.Optimizer` whose updates keep the layout of a plan.
 
-  In a hand-written step under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the results. It may
-  split a small replicated parameter over the mesh: then the second step is compiled again, and the model no
-  longer has its planned layout. So `update` constrains the model and the state. The steps of `nxp.train_step`
-  do the same for everything that they return.
+  In a step that you write yourself under `nnx.jit` or `jax.jit`, the compiler chooses the layout of the
+  results. It may shard a small replicated parameter over the mesh. Then the second step is compiled again,
+  and the model no longer has its planned layout. To prevent this, `update` constrains the model and the
+  optimizer state. The steps of `nxp.train_step` do the same for everything that they return.
 
   Args:
     *args: as for `nnx.Optimizer`: the model and the transformation.
     **kwargs: as for `nnx.Optimizer`: `wrt=`.
 
   Attributes:
-    placement: the planned shardings; with None, `update` equals `nnx.Optimizer.update`.
+    placement: the planned shardings; if None, `update` equals `nnx.Optimizer.update`.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -84,14 +84,14 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
     Args:
       model: the module that this optimizer trains.
-      grads: its gradients, of `nnx.grad` or `nnx.value_and_grad`.
-      **kwargs: for transformations that take more, such as `value=loss`.
+      grads: the gradients of the model, from `nnx.grad` or `nnx.value_and_grad`.
+      **kwargs: more arguments of the transformation, such as `value=loss`.
 
     Returns:
       The updates that were added to the parameters.
 
     Raises:
-      TrainError: a transformation that evaluates the loss, with ZeRO on Explicit axes.
+      TrainError: the transformation evaluates the loss, and the plan has ZeRO on Explicit axes.
     """
     updates = plain_update(self, model, grads, kwargs)
     if self.placement is not None:

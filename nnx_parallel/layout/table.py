@@ -51,7 +51,7 @@ class PlanTable:
       root: `"model"` or `"optimizer"`.
 
     Returns:
-      Path -> leaf, in flax's order; empty for the optimizer of a plan without an optimizer.
+      Path -> leaf, in Flax's order; empty for the optimizer of a plan without an optimizer.
     """
     return {leaf.path: leaf for leaf in self.leaves if leaf.root == root}
 

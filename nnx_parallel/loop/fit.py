@@ -51,13 +51,13 @@ class FitResult:
   """The result of a run.
 
   Attributes:
-    step: the last step's number.
-    metrics: the newest value of every metric, evaluations as `eval_...`.
-    history: the newest 10,000 records in order, each with its `step`; trackers get all records.
-    stopped: why it ended: `"steps"`, `"data"` or `"early"`; `"signal"` after SIGTERM or Ctrl-C, if its
-      handler does not end the process.
-    seconds: wall time by kind: `step`, `compile`, `data` (the devices waited for a batch), `evaluation`,
-      `check`, `checkpoint`, `restore`, `profile`, `other`.
+    step: the number of the last step.
+    metrics: the newest value of every metric; the names of evaluation metrics start with `eval_`.
+    history: the newest 10,000 records in order, each with its `step`. Trackers get all records.
+    stopped: why the run ended: `"steps"`, `"data"` or `"early"`; or `"signal"` after SIGTERM or Ctrl-C, if
+      the handler of the signal does not end the process.
+    seconds: the wall time by kind: `step`, `compile`, `data` (the time in which the devices waited for a
+      batch), `evaluation`, `check`, `checkpoint`, `restore`, `profile`, `other`.
   """
 
   step: int
@@ -141,66 +141,74 @@ def fit(
 ) -> FitResult:
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
-  The next step is dispatched before the last step has finished: metrics are read one step late. With a
-  checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is saved
-  too; the signal then acts as usual (see `StopSignals`). A second Ctrl-C acts at once. After a failure, the
-  earlier steps are still recorded.
+  The next step is dispatched before the last step has finished, so metrics are read one step late. With a
+  checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is also
+  saved; the signal then acts as usual (see `StopSignals`). A second Ctrl-C acts immediately. If a step fails,
+  the records of the earlier steps are still written.
 
   Args:
-    step: `(model, optimizer, batch) -> metrics`: of `nxp.train_step`, or your own under `nnx.jit`.
+    step: a function `(model, optimizer, batch) -> metrics`, made by `nxp.train_step`, or your own function
+      under `nnx.jit`.
     model: a module, or a tuple or dict of modules.
-    optimizer: its optimizer; for several models, a tuple or dict of optimizers.
-    batches: a function `batches(samples)` that returns the batches after this number of examples (of all
-      processes), which resuming needs; or any iterable. In a job of several processes each passes its shares,
-      or batches placed by `nxp.batches`.
-    steps: the number of the last step, counted from the start of the first run; None trains to the end of the
+    optimizer: the optimizer of the model; for several models, a tuple or dict of optimizers.
+    batches: a function `batches(samples)` that returns an iterable of the batches after this number of
+      examples (of all processes); a run needs such a function to resume. Or any iterable of batches. In a job
+      of several processes, each process passes its own shares, or batches that `nxp.batches` placed.
+    steps: the number of the last step, counted from the start of the first run. None trains to the end of the
       data.
-    plan: places host batches, is stored in the checkpoints, and puts its rules in scope for `constrain`,
-      unless other rules are in scope. Without a plan, batches are not moved.
-    evaluate: returns metrics, for example by `nxp.evaluate`; they are recorded as `eval_...`. A
-      `(sum, count)` pair is divided.
-    eval_every: steps between evaluations; by default only the last step is evaluated.
-    checkpointer: saves the steps; `max_to_keep` and `best` (for example `"eval_loss"`) are its options.
-    save_every: steps between saves; by default only the last step is saved.
-    save_every_minutes: minutes between saves; for jobs of one process, since clocks differ.
-    only: the leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. Other
-      leaves, such as a base under adapters, must be the same as when the run began.
-    extra: returns more to save: trees of arrays, or JSON values, by name, but not `"data"`.
-    resume: restore `"latest"`, `"best"` or a number into the live model first; `"latest"` starts from step 0
-      when there is no checkpoint, and passes over a damaged step with a warning. On the same mesh the run
-      continues bit for bit. After a checkpoint that `fit` did not save, the data starts at its beginning,
-      with a warning.
-    start: the position of the model, from `resume_from`; advanced in place.
-    early_stop: ends the run early.
-    trackers: called with each record, on process 0: `MetricsLog(path).write`, `TensorBoardLog(dir).write`,
-      or any `(step, metrics) -> None`. Arrays among the metrics come as numpy.
-    log_every: the number of steps in one record, which has their exactly weighted means; by default 1. If it
-      is given, a log gets a line for each record; otherwise about ten lines for the run, and one every 30
-      seconds.
-    progress: whether to show a bar or lines; or a `StepProgress`.
-    tokens: the tokens in a batch, for `tokens_per_second`; by default examples are counted, for
-      `samples_per_second`, where an array of the batch has a dim for them.
-    flops: floating-point operations of a step on one device; by default three times the FLOPs of the matrix
-      products in the loss (one forward and two backward passes), divided by the devices of the model.
-    peak_flops: the peak of one device, in FLOP/s; by default the chip's in bfloat16. With both, `mfu` is
-      recorded: the step's FLOP/s relative to the peak. The default `flops` leaves out recomputation and
-      duplicate compute of replicas; it is too high if most parameters are frozen: pass your own.
-    profile: the first and last step to trace for xprof.
+    plan: the plan of the model. It places host batches, is stored in the checkpoints, and puts its rules in
+      scope for `constrain`, unless other rules are in scope. Without a plan, batches are not moved.
+    evaluate: a function without arguments that returns metrics, for example of `nxp.evaluate`. They are
+      recorded with names that start with `eval_`. A pair `(sum, count)` is divided.
+    eval_every: the number of steps between evaluations; by default, `fit` evaluates only after the last step.
+    checkpointer: the `Checkpointer` that saves the steps. Set `max_to_keep` and `best` (for example to
+      `"eval_loss"`) there.
+    save_every: the number of steps between saves; by default, only the last step is saved.
+    save_every_minutes: the minutes between saves. Only jobs of one process can use it, because the clocks of
+      processes differ.
+    only: the leaves of the model to save, and to restore when the run resumes, as for `Checkpointer.save`.
+      The other leaves, such as the base model under adapters, must have the same values as when the run
+      began.
+    extra: a function without arguments that returns more values to save: trees of arrays, or JSON values, by
+      name. The name `"data"` is reserved.
+    resume: the step to restore into the live model first: `"latest"`, `"best"` or a number. With `"latest"`,
+      the run starts at step 0 if there is no checkpoint, and skips a damaged step with a warning. On the same
+      mesh, the run continues bit for bit. If `fit` did not save the checkpoint, the data starts at its
+      beginning, with a warning.
+    start: the position of the model, which `resume_from` returned; `fit` advances it in place.
+    early_stop: an `EarlyStop` that ends the run when a metric no longer improves.
+    trackers: functions that process 0 calls with each record: `MetricsLog(path).write`,
+      `TensorBoardLog(dir).write`, or any function `(step, metrics) -> None`. Metrics that are arrays are
+      passed as NumPy arrays.
+    log_every: the number of steps in one record, which contains their exactly weighted means; by default 1.
+      If it is given, the progress prints a line for each record; otherwise, it prints about ten lines for the
+      run, and a line every 30 seconds.
+    progress: whether to show the progress, as a bar in a terminal and as lines in a log; or a `StepProgress`.
+    tokens: the number of tokens in a batch, for the metric `tokens_per_second`. By default, the metric is
+      `samples_per_second`, if the batch has an array with a dim of examples.
+    flops: the FLOPs of a step on one device; by default three times the FLOPs of the matrix products in the
+      loss (the forward pass once, the backward pass twice), divided by the number of devices of the model.
+    peak_flops: the peak FLOP/s of one device; by default the bfloat16 peak of its chip. If both are known,
+      the metric `mfu` is recorded: the FLOP/s of the step relative to the peak. The default `flops` does not
+      count recomputation and work that replicas repeat. It is too high if most parameters are frozen, so pass
+      your own number then.
+    profile: a pair with the numbers of the first and the last step to trace for xprof.
     profile_dir: the folder of the trace.
-    nonfinite: whether a loss that is not finite is an error, and so is a step to save whose parameters are
-      not finite; it is not saved then.
-    check_gradients: whether to check on the first batch, before training, that the step's gradients are the
-      derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong gradients are an error.
+    nonfinite: what to do if the loss is not finite, or if the parameters of a step that is to be saved are
+      not finite. `"error"` raises an error and does not save the step; `"continue"` trains on and saves it.
+    check_gradients: whether to check before training, on the first batch, that the gradients of the step are
+      the derivatives of its loss on this layout (see `TrainStep.check_gradients`). Wrong gradients are an
+      error.
 
   Returns:
-    The last step, the metrics, and why it ended.
+    A `FitResult`: the last step, the metrics, and why the run ended.
 
   Raises:
-    TrainError: data that ends before `steps`, a loss or parameters to save that are not finite, wrong
-      gradients where checked, a step that returns no dict, an `extra` named `"data"`, an array among the
-      metrics of an evaluation, or options without a meaning.
-    CheckpointError: the checkpointer has steps of another run, or lacks the step to resume from, or cannot
-      save or restore.
+    TrainError: the data ends before `steps`, the loss or the parameters to save are not finite, the checked
+      gradients are wrong, the step returns no dict, `extra` returns a value named `"data"`, a metric of an
+      evaluation is an array, or an option has an invalid value.
+    CheckpointError: the directory has steps of another run or lacks the step to resume from, or a step cannot
+      be saved or restored.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp

@@ -40,7 +40,7 @@ def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) ->
   Args:
     recipe: from `load_recipe`.
     mesh: as for `nxp.plan`.
-    rules: in place of the recipe's own rules.
+    rules: the rules to use instead of the rules of the recipe.
     **options: more options of `nxp.plan`, such as `zero=1`.
 
   Returns:
@@ -63,26 +63,27 @@ def plan_recipe(recipe: Recipe, mesh: Any, rules: Any = None, **options: Any) ->
 
 @dataclasses.dataclass
 class Job:
-  """A live model with its optimizer, at some step of its training.
+  """A live model and its optimizer, at some step of the training that a recipe describes.
 
   Attributes:
-    recipe: the loss and the batches.
-    plan: the layout.
+    recipe: the recipe, from `load_recipe`; it gives the loss and the batches.
+    plan: the plan, from `plan_recipe`.
     model: the live module.
     optimizer: its optimizer.
     microbatches: the number of microbatches of each global batch.
-    position: the step, and the data cursor.
-    settings: how the job runs, as JSON values, stored in each checkpoint: the given settings, and the mesh,
-      the microbatches, the last step's number and the SHA-256 of the recipe's file (not of its imports).
+    position: the number of the step, and the number of samples used so far.
+    settings: JSON values that say how the job runs, and that each checkpoint stores: the given settings, the
+      mesh, the number of microbatches, the number of the last step, and the SHA-256 of the recipe's file (not
+      of its imports).
     changes: settings that differ from the settings of the restored checkpoint, as text.
-    relaid: how the layout differs from the checkpoint's layout, if its mesh was different.
+    relaid: how the layout differs from the layout of the checkpoint, if the checkpoint has another mesh.
     remat: the activations that layers save; as for `train_step`.
     scan_layers: whether consecutive equal layers are one scan; as for `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
     attention: `"blockwise"`, a block length, `"fused"`, `"ring"` or `"ulysses"`; as for `train_step`.
     loss_chunks: the number of chunks of the head and the loss; as for `train_step`.
-    pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches go through it too, unless the
-      microbatches do not divide them.
+    pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches also pass through the
+      pipeline, unless the microbatches do not divide them.
   """
 
   recipe: Recipe
@@ -144,7 +145,7 @@ class Job:
     Args:
       recipe: from `load_recipe`.
       plan: from `plan_recipe`.
-      **options: more attributes of the job, such as `microbatches=2`.
+      **options: other attributes of the job, such as `microbatches=2`.
 
     Returns:
       The job.
@@ -170,19 +171,19 @@ class Job:
     Args:
       recipe: from `load_recipe`.
       plan: from `plan_recipe`, on any mesh.
-      checkpointer: of the job's folder.
-      step: a number; `"latest"` is the newest step that is not damaged.
-      microbatches: None takes the number of the checkpoint. If the model has parameters only, and the mesh
-        splits the batch into fewer or more shards, there are more or fewer microbatches, so that a device
-        has as many examples at a time as before: the gradients are the same. With dropout or batch
-        statistics they would differ.
-      **options: more attributes of the job.
+      checkpointer: the checkpointer of the job's folder.
+      step: a number, or `"latest"` for the newest step that is not damaged.
+      microbatches: the number of microbatches; None takes the number of the checkpoint. If the new mesh
+        shards the batch over another number of devices, the number of microbatches changes too, so that a
+        device has as many examples at a time as before. This happens only if the model has nothing but
+        parameters, because dropout or batch statistics would give other gradients.
+      **options: other attributes of the job.
 
     Returns:
       The job, at the step of the checkpoint.
 
     Raises:
-      CheckpointError: nothing to restore, or it does not fit the plan.
+      CheckpointError: there is no step to restore, or the step does not fit the plan.
     """
     (model, optimizer), position = resume_from(checkpointer, plan, step)
     record = checkpointer.metadata(position.step)
@@ -207,9 +208,9 @@ class Job:
     """Trains by `nxp.fit`, up to the step `steps`.
 
     Args:
-      steps: the number of the last step; nothing happens when it is reached already.
+      steps: the number of the last step. If the job has already reached it, the call does nothing.
       progress: as for `fit`.
-      **options: for `fit`: `trackers`, `checkpointer`, `eval_every` and so on.
+      **options: other arguments of `fit`: `trackers`, `checkpointer`, `eval_every` and so on.
 
     Returns:
       The result of `fit`.
@@ -234,7 +235,7 @@ class Job:
     )
 
   def check_gradients(self) -> nxp.verify.GradientCheck:
-    """Checks on the next batch that the gradients of the step are right on this layout; trains nothing.
+    """Checks on the next batch that the gradients are right on this layout. It trains nothing.
 
     Raises:
       TrainError: there is no batch.
@@ -257,7 +258,7 @@ class Job:
     checkpointer.save(model=self.model, optimizer=self.optimizer, plan=self.plan, **options)
 
   def evaluate(self) -> Record:
-    """Mean metrics over the held-out batches, without dropout; empty if there are no such batches."""
+    """Returns the mean metrics over the held-out batches, without dropout; empty without such batches."""
     held_out = nxp.batches(self._batches(0, split="held_out"), self.plan, global_batch=True)
     with default_scope(self.plan.activation_rules):
       return nxp.evaluate(self._evaluated, self._quiet, held_out)
@@ -275,17 +276,17 @@ class Job:
 
   @property
   def step(self) -> int:
-    """How many updates were made."""
+    """The number of updates so far."""
     return self.position.step
 
   @property
   def samples(self) -> int:
-    """The data cursor: how many samples were consumed, on whatever mesh, in whatever batches."""
+    """The number of samples that the job has used so far, on any meshes and in any batch sizes."""
     return self.position.samples
 
   @property
   def unit(self) -> str:
-    """The unit of the rate per second."""
+    """The unit of the speed that the progress shows per second."""
     return "samples" if self.recipe.tokens is None else "tokens"
 
 

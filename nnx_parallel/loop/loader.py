@@ -108,9 +108,10 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   """Loads a recipe and checks it.
 
   Args:
-    spec: an embedded name (`text_lm`), a file (`jobs/mine.py`), a module (`package.mine:`), or a file or
-      module with the function to use for `init` (`package.mine:init_small`). A file can import modules of its
-      folder at its top, but not later inside a function.
+    spec: the name of a recipe of this package (`text_lm`), a file (`jobs/mine.py`), a module
+      (`package.mine:`), or a file or module followed by the function to use as `init`
+      (`package.mine:init_small`). A file can import modules of its own folder at its top, but not inside a
+      function.
     needs: the functions that the recipe must define; the other functions are optional.
 
   Returns:
@@ -118,7 +119,7 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     does not define.
 
   Raises:
-    RecipeError: nothing has that name, or a function is missing or has other arguments.
+    RecipeError: no recipe has this name, or a function is missing or has other arguments.
 
   Example:
     >>> import nnx_parallel as nxp

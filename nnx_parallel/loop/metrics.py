@@ -24,14 +24,14 @@ Record = dict[str, float]
 class MetricsLog:
   """A file of JSON lines, one for each step; `log.write` is a tracker for `nxp.fit`.
 
-  Each line is flushed, so a killed process loses no line. In a job of several processes only the first
-  process writes, and the others touch no file.
+  Each line is flushed, so a process that is killed loses no line. In a job of several processes, only process
+  0 writes.
 
   Args:
-    path: the file; its folder is made.
-    after: the step that the run resumes from. Lines of later steps (of a run that was killed after its last
-      checkpoint) and half-written lines are dropped, so every step is in the file once. At 0 a new file is
-      started, and the file of an earlier run is renamed: `metrics-1.jsonl`.
+    path: the file; its folder is created if necessary.
+    after: the step from which the run resumes. Lines of later steps (of a run that was killed after its last
+      checkpoint) and half-written lines are removed, so every step is in the file once. With 0, a new file is
+      started, and the file of an earlier run is renamed to `metrics-1.jsonl`.
 
   Attributes:
     path: the file.
@@ -69,7 +69,7 @@ class MetricsLog:
 
     Args:
       step: the step's number.
-      values: by name; a number that is not finite is written as null, an array as a list, text as text.
+      values: the values by name. A number that is not finite is written as null, and an array as a list.
     """
     self._file.write(_line({"step": step, **values}))
     self._file.flush()
@@ -86,13 +86,13 @@ class MetricsLog:
 
 
 class TensorBoardLog:
-  """Files for TensorBoard: a curve for each number, a histogram for each array.
+  """Files for TensorBoard: a curve for each number, and a histogram for each array.
 
-  `log.write` is a tracker for `nxp.fit`. In a job of several processes only the first process writes.
+  `log.write` is a tracker for `nxp.fit`. In a job of several processes, only process 0 writes.
 
   Args:
-    directory: one folder for each run.
-    after: the step that the run resumes from; records of later steps are hidden.
+    directory: the folder of the run; each run needs its own folder.
+    after: the step from which the run resumes. TensorBoard does not show earlier records of later steps.
 
   Raises:
     TrainError: tensorboardX is not installed.
@@ -114,7 +114,7 @@ class TensorBoardLog:
 
     Args:
       step: the step's number.
-      values: by name; an array becomes a histogram of its values, text an entry of text.
+      values: the values by name. An array becomes a histogram of its elements, and text becomes a text entry.
     """
     for name, value in values.items():
       if isinstance(value, str):
@@ -164,7 +164,7 @@ def _plain(value: Any) -> Any:
 def read_metrics(path: str | Path) -> list[Record]:
   """Reads the records of a metrics file, in order. A missing file has no records.
 
-  A last line without its end, left by a kill, is ignored; null values come back as nan.
+  An incomplete last line, which a killed process can leave, is ignored. Null values are read as NaN.
 
   Args:
     path: as given to `MetricsLog`.
@@ -173,7 +173,7 @@ def read_metrics(path: str | Path) -> list[Record]:
     One dict for each line, its `step` first.
 
   Raises:
-    TrainError: another line is not a JSON object with a step.
+    TrainError: another line than the last is not a JSON object with a step.
 
   Example:
     >>> import tempfile

@@ -32,11 +32,11 @@ class EarlyStop:
 
   Attributes:
     metric: the metric's name in the records: `"eval_loss"` is the `loss` of the evaluations.
-    patience: the number of consecutive records without a better value.
-    mode: `"min"` or `"max"`: whether small or large values are better.
-    min_delta: the minimum improvement.
+    patience: the number of consecutive records without a better value after which the run ends.
+    mode: `"min"` if small values are better, or `"max"` if large values are better.
+    min_delta: the minimum difference that counts as an improvement.
     best: the best value so far.
-    waited: the number of records since then. Both are saved in checkpoints.
+    waited: the number of records since the best value. Checkpoints store `best` and `waited`.
   """
 
   metric: str = "eval_loss"

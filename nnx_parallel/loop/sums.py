@@ -18,8 +18,8 @@ from nnx_parallel.train.losses import weight_of, wide
 class MetricSums:
   """Exact means of metrics over many steps, without waiting for any of them.
 
-  A `(sum, count)` pair, which steps of `train_step(..., pairs=True)` return, is weighted by its count. A
-  plain number is a mean, with the weight given to `add`.
+  A pair `(sum, count)`, which steps of `train_step(..., pairs=True)` return, is weighted by its count. A
+  plain number counts as a mean, with the weight that is passed to `add`.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -38,11 +38,11 @@ class MetricSums:
     """Adds the metrics of one step, on the devices, without waiting for them.
 
     Args:
-      metrics: name -> scalar, or `(sum, count)` pair of scalars.
+      metrics: a dict: name -> scalar, or a pair `(sum, count)` of scalars.
       weight: the weight of plain scalars, for example the number of examples in the batch.
 
     Raises:
-      TrainError: an array, or other names than before.
+      TrainError: a metric is an array, or the names differ from the names of earlier calls.
     """
     for name, value in metrics.items():
       if not is_scalar(value):
@@ -63,7 +63,7 @@ class MetricSums:
     self._total = _added(self._total, dict(metrics), np.float32(weight))
 
   def read(self) -> Record:
-    """The means, `loss` first; waits for the steps. 0 where nothing was counted; empty before the first."""
+    """Returns the means, `loss` first, and waits for the steps. A mean of nothing is 0."""
     total: AnyMetrics = jax.device_get(self._total)
     return {name: _mean(total[name]) for name in sorted(total, key=lambda name: (name != "loss", name))}
 
@@ -77,17 +77,19 @@ def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches:
   """Computes the mean of each metric over many batches, exactly weighted.
 
   Args:
-    step: `(model, batch) -> metrics`. Metrics of `eval_step(loss_fn, pairs=True)` are weighted by their
-      counts; the means of a step without pairs are weighted by the examples of their batch.
-    model: `nnx.view(model, deterministic=True, use_running_average=True)` shares the model's Variables and
-      has no dropout; make it once, since the step is compiled again for another object.
-    batches: placed batches.
+    step: a function `(model, batch) -> metrics`. Metrics of `eval_step(loss_fn, pairs=True)` are weighted by
+      their counts. The means of a step without pairs are weighted by the number of examples in the batch.
+    model: a live module. To evaluate without dropout, pass
+      `nnx.view(model, deterministic=True, use_running_average=True)`, which shares the Variables of the
+      model. Make this view only once, because the step is compiled again for another object.
+    batches: batches that are already placed on the devices, for example by `nxp.batches`.
 
   Returns:
-    Name -> mean, `loss` first; empty without batches. Per-example arrays are left out.
+    A dict: name -> mean, `loss` first; empty if there are no batches. Arrays with a value for each example
+    are left out.
 
   Raises:
-    TrainError: a step that returns no dict.
+    TrainError: the step returns no dict.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp

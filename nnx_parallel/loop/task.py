@@ -27,13 +27,13 @@ from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model on a mesh with everything that trains, evaluates and runs it. Print it for an overview.
+  """A model on a mesh, with its optimizer and its steps. Print it for an overview.
 
   Attributes:
     plan: the layout of the model and the optimizer.
     train_step: `train_step(model, optimizer, batch)`.
     eval_step: `eval_step(model, batch)`.
-    generate: the decode step, or None.
+    generate: the generator, or None.
     batch: the abstract global batch, or None.
   """
 
@@ -45,7 +45,7 @@ class Task:
 
   @property
   def model(self) -> nnx.Module:
-    """The live module; made in its shards, with the optimizer, when it is first asked for."""
+    """The live module. The first access creates it, and the optimizer, in their shards."""
     return self._state[0]
 
   @property
@@ -59,17 +59,17 @@ class Task:
 
   @property
   def state_specs(self) -> dict[str, PartitionSpec]:
-    """Name of each array of the model and the optimizer -> its spec."""
+    """A dict: name of each array of the model and the optimizer -> its spec."""
     return {leaf.name: leaf.spec for leaf in self.plan.leaves}
 
   @property
   def input_specs(self) -> PyTree:
-    """The specs of the batch, as a tree like it."""
+    """The specs of the batch, as a pytree of the same structure."""
     return jax.tree.map(lambda x: self.plan.batch_spec(len(x.shape)), self.batch)
 
   @property
   def num_parameters(self) -> int:
-    """Elements of all parameters."""
+    """The number of elements of all parameters."""
     return self.plan.num_parameters()
 
   def __str__(self) -> str:
@@ -105,24 +105,24 @@ def task(
   """Sets up a task in one call: the plan, the state, the specs, the steps and the number of parameters.
 
   Args:
-    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which supplies missing
-      arguments.
-    mesh: the mesh of the task; by default the recipe's.
+    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which supplies the
+      arguments that you do not pass.
+    mesh: the mesh of the task; by default the mesh of the recipe.
     rules: as for `nxp.plan`.
     loss: as for `train_step`.
-    optimizer: an optax transformation.
-    batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, for the input specs.
-    generate: the decode step: `nxp.generator(max_new_tokens)`.
-    plan: more options of `nxp.plan`: `{"uneven": "pad", "zero": 1}`.
-    **options: options of `train_step`; options that `eval_step` also has apply to both (`microbatches` with a
-      pipeline).
+    optimizer: an Optax transformation.
+    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of a global batch; `input_specs` needs it.
+    generate: a generator, for example `nxp.generator(max_new_tokens)`.
+    plan: other arguments of `nxp.plan` as a dict, such as `{"uneven": "pad", "zero": 1}`.
+    **options: arguments of `train_step`. Arguments that `eval_step` also has apply to both steps
+      (`microbatches` only with a pipeline).
 
   Returns:
-    The task. Its arrays are made when `model` or `optimizer` is first read.
+    The task. Its arrays are created when `model` or `optimizer` is first read.
 
   Raises:
-    TrainError: no loss, no optimizer or no mesh.
-    RecipeError, ShardingError: as `load_recipe` and `nxp.plan`.
+    TrainError: there is no loss, no optimizer or no mesh.
+    RecipeError, ShardingError: as for `load_recipe` and `nxp.plan`.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax

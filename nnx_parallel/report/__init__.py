@@ -1,4 +1,4 @@
-"""Reports: facts of compiled programs, estimates and the search; text, pictures and pages of them."""
+"""Reports on compiled programs, estimates of memory and time, and the search for a layout."""
 
 from etils import epy
 

@@ -50,7 +50,7 @@ _TPU_PASSES: Mapping[str, int] = {"float32": 1, "float32 high": 3, "float32 high
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One JAX device of a kind.
+  """The figures of one JAX device of a certain kind.
 
   Attributes:
     name: short name, e.g. `"h100"`, `"v5e"`.
@@ -59,16 +59,17 @@ class Chip:
     usable_bytes: the part of the memory that a program may use, in bytes.
     hbm_bandwidth: bytes per second.
     flops: peak matrix FLOP per second by dtype of the operands; `"tf32"` is the GPU arithmetic for float32.
-    link_bandwidth: bytes per second in one direction, of NVLink to the switch or of one ICI link.
-    links: the number of ICI links that one mesh axis can use at a time (2 on a ring: both directions); 1 on
-      NVLink.
+    link_bandwidth: bytes per second in one direction, over NVLink to the switch or over one ICI link.
+    links: the number of ICI links that one mesh axis can use at a time (2 on a ring, one in each direction);
+      1 for NVLink.
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
     domain: the number of devices that the fast links join, or None if it depends on the topology.
-    devices_per_chip: the number of JAX devices per chip of a topology's name.
+    devices_per_chip: the number of JAX devices for each chip that the name of a topology counts.
     host_bandwidth: bytes per second in one direction between a device and its host's memory.
-    efficiency: the share of the peak that the matrix products of training reach. 0.78 on TPUs, fitted to
-      MaxText on v5e and v5p (`benchmarks/results/step_time.md`); 0.5 on GPUs, a guess: the two H100 runs give
-      0.43. Other chips are not measured. 0.7 for your own chip, a guess.
+    efficiency: the share of the peak FLOPs that the matrix products of training reach. On TPUs, it is 0.78,
+      which is fitted to MaxText on v5e and v5p (`benchmarks/results/step_time.md`). On GPUs, it is 0.5, which
+      is a guess; the two H100 runs give 0.43. Other chips were not measured. The default for a chip of your
+      own, 0.7, is a guess too.
   """
 
   name: str
@@ -97,9 +98,10 @@ class Chip:
     """Peak FLOP per second for matrix products.
 
     Args:
-      arithmetic: type of the operands, e.g. `"bfloat16"`; `"float32"`, `"float32 high"` and
-        `"float32 highest"` by precision; `"bfloat16 x3"` for three passes. Types that `flops` does not list
-        count as bfloat16 where they are narrow, as float32 at the highest precision otherwise.
+      arithmetic: the dtype of the operands, such as `"bfloat16"`. For float32, also the precision:
+        `"float32"`, `"float32 high"` or `"float32 highest"`. `"bfloat16 x3"` means three passes in bfloat16.
+        A dtype that `flops` does not list counts as bfloat16 if it is narrow, and as float32 at the highest
+        precision otherwise.
 
     Returns:
       FLOP per second.
@@ -171,16 +173,16 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def chip(name: str | Chip) -> Chip:
-  """Figures of a chip by short name.
+  """Returns the figures of a chip by its short name.
 
   Args:
-    name: as in `CHIPS`, e.g. `"h100"`; figures are returned as they are.
+    name: a short name, such as `"h100"` or `"v5e"`. A `Chip` is returned unchanged.
 
   Returns:
-    Its row.
+    The `Chip` with its figures.
 
   Raises:
-    ReportError: no such chip in the table.
+    ReportError: the table does not have this chip.
 
   Example:
     >>> chip("v5e").usable_bytes / 2**30

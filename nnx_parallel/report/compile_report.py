@@ -101,31 +101,32 @@ class CompileReport(Paged):
     chip: published figures of the device, or None if the table does not have the device. If the program is
       for devices of this process, `usable_bytes` is the limit that they report.
     axes: mesh axis -> size in devices.
-    memory: the compiler's figures.
+    memory: the memory figures of the compiler.
     need_bytes: the memory that one device needs, measured as its backend requires.
     fits: whether `need_bytes` is within `chip.usable_bytes`; None without a chip.
-    compiled: False if the compiler stopped for lack of memory; the rest is then read from the program as far
-      as the compiler came.
-    arguments: every array the step takes, largest first.
-    categories: bytes per device of the arguments by category (`{"parameters": ...}`) and of the compiler's
-      additions.
-    cost: matrix FLOPs, memory traffic, and the operations that these do not count.
+    compiled: False if the compiler stopped because the program does not fit. The other figures are then read
+      from the program at the point where the compiler stopped.
+    arguments: every array that the step takes, largest first.
+    categories: the bytes per device of the arguments by category (`{"parameters": ...}`), and of the memory
+      that the compiler adds.
+    cost: the matrix FLOPs, the memory traffic, and the operations that neither of them counts.
     collectives: the collectives, in program order.
-    peak: arrays in memory, except the arguments, when the step uses the most memory; largest first.
-    reshards: tensors that the compiler replicates although their layout is sharded.
+    peak: the arrays that are in memory when the step uses the most memory, without the arguments; largest
+      first.
+    reshards: arrays that the compiler replicates in order to shard them in another way.
     seconds: the compile time.
     quantities: global sizes in bytes, to compare `sent` with: `params`, `optimizer`, `batch`.
     examples: the number of examples of a microbatch on one device, or None if unknown.
-    batch_split: the number of devices between which the plan splits the batch, or None without a plan.
-    results: the results of the partitioned program, compared with the program before partitioning; see
-      `report.faults`. None without `verify=True`.
-    whole_activations: activations of 1 % of the need or more that devices also hold for other devices'
-      examples, although the plan splits the batch; largest first. None if unknown: without a plan, or if the
-      batch is not split evenly.
-    layers: how the layers of a `train_step` or `eval_step` were computed, one line each; a pipeline shows its
-      schedule and bubble.
-    slices: the number of TPU slices, or hosts of other devices, that the mesh spans; `Collective.slices` says
-      between how many of them each collective sends.
+    batch_split: the number of shards into which the plan divides the batch, or None without a plan.
+    results: the comparison of the results of the program before and after partitioning; see `faults`. None
+      without `verify=True`.
+    whole_activations: the activations that are replicated over batch axes although the plan shards the batch,
+      if they take 1 % or more of the needed memory; largest first. None without a plan, or if the batch is
+      not sharded evenly.
+    layers: lines of text that say how the layers of a `train_step` or `eval_step` are computed; for a
+      pipeline, its schedule and its bubble.
+    slices: the number of TPU slices, or of hosts with other devices, that the mesh spans. `Collective.slices`
+      says between how many of them a collective sends.
   """
 
   target: str
@@ -155,7 +156,7 @@ class CompileReport(Paged):
     """Results that the compiler's partitioner gets wrong: gradients, new parameters, the loss.
 
     Raises:
-      ReportError: they were not compared.
+      ReportError: the results were not compared.
     """
     if self.results is None:
       raise ReportError("the results of this step were not compared.", fix="compile_report(..., verify=True)")
@@ -168,20 +169,20 @@ class CompileReport(Paged):
 
   @property
   def kept(self) -> tuple[Argument, ...]:
-    """Arguments whose memory is not reused, largest first."""
+    """The arguments whose memory the results do not reuse (they are not donated), largest first."""
     return tuple(argument for argument in self.arguments if not argument.donated)
 
   def sent(self, kind: str | None = None, *, axis: str | None = None) -> Sent:
-    """The totals of the step's collectives, for budgets in a project's own tests.
+    """Returns the totals of the collectives of the step, for communication budgets in your tests.
 
     Args:
       kind: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`,
         `"collective-broadcast"`, or None for every kind.
-      axis: only collectives over this mesh axis, alone or with other axes.
+      axis: count only collectives over this mesh axis, alone or together with other axes; None counts all.
 
     Returns:
-      Bytes and runs per step. `report.quantities` has the bytes to compare with: `params`, `optimizer`,
-      `batch`.
+      The bytes and the runs per step. Compare them with `report.quantities`, which has the bytes of `params`,
+      `optimizer` and `batch`.
 
     Raises:
       ReportError: there is no such kind or axis.
@@ -209,13 +210,13 @@ class CompileReport(Paged):
     )
 
   def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
-    """Payload bytes per step, grouped by fields of `Collective`, largest first.
+    """Returns the payload bytes per step, grouped by fields of `Collective`, largest first.
 
     Args:
       *keys: field names, e.g. `"kind"`, `"axes"`, `"source"`.
 
     Returns:
-      The values of these fields as text -> bytes.
+      A dict: the values of these fields as text -> bytes.
 
     Example:
       >>> import jax
@@ -233,7 +234,7 @@ class CompileReport(Paged):
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
   def to_json(self) -> str:
-    """The report as JSON, with the verdict and the totals worked out."""
+    """Returns the report as JSON, with the verdict and the totals."""
     body = dataclasses.asdict(self)
     body["cost"]["flops"] = self.cost.flops
     body["available_bytes"] = self.available_bytes
@@ -253,8 +254,8 @@ class CompileReport(Paged):
       A matplotlib figure; its `savefig` writes SVG, PNG or PDF.
 
     Raises:
-      ReportError: there is no such picture, nothing to draw (no collective, or no figures of the chip), or
-        no matplotlib.
+      ReportError: there is no such picture, there is nothing to draw (no collective, or no figures of the
+        chip), or matplotlib is not installed.
 
     Example:
       >>> import jax
@@ -283,25 +284,26 @@ def compile_report(
   Args:
     step: a result of `train_step`, `eval_step` or `generator`, a function under `nnx.jit` or `jax.jit`, or a
       program that is already lowered or compiled.
-    plan: the layout of the step's model and optimizer, which need not exist. Its rules are in scope for
-      `constrain`, unless the caller has other rules in scope.
-    *args: without a plan, the arguments of the step, real or abstract; with a plan, the arguments after the
-      batch.
-    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch; the prompts of a generator.
-    topology: a machine that you do not have, e.g. `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by default the devices
-      of the plan's mesh. See `topology`.
-    chip: the chip whose memory decides the verdict; by default the chip that the step is compiled for.
-    verify: compare the results of the program before and after partitioning, at a few positions of each
-      array; see `report.faults`. It takes less time than the compilation.
+    plan: the plan of the step's model and optimizer, which need not exist yet. Its rules are in scope for
+      `constrain`, unless you have put other rules in scope.
+    *args: without a plan, the arguments of the step, real or abstract; with a plan, the arguments of the step
+      after the batch.
+    batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch; for a generator, the prompts.
+    topology: the name of a machine that you need not have, such as `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by
+      default the devices of the plan's mesh. The guide "Will it fit?" lists the names.
+    chip: the chip whose memory decides whether the program fits; by default the chip that the step is
+      compiled for.
+    verify: whether to compare the results of the program before and after partitioning, at a few positions of
+      each array; see `report.faults`. This takes less time than the compilation.
 
   Returns:
     The report; print it, read its fields, or turn it into JSON or a page.
 
   Raises:
     ReportError: the plan is abstract and no topology is given, the topology does not have as many devices as
-      the plan, its compiler is not installed, or it rejects the program for another reason than memory; or
-      `step` is not a step; or the batch has no array, or an array that the plan cannot split evenly; or
-      `verify` is used on a program that is already compiled.
+      the plan, its compiler is not installed, or the compiler rejects the program for another reason than
+      memory; or `step` is not a step; or the batch has no array, or an array that the plan cannot shard
+      evenly; or `verify` is used on a program that is already compiled.
 
   Example:
     >>> import jax

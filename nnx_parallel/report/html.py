@@ -96,13 +96,15 @@ def plan_page(
   *,
   title: str = "Plan",
 ) -> str:
-  """The page of a plan: its notes and its leaves, largest first.
+  """Returns an HTML page of a plan: its notes and its leaves, largest first.
 
   Args:
-    plan: on any mesh.
-    memory: adds the planned memory by category, and, with a chip, whether it fits.
-    time: adds the predicted step time, and the sending time of each mesh axis.
-    title: the name of the planned model, for the head of the page.
+    plan: a plan on any mesh.
+    memory: a `MemoryPlan`. The page then shows the planned memory by category and, if the `MemoryPlan` has a
+      chip, whether it fits.
+    time: a `StepTime`. The page then shows the predicted step time, and the communication time of each mesh
+      axis.
+    title: the heading of the page, such as the name of the model.
 
   Returns:
     One self-contained HTML document.

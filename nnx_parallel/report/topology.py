@@ -130,13 +130,14 @@ def _has(module: str) -> bool:
 
 
 def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes: int) -> Mesh:
-  """A mesh over the devices of a named machine, ordered for its links.
+  """Makes a mesh over the devices of a named machine, in an order that fits its links.
 
   Args:
-    text: the machine, e.g. `"tpu:v5p:4x4x4*2"` (two slices), `"gpu:h100:2x8"` (hosts x GPUs) or `"cpu:8"`.
+    text: the name of the machine, such as `"tpu:v5p:4x4x4*2"` (two slices), `"gpu:h100:2x8"` (hosts x GPUs)
+      or `"cpu:8"`.
     explicit: as in `make_mesh`.
-    **axes: axis name -> size; one size may be -1: the remaining devices. The first axes are outermost,
-      between slices.
+    **axes: axis name -> size in devices. One size may be -1: the axis then gets the remaining devices. The
+      first axes are the outermost, and run between slices.
 
   Returns:
     A mesh that programs can be lowered and compiled for; its devices hold no array.

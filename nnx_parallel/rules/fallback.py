@@ -32,24 +32,24 @@ class Fallback:
 def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend: bool = True) -> Fallback:
   """A fallback that shards the largest free dim that `axis` divides (ZeRO-3).
 
-  It applies to every Variable without names: parameters, and batch statistics or caches as large as
-  parameters. RNG state is replicated. A look-up table (of `nnx.Embed`) is split by rows, even if they are
-  already split, and by columns only if its rows do not divide: after a split by columns, a step would send
-  activations instead of weights. If `axis` divides no free dim, it is added behind the axes of a dim that is
-  already split; failing that, the largest part of `axis` that divides a dim is used, or `plan(uneven="pad")`
-  pads a dim.
+  It applies to every Variable without names: to parameters, and to batch statistics or caches as large as
+  parameters. RNG state is replicated. An embedding table (of `nnx.Embed`) is sharded along its rows, even if
+  another axis already shards them. It is sharded along its columns only if `axis` does not divide the rows,
+  because a step would then send activations instead of weights. If `axis` divides no free dim, it is added to
+  the axes of a dim that is already sharded. If this is not possible either, the largest part of `axis` that
+  divides a dim is used, or `plan(uneven="pad")` pads a dim.
 
   Args:
-    axis: mesh axis, or several (major to minor) that jointly split a dim.
-    min_size: arrays with at most this many *elements* are replicated.
-    extend: also give the axis to a free dim of a Variable that has names, so that for example a
-      tensor-parallel kernel is split over both axes.
+    axis: the mesh axis, or several axes (major to minor) that shard one dim together.
+    min_size: arrays with at most this many elements (not bytes) are replicated.
+    extend: whether `axis` also shards a free dim of Variables that have names, so that, for example, a
+      tensor-parallel kernel is sharded over both axes.
 
   Returns:
     A fallback for the `rules` argument of `plan` and `create_sharded_model`.
 
   Raises:
-    ShardingError: no axis, or an axis that is named twice.
+    ShardingError: no axis is given, or an axis is given twice.
 
   Source: ZeRO, arXiv:1910.02054; the threshold and the choice of dim follow the UvA deep-learning notebooks.
 
@@ -69,7 +69,7 @@ def fsdp(axis: str | Sequence[str] = "fsdp", *, min_size: int = MIN_SIZE, extend
 
 
 def replicate() -> Fallback:
-  """A fallback that replicates parameters without names. It is the default; `Plan.audit` lists them.
+  """A fallback that replicates parameters without names: the default. `Plan.audit` lists large ones.
 
   Returns:
     A fallback for the `rules` argument.
@@ -85,7 +85,7 @@ def replicate() -> Fallback:
 
 
 def require_names() -> Fallback:
-  """A fallback that raises an error, which lists all parameters without names.
+  """A fallback that raises an error if parameters have no names. The error lists all of them.
 
   Returns:
     A fallback for the `rules` argument.

@@ -12,13 +12,14 @@ from nnx_parallel.errors import ShardingError
 
 
 class InputRules:
-  """Shardings of inputs, by the rank of the array. Scalars are always replicated.
+  """Rules for the shardings of inputs, by the rank of the array. Scalars are always replicated.
 
   Args:
-    **maps: `map_1d=...`, `map_2d=...`: for each dim a logical name, a mesh axis, several, or None.
+    **maps: a tuple for each rank: `map_1d=(...)`, `map_2d=(...)` and so on. A tuple has an entry for each
+      dim: a logical name, a mesh axis, a tuple of these, or None.
 
   Raises:
-    ShardingError: a mapping with another number of names than its rank.
+    ShardingError: the number of entries of a tuple is not its rank.
 
   Source: Lingvo and Praxis, `map_1d` and `map_2d` of their partitioned inputs.
 

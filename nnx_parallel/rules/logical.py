@@ -18,26 +18,27 @@ UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
-  """Maps logical names to mesh axes. A name may have several candidates, in order of preference.
+  """Rules that map logical names to mesh axes. A name may have several candidates, in order of preference.
 
   A value is a candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for no axis)
   or a *list* of candidates: the rule takes the first candidate whose axes are in the mesh, are not yet used
   in the same spec, and divide the dim. The order of the names never matters; dims are resolved left to right.
 
-  `train_step` and `eval_step` use two names even if the model names nothing: `batch`, dim 0 of the inputs and
-  of activations, and `seq`, their dim 1, the positions, between layers: with `seq="tensor"` a tensor-parallel
-  model is sequence-parallel too (arXiv:2205.05198). This holds on Auto meshes; on Explicit meshes the types
-  of the arrays decide.
+  `train_step` and `eval_step` use two names even if the model names nothing. `batch` is dim 0 of the inputs
+  and of the activations. `seq` is dim 1 of the activations between layers (the positions): with
+  `seq="tensor"`, a tensor-parallel model is also sequence-parallel (arXiv:2205.05198). This holds on Auto
+  axes; on Explicit axes, the types of the arrays decide.
 
   Args:
-    names: the rules as a mapping, for names that are not Python keywords; merged with `rules`.
+    names: rules as a mapping, for names that cannot be keyword arguments; merged with `rules`.
     unknown: what happens to a name that has no rule and is not a mesh axis: `"error"` (default), or
       `"replicate"` as in Flax Linen.
-    uneven: the policy for dims that do not divide, by name, if it differs from the plan's.
+    uneven: by name, the `uneven` policy of the name (see `plan`), if it differs from the policy of the plan.
     **rules: logical name -> candidates.
 
   Raises:
-    ShardingError: a name given twice, an axis twice in a candidate, a candidate that can never be reached.
+    ShardingError: a name is given twice, a candidate names an axis twice, or a candidate can never be
+      reached.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -77,7 +78,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
 
   @classmethod
   def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
-    """Reads Flax Linen's `(name, axes)` pairs: a repeated name adds a candidate, unknown names get no axis.
+    """Reads the rules of Flax Linen. A repeated name adds a candidate; unknown names get no axis.
 
     Args:
       rules: pairs as given to `flax.linen.logical_axis_rules`.
@@ -133,12 +134,12 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ) -> LogicalRules:
-    """A copy with some rules replaced or added.
+    """Returns a copy with some rules replaced or added.
 
     Args:
-      names: logical name -> candidates, for names that are not Python keywords; merged with `rules`.
-      unknown: the policy for names without a rule; None keeps it.
-      uneven: policies by name, replaced or added.
+      names: rules as a mapping, for names that cannot be keyword arguments; merged with `rules`.
+      unknown: the policy for names without a rule; None keeps the current policy.
+      uneven: by name, the `uneven` policies to replace or add.
       **rules: logical name -> candidates, as in the constructor.
 
     Returns:

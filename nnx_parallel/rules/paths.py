@@ -31,23 +31,24 @@ def _mended(window: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 class PathRules:
-  r"""Gives names to parameters without annotations, by patterns on their paths. The first match wins.
+  r"""Rules that give names to parameters without annotations, by their paths. The first match wins.
 
   A pattern is a regular expression for the full dotted path (`r".*attn\.(q|k|v)\.kernel"`), or a *window*: a
   tuple of regular expressions for consecutive path parts, each of which must match in full
   (`("SelfAttention", "(q|k|v)", "kernel")`). A value is a `PartitionSpec`, or a tuple with one name (logical,
   or a mesh axis) per dim, where one `...` stands for any number of dims without a name. None and
   `PartitionSpec()` replicate the parameter, even if there is a fallback. With `(None, None)` its dims have no
-  names, and `fsdp(extend=True)` may still split a dim.
+  names, and `fsdp(extend=True)` may still shard a dim.
 
   Args:
-    rules: `(pattern, names)` pairs in order.
-    strict: a parameter that matches no rule, without a fallback, is an error (which lists all such
-      parameters).
-    optional: rules that match nothing give no note in the plan, as in a table for a family of models.
+    rules: pairs `(pattern, names)`, in order.
+    strict: whether a parameter that matches no rule is an error if there is no fallback. The error lists all
+      such parameters.
+    optional: whether rules may match nothing without a note in the plan, as in a table for a family of
+      models.
 
   Raises:
-    ShardingError: a pattern that does not compile, or a value that is not names.
+    ShardingError: a pattern does not compile, or a value is not a tuple of names.
 
   Source: regex windows, T5X and Hugging Face Flax `partition_rules`.
 
@@ -79,10 +80,10 @@ class PathRules:
       seen[rule.pattern] = rule
 
   def match(self, path: Path) -> PathRule | None:
-    """The first rule that matches a path, or None.
+    """Returns the first rule that matches a path, or None.
 
     Args:
-      path: path parts, as in `LeafPlan.path`.
+      path: the parts of the path, as in `LeafPlan.path`.
 
     Returns:
       The rule, with its `.pattern` and `.names`.
@@ -90,7 +91,7 @@ class PathRules:
     return next((rule for rule in self.rules if rule.matches(path)), None)
 
   def pairs(self) -> list[tuple[str | tuple[str, ...], Names | None]]:
-    """The `(pattern, names)` pairs, to edit and build new rules from."""
+    """Returns the pairs `(pattern, names)`, so that you can edit them and build new rules."""
     return [(rule.pattern, rule.names) for rule in self.rules]
 
   def __eq__(self, other: object) -> bool:

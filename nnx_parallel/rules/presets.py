@@ -39,7 +39,7 @@ def data_parallel(data: str = "data") -> RuleSet:
   """Replicates the model and shards the batch. Names on parameters are ignored.
 
   Args:
-    data: the mesh axis that splits the batch.
+    data: the mesh axis that shards the batch.
 
   Returns:
     Rules to pass to `plan`, alone or in a list.
@@ -55,10 +55,11 @@ def data_parallel(data: str = "data") -> RuleSet:
 def fsdp(axis: str = "fsdp", replica: str | None = None, *, min_size: int = MIN_SIZE) -> RuleSet:
   """FSDP (ZeRO-3): one mesh axis shards the batch, the parameters and the optimizer state.
 
-  With `replica`, FSDP inside a slice and replicas across slices: only gradients cross the slow network.
+  With `replica`, there is FSDP inside each slice, and the slices hold replicas, so only gradients cross the
+  slow network.
 
   Args:
-    axis: the mesh axis, inside a slice.
+    axis: the mesh axis of FSDP, which lies inside a slice.
     replica: the mesh axis across slices, if any: `make_mesh(replica=2, fsdp=-1, dcn=dict(replica=2))`.
     min_size: parameters with at most this many elements are replicated.
 
@@ -81,15 +82,15 @@ def fsdp_tensor(
 ) -> RuleSet:
   """Tensor parallelism by logical names, combined with FSDP and data parallelism.
 
-  If the mesh lacks one of these axes, its rules are left out, with a note in the plan.
+  If the mesh lacks one of these axes, the rules for this axis are left out, and a note in the plan says so.
 
-  `tensor` splits hidden widths and heads; `fsdp` then splits the largest free dim of each large parameter.
+  `tensor` shards hidden widths and heads; `fsdp` then shards the largest free dim of each large parameter.
 
   Args:
-    data: mesh axis that splits only the batch.
-    fsdp: mesh axis that splits the batch and the parameters.
-    tensor: mesh axis that splits `mlp`, `heads`, `kv_heads`, `vocab` and `features`.
-    min_size: parameters with at most this many elements are not split over `fsdp`.
+    data: mesh axis that shards only the batch.
+    fsdp: mesh axis that shards the batch and the parameters.
+    tensor: mesh axis that shards `mlp`, `heads`, `kv_heads`, `vocab` and `features`.
+    min_size: parameters with at most this many elements are not sharded over `fsdp`.
 
   Returns:
     Rules to pass to `plan`.
@@ -109,18 +110,19 @@ def context(
 ) -> RuleSet:
   """Shards the positions of inputs and activations, for sequences that are too long for one device.
 
-  No parameter is split over `context`. With `train_step(attention="ring")`, or `context_attention` in the
-  model, each device then computes the attention of its own positions; otherwise the compiler places it.
+  No parameter is sharded over `context`. With `train_step(attention="ring")`, or `context_attention` in the
+  model, each device computes the attention of its own positions. Otherwise, the compiler decides how
+  attention is computed.
 
   Args:
-    data: mesh axis that splits the batch and, by FSDP, the parameters.
-    context: mesh axis that splits the `seq` dim of inputs and activations.
+    data: mesh axis that shards the batch and, by FSDP, the parameters.
+    context: mesh axis that shards the `seq` dim of inputs and activations.
     tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements are not split over `data`.
+    min_size: parameters with at most this many elements are not sharded over `data`.
 
   Returns:
-    Rules to pass to `plan`; inputs of two or three dims are split as (batch, seq, ...). Their length must be
-    a multiple of the axis: take inputs and labels apart before `shard_batch`.
+    Rules to pass to `plan`. Inputs of two or three dims are sharded as (batch, seq, ...). Their length must
+    be a multiple of the axis size, so cut inputs and labels out of a sequence before `shard_batch`.
 
   Source: sequence parallelism, arXiv:2105.13120; ring attention, arXiv:2310.01889.
 
@@ -139,14 +141,14 @@ def pipeline(
 ) -> RuleSet:
   """Shards the `layers` dim of stacked layers over the stages of a pipeline.
 
-  For `train_step(pipeline=stage)`, `generator(pipeline=stage)` or `nxp.parallel.pipeline`. `stage` splits the
-  largest free dim of other large parameters, so that no device holds all layers where they are separate
-  modules: each step moves them to their stages by all-to-alls. Only the batch is split over `data`, because
-  weights would be gathered in each tick.
+  Use it with `train_step(pipeline=stage)`, `generator(pipeline=stage)` or `nxp.parallel.pipeline`. `stage`
+  also shards the largest free dim of other large parameters. So no device holds all layers even if the layers
+  are separate modules; each step then moves them to their stages by all-to-alls. `data` shards only the
+  batch, because weights that it shards would be gathered in each tick.
 
   Args:
-    data: mesh axis that splits the batch.
-    stage: mesh axis that splits the layers.
+    data: mesh axis that shards the batch.
+    stage: mesh axis that shards the layers.
     tensor: mesh axis for hidden widths and heads, if any.
     min_size: parameters with at most this many elements are replicated.
 
@@ -168,14 +170,15 @@ def expert(
 ) -> RuleSet:
   """Shards the `expert` dim of expert weights over a mesh axis that also shards the batch.
 
-  A layout: `nxp.parallel.route` and `nxp.parallel.experts` choose experts and exchange tokens on it.
-  `experts` gathers weights that are split over `data` too, and keeps `tensor`.
+  These rules are only the layout; `nxp.parallel.route` chooses the experts, and `nxp.parallel.experts`
+  exchanges the tokens. `experts` gathers weights that are also sharded over `data`, and keeps them sharded
+  over `tensor`.
 
   Args:
-    data: mesh axis that splits the batch and, by FSDP, the parameters.
-    expert: mesh axis that splits the batch and the experts.
+    data: mesh axis that shards the batch and, by FSDP, the parameters.
+    expert: mesh axis that shards the batch and the experts.
     tensor: mesh axis for hidden widths and heads, if any.
-    min_size: parameters with at most this many elements are not split over `data`.
+    min_size: parameters with at most this many elements are not sharded over `data`.
 
   Returns:
     Rules to pass to `plan`.
@@ -220,12 +223,12 @@ _NORM = r"(?i).*(norm|ln|layernorm|rmsnorm)(_?\w+)?"
 def layers(
   *, embed: Entry = "embed", heads: Entry = "heads", vocab: Entry = "vocab", features: Entry = "features"
 ) -> PathRules:
-  """Names for the layers of `flax.nnx`, by the names of their Variables only.
+  """Names for the layers of `flax.nnx`, which it finds only by the names of their Variables.
 
   The projections of `MultiHeadAttention` get `heads`; `Embed` gets `vocab`; the last (output) dim of any
   other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
-  gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. The table of the model's
-  family splits pairs of layers better: `llama`, `gpt`, `vit`, `t5`.
+  gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. If there is a table for
+  the family of the model (`llama`, `gpt`, `vit`, `t5`), it shards pairs of layers better.
 
   Args:
     embed: name of the residual width.
@@ -260,7 +263,7 @@ def t5(
 ) -> PathRules:
   """Names for T5-shaped encoder-decoders with the path parts of T5X and Hugging Face.
 
-  `t5(embed=None, heads="mp", mlp="mp", vocab="mp")` is the original table with its mesh axis.
+  `t5(embed=None, heads="mp", mlp="mp", vocab="mp")` is the original table, with its mesh axis `mp`.
 
   Args:
     embed: name of the residual width.
@@ -349,7 +352,7 @@ def gpt(
 
   Args:
     embed: name of the residual width.
-    heads: name of the attention heads; in a fused kernel, of the output dim.
+    heads: name of the attention heads; in a fused kernel, name of the output dim.
     mlp: name of the hidden width.
     vocab: name of the vocabulary dim.
 

@@ -32,8 +32,9 @@ class RuleSet:
     logical: logical name -> mesh axes.
     paths: names for parameters without annotations, by path.
     fallback: what happens to parameters without names.
-    inputs: how inputs are split, where the `batch` rule on dim 0 is not enough.
-    optional: logical names whose axes a mesh may lack, and `"fallback"`: presets set these.
+    inputs: the `InputRules`, if a `batch` rule for dim 0 is not enough.
+    optional: the logical names whose axes the mesh may lack, and `"fallback"` if it may lack the axis of the
+      fallback. Presets set this.
   """
 
   logical: LogicalRules = dataclasses.field(default_factory=LogicalRules)
@@ -44,7 +45,7 @@ class RuleSet:
 
   @classmethod
   def of(cls, rules: Rules) -> RuleSet:
-    """Reads the `rules` argument of `plan`.
+    """Makes a `RuleSet` from the `rules` argument of `plan`.
 
     Args:
       rules: None, `LogicalRules`, a mapping of logical names, `PathRules`, a fallback, `InputRules`, a
@@ -54,7 +55,8 @@ class RuleSet:
       One `RuleSet`.
 
     Raises:
-      ShardingError: logical tables, fallbacks or input rules that disagree, or an object that is not a rule.
+      ShardingError: logical rules, fallbacks or input rules contradict each other, or an object is not a
+        rule.
     """
     if isinstance(rules, RuleSet):
       return rules
@@ -74,7 +76,7 @@ class RuleSet:
   def replace(
     self, names: Mapping[str, Any] | None = None, /, *, fallback: Fallback | None = None, **rules: Any
   ) -> RuleSet:
-    """A copy with some logical rules replaced or added: how a preset is edited.
+    """Returns a copy with some logical rules replaced or added. Use it to edit a preset.
 
     Args:
       names: as for `LogicalRules.replace`.

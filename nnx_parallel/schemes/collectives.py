@@ -37,24 +37,26 @@ def map_shards(
 ) -> Callable[..., PyTree]:
   """`nnx.shard_map` with the specs of a plan: `f` runs on each device, on its shards, and calls collectives.
 
-  Variables that `f` changes are written back to the modules and optimizers, in the layout of the plan. Put
-  it in `nnx.jit`.
+  Variables that `f` changes are written back to the modules and optimizers, in the layout of the plan. Call
+  the result under `nnx.jit`.
 
   Args:
-    f: a function of modules and optimizers that were made from `plan`, and of pytrees of arrays. All mesh
-      axes are manual in it: its arguments are the shards of one device.
-    plan: the layout of the modules and optimizers, and of batches.
-    out_specs: the specs of the results of `f`, as in `jax.shard_map`; `P()`: equal on all devices.
-    in_specs: one spec for each argument, as in `jax.shard_map`. For a None the plan decides: a module or an
-      optimizer as planned, an array as `plan.batch_spec`. None: the plan decides for all arguments.
+    f: a function of modules and optimizers that `plan` created, and of pytrees of arrays. All mesh axes are
+      Manual inside of it, so its arguments are the shards of one device.
+    plan: the plan of the modules, the optimizers and the batches.
+    out_specs: the specs of the results of `f`, as in `jax.shard_map`; `P()` means that they are equal on all
+      devices.
+    in_specs: one spec for each argument, as in `jax.shard_map`. If the spec of an argument is None, the plan
+      decides: a module or an optimizer has its planned layout, and an array has `plan.batch_spec`. None
+      instead of a tuple lets the plan decide for all arguments.
     check_vma: as in `jax.shard_map`.
 
   Returns:
-    A function of the same arguments, as global arrays.
+    A function of the same arguments, which takes global arrays.
 
   Raises:
-    PlanError: not a plan.
-    SchemeError: a module or an optimizer that the plan is not for, when it is called.
+    PlanError: `plan` is not a plan.
+    SchemeError: at the call, a module or an optimizer does not belong to the plan.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -103,24 +105,24 @@ def _specs(plan: Plan, x: PyTree) -> PyTree:
 
 
 def gather_parameters(module: nnx.Module, plan: Plan, axis: str | Sequence[str]) -> Any:
-  """A view of a module with gathered parameters, whose gradients are means; for `map_shards`.
+  """Returns a view of a module with gathered parameters, whose gradients are means; for `map_shards`.
 
-  A parameter that the plan splits over the axis is gathered. The backward pass of the gather is a
-  reduce-scatter divided by the size of the axis: each device gets its shard of the mean gradient. A
-  parameter that is replicated over the axis has the mean of the gradients. So the gradients of the devices'
-  own losses become, in the layout of the plan, the gradient of the mean loss.
+  A parameter that the plan shards over the axis is gathered. The backward pass of the gather is a
+  reduce-scatter, divided by the size of the axis, so each device gets its shard of the mean gradient. The
+  gradient of a parameter that is replicated over the axis is the mean over the devices. So each device
+  differentiates its own loss, and the result is the gradient of the mean loss in the layout of the plan.
 
   Args:
-    module: the module of the plan's shards.
-    plan: the layout of its parameters.
-    axis: the mesh axis that splits the batch, or several; for example `("data", "fsdp")`.
+    module: the module inside of the `shard_map`, whose arrays are the shards of one device.
+    plan: the plan of the module.
+    axis: the mesh axis that shards the batch, or several axes, such as `("data", "fsdp")`.
 
   Returns:
-    A module with the same Variables, except for `nnx.Param`s, which are gathered.
+    A module with the same Variables, except that its `nnx.Param`s are gathered.
 
   Raises:
-    SchemeError: not inside a `shard_map` over that axis, a parameter that the plan does not have, or a
-      parameter with a dim that is split over `axis` and then over another axis.
+    SchemeError: the call is not inside a `shard_map` over this axis, the plan does not have a parameter, or a
+      dim of a parameter is sharded over `axis` and then over another axis.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -189,19 +191,19 @@ _averaged.defvjp(lambda x, axis: (_averaged(x, axis), None), lambda axis, _, g: 
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   """Computes `all_gather(x) @ w` around a ring: each shard is multiplied while the next shard travels.
 
-  For the body of a `shard_map`, where the rows of `x` and the columns of `w` are split over an axis, as in
-  the first product of a tensor-parallel layer with split positions.
+  Call it in the body of a `shard_map` in which the rows of `x` and the columns of `w` are sharded over an
+  axis, as in the first product of a tensor-parallel layer with sequence parallelism.
 
   Args:
-    x: the device's own rows, local shape (..., rows / n, features), with n devices along the axis.
-    w: the device's own columns, local shape (features, columns / n), or replicated.
+    x: the device's own rows, of per-device shape (..., rows / n, features), with n devices along the axis.
+    w: the device's own columns, of per-device shape (features, columns / n); or all columns, replicated.
     axis: the mesh axis.
 
   Returns:
-    All rows of the device's own columns, local shape (..., rows, columns / n).
+    All rows of the device's own columns, of per-device shape (..., rows, columns / n).
 
   Raises:
-    SchemeError: not inside a `shard_map` over that axis.
+    SchemeError: the call is not inside a `shard_map` over this axis.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -228,20 +230,21 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   """Computes `psum_scatter(x @ w)` around a ring: a sum travels while the next product is computed.
 
-  For the body of a `shard_map`, where the features that the product sums over are split over an axis, as
-  in the second product of a tensor-parallel layer.
+  Call it in the body of a `shard_map` in which the features over which the product sums are sharded over an
+  axis, as in the second product of a tensor-parallel layer.
 
   Args:
-    x: all rows of the device's own features, local shape (..., rows, features / n), with n devices along the
-      axis.
-    w: the rows of the device's own features, local shape (features / n, columns).
+    x: all rows of the device's own features, of per-device shape (..., rows, features / n), with n devices
+      along the axis.
+    w: the rows of `w` for the device's own features, of per-device shape (features / n, columns).
     axis: the mesh axis.
 
   Returns:
-    The device's own rows of the sum over the axis, local shape (..., rows / n, columns).
+    The device's own rows of the sum over the axis, of per-device shape (..., rows / n, columns).
 
   Raises:
-    SchemeError: not inside a `shard_map` over that axis, or the axis does not divide the rows.
+    SchemeError: the call is not inside a `shard_map` over this axis, or the axis size does not divide the
+      rows.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -295,22 +298,25 @@ def map_kernel(
 ) -> Callable[..., PyTree]:
   """Runs a custom kernel on each device's shards; the specs follow from logical names.
 
-  The compiler cannot split a kernel, such as a Pallas kernel, and would gather its operands. Each dim is
-  split by its name as in `constrain`: by the rules and the mesh of `use_rules`, of `plan.scope()`, or of the
-  step. Without a mesh the kernel runs as it is. Use None as the name of a dim that a block needs in full.
+  The compiler cannot partition a kernel, such as a Pallas kernel, and would gather its operands. Each dim is
+  sharded by its name as in `constrain`, with the rules and the mesh of `use_rules`, of `plan.scope()`, or of
+  the step. Without a mesh, the kernel runs as it is. Use None as the name of a dim that the kernel needs in
+  full.
 
   Args:
-    kernel: a function of arrays; on shards it must compute the shards of its global result. For gradients, a
-      Pallas kernel needs a `jax.custom_vjp`.
-    in_names: one tuple for each argument: a logical name, a mesh axis or None for each dim.
-    out_names: a tuple for the result, with names of the arguments; or a list of tuples for several results.
+    kernel: a function of arrays. From the shards of its arguments, it must compute the shards of its global
+      result. For gradients, a Pallas kernel needs a `jax.custom_vjp`.
+    in_names: one tuple for each argument, with a logical name, a mesh axis or None for each dim.
+    out_names: a tuple for the result, with names that `in_names` contains; or a list of tuples for several
+      results.
 
   Returns:
-    A function of the same arguments, with global shapes.
+    A function of the same arguments, which takes arrays of global shapes.
 
   Raises:
-    ShardingError: names without a rule, or names that do not fit an array, at the call.
-    SchemeError: a name that no argument has, or a name with different mesh axes in two arguments.
+    ShardingError: at the call, a name has no rule, or the names do not fit an array.
+    SchemeError: `out_names` has a name that no argument has, or a name gets different mesh axes in two
+      arguments.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

@@ -48,38 +48,40 @@ def context_attention(
   block: int = 512,
   fused: bool = False,
 ) -> Callable[..., jax.Array]:
-  """Attention over sequences whose positions are sharded over a mesh axis.
+  """Makes a function for attention over sequences whose positions are sharded over a mesh axis.
 
-  The mesh is the active mesh: the mesh of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, the
-  mesh of the queries. Its other axes stay as they are. Without a mesh, one device computes the attention
-  blockwise.
+  The mesh is the active mesh, which `train_step`, `plan.scope()` or `jax.set_mesh` sets; outside of jit, it
+  is the mesh of the queries. The shardings over its other axes do not change. Without a mesh, one device
+  computes the attention blockwise.
 
-  The returned function takes `(query, key, value, mask=None, *, segment_ids=None, is_causal=False,
-  dtype=None, precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and
-  values with the same heads, or with fewer heads, each for a group of query heads; `segment_ids` `[batch...,
-  length]`, integers: a position sees the positions with the same integer; `mask` `[batch or 1, 1, 1,
-  length]`: the visible keys. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout,
-  biases, a mask of queries x keys and sown weights are errors. A query that sees no key has the result 0.
+  The returned function takes
+  `(query, key, value, mask=None, *, segment_ids=None, is_causal=False, dtype=None, precision=None)` with
+  global shapes: queries `[batch..., length, heads, head_dim]`; keys and values with the same number of heads,
+  or with fewer heads, each for a group of query heads; `segment_ids` `[batch..., length]`, integers: a
+  position attends only to positions with the same integer; `mask` `[batch or 1, 1, 1, length]`: the visible
+  keys. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries
+  x keys and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
-    axis: the mesh axis that splits the positions; the length must be a multiple of its size.
-    how: `"ring"` sends keys and values around the ring, size - 1 times each; the backward pass sends them
-      again, with their gradients. `"ulysses"` sends queries, keys, values and results once; the number of
-      heads must be a multiple of the axis' size.
-    causal: a query sees no later position.
-    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too. A
-      ring then ends with the last visible device.
-    zigzag: the positions are in the order of `zigzag`, so that a causal ring gives all devices equal work.
-    block: the number of queries and keys of a tile of scores.
+    axis: the mesh axis that shards the positions. The length must be a multiple of its size.
+    how: `"ring"` sends each shard of the keys and values around the ring of devices, in axis size - 1 steps;
+      the backward pass sends them again, together with their gradients. `"ulysses"` sends queries, keys,
+      values and results once, in all-to-alls; the number of heads must be a multiple of the axis size.
+    causal: whether a query attends to no later position.
+    window: a query attends to the last `window` positions, including its own; if attention is not causal,
+      also to the same number of positions ahead. A ring then ends after the last shard that is visible.
+    zigzag: whether the positions are in the order of `nxp.parallel.zigzag`, so that a causal ring gives all
+      devices equal work.
+    block: the number of queries, and of keys, for which scores are computed at a time.
     fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
       suitable kernel (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are
       batch axes; else blockwise.
 
   Returns:
-    The function. Equal arguments make equal functions.
+    The attention function. Equal arguments return equal functions.
 
   Raises:
-    SchemeError: no such option; at the call, unsupported shapes or options.
+    SchemeError: an option has an invalid value; at the call, shapes or arguments are not supported.
 
   Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509.
 
@@ -98,23 +100,24 @@ def context_attention(
 def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) -> PyTree:
   """Reorders positions so that each shard has an early and a late part of the sequence.
 
-  The sequence is cut into `2 * shards` parts; shard `i` gets part `i` and, after it, `2 * shards - 1 - i`.
-  Apply it to everything that is indexed by position: tokens, labels, loss weights, segment ids, and the
-  position numbers that rotary or learned position embeddings need. Compute labels first: after the reordering
-  the next token is no longer the next element. A sum or mean over positions stays the same.
+  The sequence is cut into `2 * shards` parts. Shard `i` gets part `i` and, after it, part
+  `2 * shards - 1 - i`. Apply it to everything that is indexed by position: tokens, labels, loss weights,
+  segment ids, and the position numbers that rotary or learned position embeddings need. Compute labels first:
+  after the reordering the next token is no longer the next element. A sum or mean over positions stays the
+  same.
 
   Args:
-    tree: arrays, of NumPy on the host or of jax, with the positions along `dim`; its length must be a
-      multiple of `2 * shards`.
-    shards: the size of the mesh axis that splits the positions.
+    tree: a pytree of NumPy or JAX arrays with the positions along `dim`. The length must be a multiple of
+      `2 * shards`.
+    shards: the size of the mesh axis that shards the positions.
     dim: the array dim of the positions.
-    inverse: restores the original order.
+    inverse: whether to restore the original order instead.
 
   Returns:
     Arrays of the same kinds and shapes.
 
   Raises:
-    SchemeError: the length is not such a multiple.
+    SchemeError: the length is not a multiple of `2 * shards`.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp

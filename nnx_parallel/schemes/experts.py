@@ -52,33 +52,35 @@ def experts(
 ) -> tuple[jax.Array, jax.Array]:
   """Sends each token to its experts, and returns the weighted sums of their results.
 
-  The mesh is found as by `vocabulary_cross_entropy`. Its batch axes and `axis` split the tokens; the tokens
+  The mesh is found as in `vocabulary_cross_entropy`. Its batch axes and `axis` shard the tokens; the tokens
   are padded if the axes do not divide them. Without a mesh, or on a mesh without `axis`, each device computes
   its own tokens, with the same code.
 
   With `capacity`, an all-to-all carries `ceil(capacity * choices / experts)` slots for each pair of a device
   and an expert, where `choices` counts the choices of the device's tokens. All first choices come before all
-  second choices, and so on, each in the order of the tokens. A choice without a slot is dropped, and adds
-  nothing to its token. So the dropped choices depend on the number of devices.
+  second choices, and so on, each in the order of the tokens. A choice without a slot is dropped, and its
+  expert adds nothing to the result of the token. So the dropped choices depend on the number of devices.
 
   Without `capacity`, no token is dropped. In each round, a device sends up to `ceil(buffer * choices /
   devices)` tokens to each other device, and there are as many rounds as the fullest pair of devices needs.
   The backward pass sends the tokens again, and recomputes the experts.
 
   Args:
-    expert_fn: one expert: `(parameters, rows) -> rows`, for the parameters of one expert and rows of shape
-      (rows, features). It must compute each row independently, and must accept rows of zeros, which fill
-      empty slots. All arrays that it uses are in `parameters`. On an Explicit mesh, a sum over a dim that
-      another axis splits needs its `out_sharding`, as anywhere.
-    parameters: arrays or Variables of global shape (experts, ...), in any pytree. `axis` splits dim 0; batch
-      axes, such as fsdp, are gathered; other axes, such as the axis of tensor parallelism, stay.
-    x: of global shape (tokens..., features): (batch, seq, features), for example.
-    routing: the routing of the tokens of `x`. A number that is not an expert, such as -1 for padding, is
-      ignored.
-    axis: the mesh axis that splits the experts; their number must be a multiple of its size.
-    capacity: the slots of an expert, as a multiple of the slots for an even load; None drops nothing.
-    buffer: the size of a round without capacity, as a multiple of the size for an even load.
-    block: the number of rows that an expert without capacity computes at a time; some hundreds on an
+    expert_fn: a function `(parameters, rows) -> rows` that computes one expert, from the parameters of this
+      expert and rows of shape (rows, features). It must compute each row independently, and must accept rows
+      of zeros, which fill empty slots. All arrays that it uses are in `parameters`. On Explicit axes, a sum
+      over a dim that another axis shards needs its `out_sharding`, as elsewhere.
+    parameters: a pytree of arrays or Variables of global shape (experts, ...). `axis` shards dim 0. If batch
+      axes, such as fsdp, shard the parameters, they are gathered; shardings over other axes, such as the axis
+      of tensor parallelism, stay.
+    x: the tokens, of global shape (tokens..., features), for example (batch, seq, features).
+    routing: the routing of the tokens of `x`, from `route`. A number that is not the number of an expert,
+      such as -1 for padding, is ignored.
+    axis: the mesh axis that shards the experts. The number of experts must be a multiple of its size.
+    capacity: the number of slots of an expert, as a multiple of the number for an even load. None drops no
+      token.
+    buffer: without `capacity`, the size of a round, as a multiple of the size for an even load.
+    block: without `capacity`, the number of rows that an expert computes at a time. Some hundreds suit an
       accelerator.
 
   Returns:
@@ -86,8 +88,8 @@ def experts(
     of dropped choices, an int32 scalar: 0 without capacity.
 
   Raises:
-    SchemeError: shapes that do not fit, a number of experts that is not a multiple of the size of `axis`,
-      options that are not above 0, or an `axis` that is already manual.
+    SchemeError: shapes do not fit, the number of experts is not a multiple of the size of `axis`, an option
+      is not above 0, or `axis` is already Manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

@@ -31,35 +31,39 @@ def pipeline(
 ) -> PyTree:
   """Applies equal layers one after another, each on the devices of its stage.
 
-  The result equals `for p in layers: x = layer(p, x, *shared)`. The layers are cut into chunks, one for each
-  stage; while a stage computes one microbatch, the next stage computes the previous microbatch. Each device
-  computes in `microbatches * virtual_stages` of `microbatches * virtual_stages + stages - 1` ticks; the rest
-  is the bubble (`Schedule`). A tick sends the activations of one microbatch to the next stage, twice (the
-  second copy brings in new inputs and takes out results), and sends nothing else over the axis.
+  The result equals the result of `for p in layers: x = layer(p, x, *shared)`. The layers are divided into
+  chunks, one for each stage. While a stage computes one microbatch, the next stage computes the microbatch
+  before it. Each device computes in `microbatches * virtual_stages` of the
+  `microbatches * virtual_stages + stages - 1` ticks; the other ticks are the bubble (see `Schedule`). In each
+  tick, a stage sends the activations of one microbatch to the next stage, and also a second array of this
+  size, which brings in new inputs and takes out results. It sends nothing else over the axis.
 
-  The mesh is the active mesh: the mesh of `train_step`, `plan.scope()` or `jax.set_mesh`; outside of jit, the
-  mesh of the arrays. Without a mesh, one device computes all layers. Other axes stay as they are: layers may
-  split their parameters and activations over them.
+  The mesh is the active mesh, which `train_step`, `plan.scope()` or `jax.set_mesh` sets; outside of jit, it
+  is the mesh of the arrays. Without a mesh, one device computes all layers. Layers may shard their parameters
+  and activations over the other axes of the mesh.
 
   Args:
-    layer: `layer(parameters, x, *shared) -> x`, a pure function of one layer and one microbatch.
-    parameters: a pytree of arrays `[layers, ...]`, global. Shard dim 0 over `axis`, so that each stage holds
-      only its own layers; with `virtual_stages`, chunk `c` first moves to stage `c % stages`.
-    x: a pytree of arrays `[batch, ...]`, global. Microbatch `n` has every `microbatches`-th example from `n`.
+    layer: a pure function `layer(parameters, x, *shared) -> x` that computes one layer for one microbatch.
+    parameters: a pytree of arrays of global shape `[layers, ...]`. Shard dim 0 over `axis`, so that each
+      stage holds only its own layers. With `virtual_stages`, chunk `c` is first moved to stage `c % stages`.
+    x: a pytree of arrays of global shape `[batch, ...]`. Microbatch `n` has the examples `n`,
+      `n + microbatches`, `n + 2 * microbatches` and so on.
     *shared: pytrees of arrays `[batch, ...]` that each layer reads for its examples: masks, segment ids, the
       result of an encoder. Floating-point arrays travel with `x`; others are replicated over the stages.
-    microbatches: a multiple of the number of stages that divides the batch.
+    microbatches: the number of microbatches. It must be a multiple of the number of stages, and it must
+      divide the batch.
     axis: the mesh axis of the stages.
-    virtual_stages: the number of chunks of each stage. 1: GPipe. More: a circular (interleaved) schedule,
-      with a smaller bubble and proportionally more communication.
-    batch_axes: mesh axes that split the batch and no parameter. Their devices then sum the gradients of
-      parameters once, after the last tick, instead of in each tick.
+    virtual_stages: the number of chunks of each stage. 1 is the GPipe schedule. More chunks are a circular
+      (interleaved) schedule, with a smaller bubble and proportionally more communication.
+    batch_axes: mesh axes that shard the batch but no parameter. The devices along these axes then sum the
+      gradients of the parameters once, after the last tick, instead of in each tick.
 
   Returns:
-    Arrays like `x`. Differentiable by `jax.grad`.
+    A pytree like `x`. The function is differentiable with `jax.grad`.
 
   Raises:
-    SchemeError: no such axis, or sizes that do not divide.
+    SchemeError: the mesh does not have the axis, or `microbatches` is not a multiple of the stages or does
+      not divide the batch.
 
   Source: GPipe, arXiv:1811.06965; circular (interleaved) schedule, arXiv:2104.04473.
 

@@ -24,9 +24,10 @@ class Routing:
   Attributes:
     weights: the weight of each choice in the result, float32 of global shape (tokens..., choices); 0 for a
       masked token.
-    experts: the numbers of the experts, int32 of the same shape; the experts of a token differ. For a masked
-      token all are -1, which is not an expert.
-    auxiliary_loss: a float32 scalar, 1 for even loads; it grows as loads and scores gather on few experts.
+    experts: the numbers of the experts, int32 of the same shape. The experts of a token differ. For a masked
+      token, all numbers are -1, which is not an expert.
+    auxiliary_loss: a float32 scalar. It is 1 for even loads, and it grows as loads and scores concentrate on
+      few experts.
     z_loss: a float32 scalar, the mean of `logsumexp(logits) ** 2`.
     load: the number of choices of each expert, int32 of shape (experts,).
   """
@@ -55,25 +56,27 @@ def route(
   a small factor: 0.01 and 0.001 are usual.
 
   Args:
-    logits: of global shape (tokens..., experts), such as `router(x)`; computed in float32.
+    logits: the logits of the router, of global shape (tokens..., experts), such as `router(x)`. The function
+      computes in float32.
     top_k: the number of experts for each token.
-    score: how logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
-    bias: added to the scores for the choice only, of shape (experts,); see `balanced_bias`. It has no
-      gradient.
+    score: how logits become scores: by `"softmax"` over the experts, or by `"sigmoid"` of each logit.
+    bias: numbers of shape (experts,) that are added to the scores only to choose the experts; see
+      `balanced_bias`. They have no gradient.
     normalize: whether the weights of a token are its scores divided by their sum, or the plain scores.
-    groups: the number of groups of consecutive, equally many experts, such as the experts of a device or a
-      host.
-    top_groups: the number of groups that a token's experts come from: the groups whose best `ceil(top_k /
-      top_groups)` scores have the largest sums. A token is then sent to at most as many devices.
+    groups: the number of groups into which the experts are divided, in order and evenly; for example, a group
+      for each device or host.
+    top_groups: the number of groups from which the experts of a token come. They are the groups whose best
+      `ceil(top_k / top_groups)` scores have the largest sums. If each device holds one group, a token is sent
+      to at most this many devices.
     mask: booleans of global shape (tokens...), true for tokens that have experts; masked tokens, such as
       padding, are in no loss and no load. None: all tokens have experts.
 
   Returns:
-    Weights, experts, losses and loads.
+    A `Routing`: weights, experts, losses and loads.
 
   Raises:
-    SchemeError: no such score, a `top_k` beyond the experts or the experts of `top_groups`, groups of
-      different sizes, or a bias or mask of another shape.
+    SchemeError: the score does not exist, `top_k` is larger than the number of experts in `top_groups`,
+      `groups` does not divide the number of experts, or the bias or the mask has another shape.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -171,15 +174,17 @@ def _check(
 
 
 def balanced_bias(bias: jax.Array, load: jax.Array | np.ndarray, rate: float = 1e-3) -> jax.Array:
-  """The next bias of a router: lower for experts with more than the mean load, higher for the other experts.
+  """Returns the next bias of a router: lower for experts with high loads, higher for the other experts.
 
-  It balances loads without a loss term that affects the model. Keep the bias as an `nnx.Variable` that is not
-  a parameter, and set it in the forward pass: a step writes it back like the statistics of BatchNorm.
+  The bias balances the loads without a loss term that affects the model. It falls by `rate` for experts with
+  more than the mean load, and rises by `rate` for experts with less. Keep the bias in an `nnx.Variable` that
+  is not a parameter, and set it in the forward pass; the step writes it back like the statistics of
+  BatchNorm.
 
   Args:
-    bias: of shape (experts,), zeros at first.
-    load: as in `Routing`.
-    rate: the change in one step; scores are between 0 and 1.
+    bias: the current bias, of shape (experts,); zeros at first.
+    load: the load of each expert, `Routing.load`.
+    rate: the change in one step. The scores, to which the bias is added, are between 0 and 1.
 
   Returns:
     The bias for the next step.

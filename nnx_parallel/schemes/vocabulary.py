@@ -47,15 +47,16 @@ def vocabulary_cross_entropy(
   ignore_index: int | None = None,
   vocab_size: int | None = None,
 ) -> jax.Array:
-  """The cross-entropy of each token with a sharded head. No device holds all logits.
+  """Computes the cross-entropy of each token with a sharded head. No device holds all logits.
 
-  It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`, values and gradients.
-  A device holds the logits of `1/parts` of its tokens for its share of the vocabulary, and the backward pass
-  recomputes them. It sends three numbers per token forward, and the gradient of `hidden` backward. The
-  gradient of `head` is summed over the devices that split the batch, once.
+  It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`, values and gradients. A
+  device holds the logits of `1/parts` of its tokens for its share of the vocabulary, and the backward pass
+  recomputes them. A device sends three numbers per token in the forward pass, and the gradient of `hidden` in
+  the backward pass. The gradient of `head` is summed once over the devices that share the batch.
 
-  The mesh is the active mesh, the mesh of `use_rules`, or the mesh of the plan of `head`. Without a mesh, or
-  on a mesh without `axis`, each device has all columns, and the tokens are still computed in parts.
+  The mesh is the active mesh, the mesh of `use_rules`, or the mesh of the plan that created `head`. Without a
+  mesh, or on a mesh without `axis`, each device has all columns of `head`, and still computes the tokens in
+  parts.
 
   For a third-party model, use `train_step(loss_fn, loss_chunks=8)`.
 
@@ -64,20 +65,22 @@ def vocabulary_cross_entropy(
     head: the weights of the head, of global shape (features, vocabulary): an array, or a Variable such as
       `model.head.kernel`; the transposed table of an embedding for tied weights. A bias is not added.
     labels: the column of each token's target: integers of the shape of `hidden` without its features.
-    axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
+    axis: the mesh axis, or several axes, over which the vocabulary is sharded. The axis size need not divide
+      the vocabulary.
     parts: the number of parts in which a device computes its tokens, one after another. Each part reads and
       writes the gradient of the head, so a part should have at least as many tokens as the head has features.
     label_smoothing: the fraction of the target that is spread over all columns, from 0 to 1.
     z_loss: the factor of `logsumexp(logits) ** 2`, which is added to the loss of each token.
-    softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
-    ignore_index: tokens with this label have the loss 0, and no gradient.
-    vocab_size: the number of leading columns that exist; the rest is padding. None: all columns exist.
+    softcap: if given, logits become `softcap * tanh(logits / softcap)`.
+    ignore_index: the label of tokens that have the loss 0 and no gradient.
+    vocab_size: the number of leading columns that are real; the other columns are padding. None: all columns
+      are real.
 
   Returns:
     The float32 loss of each token, of the shape of `labels`; NaN for a label that is not a column.
 
   Raises:
-    SchemeError: shapes that do not fit, `parts` under 1, or an `axis` that is already manual.
+    SchemeError: shapes do not fit, `parts` is less than 1, or `axis` is already Manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -118,21 +121,24 @@ def vocabulary_embedding(
 ) -> jax.Array:
   """Looks up rows of a table whose rows are sharded over devices. The table is not moved.
 
-  Each device looks up its own rows, and uses zeros for other rows; the sum over devices is the result. Each
-  device computes the table's gradient for its own rows, and the devices that split the batch sum it once.
+  Each device looks up its own rows and uses zeros for the other rows; the result is the sum over the devices.
+  Each device computes the gradient of its own rows of the table, and the devices that share the batch sum
+  this gradient once.
 
-  The mesh is found as by `vocabulary_cross_entropy`.
+  The mesh is found as in `vocabulary_cross_entropy`.
 
   Args:
-    table: of global shape (vocabulary, features): an array, or a Variable such as `model.embed.embedding`.
-    ids: integers of any shape, (batch, seq) for example; dim 0 is the batch.
-    axis: the mesh axis, or several, that the vocabulary is split over. It need not divide the vocabulary.
+    table: the embedding table, of global shape (vocabulary, features): an array, or a Variable such as
+      `model.embed.embedding`.
+    ids: integers of any shape, for example (batch, seq); dim 0 is the batch.
+    axis: the mesh axis, or several axes, over which the vocabulary is sharded. The axis size need not divide
+      the vocabulary.
 
   Returns:
     The rows, of the global shape of `ids` plus (features,); NaN for an id that is not a row.
 
   Raises:
-    SchemeError: a table that does not have two dims, or an `axis` that is already manual.
+    SchemeError: the table does not have two dims, or `axis` is already Manual.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

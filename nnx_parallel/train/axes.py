@@ -143,17 +143,19 @@ def _is_stated(error: BaseException) -> bool:
 
 
 def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
-  """Lets a step of your own compute on Auto axes, where its mesh has Explicit ones; `train_step` does it too.
+  """Lets a step of your own compute on Auto axes if its mesh has Explicit axes, as `train_step` does.
 
-  Layers of flax do not give the shardings of their results, which Explicit axes need. Inside, no array has a
-  sharding in its type, and the compiler chooses layouts. Variables keep the types that they have.
+  On Explicit axes, the layers of Flax would have to state the shardings of their results, which they do not.
+  Inside of the function, no array has a sharding in its type, and the compiler chooses the shardings. The
+  Variables keep their types.
 
   Args:
-    step: a function of modules, optimizers and pytrees of arrays that returns arrays, to be called under
-      `nnx.jit`. It may change Variables, and adds and removes none.
+    step: a function of modules, optimizers and pytrees of arrays that returns arrays and is called under
+      `nnx.jit`. It may change Variables, but it must not add or remove any.
 
   Returns:
-    The same function. Its results are replicated over Explicit axes. On other meshes nothing changes.
+    A function with the same arguments. Its results are replicated over Explicit axes. On other meshes, it
+    equals `step`.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

@@ -74,14 +74,15 @@ def is_refused(error: BaseException) -> bool:
 def with_correct_convolutions(run: Callable[..., PyTree], mesh: AnyMesh | None) -> Callable[..., PyTree]:
   """Returns `run` with correct kernel gradients of grouped convolutions on every mesh.
 
-  For hand-written steps: `train_step` does this already, and also holds the layouts of its plan.
+  Use it in a step that you write yourself. `train_step` already does this, and also keeps the layouts of its
+  plan.
 
   Args:
-    run: a function of pytrees of arrays, to be traced under `jax.jit`. It is traced once.
-    mesh: the mesh of its arrays, concrete or abstract; None on one device.
+    run: a function of pytrees of arrays that is traced under `jax.jit`. It is traced only once.
+    mesh: the mesh of the arrays, real or abstract; None on one device.
 
   Returns:
-    A function with the same arguments and results; `run` itself on one device.
+    A function with the same arguments and results. On one device, it is `run` itself.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp

@@ -46,13 +46,14 @@ def with_loss_scale(
   minimum: float = 1.0,
   maximum: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
-  """Divides gradients by a scale that adapts itself; for computing in float16.
+  """Adds a dynamic loss scale to an optimizer, for computing in float16.
 
-  A step whose gradients contain a NaN or an infinity changes neither parameters nor the state of `tx`, and
-  halves the scale. After `growth_interval` finite steps in a row the scale doubles. Other Variables, such as
-  batch statistics, keep the values of the forward pass. `train_step` finds this state and multiplies the
-  loss, and its metrics stay unscaled; a hand-written step multiplies by `loss_scale_of(optimizer)` before it
-  differentiates.
+  The transformation divides the gradients by the scale. A step whose gradients contain a NaN or an infinity
+  changes neither the parameters nor the state of `tx`, and halves the scale. After `growth_interval`
+  consecutive finite steps, the scale doubles. Other Variables, such as batch statistics, keep the values of
+  the forward pass. `train_step` finds the scale and multiplies the loss by it, but returns unscaled metrics.
+  In a step that you write yourself, multiply the loss by `loss_scale_of(optimizer)` before you differentiate
+  it.
 
   Args:
     tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: a transformation
@@ -67,7 +68,8 @@ def with_loss_scale(
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `LossScaleState`.
 
   Raises:
-    TrainError: a scale that is not a power of two, bounds in the wrong order, or an interval below 1.
+    TrainError: a scale is not a power of two, the bounds are in the wrong order, or the interval is less than
+      1.
 
   Example:
     >>> import jax.numpy as jnp, numpy as np, optax, nnx_parallel as nxp
@@ -127,7 +129,7 @@ def with_loss_scale(
 
 
 def loss_scale_of(optimizer: Optimizer) -> jax.Array:
-  """The factor to multiply the loss by before you differentiate it.
+  """Returns the factor by which you multiply the loss before you differentiate it.
 
   Args:
     optimizer: an `nnx.Optimizer`, live or traced, made with `with_loss_scale`.

@@ -27,12 +27,12 @@ class Weighted(NamedTuple):
 def weighted(sum: AnyArray, count: AnyArray) -> Weighted:
   """A weighted mean that a loss function may return: `sum / count`, exact for every split of the batch.
 
-  Microbatches, replicas and batches hold different numbers of tokens where a batch is masked or padded. Sums
-  and counts are added up over all of them, and divided once, so that each token has the same weight.
+  If a batch is masked or padded, its microbatches and its shards have different numbers of tokens. The step
+  adds the sums and the counts over all of them and divides once, so that each token has the same weight.
 
   Args:
-    sum: a scalar, the sum over the examples of the (micro)batch; for a metric, also an array (one number for
-      each class, say).
+    sum: a scalar: the sum over the examples of the (micro)batch. For a metric, it may also be an array, for
+      example with one number for each class.
     count: the divisor of the sum: the number of examples, or the sum of their weights. It has no gradient.
 
   Returns:

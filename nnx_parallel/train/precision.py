@@ -38,25 +38,26 @@ class Precision:
   """The dtypes of a model, as one printable object.
 
   Gradients have the dtype of their parameters. `train_step(microbatches=n)` adds them up in float32. The
-  dtypes of moments are the optimizer's: `optax.adam(1e-3, mu_dtype=jnp.bfloat16)`.
+  optimizer decides the dtypes of its moments: `optax.adam(1e-3, mu_dtype=jnp.bfloat16)`.
 
   Attributes:
-    parameters: dtype of every floating `nnx.Param` except the parameters of norms.
-    compute: the dtype in which layers compute: every module with `dtype` and `param_dtype`, like flax's
-      layers.
-    norms: dtype of the parameters and the arithmetic of normalisation layers.
-    softmax: the least precise dtype in which `nnx.MultiHeadAttention` computes softmax. Without dropout flax
-      always does it in float32; with dropout the attention products are then in this dtype too.
+    parameters: the dtype of every floating-point `nnx.Param` except the parameters of norms.
+    compute: the dtype in which layers compute: every module with the attributes `dtype` and `param_dtype`, as
+      the layers of Flax have.
+    norms: the dtype of the parameters and of the arithmetic of normalization layers.
+    softmax: the lowest precision in which `nnx.MultiHeadAttention` computes softmax. Without dropout, Flax
+      always computes it in float32. With dropout, the matrix products of attention also have this dtype.
     output: the compute dtype of the layers named by `output_layers`.
-    output_layers: glob patterns of the paths of modules that make logits, such as `"head"` or `"*.logits"`.
+    output_layers: glob patterns of the paths of modules that compute logits, such as `"head"` or
+      `"*.logits"`.
     masters: whether `optimizer` keeps float32 copies of the parameters.
-    reduction: dtype in which replicas sum gradients, for `train_step(loss_fn, reduction=policy.reduction)`.
-      With None, XLA takes each layer's compute dtype.
-    loss_scale: whether `optimizer` scales the loss, see `with_loss_scale`: float16 needs it, bfloat16 has the
-      range of float32.
+    reduction: the dtype in which replicas sum gradients; pass it on with
+      `train_step(loss_fn, reduction=policy.reduction)`. With None, XLA uses the compute dtype of each layer.
+    loss_scale: whether `optimizer` adds a loss scale; see `with_loss_scale`. Float16 needs it; bfloat16 does
+      not, because it has the range of float32.
 
   Raises:
-    TrainError: a dtype that is not floating, or masters of float32 parameters.
+    TrainError: a dtype is not a floating-point dtype, or `masters` is set for float32 parameters.
 
   Example:
     >>> import optax, nnx_parallel as nxp
@@ -97,7 +98,7 @@ class Precision:
 
   @classmethod
   def float32(cls, *, output_layers: Iterable[str] = ()) -> Precision:
-    """Everything in float32.
+    """Computes everything in float32.
 
     Args:
       output_layers: as in the class.
@@ -121,10 +122,10 @@ class Precision:
 
   @classmethod
   def bfloat16_parameters(cls, *, masters: bool = True, output_layers: Iterable[str] = ()) -> Precision:
-    """Parameters and gradients in bfloat16 too; half the bytes to gather and reduce.
+    """Keeps parameters and gradients in bfloat16 too, which halves the bytes to gather and reduce.
 
     Args:
-      masters: as in the class; without them training loses small updates.
+      masters: as in the class. Without master weights, training loses small updates.
       output_layers: as in the class.
 
     Returns:
@@ -145,16 +146,16 @@ class Precision:
     return cls(compute=jnp.float16, output_layers=tuple(output_layers), loss_scale=True)
 
   def apply(self, init: Callable[[], Model]) -> Callable[[], Model]:
-    """A constructor of the same module with these dtypes.
+    """Returns a constructor of the same module with these dtypes.
 
-    Initializers run as they were written, and their values are rounded. Dtypes that the module chose itself
-    are replaced; a module's own arithmetic on raw parameters is its own.
+    Initializers run as they are written, and their values are rounded. The dtypes of the module's layers are
+    replaced. Arithmetic that the module does itself on raw parameters does not change.
 
     Args:
-      init: builds the module; a function without arguments.
+      init: a function without arguments that builds the module.
 
     Returns:
-      The constructor, for `plan` or `create_sharded_model`. It raises `TrainError` when `output_layers` match
+      The constructor, for `plan` or `create_sharded_model`. It raises a `TrainError` if `output_layers` match
       no layer.
     """
 
@@ -167,14 +168,14 @@ class Precision:
     return build
 
   def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The transformation that trains parameters of this policy.
+    """Returns the transformation that trains parameters of this policy.
 
     Args:
-      tx: an optax transformation.
+      tx: an Optax transformation.
 
     Returns:
-      `tx`, in `with_masters` and in `with_loss_scale` if the policy has them. Warns (`NnxParallelWarning`)
-      when low-precision parameters have no masters, or float16 no loss scale.
+      `tx`, wrapped in `with_masters` and `with_loss_scale` if the policy has them. The method warns
+      (`NnxParallelWarning`) if low-precision parameters have no masters, or if float16 has no loss scale.
     """
     if self.masters:
       tx = with_masters(tx)

@@ -12,7 +12,7 @@ from nnx_parallel.errors import TrainError
 
 
 def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
-  """Gives each shard along a mesh axis its own random numbers; for the body of a `shard_map`.
+  """Gives each shard along a mesh axis its own random numbers, in the body of a `shard_map`.
 
   A replicated key, or a module that was passed in replicated, draws the same numbers on every shard. Folding
   the shard's index into the keys makes the draws differ along `axis`, and along no other axis.
@@ -21,16 +21,16 @@ def fold_rng_over_axis(target: PyTree, axis: str | Sequence[str]) -> PyTree:
 
   Args:
     target: a typed or raw PRNG key; or an `nnx.Rngs`, an `nnx.RngStream`, or a module with streams inside.
-    axis: the mesh axis, or several, along which the draws differ; usually the batch axes.
+    axis: the mesh axis, or several axes, along which the draws differ; usually the batch axes.
 
   Returns:
-    For a key, the folded key. For a module, a view of it: the Variables are the same, counters included,
-    except for the keys, which are folded copies. So training or drawing with the view also changes `target`,
-    whose keys stay replicated: return or checkpoint `target`, and fold again in each step. Without streams
-    inside, the module itself.
+    For a key, the folded key. For a module, a view of it: the Variables are the same (also the counters),
+    except for the keys, which are folded copies. If you train or draw with the view, `target` changes too,
+    but its keys stay replicated. So return or save `target`, and fold again in each step. A module without
+    streams is returned as it is.
 
   Raises:
-    TrainError: not inside a `shard_map` over that axis, or a target of another kind.
+    TrainError: the call is not inside a `shard_map` over this axis, or the target is of another kind.
 
   Example:
     >>> import jax, nnx_parallel as nxp

@@ -116,12 +116,12 @@ class TrainStep(_Step):
 
   Attributes:
     options: the loss function and the options it was made with.
-    calls: the number of steps so far.
-    compiles: one entry for each compilation, with its reasons. More than one entry deserves a look.
-      Compilations started by `compiled()` are not listed.
+    calls: the number of calls so far.
+    compiles: one entry for each compilation, with its reasons. If there is more than one entry, look at the
+      reasons. Compilations that `compiled()` starts are not listed.
     reduction: how the last compiled program reduces gradients between replicas.
-    layers: the layers found when the step was last compiled or lowered, which of them are recomputed or
-      scanned, and why others are not; print it.
+    layers: a text to print: the layers that were found when the step was last compiled or lowered, which of
+      them are rematerialized or scanned, and why the others are not.
   """
 
   def __init__(self, options: StepOptions):
@@ -135,20 +135,21 @@ class TrainStep(_Step):
 
     Args:
       model: a live module; or a tuple or dict of modules, which is passed to the loss function as it is.
-      optimizer: its `nnx.Optimizer`; for several models, a tuple or dict with the same keys. A model whose
-        key has no optimizer is not trained.
-      batch: a pytree of global arrays with the examples on dim 0. In a single-process job, host arrays are
-        laid out by the plan of the models, as `shard_batch` does.
-      *more: the rest of a batch of several arrays, for a loss function that takes each as an argument:
-        `step(model, optimizer, x, y)` is `step(model, optimizer, (x, y))`.
+      optimizer: the `nnx.Optimizer` of the model; for several models, a tuple or dict with the same keys. A
+        model for whose key there is no optimizer is not trained.
+      batch: a pytree of global arrays with the examples on dim 0. In a job of one process, the step shards
+        host arrays by the plan of the models, as `shard_batch` does.
+      *more: more arrays of the batch, for a loss function that takes each array as an argument:
+        `step(model, optimizer, x, y)` equals `step(model, optimizer, (x, y))`.
 
     Returns:
-      Metrics on device, without waiting: `loss`, and the metrics of the loss function, as means over the
-        batch.
+      The metrics, on the devices; the call does not wait for them. They are `loss` and the metrics of the
+      loss function, as means over the batch.
 
     Raises:
-      TrainError: a loss, batch or module that a step cannot use; the message has the Variable's path.
-      ShardingError: an array of the host that the plan's batch axes cannot split evenly.
+      TrainError: the step cannot use the loss, the batch or the module; the message has the path of the
+        Variable.
+      ShardingError: the batch axes of the plan cannot shard a host array evenly.
     """
     if batch is _ABSENT:
       raise TrainError(
@@ -172,16 +173,16 @@ class TrainStep(_Step):
     """Lowers the step for these arguments, which may be abstract, without running it.
 
     Args:
-      model: live modules; or a plan with an optimizer, which may be on an abstract mesh. Its rules are in
-        scope for `constrain`, unless the caller has other rules in scope.
+      model: live modules; or a plan with an optimizer, which may be on an abstract mesh. The rules of the
+        plan are in scope for `constrain`, unless you have put other rules in scope.
       optimizer: the live optimizer; None with a plan.
       batch: a pytree of arrays, or of `ShapeDtypeStruct`s with shardings.
 
     Returns:
-      A `jax.stages.Lowered`; `.compile()` gives memory and cost.
+      A `jax.stages.Lowered`; call its `.compile()` for the memory and the cost.
 
     Raises:
-      TrainError: a plan without an optimizer.
+      TrainError: the plan has no optimizer.
     """
     scope = contextlib.nullcontext()
     if isinstance(model, Plan):
@@ -197,7 +198,7 @@ class TrainStep(_Step):
     return traced.lower()
 
   def compiled(self, model: Model, optimizer: Optimizers, batch: PyTree) -> jax.stages.Compiled:
-    """The program that runs for these arguments; after a call with them, it is not compiled again.
+    """Returns the program for these arguments. After a call with them, it is not compiled again.
 
     Args:
       model: as in a call.
@@ -225,20 +226,20 @@ class TrainStep(_Step):
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
-    They are computed as in the step, with its microbatches, recomputation, reductions and loss scale, and
-    with its corrections of XLA errors. Nothing is trained.
+    The gradients are computed as in the step, with its microbatches, rematerialization, reductions and loss
+    scale, and with its corrections of XLA errors. The call trains nothing.
 
     Args:
       model: as in a call.
-      optimizer: as in a call; its `wrt` selects the Variables.
+      optimizer: as in a call; its `wrt` selects the Variables to check.
       batch: as in a call.
       seed: the seed of the directions.
       directions: the number of directions; see `nxp.check_gradients`.
-      by_group: also compare each group of equal layers.
-      tries: the number of other layouts to try for wrong leaves.
+      by_group: whether to compare each group of equal layers, too.
+      tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix.
 
     Returns:
-      The result: true if nothing is wrong.
+      A `GradientCheck`, which is true if nothing is wrong.
 
     Raises:
       TrainError: as in a call.
@@ -267,15 +268,15 @@ class EvalStep(_Step):
   """
 
   def __call__(self, model: Model, batch: PyTree, *more: PyTree) -> Metrics:
-    """Evaluates one batch; the module stays unchanged, even if the loss function edits it.
+    """Evaluates one batch. The module does not change, even if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
       batch: a pytree of global arrays with the examples on dim 0.
-      *more: as for a train step: `evaluate(model, x, y)` is `evaluate(model, (x, y))`.
+      *more: as for a train step: `evaluate(model, x, y)` equals `evaluate(model, (x, y))`.
 
     Returns:
-      Metrics on device: means, or `(sum, count)` pairs when made with `pairs=True`.
+      The metrics, on the devices: means, or pairs `(sum, count)` if the step was made with `pairs=True`.
     """
     if more:
       batch = self._joined(batch, more)
@@ -305,69 +306,75 @@ def train_step(
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
 
-  The step reads the live Variables, runs one compiled and donated program, and writes them back. The next
-  step sees an edit of the module; an edit that changes the structure compiles again, with the reason in
-  `step.compiles`. Changes of a Variable's metadata, and changes inside an object that is neither a module nor
-  a list or dict, are not noticed: call `step.rebind()` after them. If the optimizer was made from a plan, a
-  replaced layer is laid out by the plan; new parameters are an error that shows the right call.
+  The step reads the live Variables, runs one compiled program to which their arrays are donated, and writes
+  the results back. If you edit the module, the next step sees the edit; after an edit that changes the
+  structure, the step is compiled again, with the reason in `step.compiles`. The step does not notice changes
+  of a Variable's metadata, and changes inside an object that is neither a module nor a list or dict: call
+  `step.rebind()` after such changes. If the optimizer was made from a plan, a replaced layer gets the layout
+  of the plan; new parameters are an error that shows the right call.
 
-  An array with another holder (a clone, a value read before) is copied, not donated. A held shard is not
-  noticed: the next step deletes `x.addressable_shards[0].data` with `x`.
+  An array that something else also holds (a clone of the model, or a value that you read before) is copied,
+  not donated. The step does not notice that you hold a single shard: the next step deletes
+  `x.addressable_shards[0].data` together with `x`.
 
-  A step returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes before
-  or after a step, never during a step. If the program itself fails, the arrays that were donated to it are
-  lost: the error has a note, and each later step raises a `TrainError`. Restore a checkpoint then.
+  A step either returns, or leaves the model and the optimizer as they were: an exception such as Ctrl-C comes
+  before or after a step, never during a step. If the program itself fails, the arrays that were donated to it
+  are lost. The error then has a note, and each later step raises a `TrainError`; restore a checkpoint.
 
   Args:
-    loss_fn: `loss_fn(model, batch)` returns `loss`, or `(loss, metrics)` with a dict. One that requires
-      several arguments after the model, such as `loss_fn(model, x, y)`, gets the elements of a batch that is
-      a tuple or list; so does `loss_fn(model, *batch)`. The loss and each
-      metric are a scalar, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
-      they are divided, so that uneven parts (padding, masks) have the right weight. A count has no gradient,
-      even if it is computed from parameters. For several models trained in turn (a GAN), a dict key -> loss
-      function; later losses see the models that earlier losses updated.
-    microbatches: split the batch into this many parts and accumulate their gradients inside the compiled
-      step.
-    remat: the activations that each layer saves for the backward pass: `"none"`: everything, `"dots"`: the
-      results of matrix products with weights, `"full"`: only its input, `"offload"`: its input, in host
-      memory; a policy of `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says.
-      See `with_layers`.
-    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
-      with depth. `"auto"`: only where 4 or more layers are recomputed. See `with_layers`.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
-      modules of one class and structure, in a list or as attributes that end in numbers.
-    attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
-      of the given number), so that the full scores never exist; `"fused"`: with the chip's fused kernel, if
-      there is a suitable kernel. See `with_layers`. If a rule splits `seq` over an axis that splits no
-      weight, devices compute their own queries, and keys and values are gathered in each layer. `"ring"`:
-      keys and values travel around the devices of that axis instead, and no device has all of them;
-      `"ulysses"`: each device computes all positions of some heads (the number of key heads must be a
-      multiple of the axis size). An attention that the devices cannot share is then an error that names it.
-      None: as written.
-    loss_chunks: compute the head and the loss of each token in this many chunks of the vocabulary (the head's
-      columns), so that the full logits never exist. None: as written.
-    pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while
-      other stages compute other microbatches. The numbers equal `microbatches` without a pipeline.
-      `step.layers` describes the stages and their waiting time.
-    outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
+    loss_fn: a function `loss_fn(model, batch)` that returns `loss`, or `(loss, metrics)` with a dict of
+      metrics. If the function requires several arguments after the model, such as `loss_fn(model, x, y)` or
+      `loss_fn(model, *batch)`, it gets the elements of a batch that is a tuple or list. The loss and each
+      metric are scalars, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
+      they are divided, so that uneven parts (because of padding or masks) have the right weight. A count has
+      no gradient, even if it is computed from parameters. For several models that are trained in turn (a
+      GAN), pass a dict: key -> loss function. Later losses see the models that earlier losses updated.
+    microbatches: the number of parts into which the compiled step splits the batch; it accumulates their
+      gradients.
+    remat: the activations that each layer saves for the backward pass. `"none"` saves everything, `"dots"`
+      the results of matrix products with weights, `"full"` only the input of the layer, and `"offload"` this
+      input in host memory. Or a policy of `jax.checkpoint_policies`, or a `Remat`. None and `"as written"` do
+      what the model says. See `with_layers`.
+    scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
+      the program do not grow with the depth. `"auto"` scans only where 4 or more layers are recomputed. See
+      `with_layers`.
+    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None finds
+      adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers.
+    attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
+      queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
+      uses the fused kernel of the chip, if there is a suitable kernel. See `with_layers`. If a rule shards
+      `seq` over an axis that shards no weight, each device computes its own queries, and gathers the keys and
+      values in each layer. With `"ring"`, the keys and values travel around the devices of that axis instead,
+      and no device has all of them. With `"ulysses"`, each device computes all positions of some heads (the
+      number of key heads must be a multiple of the axis size). With these two, an attention that the devices
+      cannot share is an error that names it. None computes attention as the model is written.
+    loss_chunks: the number of chunks of the vocabulary (the columns of the head) in which the head and the
+      loss are computed, so that the full logits never exist. None computes the loss as it is written.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`. Each stage computes some of the layers, while
+      other stages compute other microbatches. The results equal the results of the same `microbatches`
+      without a pipeline. `step.layers` describes the stages and their waiting time.
+    outputs: the names of metrics that are arrays with the examples on dim 0. They are returned as they are,
+      without a mean.
     gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
       keeps them in the layout of their optimizer state, which saves memory, and reduces them in each
-      microbatch. None: as the optimizer's plan says, scattered with `zero=2`.
-    reduction: dtype in which replicas sum their gradients, if each replica holds the full model and sums its
-      own part first (see `microbatches`); otherwise an error when the step is traced. None: XLA reduces a
-      gradient in the dtype in which its layer computes, and sums of microbatches in float32.
-    pairs: return `(sum, count)` pairs instead of means, for exact means over many steps (`MetricSums`). The
-      count of a plain scalar is the number of examples of the batch.
-    diagnostics: add `grad_norm` to the metrics, the norm of all gradients before the optimizer changes them,
-      and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer's state holds it.
-    **unknown: names of other libraries, for an error that shows the name here.
+      microbatch. None does what the plan of the optimizer says: `"scattered"` with `zero=2`.
+    reduction: the dtype in which replicas sum their gradients. It requires that each replica holds the full
+      model and first sums its own microbatches; otherwise the step raises an error when it is traced. With
+      None, XLA reduces a gradient in the dtype in which its layer computes, and the sums of several
+      microbatches in float32.
+    pairs: whether to return pairs `(sum, count)` instead of means, for exact means over many steps (see
+      `MetricSums`). The count of a plain scalar is the number of examples in the batch.
+    diagnostics: whether to add two metrics: `grad_norm`, the norm of all gradients before the optimizer
+      changes them; and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer state holds it.
+    **unknown: do not pass it. An argument name from another library raises an error that shows the
+      corresponding name in this function.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
 
   Raises:
-    TrainError: a number of microbatches, a remat policy, a layout of gradients or an option that does not
-      exist; or a reduction in a dtype that is not floating.
+    TrainError: the number of microbatches, the remat policy, the layout of the gradients or the name of an
+      option is invalid; or `reduction` is not a floating-point dtype.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -413,24 +420,26 @@ def eval_step(
 
   Args:
     loss_fn: as in `train_step`.
-    microbatches: the number of microbatches for a pipeline.
-    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
-      with depth. `"auto"`: no scan, since an evaluation recomputes nothing.
+    microbatches: the number of microbatches of a pipeline; only a pipeline uses it.
+    scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
+      the program do not grow with the depth. `"auto"` does not scan, because an evaluation recomputes
+      nothing.
     layers: as in `train_step`.
     attention: as in `train_step`.
     loss_chunks: as in `train_step`.
-    pipeline: as in `train_step`. Each microbatch starts with the module as it is: a loss that draws random
-      numbers draws the same numbers for all microbatches, and batch statistics are computed for each
-      microbatch.
-    outputs: names of metrics that are arrays with the examples on dim 0, returned as they are.
-    pairs: return `(sum, count)` pairs instead of means, to be added up over batches (`MetricSums`). The count
-      of a plain scalar is the number of examples of the batch.
+    pipeline: as in `train_step`. Each microbatch starts with the same state of the module, so a loss function
+      that draws random numbers draws the same numbers for all microbatches. Batch statistics are computed for
+      each microbatch.
+    outputs: the names of metrics that are arrays with the examples on dim 0. They are returned as they are,
+      without a mean.
+    pairs: whether to return pairs `(sum, count)` instead of means, for exact means over many batches (see
+      `MetricSums`). The count of a plain scalar is the number of examples in the batch.
 
   Returns:
     A callable `(model, batch) -> metrics`.
 
   Raises:
-    TrainError: microbatches without a pipeline.
+    TrainError: `microbatches` is given without a pipeline.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp

@@ -47,18 +47,19 @@ class AverageState(NamedTuple):
 def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Keeps a float32 copy of each bfloat16 or float16 parameter, and updates the copy.
 
-  A bfloat16 parameter has 8 significant bits: an update below 1/512 of it is lost. Here `tx` gets float32
-  gradients and float32 masters, so its own state is float32 too, and the model gets the rounded masters.
-  Parameters of other dtypes are not copied.
+  A bfloat16 parameter has 8 significant bits, so an update smaller than 1/512 of the parameter is lost. With
+  this wrapper, `tx` gets float32 gradients and float32 copies (masters), so its state is float32 too. The
+  model gets the rounded masters. Parameters of other dtypes are not copied.
 
   Args:
-    tx: the transformation that trains the masters. Put `skip_nonfinite` and `with_ema` inside.
+    tx: the transformation that trains the masters. Wrap `tx` in `skip_nonfinite` and `with_ema` first, if you
+      use them.
 
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `MastersState`.
 
   Raises:
-    TrainError: an update without parameters.
+    TrainError: `update` is called without parameters.
 
   Example:
     >>> import jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -96,18 +97,19 @@ def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformati
 def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
   """Keeps an exponential moving average of the trained parameters in the optimizer state.
 
-  After each update, `average = decay * average + (1 - decay) * parameter`, in float32, starting at the
-  parameters. `ema_of` makes a module of it.
+  After each update, `average = decay * average + (1 - decay) * parameter`, in float32. The first average is
+  the parameter itself. `ema_of` makes a module with the averages.
 
   Args:
-    tx: the transformation that trains. `with_masters(with_ema(tx, decay))` averages the float32 masters.
-    decay: weight of the past, 0 <= decay < 1; 0.999 averages over about 1000 steps.
+    tx: the transformation that trains the parameters. `with_masters(with_ema(tx, decay))` averages the
+      float32 masters.
+    decay: the weight of the old average, 0 <= decay < 1; 0.999 averages over about 1000 steps.
 
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is an `AverageState`.
 
   Raises:
-    TrainError: a decay outside that range, or an update without parameters.
+    TrainError: `decay` is out of range, or `update` is called without parameters.
 
   Example:
     >>> import optax, nnx_parallel as nxp
@@ -137,18 +139,18 @@ def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTr
 
 
 def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
-  """A copy of a module that holds the averages of `with_ema`.
+  """Returns a copy of a module that holds the averages of `with_ema`.
 
   Args:
     optimizer: the live optimizer of `model`.
-    model: the live module; unchanged.
+    model: the live module. It does not change.
 
   Returns:
-    A new module. Averaged parameters have the dtype and layout of the model's; everything else is a copy.
-    Training on does not change it.
+    A new module. The averages have the dtype and the layout of the parameters; everything else is a copy.
+    Further training does not change the new module.
 
   Raises:
-    TrainError: the optimizer's state holds no average, or several.
+    TrainError: the optimizer state holds no average, or several averages.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp
@@ -188,20 +190,20 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
   """Leaves parameters and state unchanged if the gradients contain a NaN or an infinity.
 
-  It equals `optax.apply_if_finite`, with the same state, but it selects instead of branching: this takes less
-  memory, and suits transformations whose updates have another dtype than the gradients.
+  It equals `optax.apply_if_finite` and has the same state, but it selects values instead of branching. This
+  takes less memory, and it works with transformations whose updates have another dtype than the gradients.
   `optimizer.opt_state.total_notfinite` counts the skipped steps.
 
   Args:
-    tx: the transformation to protect; inside `with_masters`, if you use both.
-    max_consecutive: after this many skipped steps in a row the next step is applied, finite or not, so that
-      the failure shows. None: never.
+    tx: the transformation to protect. With masters, write `with_masters(skip_nonfinite(tx))`.
+    max_consecutive: after this number of consecutive skipped steps, the next step is applied even if it is
+      not finite, so that the failure becomes visible. None always skips.
 
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`.
 
   Raises:
-    TrainError: a negative `max_consecutive`.
+    TrainError: `max_consecutive` is negative.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp

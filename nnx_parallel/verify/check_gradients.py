@@ -55,14 +55,15 @@ def check_gradients(
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
-  XLA partitions a program, and for some layouts the program is silently wrong: the loss is right, but the
-  gradient of a leaf is half the correct value. On the mesh and at full size, this compares the product of the
-  gradient with random directions of +1 and -1 with the derivative of the loss along them by forward mode:
-  first over all leaves with equal weights, then, if the two differ, over groups of equal layers and over
-  single leaves. The model is unchanged, and is not copied.
+  XLA partitions a program, and for some layouts the partitioned program is silently wrong: for example, the
+  loss is right, but the gradient of a leaf is half the correct value. This function works on the mesh and at
+  full size. It draws random directions of +1 and -1, and compares the product of the gradient with each
+  direction with the derivative of the loss along the direction in forward mode. It does so first for all
+  leaves together, with equal weights. If the two differ, it also does so for groups of equal layers and for
+  single leaves. The model does not change, and it is not copied.
 
-  It checks your own jit, as it would run without `train_step`; `step.check_gradients` checks the program of a
-  step.
+  It checks the program that a `jax.jit` of your own would run, without `train_step`. To check the program of
+  a step, call `step.check_gradients`.
 
   It can miss an error that is, by chance, nearly orthogonal to the directions. If the gradient of one leaf of
   100 is twice too large, it passes in float32 once in 600 checks. In bfloat16 the rounding of other leaves
@@ -74,18 +75,19 @@ def check_gradients(
     model: a live module; or a tuple or dict of modules, which is passed to the loss function as it is.
     batch: one placed batch.
     loss_fn: as for `train_step`.
-    wrt: the Variables to differentiate.
+    wrt: a filter for the Variables to differentiate.
     seed: the seed of the directions.
     directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
-    by_group: also compare each group of equal layers, at the cost of one forward derivative for each group
-      and direction: in bfloat16, the rounding of many leaves hides one wrong leaf.
-    tries: the number of other layouts to try for wrong leaves; two programs are compiled for each.
+    by_group: whether to compare each group of equal layers, too. This costs one forward derivative for each
+      group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
+    tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix. Each try
+      compiles two programs.
 
   Returns:
-    The result: true if nothing is wrong.
+    A `GradientCheck`, which is true if nothing is wrong.
 
   Raises:
-    TrainError: a loss, batch or module that a step cannot use.
+    TrainError: a step cannot use the loss, the batch or the module.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp

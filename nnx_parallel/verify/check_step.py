@@ -38,11 +38,11 @@ class StepDifference:
     name: the name of the metric, or the dotted path; paths of optimizer state start with `optimizer/`.
     first: the value on the first layout; for an array, its norm.
     second: the same on the second layout.
-    difference: for a metric, relative to the first value. For a floating array, the norm of the difference,
-      relative to the norm of the step's change plus a hundredth of the change of all arrays of that kind. For
-      integers and random keys, the number of elements that differ.
+    difference: for a metric, the difference relative to the first value. For a floating-point array, the norm
+      of the difference, relative to the norm of the change that the step made plus a hundredth of the change
+      of all arrays of that kind. For integers and random keys, the number of elements that differ.
     tolerance: the largest difference that counts as equal; it includes the rounding of stored values.
-    note: why a larger difference is not an error, or why nothing can be decided; empty otherwise.
+    note: why a larger difference is not an error, or why the check cannot decide; empty otherwise.
   """
 
   name: str
@@ -77,7 +77,7 @@ class StepCheck(Shown):
     """Raises an error if the layouts differ.
 
     Raises:
-      TrainError: the check, as it prints.
+      TrainError: the layouts differ; the message is the printed table.
     """
     if not self:
       raise nxp.errors.TrainError(
@@ -120,23 +120,25 @@ def check_step(
   """Compares one train step on two layouts: its metrics, and each array after the step.
 
   It finds errors that a gradient check cannot find: in the value of the loss, batch statistics, metrics and
-  optimizer arithmetic. It compares the changes of the step, so a small learning rate hides nothing. Memory
-  must hold both models with their optimizers, and the first model's values from before the step.
+  optimizer arithmetic. It compares the changes of the step, so a small learning rate hides nothing. The
+  memory must hold both models with their optimizers, and also the values that the first model had before the
+  step.
 
   Args:
-    plan: a plan with an optimizer; its model is created.
-    other: another plan of the same module and optimizer, with the same initial values; None: one device.
+    plan: a plan with an optimizer; the function creates its model.
+    other: another plan of the same module and optimizer, with the same initial values. None compares with one
+      device.
     loss_fn: as for `train_step`.
     batch: one host batch.
-    **options: options of `train_step`, for both layouts. One device sums no gradients, so `reduction` applies
-      to the first layout only.
+    **options: arguments of `train_step`, for both layouts. One device sums no gradients of replicas, so
+      `reduction` then applies to the first layout only.
 
   Returns:
-    The comparison: true where both agree within the rounding of their dtype.
+    A `StepCheck`, which is true if both layouts agree within the rounding of the dtypes.
 
   Raises:
-    PlanError: a plan without an optimizer, or plans of different modules.
-    TrainError: a loss or batch that a step cannot use.
+    PlanError: a plan has no optimizer, or the plans are of different modules.
+    TrainError: a step cannot use the loss or the batch.
 
   Example:
     >>> import numpy as np, optax, nnx_parallel as nxp

@@ -16,18 +16,18 @@ Verdict = Literal["right", "wrong", "not decided"]
 
 @dataclasses.dataclass(frozen=True)
 class GradientComparison:
-  """Derivatives of the loss along random directions in some leaves, by reverse and by forward mode.
+  """Derivatives of the loss along random directions in some leaves, in reverse mode and in forward mode.
 
   Attributes:
     name: the leaves, with `*` for the numbers of layers.
     leaves: their dotted paths.
     reverse: the product of the gradient with each direction.
-    forward: the derivative of the loss along it, by forward mode or, if that is impossible, by central
-      differences.
-    difference: the difference of the two (root mean square over the directions), relative to the result for a
-      gradient of this norm.
+    forward: the derivative of the loss along each direction, in forward mode or, if that is impossible, by
+      central differences.
+    difference: the difference between `reverse` and `forward` (root mean square over the directions),
+      relative to the value that is typical for a gradient of this norm.
     verdict: `"right"`, `"wrong"` or `"not decided"`.
-    why: the reason of a wrong verdict; empty if nothing is wrong.
+    why: the reason for the verdict `"wrong"`; empty if nothing is wrong.
   """
 
   name: str
@@ -59,15 +59,15 @@ class GradientCheck(Shown):
   Attributes:
     comparisons: the comparisons, in order: all leaves at once, then groups and single leaves where they
       differ.
-    losses: the loss by each program that computed it, by name.
+    losses: the loss that each program computed, by the name of the program.
     loss_verdict: whether the losses agree with a program that the compiler need not partition; `"not
       decided"` if there is no such program.
-    tolerance: the largest `difference` of all leaves that needs no closer look, in this dtype.
-    closer: the largest `difference` that is right in a closer look at some leaves.
+    tolerance: the largest `difference` over all leaves together that counts as right, in this dtype.
+    closer: the largest `difference` over a group of leaves or a single leaf that counts as right.
     dtype: the coarsest floating dtype in which the loss computes.
-    layouts: dotted path -> spec, of the wrong leaves.
+    layouts: dotted path -> spec, for the leaves whose gradients are wrong.
     mesh: mesh axis name -> size in devices.
-    batch: the mesh axes that split the batch.
+    batch: the mesh axes that shard the batch.
     not_checked: the values that were not checked, and why.
     notes: further remarks: remedies, known faults.
     fix: the fix if something is wrong.
@@ -91,14 +91,14 @@ class GradientCheck(Shown):
 
   @property
   def wrong(self) -> tuple[str, ...]:
-    """The dotted paths of the leaves whose gradients are wrong, as closely as they were looked at."""
+    """The paths of the leaves whose gradients are wrong, by the smallest comparison with each leaf."""
     closest = {leaf: look for look in self.comparisons for leaf in look.leaves}
     found = tuple(leaf for leaf, look in closest.items() if not look)
     return found or tuple(leaf for look in self.comparisons if not look for leaf in look.leaves)
 
   @property
   def summary(self) -> str:
-    """One line: whether it is right or wrong, and the values that were not checked."""
+    """One line of text: whether the gradients are right, and the values that were not checked."""
     count = len({leaf for look in self.comparisons for leaf in look.leaves})
     verdict = "right" if all(look.verdict == "right" for look in self.comparisons) else "not decided"
     said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"
@@ -110,7 +110,7 @@ class GradientCheck(Shown):
     """Raises an error if something is wrong.
 
     Raises:
-      TrainError: the check, as it prints.
+      TrainError: something is wrong; the message is the printed table.
     """
     if not self:
       raise TrainError(

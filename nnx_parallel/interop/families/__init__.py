@@ -37,20 +37,22 @@ def from_config(
 ) -> nnx.Module:
   """Makes the module that a folder's `config.json` describes, with random weights.
 
-  Where the folder also holds the weights, they decide whether the head is the embedding, as in transformers.
+  If the folder also contains the weights, they decide whether the head is tied to the embedding, as in
+  transformers.
 
   Args:
-    folder: of a model on Hugging Face.
-    rngs: for the weights.
-    param_dtype: of all parameters.
-    ignore: keys of `config.json` that have no effect, although they are not known here.
+    folder: the folder of a model in the format of Hugging Face.
+    rngs: the random numbers for the weights.
+    param_dtype: the dtype of all parameters.
+    ignore: keys of `config.json` that this function does not know and that may be ignored, because they have
+      no effect.
 
   Returns:
     A plain module: a `Decoder`, `GPT2`, `T5`, `Bert` or `ViT`.
 
   Raises:
-    CheckpointError: files that cannot be read.
-    RecipeError: a family, or a setting, that is not here.
+    CheckpointError: the files cannot be read.
+    RecipeError: the family of models, or a setting in `config.json`, is not supported.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -87,26 +89,27 @@ def load_huggingface(
   edit: Callable[[Any], Any] | None = None,
   **options: Any,
 ) -> Any:
-  """Loads a model of Hugging Face into its shards: its module, plan, weight map and weights in one call.
+  """Loads a Hugging Face model into its shards: makes the module, plan and weight map, and reads the weights.
 
   Args:
-    folder: with `config.json` and safetensors files.
+    folder: a folder with `config.json` and safetensors files.
     mesh: a mesh of real devices.
     rules: as for `nxp.plan`; `nxp.presets.llama()` and similar presets name the dims.
     param_dtype: the dtype of all parameters; the import casts to it.
-    skip: patterns of paths that the files do not have; these leaves are initialised.
-    ignore: keys of `config.json` that have no effect, although they are not known here.
-    edit: called on the module before it is planned: `lambda model: add_lora(model, ...)`. Adapters are
-      initialised, and not read.
-    **options: options of `nxp.plan`; `optimizer=` makes an optimizer too.
+    skip: patterns of the paths of leaves that the files do not have; these leaves are initialised.
+    ignore: keys of `config.json` that this function does not know and that may be ignored, because they have
+      no effect.
+    edit: a function that edits the module before it is planned, such as `lambda model: add_lora(model, ...)`.
+      Adapters are initialised, and not read from the files.
+    **options: more arguments of `nxp.plan`. With `optimizer=`, the call also creates the optimizer.
 
   Returns:
     The module, or (module, optimizer).
 
   Raises:
-    CheckpointError: files that cannot be read, or weights that do not fit the module.
-    RecipeError: a family, or a setting, that has no module here.
-    ShardingError: as `nxp.plan`.
+    CheckpointError: the files cannot be read, or the weights do not fit the module.
+    RecipeError: the family of models, or a setting in `config.json`, is not supported.
+    ShardingError: as for `nxp.plan`.
 
   Example:
     >>> import nnx_parallel as nxp

@@ -108,18 +108,18 @@ def golden_text(plan: PlanTable) -> str:
 
 
 def assert_golden_plan(plan: PlanTable, file: str | os.PathLike[str], *, update: bool | None = None) -> None:
-  """Fails if a plan's layout differs from the layout in a file that is kept with the tests.
+  """Fails if the layout of a plan differs from the layout in a file that you keep with your tests.
 
-  Reasons and rules may change freely; types, shapes, dtypes, specs, padding and bytes may not.
+  Types, shapes, dtypes, specs, padding and bytes are compared; reasons and rules may change.
 
   Args:
     plan: the plan to check.
-    file: a text file, for example `tests/golden/llama_fsdp.txt`.
-    update: write the file instead of comparing; by default, whether the environment variable
+    file: the text file, for example `tests/golden/llama_fsdp.txt`.
+    update: whether to write the file instead of comparing; by default, only if the environment variable
       `NNX_PARALLEL_UPDATE_GOLDEN` is `1`.
 
   Raises:
-    AssertionError: the layout differs (the message has the lines that do), or the file does not exist.
+    AssertionError: the layout differs (the message shows the lines that differ), or the file does not exist.
 
   Example:
     >>> import tempfile, nnx_parallel as nxp

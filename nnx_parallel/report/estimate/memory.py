@@ -37,11 +37,11 @@ class MemoryPlan(Shown):
   Attributes:
     categories: bytes per device by category, at the peak of the step; their sum is `need_bytes`.
     largest: the largest leaves of the state in device memory: (name, bytes per device).
-    host_bytes: optimizer state in host memory, in bytes per device; not part of the need.
+    host_bytes: the optimizer state in host memory, in bytes per device; `need_bytes` does not include it.
     schedule: the schedule of the pipeline, or None.
     microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save for the backward pass.
-    chip: the chip whose memory it is compared with, or None.
+    remat: the remat policy: which activations the layers save for the backward pass.
+    chip: the chip with whose memory the plan is compared, or None.
   """
 
   categories: Mapping[str, int]
@@ -54,12 +54,12 @@ class MemoryPlan(Shown):
 
   @property
   def need_bytes(self) -> int:
-    """Bytes of one device at the peak of a step."""
+    """The bytes that one device needs at the peak of a step."""
     return sum(self.categories.values())
 
   @property
   def headroom_bytes(self) -> int | None:
-    """Usable memory of the chip that is left, in bytes per device; negative when it does not fit."""
+    """The usable memory of the chip that is left, in bytes per device; negative if the step does not fit."""
     return None if self.chip is None else self.chip.usable_bytes - self.need_bytes
 
   def to_json(self) -> str:
@@ -101,32 +101,35 @@ def memory_plan(
 ) -> MemoryPlan:
   """Predicts the memory of a train step from an abstract trace of its loss.
 
-  The state is exact. The saved activations of the loss are read from JAX's linearisation and divided by the
-  mesh axes that reach each array. Which arrays are alive at the same time, and which ones the compiler fuses
-  away, is a model: the plan can be off by half (`ERROR_BAND`). Compile with `compile_report` before you rely
-  on it.
+  The bytes of the state are exact. The saved activations are read from JAX's linearization of the loss, and
+  the size of each array is divided by the sizes of the mesh axes that shard it. A model estimates which
+  arrays are in memory at the same time and which arrays the compiler fuses away, so the plan can be off by
+  half. Compile the step with `compile_report` before you rely on it.
 
   Args:
-    plan: the layout, on any mesh.
+    plan: the plan of the model and the optimizer, on any mesh.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save; see `with_layers`.
+    remat: the remat policy, as in `train_step`; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    gradients: as in `train_step`; by default as the plan's ZeRO stage says.
-    pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"
-      covers all microbatches in flight, and "parameters in compute dtype" covers the layers on their stages.
-    chip: the chip to compare with.
+    gradients: the layout of the gradients, as in `train_step`; by default, the ZeRO stage of the plan
+      decides.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. The row "kept
+      activations" then covers all microbatches in flight, and the row "parameters in compute dtype" covers
+      the layers on their stages.
+    chip: the chip with whose memory the plan is compared, such as `"v5e"`.
 
   Returns:
-    The plan; print it, or read its `categories`.
+    A `MemoryPlan`; print it, or read its `categories`.
 
   Raises:
     ReportError: `microbatches` is not positive, the chip is not in the table, or the batch has no array or an
       array that the layout and its microbatches cannot split evenly.
-    TrainError: no such remat policy, no layer for it or for a pipeline, a batch that microbatches of a
-      pipeline cannot split evenly, or gradients that cannot be scattered.
-    SchemeError: no such axis of stages, or a number of microbatches that does not fit it.
+    TrainError: the remat policy does not exist, it or the pipeline finds no layer, the microbatches of the
+      pipeline do not divide the batch, or the gradients cannot be scattered.
+    SchemeError: the mesh does not have the axis of stages, or the number of microbatches does not fit the
+      number of stages.
 
   Example:
     >>> import jax

@@ -63,20 +63,21 @@ LATENCY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class StepTime(Shown):
-  """Predicted time of one step, in seconds of a model: use it to compare layouts, not to predict dates.
+  """The predicted time of one step. Use it to compare layouts, not to predict how long a run takes.
 
-  It prints shares of the step and no seconds: compared with published runs, the model is no better than one
-  constant for each chip.
+  It prints the shares of the step and no seconds, because compared with published runs, the model is no
+  better than a single constant for each chip.
 
   Attributes:
-    compute: arithmetic.
-    memory: HBM traffic.
-    overlapped: links that overlap with compute, by mesh axis.
-    waiting: links that compute waits for, by mesh axis; `host` is the link to host memory.
-    arithmetic: matrix FLOPs per device, recomputation included, by type and precision; see `Chip.peak`.
-    model_flops: the FLOPs without recomputation, as one number.
+    compute: the seconds of arithmetic.
+    memory: the seconds of HBM traffic.
+    overlapped: by mesh axis, the seconds of communication that overlaps with compute.
+    waiting: by mesh axis, the seconds of communication for which compute waits; `host` is the link to host
+      memory.
+    arithmetic: the matrix FLOPs per device, recomputation included, by dtype and precision; see `Chip.peak`.
+    model_flops: the matrix FLOPs per device without recomputation.
     peak: the device's peak FLOP per second in the arithmetic of most `model_flops`.
-    uncounted: operation -> runs, of operations that compute and are not counted above.
+    uncounted: operation -> number of runs, for operations that the model does not count.
   """
 
   compute: float
@@ -90,7 +91,7 @@ class StepTime(Shown):
 
   @property
   def flops(self) -> float:
-    """Matrix FLOPs per device, recomputation included."""
+    """The matrix FLOPs per device, recomputation included."""
     return sum(self.arithmetic.values())
 
   @property
@@ -100,12 +101,12 @@ class StepTime(Shown):
 
   @property
   def seconds(self) -> float:
-    """The full step."""
+    """The predicted seconds of the complete step."""
     return max(self.terms().values()) + sum(self.waiting.values()) + self.exposed
 
   @property
   def exposed(self) -> float:
-    """Seconds of communication that computation does not hide."""
+    """The seconds of communication that computation does not hide."""
     longest = max(self.terms().values())
     return EXPOSED * sum(seconds for seconds in self.overlapped.values() if seconds < longest)
 
@@ -118,11 +119,11 @@ class StepTime(Shown):
 
   @property
   def mfu(self) -> float:
-    """Model FLOP utilisation: useful FLOPs over the FLOPs at peak in the step's time."""
+    """The model FLOP utilisation: `model_flops` divided by the peak FLOPs in the time of the step."""
     return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
 
   def table(self) -> Table:
-    """The shares of the step, and the bounding term."""
+    """Returns the shares of the step, and the term that sets its time, as a table."""
     shares = {name: count / (self.flops or 1) for name, count in self.arithmetic.items()}
     mix = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
     rows = [(name, share_of(self, seconds), "") for name, seconds in self.terms().items()]
@@ -136,7 +137,7 @@ class StepTime(Shown):
     return render(*self.table())
 
   def terms(self) -> dict[str, float]:
-    """The seconds of each overlapping term."""
+    """Returns the seconds of each overlapping term."""
     return {"compute": self.compute, "memory": self.memory, **self.overlapped}
 
 
@@ -158,27 +159,29 @@ def predict_time(
   pipeline: str | Pipeline | None = None,
   slice_size: int | None = None,
 ) -> StepTime:
-  """Predicts the time of a train step, and its bounding term, from an abstract trace of its loss.
+  """Predicts the time of a train step, and the term that sets it, from an abstract trace of its loss.
 
   Args:
-    plan: the layout, on any mesh; its axes are taken major to minor.
+    plan: the plan of the model and the optimizer, on any mesh. The first axes of the mesh count as the
+      outermost.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
-    chip: figures of one device, or its name.
+    chip: a `Chip`, or the name of one, such as `"v5p"`.
     microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save; see `with_layers`.
+    remat: the remat policy, as in `train_step`; see `with_layers`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
-    gradients: as in `train_step`; by default as the plan's ZeRO stage says.
+    gradients: the layout of the gradients, as in `train_step`; by default, the ZeRO stage of the plan
+      decides.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`.
-    slice_size: the number of devices that the fast links join; by default the chip's domain, or all devices.
+    slice_size: the number of devices that fast links connect; by default `Chip.domain`, or all devices.
 
   Returns:
-    The time and its terms; print it. The top of this module says what it leaves out.
+    A `StepTime`, which you can print. The docstring of the module says what the model leaves out.
 
   Raises:
     ReportError: the chip is not in the table, or the batch has no array, or an array that the layout and its
       microbatches cannot split evenly.
-    TrainError: no such remat policy, no layer for it, or gradients that cannot be scattered.
+    TrainError: the remat policy does not exist, it finds no layer, or the gradients cannot be scattered.
 
   Example:
     >>> import jax

@@ -99,17 +99,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult(Paged):
-  """Every candidate, ranked; prints the winner as code, the best candidate of each mesh, and notes.
+  """All candidates, ranked. It prints the winner as code, the best candidate of each mesh, and notes.
 
   Attributes:
     machine: the target machine.
-    fitting: candidates that fit by the memory plan: first likely, then borderline candidates, each fastest
-      first; times within `SAME_TIME` count as equal, and the smaller candidate comes first.
-    too_large: candidates that do not fit, smallest first.
-    refused: reason -> number of meshes that it ruled out.
+    fitting: the candidates that fit according to the memory plan: first the likely candidates, then the
+      borderline candidates, and in each group the fastest first. If two times are almost equal, the candidate
+      that needs less memory comes first.
+    too_large: the candidates that do not fit, smallest first.
+    refused: a dict: reason -> number of meshes that it excluded.
     best: the winner: the first of `fitting` that no compiler rejected, or None.
-    notes: axes that split nothing, the notes of the winner's plan, candidates that were not compiled,
-      operations that were not counted.
+    notes: remarks, for example on axes that shard nothing, the notes of the winner's plan, candidates that
+      were not compiled, and operations that were not counted.
     layers: dotted paths of the layers, if they were given.
   """
 
@@ -122,10 +123,10 @@ class SearchResult(Paged):
   layers: str | None = None
 
   def code(self) -> str:
-    """The winner as code to paste, for `init`, `loss`, `rules` and `optimizer`.
+    """Returns the winner as code to paste, for `init`, `loss`, `rules` and `optimizer`.
 
     Raises:
-      ReportError: nothing fits, or no compiled program that fits computes the right results.
+      ReportError: nothing fits, or none of the compiled programs that fit computes the right results.
     """
     best = self.best
     if best is None and any(c.report is not None and c.report.faults for c in self.fitting):
@@ -154,7 +155,7 @@ class SearchResult(Paged):
     )
 
   def table(self) -> Table:
-    """The best candidate of each mesh; where nothing fits, the smallest."""
+    """Returns the best candidate of each mesh; if nothing fits on a mesh, the smallest."""
     shown = _one_of_each_mesh(self.fitting or self.too_large)
     fastest = min((c.time.seconds for c in shown), default=1.0)
     compiled = any(c.report is not None for c in shown)
@@ -165,7 +166,7 @@ class SearchResult(Paged):
     return Table(title if self.fitting else "Nothing fits. The smallest layout of each mesh", columns, rows)
 
   def summary(self) -> str:
-    """One sentence: how many layouts were tried, and how many fit."""
+    """Returns one sentence that says how many layouts were tried, and how many fit."""
     chip, tried = self.machine.chip, len(self.fitting) + len(self.too_large)
     sure = sum(candidate.fits == "likely" for candidate in self.fitting)
     return (
@@ -190,7 +191,7 @@ class SearchResult(Paged):
     return "\n".join([*lines, "", render(*self.table())])
 
   def to_json(self) -> str:
-    """The winner, the best candidate of each mesh, the compiled candidates and the counts as JSON."""
+    """Returns the winner, the best candidate of each mesh, the compiled candidates and the counts as JSON."""
     fastest = min((c.time.seconds for c in self.fitting), default=1.0)
     body = {
       "topology": self.machine.text,
@@ -221,34 +222,36 @@ def search(
   pipeline: str | Pipeline | None = None,
   compile_best: int = 3,
 ) -> SearchResult:
-  """Finds a fast layout of a step on a machine that fits.
+  """Finds a fast layout of a train step that fits in the memory of a machine.
 
-  It tries about a dozen meshes of the axes that the rules name, each with the remat policies and numbers of
-  microbatches. Axes that do not split the batch (`tensor`) get up to 8 devices. Among the axes that split it
-  (`data`, `fsdp`), one gets the remaining devices, or the last axis gets 8 devices, or a slice, and an axis
-  before it the rest.
+  It tries about a dozen meshes with the axes that the rules name, each with several remat policies and
+  numbers of microbatches. Axes that do not shard the batch (`tensor`) get at most 8 devices. Among the axes
+  that shard the batch (`data`, `fsdp`), one axis gets all remaining devices. Alternatively, the last of these
+  axes gets 8 devices or a slice, and an axis before it gets the rest.
 
   Args:
-    init: builds the module.
+    init: a function without arguments that builds the module.
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
-    topology: the machine, e.g. `"tpu:v5p:4x4x8"`.
+    topology: the name of the machine, such as `"tpu:v5p:4x4x8"`.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     rules: as for `plan`.
-    optimizer: its state, FLOPs and collectives are counted.
-    remat: the word or `Remat` of one policy, or a list of policies to try; see `with_layers`. If the loss has
-      no layers that they apply to, it runs as written, with a line in `notes`.
+    optimizer: the Optax transformation; its state, FLOPs and collectives are counted.
+    remat: a remat policy, or a list of policies to try; see `with_layers`. If the loss has no layers to which
+      they apply, it runs as it is written, and `notes` says so.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     zero: the ZeRO stage; as in `plan`.
     optimizer_memory: where the optimizer's state is stored between steps; as in `plan`.
-    max_microbatches: the largest number of microbatches to try; powers of two.
-    pipeline: also try 2, 4 and 8 pipeline stages over this mesh axis; as in `train_step`. Each needs a
-      separate trace. Stacked layers lie on their stages if the rules split them over this axis.
-    compile_best: the maximum number of layouts to compile, in order, with the compiler of the machine, or for
-      simulated CPU devices if it is not installed and this process has enough of them. The first layout that
-      fits and computes the right results (`report.faults`) wins; rejected layouts come last.
+    max_microbatches: the largest number of microbatches to try; the search tries powers of two.
+    pipeline: the mesh axis of pipeline stages. If given, the search also tries 2, 4 and 8 stages over this
+      axis, and traces the loss again for each of them. Stacked layers stay on their stages if the rules shard
+      them over this axis.
+    compile_best: the maximum number of layouts to compile, in the order of their rank. The search uses the
+      compiler of the machine; if it is not installed, the search compiles for simulated CPU devices, if this
+      process has enough of them. The first layout that fits and computes the right results (`report.faults`)
+      wins. Rejected layouts come last.
 
   Returns:
-    Every candidate, ranked; print it.
+    A `SearchResult` with all candidates, ranked; print it.
 
   Raises:
     ReportError: the topology or a policy is unknown, `max_microbatches` is not positive, or the rules name no
