@@ -15,7 +15,7 @@ Each relation holds up to a constant `scale`: a mean over examples is the sum of
 `1 / parts`. A number that both traces hold as a literal, such as the number of examples, gives the scale.
 
 JAX's types for partial sums, `PartitionSpec(unreduced=...)`, cannot say this yet (jax 0.12): they exist on
-Explicit axes only, and a partial sum may not be multiplied, not even by a constant (`tests/test_upstream.py`).
+Explicit axes only, and a partial sum may not be multiplied, not even by a constant (tests/test_upstream.py).
 """
 
 from __future__ import annotations
