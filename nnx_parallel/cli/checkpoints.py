@@ -1,4 +1,4 @@
-"""The commands on saved steps: inspect, verify, diff, reshard, import and export."""
+"""The commands on saved steps: inspect, verify, diff, import and export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
   from nnx_parallel.interop.dry_run import DryRun
-  from nnx_parallel.interop.match import Matched
   from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import Plan
 
@@ -46,7 +45,7 @@ def register(commands: options.Commands) -> None:
     " index when there are several files. The config.json of a --weight-map FOLDER is copied into it.",
   )
   export.set_defaults(zero=0, offload=False)
-  importing = options.add_command(
+  options.add_command(
     commands,
     "import",
     run_import,
@@ -54,12 +53,7 @@ def register(commands: options.Commands) -> None:
     help="turn safetensors into a checkpoint",
     description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
     " optimizer if the recipe has an optimizer. Leaves that are skipped are initialised. Exit code 3:"
-    " an array has no use, or a leaf no source (--dry-run, --match).",
-  )
-  importing.add_argument(
-    "--match",
-    metavar="FILE",
-    help="write a weight map guessed from shapes and names into FILE, to be corrected; import nothing",
+    " an array has no use, or a leaf no source (--dry-run).",
   )
   inspect = options.add_command(
     commands,
@@ -76,15 +70,6 @@ def register(commands: options.Commands) -> None:
     help="leaves to list one by one: 'model/*.kernel' (all, equal layers folded)",
   )
   inspect.add_argument("--json", action="store_true", help="the manifest as JSON")
-  options.add_command(
-    commands,
-    "reshard",
-    run_reshard,
-    *("directory", "out", *options.LAYOUT, "--step"),
-    help="rewrite a checkpoint for another layout",
-    description="Writes a step again, cut as the recipe is laid out on the mesh, into another directory."
-    " Any layout restores from any checkpoint; this only makes many restores of one layout faster.",
-  )
   options.add_command(
     commands,
     "verify",
@@ -130,18 +115,9 @@ def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.interop.dry_run import dry_run_import
-  from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.safetensors import import_safetensors
 
   plan = _plan(args)
-  if args.match:
-    found = match_by_shape(args.path, plan, skip=args.skip)
-    try:
-      with Path(args.match).open("x", encoding="utf-8") as file:
-        file.write(found.as_code())
-    except OSError as error:
-      raise CheckpointError(f"cannot write {args.match}: {error.strerror}.", fix="another FILE.") from error
-    return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
     return _show(dry_run_import(args.path, plan, weight_map, skip=args.skip))
@@ -220,31 +196,6 @@ def _print_leaves(record: Manifest, pattern: str | None) -> None:
       print(f"{path} = {json.dumps(value)}")
 
 
-def run_reshard(args: argparse.Namespace) -> int:
-  """Restores a step, and saves everything that it holds."""
-  from flax import traverse_util
-
-  from nnx_parallel.checkpoint import paths
-  from nnx_parallel.checkpoint.checkpointer import Checkpointer
-
-  plan = _plan(args)
-  source = Checkpointer(args.directory)
-  if source.directory == Checkpointer(args.out).directory:
-    raise CheckpointError(f"cannot reshard {source.directory} into itself.", fix="write to another folder.")
-  record = source.metadata(args.step)
-  restored = source.restore(plan, record.step)
-  model, optimizer = restored if isinstance(restored, tuple) else (restored, None)
-  extra = {name: source.restore_extra(name, step=record.step) for name in record.extra}
-  for name in [name for name in record.items if name not in ("model", "optimizer")]:  # these have no plan
-    leaves = source.restore_extra(name, step=record.step, as_numpy=True)
-    extra[name] = traverse_util.unflatten_dict({paths.parse(path): leaf for path, leaf in leaves.items()})
-  with Checkpointer(args.out) as destination:
-    destination.save(record.step, model, optimizer, extra=extra, metrics=record.metrics, plan=plan)
-    written = destination.metadata(record.step)
-  print(f"step {record.step}: {written.nbytes:,} bytes in {len(written.files)} files -> {args.out}")
-  return 0
-
-
 def run_verify(args: argparse.Namespace) -> int:
   """Checks the steps, one line for each step."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -291,7 +242,7 @@ def _weight_map(place: str | None, imported: str | None = None) -> WeightMap | N
   return weight_map_of(place) if Path(place).is_dir() else load_weight_map(place)
 
 
-def _show(found: DryRun | Matched) -> int:
+def _show(found: DryRun) -> int:
   from nnx_parallel.core.text import print_text
 
   print_text(str(found))

@@ -8,7 +8,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.interop.families import from_config, load_huggingface
   from nnx_parallel.interop.huggingface import weight_map_of
   from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
-  from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.orbax import restore_orbax
   from nnx_parallel.interop.peft import export_peft, import_peft
   from nnx_parallel.interop.program import export_program, load_program
@@ -33,7 +32,6 @@ __all__ = [
   "load_huggingface",
   "load_program",
   "load_weight_map",
-  "match_by_shape",
   "merge_adapters",
   "restore_orbax",
   "weight_map_of",

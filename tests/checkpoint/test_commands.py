@@ -124,26 +124,6 @@ def test_diff(run_dir, capsys):
   assert "shape    model/kernel: saved (16, 32), wanted (16, 64)" in capsys.readouterr().out
 
 
-def test_reshard_keeps_everything(run_dir, capsys):
-  out = run_dir / "out"
-  arguments = [str(run_dir / "recipe.py"), "--mesh", "fsdp=2", "--devices", "2"]
-  assert main(["reshard", str(run_dir / "run"), str(out), *arguments]) == 0
-  assert "step 20:" in capsys.readouterr().out
-  old, new = nxp.Checkpointer(run_dir / "run"), nxp.Checkpointer(out)
-  assert new.metadata().fingerprint == old.metadata().fingerprint
-  assert new.metadata().metrics == old.metadata().metrics
-  assert new.restore_extra("data") == {"samples": 640}
-  before, after = (c.restore(step=20, as_numpy=True) for c in (old, new))
-  for item in before:
-    assert_same(before[item], after[item])
-  assert isinstance(after["model"]["kernel"], np.ndarray)
-  assert len(list((out / "20" / "model" / "kernel" / "c").rglob("*"))) < len(
-    list((run_dir / "run" / "20" / "model" / "kernel" / "c").rglob("*"))
-  )
-  assert main(["reshard", str(out), str(out), *arguments]) == 1
-  assert "into itself" in capsys.readouterr().err
-
-
 def test_export_and_import(run_dir, capsys):
   weights = "from nnx_parallel.interop.weights import Rule, WeightMap\n"
   weights += 'WEIGHT_MAP = WeightMap(Rule("fc.weight", "kernel", "o i -> i o"), Rule("fc.bias", "bias"))\n'
@@ -190,19 +170,17 @@ def mesh():
 
 def test_commands_on_checkpoints_lay_out_as_training_does(run_dir, capsys):
   (run_dir / "named.py").write_text(NAMED)
-  run, out, files = (str(run_dir / name) for name in ("run", "out", "hf"))
+  run, files = (str(run_dir / name) for name in ("run", "hf"))
   way = [str(run_dir / "named.py"), "--rules", "rows=tensor"]
   split = [*way, "--zero", "1", "--offload"]
   assert main(["diff", run, *split]) == 0
   assert main(["export", run, files, *way]) == 0
-  assert main(["reshard", run, out, *split]) == 0
   assert main(["import", files, str(run_dir / "back"), *split]) == 0
-  for directory in (out, run_dir / "back"):
-    plan = nxp.Plan.from_json(json.dumps(nxp.Checkpointer(directory).metadata().plan))
-    assert plan["kernel"].spec == jax.P("tensor", None)
-    mu = plan["optimizer/opt_state.0.mu.kernel"]
-    assert mu.spec == jax.P("tensor", "data")
-    assert mu.memory_kind == "pinned_host"
+  plan = nxp.Plan.from_json(json.dumps(nxp.Checkpointer(run_dir / "back").metadata().plan))
+  assert plan["kernel"].spec == jax.P("tensor", None)
+  mu = plan["optimizer/opt_state.0.mu.kernel"]
+  assert mu.spec == jax.P("tensor", "data")
+  assert mu.memory_kind == "pinned_host"
 
 
 ODD = """

@@ -10,7 +10,7 @@ Told here, or in the test that is named:
 | host memory blows up | test_memory; predicted: test_diff: test_a_fit_predicts_bytes |
 | unfinished saves look valid | test_integrity: test_latest_skips_what_is_not_whole |
 | background errors vanish | test_safety: test_background_errors_are_raised_at_the_next_call |
-| slow load from the chunk layout | here; reshard: test_commands: test_reshard_keeps_everything |
+| slow load from the chunk layout | here |
 | `Sharding info not provided when restoring` | test_restore: test_numpy_only_on_request |
 | `tree structures do not match` | here (another optimizer chain); renames: test_diff |
 | `Requested shape: ... is not compatible` | test_diff: test_shapes_name_the_leaf_and_both_shapes |

@@ -38,7 +38,6 @@ COMMANDS = [
   "export",
   "import",
   "inspect",
-  "reshard",
   "verify",
 ]
 
