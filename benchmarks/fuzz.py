@@ -13,7 +13,8 @@ of all gradients, so that one which is zero but for rounding does not count; tha
 Float32 on another layout agrees to 1e-6 or so. Some programs are worse conditioned (bfloat16 inside, top-k),
 so one device also runs with parameters moved by their last bit, and 30 times what that changes is allowed.
 Beyond 1e-3 and that, a program is *wrong*; between 1e-4 and 1e-3 it is *suspicious*. With float16 or bfloat16
-inside, where one program rounds what another one fuses, both bounds are 50 times that.
+inside, where one program rounds what another one fuses, both bounds are 50 times that, and the difference of a
+loss below 1 counts as it is: many of the losses are 1 plus a sum, which may cancel.
 
 The compiler ends the process on some programs: workers are forked, and the search goes on behind the one that
 died.
@@ -146,11 +147,17 @@ class Model:
     return right, differences(right, near)
 
 
-def differences(right: Numbers, found: Numbers) -> dict[str, float]:
-  """Relative differences by name: `loss`, `grad NAME`, and those of the second step."""
+def differences(right: Numbers, found: Numbers, least: float = 1e-2) -> dict[str, float]:
+  """Relative differences by name: `loss`, `grad NAME`, and those of the second step.
+
+  Args:
+    right: numbers of one device.
+    found: numbers to compare.
+    least: is added to the size of a loss, which may be near 0.
+  """
   result: dict[str, float] = {}
   for n, step in enumerate(("", "second ")):
-    result[f"{step}loss"] = abs(found.losses[n] - right.losses[n]) / (abs(right.losses[n]) + 1e-2)
+    result[f"{step}loss"] = abs(found.losses[n] - right.losses[n]) / (abs(right.losses[n]) + least)
     grads = right.gradients[n]
     everything = np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in grads.values()))
     for name, g in grads.items():
@@ -271,8 +278,10 @@ def check(model: Model, layout: Layout, options: Options) -> dict[str, Any]:
     return {"verdict": "refused", "message": str(refused)[:300]}
   finally:
     jax.config.update("jax_use_shardy_partitioner", True)
-  low = LOW if any(block["op"] == "half" for block in model.program["blocks"]) else 1
-  off = {name: value for name, value in differences(right, found).items() if value > low * SUSPICIOUS}
+  is_half = any(block["op"] == "half" for block in model.program["blocks"])
+  low, least = (LOW, 1.0) if is_half else (1, 1e-2)
+  off = differences(right, found, least)
+  off = {name: value for name, value in off.items() if value > low * SUSPICIOUS}
   off = {name: value for name, value in off.items() if value > NOISE * noise[name]}
   if not off:
     return {"verdict": "right"}

@@ -457,7 +457,7 @@ class Checkpointer:
     found = self._storage.identity(number)
     problems = self._problems(number)
     if any(multihost.added_up([bool(problems) and self._storage.identity(number) != found])):
-      raise vanished(self._storage.folder(number))
+      raise vanished(self.directory / str(number))
     return problems
 
   # Inside.
@@ -587,7 +587,7 @@ class Checkpointer:
       yield
     except CheckpointError as error:
       if any(multihost.added_up([found is None or self._storage.identity(step) != found])):
-        raise vanished(self._storage.folder(step)) from error
+        raise vanished(self.directory / str(step)) from error
       raise
 
   def _try_steps(

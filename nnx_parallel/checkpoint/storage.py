@@ -119,9 +119,13 @@ class Storage:
     folder, replaced = self._path(step), self._path(step, REPLACED)
     return replaced if not folder.exists() and (replaced / manifest.FILE).exists() else folder
 
-  def identity(self, step: int) -> int | None:
-    """A number that changes when another folder takes the name of a step; None if there is no folder."""
-    return 0 if self.folder(step).exists() else None
+  def identity(self, step: int) -> tuple[str, int] | None:
+    """The name of a step's folder, and a number that changes when another folder takes that name.
+
+    None if there is no folder.
+    """
+    folder = self.folder(step)
+    return (folder.name, 0) if folder.exists() else None
 
   def unrecognised_steps(self) -> list[int]:
     """The folders named like a step that hold files but no manifest: damaged, or of another program."""
@@ -254,9 +258,10 @@ class LocalStorage(Storage):
   """A directory of steps on a file system with locks, fsync and atomic renames."""
 
   @override
-  def identity(self, step: int) -> int | None:
+  def identity(self, step: int) -> tuple[str, int] | None:
+    folder = self.folder(step)
     with contextlib.suppress(FileNotFoundError):
-      return os.stat(self.folder(step)).st_ino
+      return folder.name, os.stat(folder).st_ino
     return None
 
   @override

@@ -18,6 +18,7 @@ from checkpoint.runs import MESHES, arrays, assert_same, make_plan, target_of
 from nnx_parallel import cli
 from nnx_parallel.checkpoint import array_io, restore, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.damage import VanishedError
 from nnx_parallel.errors import CheckpointError
 
 
@@ -309,6 +310,25 @@ def test_a_step_that_vanishes_while_it_is_looked_at_is_not_called_damaged(
   assert cli.main(["verify", str(tmp_path)]) == 0
   text = "step 1: removed or replaced during the check\nstep 2: good\n1 good, 0 damaged"
   assert text in capsys.readouterr().out
+
+
+def test_a_step_that_is_being_replaced_is_not_called_damaged(tmp_path, monkeypatch):
+  checkpointer, real = Checkpointer(tmp_path), restore.damaged_files
+  for step in (1, 2):
+    checkpointer.save(step, {"w": np.full(2, step)})
+
+  def damaged_files(folder, *arguments, **options):
+    monkeypatch.undo()
+    # A save replaces the step: the old folder has another name already, and the new one has no name yet.
+    folder.rename(tmp_path / f"2{storage.REPLACED}")
+    return real(folder, *arguments, **options)
+
+  monkeypatch.setattr(restore, "damaged_files", damaged_files)
+  with pytest.raises(VanishedError, match=r"/2 vanished: another process removed or replaced it"):
+    checkpointer.restore(as_numpy=True, step=2)
+  (tmp_path / f"2{storage.REPLACED}").rename(tmp_path / "2")
+  monkeypatch.setattr(restore, "damaged_files", damaged_files)
+  assert checkpointer.latest() == 2
 
 
 def test_the_log_of_others_is_heard_during_a_background_save(tmp_path, monkeypatch, caplog):
