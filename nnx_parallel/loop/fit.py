@@ -11,8 +11,8 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, Never
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import examples_in
-from nnx_parallel.train.step import TrainStep
+from nnx_parallel.train.step import TrainStep, unknown_option
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -138,6 +138,7 @@ def fit(
   profile_dir: str | os.PathLike[str] = "profile",
   nonfinite: Literal["error", "continue"] = "error",
   check_gradients: bool = False,
+  **unknown: Never,
 ) -> FitResult:
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
@@ -191,6 +192,7 @@ def fit(
       not finite; it is not saved then.
     check_gradients: whether to check on the first batch, before training, that the step's gradients are the
       derivatives of its loss on this layout (`TrainStep.check_gradients`); wrong gradients are an error.
+    **unknown: misspelt names, for an error that shows the nearest name.
 
   Returns:
     The last step, the metrics, and why it ended.
@@ -214,6 +216,8 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  if unknown:
+    raise unknown_option(fit, next(iter(unknown)))
   _check_step(step)
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
@@ -244,7 +248,7 @@ def fit(
   recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None, unit)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
   saved_at = time.monotonic()
-  first, compiles = at.step + 1, _compiles(step)
+  first, programs = at.step + 1, list[str]()
 
   def run_evaluation() -> None:
     nonlocal evaluated
@@ -275,6 +279,7 @@ def fit(
   source = host if plan is None else placed(host, plan)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignals())
+    stack.enter_context(_compilations(programs))
     if plan is not None:
       stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
@@ -308,23 +313,20 @@ def fit(
         with goodput.spend("profile"):
           jax.block_until_ready(metrics)
           tracing.enter_context(jax.profiler.trace(os.fspath(profile_dir)))
-      began = time.perf_counter()
+      before, began = len(programs), time.perf_counter()
       with jax.profiler.StepTraceAnnotation("train", step_num=number):
         metrics = _checked(step(model, optimizer, batch))
       at.step, at.samples = number, at.samples + examples_in(batch)
-      compiled = number == first or _compiles(step) > compiles
+      compiled = len(programs) > before
       goodput.add("compile" if compiled else "step", time.perf_counter() - began)
-      compiles = _compiles(step)
-      if compiled and peak:
-        with goodput.spend("compile"):
-          work = _flops(step, model, batch) if flops is None else flops
-          recorder.ideal_seconds = work / peak
+      if peak and (compiled or number == first):
+        recorder.ideal_seconds = (_flops(step, model, batch) if flops is None else flops) / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
       if save_every_minutes is not None:
         saving = saving or time.monotonic() - saved_at >= 60 * save_every_minutes
       now = evaluating or saving or number in (first, steps) or number % log_every == 0
       with goodput.spend("step"):
-        recorder.add(number, metrics, batch, tokens or _rows, report=now)
+        recorder.add(number, metrics, batch, tokens or _rows, report=now, compiled=compiled)
         if evaluating or saving:
           recorder.flush()
       if number == profiled[1]:
@@ -475,8 +477,19 @@ def _busy(metrics: AnyMetrics | None) -> bool:
   return bool(arrays) and not arrays[0].is_ready()
 
 
-def _compiles(step: Any) -> int:
-  return len(getattr(step, "compiles", ()))
+@contextlib.contextmanager
+def _compilations(programs: list[str]) -> Generator[None]:
+  """Adds to the list for each program that XLA compiles during the block."""
+
+  def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":  # tests/test_upstream.py checks it
+      programs.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def _abstract(x: Any) -> Any:
