@@ -278,6 +278,23 @@ class Comparison:
   unused: list[str]
   ignored: list[str]
 
+  def require_complete(self) -> None:
+    """Raises where something is left over.
+
+    Raises:
+      CheckpointError: leaves without a source, or arrays and layers that no rule uses.
+    """
+    missing = [f"missing  {path}: {reason}" for path, reason in self.missing.items()]
+    spare = [f"unused   {row}" for row in [*self.cut, *self.unused]]
+    if missing or spare:
+      raise CheckpointError(
+        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
+        f"{len(spare)} arrays of the file no use.",
+        details="\n".join([*missing[:12], *spare[:12]]),
+        fix="add rules, leave out leaves of the model by name (skip=[...], --skip) or arrays of the file "
+        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
+      )
+
 
 class WeightMap:
   """Rules from names in a file to paths in a model. The first rule that matches a path applies.
@@ -288,52 +305,23 @@ class WeightMap:
 
   Example:
     >>> weight_map = WeightMap(Rule("h.{i}.w", "layers.{i}.kernel", "o i -> i o"))
-    >>> groups = weight_map.match(["layers.0.kernel"], {"h.0.w": (4, 3)})
-    >>> [(group.names, group.layers) for group in groups]
+    >>> found = weight_map.compare(["layers.0.kernel"], {"h.0.w": (4, 3)})
+    >>> [(group.names, group.layers) for group in found.groups]
     [(('h.0.w',), {0: 'layers.0.kernel'})]
   """
 
   def __init__(self, *rules: Rule, ignore: Iterable[str] = ()):
     self.rules, self.ignore = rules, tuple(ignore)
 
-  def match(
+  def compare(
     self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
-  ) -> list[Group]:
-    """Finds the arrays of a file for the leaves of a model, and checks that nothing is left over.
+  ) -> Comparison:
+    """Finds the arrays of a file for the leaves of a model, and the remaining arrays.
 
     Args:
       paths: of all leaves.
       shapes: of the arrays in the file, by name.
       skip: paths that need no source; a layer of such a path may stay unused.
-
-    Returns:
-      The arrays of the file that make each leaf.
-
-    Raises:
-      CheckpointError: leaves without a source, or arrays and layers that no rule uses.
-    """
-    found = self.compare(paths, shapes, skip)
-    if found.missing or found.cut or found.unused:
-      missing = [f"missing  {path}: {reason}" for path, reason in found.missing.items()]
-      spare = [f"unused   {row}" for row in [*found.cut, *found.unused]]
-      raise CheckpointError(
-        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
-        f"{len(spare)} arrays of the file no use.",
-        details="\n".join([*missing[:12], *spare[:12]]),
-        fix="add rules, leave out leaves of the model by name (skip=[...], --skip) or arrays of the file "
-        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
-      )
-    return found.groups
-
-  def compare(
-    self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
-  ) -> Comparison:
-    """Finds the arrays of a file for the leaves of a model, like `match`, and the remaining arrays.
-
-    Args:
-      paths: as for `match`.
-      shapes: as for `match`.
-      skip: as for `match`.
 
     Returns:
       The arrays that make leaves, and the missing, cut and unused arrays.
@@ -557,7 +545,9 @@ def import_arrays(
     left_out = initialised(plan, wanted, skip)
     arrays = sources()
     shapes = {name: array.shape for name, array in arrays.items()}
-    groups = weight_map.match(wanted, shapes, left_out)
+    found = weight_map.compare(wanted, shapes, left_out)
+    found.require_complete()
+    groups = found.groups
     for group in groups:
       require_fit(group, arrays, wanted)
   leaves: dict[str, AnyArray] = {}

@@ -141,7 +141,7 @@ def test_layers_with_a_gap(tmp_path):
   safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
   shapes = {name: array.shape for name, array in tensors.items()}
   with pytest.raises(CheckpointError, match=r"cannot stack w\.\{i\} into w: the numbers found are \[0, 2\]"):
-    WeightMap(Rule("w.{i}", "w")).match(["w"], shapes)
+    WeightMap(Rule("w.{i}", "w")).compare(["w"], shapes)
   with pytest.raises(CheckpointError, match=r"has numbers that do not correspond\.\n  only in the file: "):
     Rule("w.{i}.{j}", "w")
   with pytest.raises(CheckpointError, match="has the pattern 'a b', which has no arrow"):

@@ -77,7 +77,7 @@ def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monk
   monkeypatch.setattr(nxp, "eval_step", eval_step)
   mesh = nxp.make_mesh(data=2, stage=2, tensor=2)
   found = [
-    Job.start(recipe, plan_recipe(recipe, mesh), microbatches=4, pipeline=stage).evaluate()
+    Job.start(recipe, plan_recipe(recipe, mesh), microbatches=4, options={"pipeline": stage}).evaluate()
     for stage in (None, "stage")
   ]
   assert found[1] == pytest.approx(found[0], rel=1e-6)
