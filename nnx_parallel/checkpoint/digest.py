@@ -186,16 +186,8 @@ def _digest_shards(layout: NamedSharding, shape: Shape) -> jax.stages.Wrapped:
 
   def local(part: jax.Array) -> jax.Array:
     offsets = [_index(entry, mesh) * jnp.uint32(size) for entry, size in zip(names, part.shape, strict=True)]
-    counts = jnp.uint32(1)
-    for axis in free:  # replicas share the work where a dim divides; otherwise the first does it
-      size, mine = mesh.shape[axis], jax.lax.axis_index(axis).astype(jnp.uint32)
-      dim = next((dim for dim in range(ndim) if part.shape[dim] % size == 0), None)
-      if dim is None:
-        counts = counts * (mine == jnp.uint32(0)).astype(jnp.uint32)
-        continue
-      rows = part.shape[dim] // size
-      part = jax.lax.dynamic_slice_in_dim(part, mine.astype(jnp.int32) * rows, rows, dim)
-      offsets[dim] = offsets[dim] + mine * jnp.uint32(rows)
+    # Of replicas, the first counts.
+    counts = math.prod((jax.lax.axis_index(axis) == 0).astype(jnp.uint32) for axis in free)
     return _digest_part(part, offsets, shape) * counts
 
   spec = PartitionSpec(*layout.spec)
