@@ -95,9 +95,8 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
   """Restores a model, and writes the files."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.dry_run import dry_run_export
   from nnx_parallel.interop.huggingface import CONFIG
-  from nnx_parallel.interop.safetensors import export_safetensors
+  from nnx_parallel.interop.safetensors import dry_run_export, export_safetensors
 
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map)
@@ -114,8 +113,7 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.dry_run import dry_run_import
-  from nnx_parallel.interop.safetensors import import_safetensors
+  from nnx_parallel.interop.safetensors import dry_run_import, import_safetensors
 
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map, args.path)

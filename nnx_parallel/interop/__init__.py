@@ -4,14 +4,18 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from nnx_parallel.interop.adapters import add_lora, merge_adapters
-  from nnx_parallel.interop.dry_run import dry_run_export, dry_run_import
   from nnx_parallel.interop.families import from_config, load_huggingface
   from nnx_parallel.interop.huggingface import weight_map_of
   from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
   from nnx_parallel.interop.orbax import restore_orbax
   from nnx_parallel.interop.peft import export_peft, import_peft
   from nnx_parallel.interop.program import export_program, load_program
-  from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
+  from nnx_parallel.interop.safetensors import (
+    dry_run_export,
+    dry_run_import,
+    export_safetensors,
+    import_safetensors,
+  )
   from nnx_parallel.interop.weights import Rule, WeightMap, load_weight_map
 
 __all__ = [
