@@ -122,7 +122,6 @@ def fit(
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
-  save_every_minutes: float | None = None,
   only: Only | None = None,
   extra: Callable[[], Mapping[str, Any]] | None = None,
   resume: int | Literal["latest", "best"] | None = None,
@@ -163,7 +162,6 @@ def fit(
     eval_every: steps between evaluations; by default only the last step is evaluated.
     checkpointer: saves the steps; `max_to_keep` and `best` (for example `"eval_loss"`) are its options.
     save_every: steps between saves; by default only the last step is saved.
-    save_every_minutes: minutes between saves; for jobs of one process, since clocks differ.
     only: the leaves of the model to save, and to restore when resuming: as for `Checkpointer.save`. Other
       leaves, such as a base under adapters, must be the same as when the run began.
     extra: returns more to save: trees of arrays, or JSON values, by name, but not `"data"`.
@@ -226,14 +224,14 @@ def fit(
     )
   log_lines, log_every = log_every is not None, 1 if log_every is None else log_every
   every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
-  _check_intervals(evaluate, every, save_every_minutes, profile)
+  _check_intervals(evaluate, every, profile)
   goodput = Goodput()
   resumed = ""
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
     resumed = f"resumed from step {start.step} of {checkpointer.directory}"
-  _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
+  _check(checkpointer, save_every or only, resume, start, batches)
   if only is not None:
     saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
   at = start or Position()
@@ -247,7 +245,6 @@ def fit(
   peak = _peak() if peak_flops is None else peak_flops
   recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None, unit)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
-  saved_at = time.monotonic()
   first, programs = at.step + 1, list[str]()
 
   def run_evaluation() -> None:
@@ -258,7 +255,7 @@ def fit(
       evaluated = at.step
 
   def save() -> None:
-    nonlocal saved, saved_at
+    nonlocal saved
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
         if nonfinite == "error":
@@ -273,7 +270,7 @@ def fit(
         options = at.save_options(own)
         checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=found, **options)
       shown.note(at.step, f"checkpoint in {checkpointer.directory}")
-      saved, saved_at = at.step, time.monotonic()
+      saved = at.step
 
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
@@ -322,8 +319,6 @@ def fit(
       if peak and (compiled or number == first):
         recorder.ideal_seconds = (_flops(step, model, batch) if flops is None else flops) / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
-      if save_every_minutes is not None:
-        saving = saving or time.monotonic() - saved_at >= 60 * save_every_minutes
       now = evaluating or saving or number in (first, steps) or number % log_every == 0
       with goodput.spend("step"):
         recorder.add(number, metrics, batch, tokens or _rows, report=now, compiled=compiled)
@@ -395,9 +390,7 @@ def _check(
     )
 
 
-def _check_intervals(
-  evaluate: Any, every: Mapping[str, int | None], minutes: float | None, profile: tuple[int, int] | None
-) -> None:
+def _check_intervals(evaluate: Any, every: Mapping[str, int | None], profile: tuple[int, int] | None) -> None:
   for name, steps in every.items():
     least = 0 if name == "steps" else 1
     if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
@@ -410,14 +403,6 @@ def _check_intervals(
     )
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
-  if minutes is not None and not minutes > 0:
-    raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
-  if minutes is not None and jax.process_count() > 1:
-    raise TrainError(
-      f"save_every_minutes is for jobs of one process, but this job has {jax.process_count()}.",
-      details="their clocks differ, and all must save the same step",
-      fix="save_every=N, in steps.",
-    )
 
 
 def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:

@@ -187,7 +187,7 @@ def test_early_stop_ends_a_run_that_no_longer_improves(tiny, capsys):
   ("words", "message"),
   [
     (["--early-stop", "2"], "--early-stop needs --eval-every N"),
-    (["--keep", "2"], "--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR"),
+    (["--keep", "2"], "--resume, --save-every and --keep need --checkpoint DIR"),
     (["--profile", "9"], "argument --profile: '9' is not a window of steps, such as 10:12"),
     (["--resume", "newest"], "argument --resume: 'newest' is not a step: a number, latest or best"),
   ],

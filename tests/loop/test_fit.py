@@ -165,19 +165,6 @@ def test_adapters_alone_are_saved_and_go_on(tmp_path):
   assert not (tmp_path / "other").exists()
 
 
-def test_saves_by_the_clock(tmp_path, monkeypatch):
-  now = 0.0
-
-  def tick(step, values):
-    nonlocal now
-    now += 70.0 if step == 2 else 20.0
-
-  monkeypatch.setattr("nnx_parallel.loop.fit.time.monotonic", lambda: now)
-  with nxp.Checkpointer(tmp_path) as checkpointer:
-    fit(steps=6, checkpointer=checkpointer, save_every_minutes=1.5, trackers=[tick])
-    assert checkpointer.steps() == [4, 6]
-
-
 def test_best_is_the_step_with_the_best_evaluation(tmp_path):
   values = iter([3.0, 1.0, 2.0])
   with nxp.Checkpointer(tmp_path, max_to_keep=1, best="eval_score") as checkpointer:
@@ -234,8 +221,7 @@ def test_early_stop_goes_on_after_a_nan():
     ({"save_every": 1.5}, "save_every=1.5 is not a number of steps"),
     ({"steps": -1}, "steps=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
-    ({"save_every_minutes": 0}, "save_every_minutes=0 is not a number of minutes"),
-    ({"save_every_minutes": 1}, "save_every, only and resume need a checkpointer"),
+    ({"save_every": 1}, "save_every, only and resume need a checkpointer"),
   ],
 )
 def test_intervals_that_mean_nothing(options, message):
