@@ -128,17 +128,6 @@ def test_steps_compute_what_linen_computes(scan):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_explicit_axes_compute_what_auto_axes_do():
-  losses = []
-  for explicit in (False, True):
-    net = MLP(scan=True, logical=True)
-    plan = planned(net, inputs(), optax.sgd(0.1), nxp.make_mesh(data=2, model=4, explicit=explicit))
-    model, optimizer = nxp.create_sharded_model(plan)
-    step, batch = nxp.train_step(loss_fn), nxp.shard_batch(inputs(), plan)
-    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
-  np.testing.assert_allclose(*losses, rtol=1e-6)
-
-
 def test_logical_constraints_of_linen_follow_the_rules_in_scope():
   mesh, x = nxp.make_mesh(data=2, model=4), np.ones((8, 8), np.float32)
 
