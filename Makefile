@@ -33,6 +33,7 @@ guides: setup  ## runs README.md and guides/*.md from top to bottom
 
 site: setup-site  ## the site, build/site/guides/index.html, from the guides and the docstrings; warnings are errors
 	@$(bin)/python -m sphinx -q -W --keep-going -c guides -d build/site-doctrees . build/site
+	@$(bin)/python -m pytest -q tests/guides/test_site.py
 	@echo "build/site/guides/index.html"
 
 store: setup-store  ## checkpoints on an emulated object store: its tests, and their time at 40 ms a request

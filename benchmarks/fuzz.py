@@ -13,8 +13,8 @@ of all gradients, so that one which is zero but for rounding does not count; tha
 Float32 on another layout agrees to 1e-6 or so. Some programs are worse conditioned (bfloat16 inside, top-k),
 so one device also runs with parameters moved by their last bit, and 30 times what that changes is allowed.
 Beyond 1e-3 and that, a program is *wrong*; between 1e-4 and 1e-3 it is *suspicious*. With float16 or bfloat16
-inside, where one program rounds what another one fuses, both bounds are 50 times that, and the difference of a
-loss below 1 counts as it is: many of the losses are 1 plus a sum, which may cancel.
+inside, where one program rounds what another one fuses, both bounds are 50 times that, and the difference of
+a loss is divided by its size plus 1: many of the losses are 1 plus a sum, which may cancel.
 
 The compiler ends the process on some programs: workers are forked, and the search goes on behind the one that
 died.

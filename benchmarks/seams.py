@@ -4,8 +4,9 @@
     python benchmarks/seams.py --seeds 7:8 --show       one case, printed
 
 Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from a seed:
-features of a small decoder, a loss, options of the step, a mesh, and what follows the first steps. Its
-baseline is the same model and loss on one device with the same number of microbatches and no other option.
+features of a small decoder, a loss, options of the step, a mesh and the type of its axes, and what follows
+the first steps. Its baseline is the same model and loss on one device with the same number of microbatches
+and no other option.
 
 A case is *right* when losses and parameters agree to 2e-4, *refused* when an error of the
 toolkit says what cannot be done and `TRUE` knows that it is so, and *wrong* otherwise.
@@ -67,6 +68,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
   "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
   "data 2 x stage 2": {"data": 2, "stage": 2},
 }
+EXPLICIT = ("no axis", "no axis", "each axis", "the first axis")
 AFTER = ("nothing", "restored elsewhere", "replaced array", "another model", "evaluated")
 
 TRUE = (
@@ -103,6 +105,7 @@ class Case:
   zero: int
   scaled: bool
   after: str
+  explicit: str
 
   @classmethod
   def draw(cls, seed: int) -> Case:
@@ -115,15 +118,15 @@ class Case:
     layout = rng.choice([*LAYOUTS])
     return cls(
       seed, features, rng.choice((2, 4)), rng.choice([*LOSSES]), rng.choice((1, 2, 4)), options, layout,
-      rng.choice((0, 0, 1, 2)), rng.random() < 0.15, rng.choice(AFTER),
+      rng.choice((0, 0, 1, 2)), rng.random() < 0.15, rng.choice(AFTER), rng.choice(EXPLICIT),
     )  # fmt: skip
 
   def __str__(self) -> str:
     chosen = {name: x for name, x in self.options.items() if x not in (None, "auto", False)}
     return (
       f"{self.seed}: {', '.join(sorted(self.features)) or 'plain'}; {self.layers} layers; loss {self.loss};"
-      f" microbatches {self.microbatches}; {chosen}; {self.layout}; zero {self.zero};"
-      f" {'loss scale; ' if self.scaled else ''}then {self.after}"
+      f" microbatches {self.microbatches}; {chosen}; {self.layout}, {self.explicit} Explicit;"
+      f" zero {self.zero}; {'loss scale; ' if self.scaled else ''}then {self.after}"
     )
 
 
@@ -261,7 +264,9 @@ def data() -> dict[str, np.ndarray]:
 
 def planned(case: Case, sizes: Mapping[str, int], *, zero: int) -> nxp.Plan:
   """The plan of the case on a mesh."""
-  mesh = nxp.make_mesh(dict(sizes), devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+  explicit = {"no axis": (), "each axis": [*sizes], "the first axis": [*sizes][:1]}[case.explicit]
+  devices = jax.devices()[: int(np.prod([*sizes.values()]))]
+  mesh = nxp.make_mesh(dict(sizes), devices=devices, explicit=explicit)
   split = [axis for axis in ("tensor", "fsdp") if axis in sizes]
   rules: list[Any] = [nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))]
   rules.append(nxp.fsdp(tuple(split), min_size=16) if split else nxp.replicate())

@@ -54,6 +54,9 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_title = "nnx-parallel"
+html_favicon = "icon.svg"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 
 

@@ -1,8 +1,9 @@
-"""Schemes to call in a model: pipelines, context, experts, sharded vocabularies, collectives."""
+"""Schemes to call in a model (pipelines, context, experts, sharded vocabularies, collectives), and `send`."""
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+  from nnx_parallel.hosts.send import Sent, send
   from nnx_parallel.layers.pipeline import Schedule
   from nnx_parallel.schemes.collectives import (
     all_gather_matmul,
@@ -22,6 +23,7 @@ with epy.lazy_api_imports(globals()):
 __all__ = [
   "Routing",
   "Schedule",
+  "Sent",
   "all_gather_matmul",
   "auto_axes",
   "balanced_bias",
@@ -34,6 +36,7 @@ __all__ = [
   "matmul_reduce_scatter",
   "pipeline",
   "route",
+  "send",
   "vocabulary_cross_entropy",
   "vocabulary_embedding",
   "zigzag",

@@ -26,7 +26,7 @@ from flax.nnx import graphlib
 from jax.experimental import mesh_utils, multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import source_info_util
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
@@ -420,6 +420,26 @@ def test_auto_axes_refuse_the_shardings_of_explicit_ones():
   for function in stated:
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="Auto"):
       jax.eval_shape(function, a)
+
+
+def test_types_of_partial_sums_do_not_replace_the_analysis_of_a_loss():
+  """`train/linearity.py`: why the step reads a trace to find partial sums, and does not ask for a type.
+
+  A type `unreduced` exists on Explicit axes alone, where modules that state no sharding do not run; and a
+  partial sum keeps its type in no product, not even with a constant, as in a mean or a mask.
+  """
+  auto, mesh = (
+    jax.make_mesh((8,), ("data",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)
+  )
+  with pytest.raises(ValueError, match="Unreduced axes can only refer to mesh axes that is of type"):
+    NamedSharding(auto, P(unreduced={"data"}))
+  partial = NamedSharding(mesh, P(unreduced={"data"}))
+  x = jax.device_put(np.ones((16, 8), np.float32), NamedSharding(mesh, P("data")))
+  gradient = lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ())), out_sharding=partial)
+  summed = jax.jit(gradient)(x)
+  assert jax.typeof(jax.jit(lambda x: x + x)(summed)).sharding.spec.unreduced == {"data"}
+  with pytest.raises(Exception, match="should be reduced along the same axes"):
+    jax.jit(lambda x: 0.5 * x)(summed)
 
 
 def test_what_runs_at_exit_can_run_before_threads_are_joined():

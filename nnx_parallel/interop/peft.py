@@ -29,14 +29,15 @@ from nnx_parallel.interop.weights import Rule, WeightMap
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _START = "base_model.model."
 _TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None, "vit": None}
-# Features of PEFT that adapters here do not have, and the values that switch them off.
-_ABSENT = {
-  "use_dora": False,
-  "bias": "none",
-  "modules_to_save": None,
-  "lora_bias": False,
-  "target_parameters": None,
-}
+# Settings of PEFT that are followed here, or that change nothing once an adapter is trained. All others, also
+# those of later versions of PEFT, must be off.
+_FOLLOWED = {
+  "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules",
+  "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout", "task_type",
+  "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core",
+  "loftq_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
+}  # fmt: skip
+_OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
 
 
 def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.PathLike[str]) -> list[str]:
@@ -187,7 +188,7 @@ def _settings(adapted: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
     "init_lora_weights": True,
     "inference_mode": True,
     "use_rslora": False,
-    **_ABSENT,
+    "bias": "none",
   }
 
 
@@ -204,10 +205,10 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     raise CheckpointError(
       f"cannot read {folder / CONFIG}: {error}.", fix="pass a folder that PEFT's save_pretrained wrote."
     ) from error
-  for key, absent in _ABSENT.items():
-    if found.get(key, absent) not in (absent, [], None):
+  for key, value in found.items():
+    if key not in _FOLLOWED and value and value not in _OFF.get(key, ()):
       raise CheckpointError(
-        f"{folder} has {key}={found[key]!r}, which adapters here do not have.",
+        f"{folder} has {key}={value!r}, which adapters here do not have.",
         fix="merge it into its base with PEFT (merge_and_unload), and load the merged model.",
       )
   return found

@@ -319,7 +319,8 @@ def _common_mesh(labels: list[str], shardings: list[NamedSharding | None]) -> An
     raise TrainError(
       f"{label} and {second} are on different meshes.",
       details=f"{dict(mesh.shape)} ({mesh.axis_types[0]}) and {dict(other.shape)} ({other.axis_types[0]})",
-      fix="create the model and its optimizer from one plan.",
+      fix="create a model and its optimizer from one plan; models of one step share a mesh, and"
+      " nxp.parallel.send moves arrays between meshes.",
     )
   return next(iter(found), None)
 

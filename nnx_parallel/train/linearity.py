@@ -13,6 +13,9 @@ compared step by step. Each value of the batch's program is then known in terms 
 
 Each relation holds up to a constant `scale`: a mean over examples is the sum of the parts' means times
 `1 / parts`. A number that both traces hold as a literal, such as the number of examples, gives the scale.
+
+JAX's types for partial sums, `PartitionSpec(unreduced=...)`, cannot say this yet (jax 0.12): they exist on
+Explicit axes only, and a partial sum may not be multiplied, not even by a constant (`tests/test_upstream.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Makes tiny random models of Hugging Face's families, and what they compute, for `test_huggingface.py`.
 
-It needs torch and transformers, which no test needs:
+It needs torch, transformers and PEFT, which no test needs:
 
   python tests/interop/make_references.py                   write tests/interop/references/FAMILY
   python tests/interop/make_references.py FAMILY FOLDER     compare an exported FOLDER with FAMILY's outputs
 
 Each folder holds `config.json` and `model.safetensors` as `save_pretrained` writes them, and `reference.npz`
-with the arguments of the model and its outputs, in float32.
+with the arguments of the model and its outputs, in float32. Some have a folder `peft` too: an adapter as PEFT
+writes it, and the logits of the model with it. A FOLDER with `adapter_config.json` is compared with these.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 import transformers
 
@@ -162,8 +164,46 @@ def outputs(model: Any, family: str) -> np.ndarray[Any, Any]:
     return model(**{name: torch.from_numpy(value) for name, value in inputs(family).items()}).logits.numpy()
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+  "llama": {
+    "r": 4,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "rank_pattern": {"layers.1.mlp.down_proj": 2},
+    "alpha_pattern": {"v_proj": 3},
+  },
+  "gpt2": {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn"], "use_rslora": True},
+}
+
+
+def write_adapter(family: str, model: Any) -> None:
+  """Writes a random adapter of a family beside it."""
+  fan_in_fan_out, model.name_or_path = family == "gpt2", family
+  config = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=fan_in_fan_out, **ADAPTERS[family])
+  adapted, folder = peft.get_peft_model(model, config), ROOT / family / "peft"
+  with torch.no_grad():
+    for name, weight in adapted.named_parameters():
+      if "lora_" in name:
+        weight.copy_(0.3 * torch.randn(weight.shape))
+  adapted.eval().save_pretrained(folder)
+  (folder / "README.md").unlink(missing_ok=True)
+  np.savez_compressed(folder / "reference.npz", logits=outputs(adapted, family))
+
+
+def compare_adapter(family: str, folder: str) -> None:
+  """Reads an adapter with PEFT, and compares the logits with those of the adapter in the references."""
+  base = getattr(transformers, FAMILIES[family][1]).from_pretrained(ROOT / family)
+  want = np.load(ROOT / family / "peft" / "reference.npz")["logits"]
+  found = outputs(peft.PeftModel.from_pretrained(base, folder).eval(), family)
+  difference = np.abs(found - want).max() / np.abs(want).max()
+  print(f"{family}, adapter: differs by {difference:.1e}")
+  sys.exit(not difference < 1e-6)
+
+
 def main() -> None:
   """Writes the folders, or compares one."""
+  if len(sys.argv) == 3 and (Path(sys.argv[2]) / "adapter_config.json").exists():
+    compare_adapter(*sys.argv[1:])
   if len(sys.argv) == 3:
     family, folder = sys.argv[1:]
     want = np.load(ROOT / family / "reference.npz")["logits"]
@@ -180,6 +220,8 @@ def main() -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     np.savez_compressed(folder / "reference.npz", logits=outputs(model, family), **inputs(family))
+    if family in ADAPTERS:
+      write_adapter(family, model)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{family:12} {size / 1e3:5.1f} kB  {sum(p.numel() for p in model.parameters()):,} parameters")
 

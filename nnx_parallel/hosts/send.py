@@ -1,0 +1,137 @@
+"""Sends arrays, or the values of a module, to devices of another mesh, and counts the bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar, overload
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from nnx_parallel.core.nodes import array_leaves, path_str
+from nnx_parallel.core.padding import pad
+from nnx_parallel.core.shards import describe
+from nnx_parallel.core.text import listed
+from nnx_parallel.core.types import AnyArray, PyTree, Variable
+from nnx_parallel.create.slicing.assemble import put
+from nnx_parallel.errors import ShardingError
+from nnx_parallel.hosts.data import shard_batch
+from nnx_parallel.layout.plan import Plan
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nnx.Module)
+
+
+class Sent(NamedTuple, Generic[T]):
+  """The result of `send`.
+
+  Attributes:
+    value: the arrays on the other mesh, or the module that got the values.
+    bytes: the bytes that devices get from other devices, or from the host: each device's shards, except for
+      the parts that it held already.
+  """
+
+  value: T
+  bytes: int
+
+
+@overload
+def send(source: nnx.Module, to: M) -> Sent[M]: ...
+@overload
+def send(source: PyTree, to: Plan) -> Sent[PyTree]: ...
+def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
+  """Sends arrays, or the values of a module, to the devices of another mesh.
+
+  Models of one job may live on meshes with different devices: a teacher and a student, a trainer and a
+  sampler. Each has its own plan and its own step, since one compiled program runs on one mesh. This function
+  moves data between them.
+
+  Args:
+    source: a pytree of arrays, such as predictions, with the batch on dim 0; or a live module.
+    to: for arrays, the plan of the model that reads them: they get its batch layout, as in `shard_batch`. For
+      a module, a live module with the same Variables: its Variables get the values, in their own sharding,
+      dtype and padding; it keeps its random state. Values are cast before they are sent.
+
+  Returns:
+    The arrays, or the module `to`, and the bytes that were sent.
+
+  Raises:
+    ShardingError: a Variable of `to` has no counterpart of its shape in `source`; a batch that does not
+      divide; `to` is no plan and no module.
+
+  Example:
+    >>> import jax, nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> first, last = jax.devices()[:4], jax.devices()[4:]
+    >>> init, rules = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.fsdp(min_size=8)
+    >>> trainer = nxp.create_sharded_model(init, nxp.make_mesh(fsdp=4, devices=first), rules)
+    >>> sampler = nxp.create_sharded_model(init, nxp.make_mesh(fsdp=4, devices=last), rules)
+    >>> nxp.parallel.send(trainer, sampler).bytes  # (8 * 64 + 64) * 4
+    2304
+  """
+  if isinstance(to, Plan):
+    placed = shard_batch(source, to)
+    pairs = zip(jax.tree.leaves(source), jax.tree.leaves(placed), strict=True)
+    return Sent(placed, sum(_arriving_bytes(before, after) for before, after in pairs))
+  if not isinstance(to, nnx.Module) or not isinstance(source, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise ShardingError(
+      f"send(source, to) got a {type(source).__name__} and a {type(to).__name__}.",
+      fix="send(arrays, plan), or send(module, other_module).",
+    )
+  mine, theirs = _variables(source), _variables(to)
+  if wrong := [
+    f"{path_str(path)}: {describe(goal)}, in the source "
+    + (describe(mine[path]) if path in mine else "missing")
+    for path, goal in theirs.items()
+    if path not in mine or tuple(mine[path].shape) != tuple(goal.shape)
+  ]:
+    raise ShardingError(
+      f"{len(wrong)} Variables of the {type(to).__name__} are not in the {type(source).__name__}.",
+      details=listed(wrong),
+      fix="send between modules of one class and one configuration.",
+    )
+  count = 0
+  for path, goal in theirs.items():
+    old = goal.get_raw_value()
+    ready = _prepared(mine[path].get_value(), tuple(old.shape), old.dtype)
+    new = put(ready, old.sharding)
+    count += _arriving_bytes(ready, new)
+    goal.set_raw_value(new)
+  return Sent(to, count)
+
+
+def _variables(module: nnx.Module) -> Mapping[tuple[object, ...], Variable]:
+  """The Variables of a module that hold arrays, without random state."""
+  return {
+    path: leaf
+    for path, leaf in array_leaves(module).items()
+    if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
+  }
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _prepared(array: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+  """In the dtype and the storage shape of the target, on the devices of the source."""
+  return pad(array.astype(dtype), shape)
+
+
+def _arriving_bytes(before: AnyArray, after: jax.Array) -> int:
+  """Bytes of the shards of `after` that their devices do not hold as parts of `before`."""
+  held = before.sharding.devices_indices_map(before.shape) if isinstance(before, jax.Array) else {}
+  elements = 0
+  for device, index in after.sharding.devices_indices_map(after.shape).items():
+    elements += _overlap(index, index, after.shape)
+    if device in held and before.shape == after.shape:
+      elements -= _overlap(index, held[device], after.shape)
+  return elements * after.dtype.itemsize
+
+
+def _overlap(a: tuple[slice, ...], b: tuple[slice, ...], shape: tuple[int, ...]) -> int:
+  """The number of elements that two blocks of an array share."""
+  count = 1
+  for one, other, size in zip(a, b, shape, strict=True):
+    (start, stop, _), (first, last, _) = one.indices(size), other.indices(size)
+    count *= max(0, min(stop, last) - max(start, first))
+  return count

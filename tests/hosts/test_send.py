@@ -1,0 +1,104 @@
+"""Arrays and modules sent to the devices of another mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import ShardingError
+
+FIRST, LAST = jax.devices()[:4], jax.devices()[4:]
+X = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
+
+
+class Net(nnx.Module):
+  """Two layers, with random state."""
+
+  def __init__(self, width: int, seed: int, dtype: Any = jnp.float32):
+    rngs = nnx.Rngs(seed)
+    self.up = nnx.Linear(16, width, rngs=rngs, param_dtype=dtype, dtype=dtype)
+    self.drop = nnx.Dropout(0.1, rngs=rngs, deterministic=True)
+    self.down = nnx.Linear(width, 4, rngs=rngs, param_dtype=dtype, dtype=dtype)
+
+  def __call__(self, x):
+    return self.down(self.drop(nnx.relu(self.up(x))))
+
+
+def stored_bytes(tree):
+  return sum(shard.data.nbytes for array in jax.tree.leaves(tree) for shard in array.addressable_shards)
+
+
+def values(module):
+  return jax.tree.map(
+    lambda x: np.asarray(nxp.hosts.to_host(x)), nnx.to_pure_dict(nnx.state(module, nnx.Param))
+  )
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
+  # 30 columns are padded to 32 on the trainer's mesh.
+  mesh = nxp.make_mesh(fsdp=4, devices=FIRST, explicit=explicit)
+  rules = nxp.fsdp(min_size=16)
+  source = nxp.plan(lambda: Net(30, 0), mesh, rules, optimizer=optax.sgd(0.1), uneven="pad")
+  trainer, optimizer = nxp.create_sharded_model(source)
+  mesh = nxp.make_mesh(data=2, tensor=2, devices=LAST)
+  sampler = nxp.create_sharded_model(lambda: Net(30, 1, jnp.bfloat16), mesh, nxp.fsdp("tensor", min_size=16))
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  layouts = jax.tree.map(lambda x: x.sharding, nnx.state(sampler))
+  random = jax.random.key_data(sampler.drop.rngs.key.get_value())
+  for _ in range(2):
+    step(trainer, optimizer, X)  # donates its arrays, and never the sampler's
+    sent = nxp.parallel.send(trainer, sampler)
+    assert sent.value is sampler
+    assert sent.bytes == stored_bytes(nnx.state(sampler, nnx.Param))
+    assert jax.tree.map(lambda x: x.sharding, nnx.state(sampler)) == layouts
+    jax.tree.map(
+      lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), values(trainer), values(sampler)
+    )
+  np.testing.assert_array_equal(jax.random.key_data(sampler.drop.rngs.key.get_value()), random)
+
+
+def test_predictions_of_a_teacher_train_a_student_on_other_devices():
+  wide, narrow = nxp.make_mesh(fsdp=4, devices=FIRST), nxp.make_mesh(data=4, devices=LAST)
+  teacher = nxp.create_sharded_model(lambda: Net(64, 0), wide, nxp.fsdp(min_size=16))
+  plan = nxp.plan(lambda: Net(8, 1), narrow, optimizer=optax.adam(0.01))
+  student, optimizer = nxp.create_sharded_model(plan)
+  targets, count = nxp.parallel.send(nnx.jit(lambda model: model(jnp.asarray(X)))(teacher), plan)
+  assert count == 32 * 4 * 4
+  assert targets.sharding == jax.NamedSharding(narrow, jax.P("data", None))
+  step = nxp.train_step(lambda model, x, y: ((model(x) - y) ** 2).mean())
+  losses = [float(step(student, optimizer, X, targets)["loss"]) for _ in range(20)]
+  assert losses[-1] < losses[0] / 2
+
+
+def test_what_a_device_holds_already_is_not_counted():
+  mesh = nxp.make_mesh(data=8)
+  plan = nxp.plan(lambda: Net(8, 0), mesh)
+  split = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+  assert nxp.parallel.send(split, plan).bytes == 0
+  replicated = jax.device_put(X, jax.NamedSharding(mesh, jax.P()))
+  assert nxp.parallel.send(replicated, plan).bytes == 0
+  assert nxp.parallel.send(X, plan).bytes == X.nbytes  # from the host
+  columns = jax.device_put(X, jax.NamedSharding(mesh, jax.P(None, "data")))
+  assert nxp.parallel.send(columns, plan).bytes == X.nbytes * 7 // 8
+
+
+def test_errors():
+  mesh = nxp.make_mesh(data=8)
+  small, large = (nxp.create_sharded_model(lambda w=w: Net(w, 0), mesh) for w in (8, 16))
+  before = values(large)
+  message = r"3 Variables of the Net are not in the Net.\n  down.kernel: .*\[16,4\].* in the source .*\[8,4\]"
+  with pytest.raises(ShardingError, match=message):
+    nxp.parallel.send(small, large)
+  jax.tree.map(np.testing.assert_array_equal, values(large), before)
+  with pytest.raises(ShardingError, match=r"send\(source, to\) got a dict and a Mesh"):
+    nxp.parallel.send({"x": X}, mesh)
+  with pytest.raises(ShardingError, match=r"cannot split|divide"):
+    nxp.parallel.send(X[:30], nxp.plan(lambda: Net(8, 0), mesh))
