@@ -83,6 +83,9 @@ class Tensor:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
+  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    return self.read(index)
+
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
     """Writes a part of the array, one run of consecutive bytes after another.
 

@@ -495,7 +495,7 @@ def load_weight_map(file: str) -> WeightMap:
 
 
 class Source(Protocol):
-  """An array that may lie in a file."""
+  """An array that may lie in a file, such as a numpy array."""
 
   @property
   def shape(self) -> Shape:
@@ -507,8 +507,8 @@ class Source(Protocol):
     """Of the array."""
     ...
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """Copies a part of the array, or all, to the host."""
+  def __getitem__(self, index: tuple[slice, ...], /) -> np.ndarray:
+    """A part of the array on the host; all of it for `()`."""
     ...
 
 
@@ -562,7 +562,7 @@ def _read(
   dtypes = {leaf.dtype for leaf in leaves}
 
   def block(tensor: Source, index: tuple[slice, ...] | None) -> np.ndarray:
-    values = tensor.read(index or ())
+    values = np.asarray(tensor[index or ()])
     return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
 
   sources = [tensors[name] for name in group.names]
