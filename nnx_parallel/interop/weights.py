@@ -205,15 +205,14 @@ class Group:
     count = f"{len(self.names)} x " if len(self.names) > 1 else ""
     return re.sub(r"\{\w+\}", "*", self.file), count + array
 
-  def misfit(self, path: str, sources: Sequence[Source], wanted: TargetLeaf, made: Sequence[Shape]) -> str:
-    """Why the arrays of the file do not make a leaf, or an empty text; `made` are the shapes they make."""
-    layer = next(layer for layer, one in self.layers.items() if one == path)
+  def misfit(self, path: str, shape: Shape, sources: Sequence[Source], wanted: TargetLeaf) -> str:
+    """Why the arrays of the file, which make this shape, do not make a leaf; or an empty text."""
     dtype, kinds = wanted.struct.dtype, {str(source.dtype) for source in sources}
     is_cast = self.rule.dtype is not None and all(map(is_real, (dtype, *kinds)))
-    if made[layer] == wanted.shape and (is_cast or kinds == {encoding.dtype_name(self.rule.dtype or dtype)}):
+    if shape == wanted.shape and (is_cast or kinds == {encoding.dtype_name(self.rule.dtype or dtype)}):
       return ""
     return (
-      f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(made[layer])} of "
+      f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(shape)} of "
       f"{', '.join(self.names[:3])}, the model has {encoding.dtype_name(dtype)}{list(wanted.shape)}."
     )
 
@@ -330,10 +329,12 @@ class WeightMap:
       sources = [arrays[name] for name in names]
       made = group.shapes("model", (source.shape for source in sources))
       has = f"{group.file} has {len(made)} layers, shape {sources[0].shape}"
-      missing |= {path: has for layer, path in layers.items() if layer >= len(made)}
       file = group.in_file(format_array(sources[0].dtype, sources[0].shape))
-      for path in (path for layer, path in layers.items() if layer < len(made)):
-        wrong = group.misfit(path, sources, wanted[path], made)
+      for layer, path in layers.items():
+        if layer >= len(made):
+          missing[path] = has
+          continue
+        wrong = group.misfit(path, made[layer], sources, wanted[path])
         note = wrong or format_spec(wanted[path].struct.sharding.spec)
         rows.append(Row("does not fit" if wrong else "read", *file, path, in_model(wanted[path]), note))
       if unused := [str(layer) for layer in range(len(made)) if layer not in group.layers]:

@@ -208,10 +208,14 @@ def test_complaints_about_a_killed_process_come_behind_its_name(tmp_path):
   assert "[1] ValueError" in launched(body)[1]
 
 
-def test_the_process_that_is_behind_is_named_when_no_step_is_made():
+def test_the_process_that_is_behind_is_named_when_no_step_is_made(tmp_path):
   code, lines = launched(
-    """
+    f"""
     from pathlib import Path
+    gate = Path({str(tmp_path)!r})
+    (gate / str(rank)).touch()
+    while len([*gate.iterdir()]) < 2:
+      time.sleep(0.02)
     for step in range(1, 4 if rank == 0 else 3):
       Path(os.environ["NNX_PARALLEL_HEARTBEAT"]).write_text(str(step))
     time.sleep(60)
