@@ -63,13 +63,11 @@ def by_hand(folder: Path, plan: nxp.Plan) -> list[jax.Array]:
   file = safetensors.numpy.load_file(folder / "model.safetensors")
   made: list[jax.Array] = []
   leaves = plan.of("model")
-  groups = weight_map_of(folder).match(
-    (leaf.name for leaf in leaves.values()), {name: array.shape for name, array in file.items()}
-  )
+  groups = weight_map_of(folder).to_write(leaf.name for leaf in leaves.values())
   by_name = {leaf.name: leaf for leaf in leaves.values()}
   for group in groups:
     leaf = by_name[group.layers[min(group.layers)]]
-    array = file.pop(group.names[0])
+    array = file.pop(group.file)
     if array.ndim == 2 and leaf.shape != array.shape:
       array = np.ascontiguousarray(array.T)
     made.append(jax.device_put(array.reshape(leaf.shape), leaf.sharding))

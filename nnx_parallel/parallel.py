@@ -1,4 +1,4 @@
-"""Parallel schemes that a model calls (pipelines, attention, experts, vocabularies, collectives), and send."""
+"""Parallel schemes that a model calls: pipelines, attention, experts, vocabularies and collectives."""
 
 from etils import epy
 

@@ -801,3 +801,18 @@ def test_tensorstore_tells_a_missing_chunk(tmp_path):
       file.unlink()
   with pytest.raises(ValueError, match="missing"):
     opened.read().result()
+
+
+def test_jax_reports_each_compilation_as_an_event():
+  """`loop/fit.py`: the time of a step says whether it holds a compilation."""
+  seen: list[str] = []
+  note = lambda event, seconds, **_: seen.append(event)
+  program = jax.jit(lambda x: x * 3 + 1)
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    program(np.float32(1))
+    first = seen.count("/jax/core/compile/backend_compile_duration")
+    program(np.float32(2))
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
+  assert first == seen.count("/jax/core/compile/backend_compile_duration") == 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,96 +24,117 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.relayout import on_auto_axes, on_cpu
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.types import DType
 
-_TILE = 1 << 15  # words that are mixed and summed at a time on a CPU
+_PIECE = 1 << 20  # elements that are mixed and summed at a time on a CPU
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 Shape = tuple[int, ...]
 
 
-def digest(array: Array, shape: Shape | None = None) -> jax.Array:
+def digest(array: Array, shape: Shape | None = None) -> Callable[[], int]:
   """Digests an array's global value.
 
+  On GPUs and TPUs a program is started, in which each device reads only its own shard, and sends one number.
+  Host arrays, and arrays on CPUs, are digested before this returns.
+
   Args:
-    array: any dtype with items of one byte or more; not a typed key. Each device reads only its own shard of
-      a `jax.Array`. Host arrays are digested on the CPU.
+    array: any dtype with items of one byte or more; not a typed key.
     shape: logical global shape; the rest is padding and does not count.
 
   Returns:
-    uint32 numbers on the array's devices, without waiting: `total` waits and adds them up. For an array that
-    is spread over processes, each process gets its own share.
+    A function that waits and returns the digest. For an array that is spread over processes, each process
+    gets its own share: the digest is their sum modulo 2**32.
 
   Example:
     >>> x = np.arange(6, dtype=np.float32)
-    >>> total(digest(x)) == total(digest(jnp.asarray(x))) == total(digest(np.pad(x, (0, 2)), shape=(6,)))
+    >>> digest(x)() == digest(jnp.asarray(x))() == digest(np.pad(x, (0, 2)), shape=(6,))()
     True
-    >>> total(digest(x)) == total(digest(x[::-1]))
+    >>> digest(x)() == digest(x[::-1])()
     False
   """
   shape = tuple(array.shape if shape is None else shape)
-  if isinstance(array, np.ndarray):
-    words = jax.device_put(_host_words(array), host_device())
-    parts = _digest_whole(words, shape, by_tiles=True)
-    return jax.block_until_ready(parts)  # jax on CPU may read the memory itself, and the caller may change it
+  if isinstance(array, np.ndarray) or on_cpu(array.sharding):
+    number = _on_host(_parts(array), shape)
+    return lambda: number
   array = on_auto_axes(array)
   sharding = array.sharding
-  if not isinstance(sharding, NamedSharding):
-    return _digest_whole(array, shape, by_tiles=on_cpu(sharding))
-  return _digest_shards(sharding, shape)(array)
+  program = _digest_shards(sharding, shape) if isinstance(sharding, NamedSharding) else _digest_whole(shape)
+  return functools.partial(_total, program(array))
 
 
 def digest_later(array: Array) -> Callable[[], int]:
-  """Starts `digest`, so that a training loop need not wait for it.
+  """`digest`, for which a training loop need not wait.
 
   The array may be donated or changed as soon as this returns. On GPUs and TPUs the programs are already in
   the device's queue. On CPUs the work would take the caller's cores, so it is done later, on views of the
   shards' memory, as Orbax writes them: jax does not donate a buffer that has a view.
 
   Returns:
-    A function that waits and returns the result of `total`: for an array that is spread over processes, this
-    process's share; for any other array, zero on all processes but process 0. Call it once, on any thread.
+    As `digest`; but of an array that each process has as a whole, all processes but process 0 return zero.
+    Call it once, on any thread.
 
   Example:
     >>> x = jnp.arange(6.0)
     >>> later = digest_later(x)
     >>> x.delete()
-    >>> later() == total(digest(np.arange(6, dtype=np.float32)))
+    >>> later() == digest(np.arange(6, dtype=np.float32))()
     True
   """
-  everywhere = isinstance(array, np.ndarray) or array.is_fully_addressable
-  if everywhere and jax.process_index():
+  if jax.process_index() and (isinstance(array, np.ndarray) or array.is_fully_addressable):
     return lambda: 0
   if isinstance(array, np.ndarray) or not on_cpu(array.sharding):
     # Not later: all processes must run this program at the same place in their order of programs.
-    parts = digest(array)
-    return lambda: total(parts)
-  shape, wide = tuple(array.shape), array.dtype.itemsize > 4
-  shards = [
-    (np.asarray(one.data), one.device, [part.indices(n)[0] for part, n in zip(one.index, shape, strict=True)])
-    for one in array.addressable_shards
-    if one.replica_id == 0
-  ]
+    return digest(array)
+  parts, shape = _parts(array), tuple(array.shape)
 
   def later() -> int:
-    # Views, not copies. Without x64, which is a setting of each thread, jax would turn 64 bits into 32.
-    with jax.enable_x64(wide):
-      parts = [
-        _digest_at(jax.device_put(view, device), np.array(starts, np.uint32), shape)
-        for view, device, starts in shards
-      ]
-    shards.clear()
-    return sum(int(np.asarray(part)[0]) for part in parts) % 2**32
+    number = _on_host(parts, shape)
+    parts.clear()
+    return number
 
   return later
 
 
-def total(parts: jax.Array) -> int:
-  """Waits for the result of `digest`, and adds up this process's share."""
+def _total(parts: jax.Array) -> int:
   rows = [parts]
   if not (parts.is_fully_addressable or parts.is_fully_replicated):
     rows = [shard.data for shard in parts.addressable_shards]
   return int(sum(np.asarray(row).sum(dtype=np.uint64) for row in rows) % 2**32)
+
+
+def _parts(array: Array) -> list[tuple[np.ndarray, Shape]]:
+  """The parts of an array on this host, without copies: the values, and where they start."""
+  if isinstance(array, np.ndarray):
+    return [(array, (0,) * array.ndim)]
+  return [
+    (
+      np.asarray(shard.data),
+      tuple(part.indices(n)[0] for part, n in zip(shard.index, array.shape, strict=True)),
+    )
+    for shard in array.addressable_shards
+    if shard.replica_id == 0
+  ]
+
+
+def _on_host(parts: Iterable[tuple[np.ndarray, Shape]], shape: Shape) -> int:
+  """Digests parts a piece at a time: a program on a CPU writes the mixed words to memory before it sums."""
+  device, number = host_device(), 0
+  for values, starts in parts:
+    for index in _pieces(values.shape):
+      places = [start + (cut.start or 0) for start, cut in zip(starts, index, strict=True)]
+      words = jax.device_put(_host_words(values[index]), device)
+      found = _digest_at(words, np.array(places, np.uint32), np.array(shape, np.uint32))
+      number += int(np.asarray(found)[0])
+  return number % 2**32
+
+
+def _pieces(shape: Shape) -> Iterator[tuple[slice, ...]]:
+  """Cuts an array along its longest dim into pieces of about `_PIECE` elements."""
+  dim = max(range(len(shape)), key=shape.__getitem__, default=0)
+  length = shape[dim] if shape else 1
+  rows = max(1, _PIECE * length // max(1, math.prod(shape)))
+  for start in range(0, length, rows):
+    yield tuple(slice(start, start + rows) if i == dim else slice(None) for i in range(len(shape)))
 
 
 def host_device() -> Any:
@@ -143,15 +164,15 @@ def _device_words(array: jax.Array) -> jax.Array:
   return words.reshape((*array.shape, -1)) if array.dtype.itemsize > 4 else words
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "by_tiles"))
-def _digest_whole(array: jax.Array, shape: Shape, *, by_tiles: bool) -> jax.Array:
-  return _digest_part(array, [jnp.uint32(0)] * len(shape), shape, by_tiles=by_tiles)
+@functools.lru_cache(maxsize=1024)
+def _digest_whole(shape: Shape) -> jax.stages.Wrapped:
+  return jax.jit(lambda array: _digest_part(array, [jnp.uint32(0)] * len(shape), shape))
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def _digest_at(part: jax.Array, starts: Array, shape: Shape) -> jax.Array:
-  """Digests a shard on a CPU, whose place is not compiled in."""
-  return _digest_part(part, [starts[dim] for dim in range(len(shape))], shape, by_tiles=True)
+@jax.jit
+def _digest_at(part: jax.Array, starts: Array, shape: Array) -> jax.Array:
+  """Digests a piece on a CPU; its place and the shape of the array are not compiled in."""
+  return _digest_part(part, [*starts], [*shape])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,17 +186,9 @@ def _digest_shards(layout: NamedSharding, shape: Shape) -> jax.stages.Wrapped:
 
   def local(part: jax.Array) -> jax.Array:
     offsets = [_index(entry, mesh) * jnp.uint32(size) for entry, size in zip(names, part.shape, strict=True)]
-    counts = jnp.uint32(1)
-    for axis in free:  # replicas share the work where a dim divides; otherwise the first does it
-      size, mine = mesh.shape[axis], jax.lax.axis_index(axis).astype(jnp.uint32)
-      dim = next((dim for dim in range(ndim) if part.shape[dim] % size == 0), None)
-      if dim is None:
-        counts = counts * (mine == jnp.uint32(0)).astype(jnp.uint32)
-        continue
-      rows = part.shape[dim] // size
-      part = jax.lax.dynamic_slice_in_dim(part, mine.astype(jnp.int32) * rows, rows, dim)
-      offsets[dim] = offsets[dim] + mine * jnp.uint32(rows)
-    return _digest_part(part, offsets, shape, by_tiles=on_cpu(layout)) * counts
+    # Of replicas, the first counts.
+    counts = math.prod((jax.lax.axis_index(axis) == 0).astype(jnp.uint32) for axis in free)
+    return _digest_part(part, offsets, shape) * counts
 
   spec = PartitionSpec(*layout.spec)
   return jax.jit(
@@ -191,89 +204,25 @@ def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:
   return index
 
 
-def _digest_part(
-  array: jax.Array, offsets: Sequence[jax.Array], shape: Shape, *, by_tiles: bool
-) -> jax.Array:
+def _digest_part(array: jax.Array, offsets: Sequence[Any], shape: Sequence[Any]) -> jax.Array:
   """Digests the part that starts at `offsets` of an array whose logical shape is `shape`.
 
   Returns:
     uint32 of shape (1,).
   """
-  words_in = array.shape[len(shape) :]  # of a host array, whose wide items are cut into words already
-  offsets = [*offsets, *[jnp.uint32(0)] * len(words_in)]
-  shape = shape + words_in
-  if by_tiles and array.size * _words_per_item(array.dtype) >= 2 * _TILE:
-    return _digest_by_tiles(array, offsets, shape)
   words = _device_words(array).astype(jnp.uint32)
   place, counts = jnp.uint32(0), jnp.uint32(1)
   for dim, size in enumerate(words.shape):
-    index = jnp.arange(size, dtype=jnp.uint32) + (offsets[dim] if dim < len(offsets) else jnp.uint32(0))
-    inside = (index < jnp.uint32(shape[dim] if dim < len(shape) else size)).astype(jnp.uint32)
+    # After the dims of the array come the words of its wide items.
+    start, end = (offsets[dim], shape[dim]) if dim < len(shape) else (0, size)
+    index = jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start)
+    inside = (index < jnp.uint32(end)).astype(jnp.uint32)
     others = [other for other in range(words.ndim) if other != dim]
-    place = place + jnp.expand_dims(_place(index, dim), others)
+    # Each place along a dim has its own value to be mixed with.
+    mixed = _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
+    place = place + jnp.expand_dims(mixed, others)
     counts = counts * jnp.expand_dims(inside, others)
   return jnp.sum(_mix(words ^ place) * counts, dtype=jnp.uint32).reshape(1)
-
-
-def _place(index: jax.Array, dim: int) -> jax.Array:
-  """The value that each place along a dim is mixed with."""
-  return _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
-
-
-def _words_per_item(dtype: DType) -> int:
-  return max(1, dtype.itemsize // 4)
-
-
-def _digest_by_tiles(array: jax.Array, offsets: Sequence[jax.Array], shape: Shape) -> jax.Array:
-  """As `_digest_part`, a tile at a time, so that no mixed copy of the array is ever in memory.
-
-  XLA fuses the mixing with the sum on GPUs and TPUs, but on CPUs it writes the mixed words to memory first.
-  The array is read as a table of rows and columns: the last dims that fit into a tile are the columns.
-  """
-  ndim, u32 = array.ndim, jnp.uint32
-  count = _words_per_item(array.dtype)
-  small = (dim for dim in range(1, ndim) if math.prod(array.shape[dim:]) * count <= _TILE)
-  split = next(small, ndim - 1)
-  rows, columns = math.prod(array.shape[:split]), math.prod(array.shape[split:])
-  table = array.reshape(rows, columns)
-  width = min(columns, max(1, _TILE // count))
-  height = min(rows, max(1, _TILE // (width * count)))
-  down, across = -(-rows // height), -(-columns // width)
-
-  def look(flat: jax.Array, dims: range) -> tuple[jax.Array, jax.Array]:
-    """The values to mix into the elements with these numbers along these dims, and which elements count."""
-    place, counts = jnp.zeros_like(flat), jnp.ones_like(flat)
-    for dim in reversed(dims):
-      size = u32(array.shape[dim])
-      index = (flat % size if dim > dims[0] else flat) + offsets[dim]
-      flat = flat // size
-      place = place + _place(index, dim)
-      counts = counts * (index < u32(shape[dim])).astype(u32)
-    return place, counts
-
-  def numbers(start: jax.Array, size: int) -> jax.Array:
-    return jnp.arange(size, dtype=u32) + start
-
-  every_column = look(numbers(u32(0), width), range(split, ndim)) if across == 1 else None
-  words_place = _place(numbers(u32(0), count), ndim) if count > 1 else jnp.zeros(1, u32)
-
-  def add_tile(i: jax.Array, found: jax.Array) -> jax.Array:
-    i = i.astype(u32)
-    top, left = (i // u32(across)) * u32(height), (i % u32(across)) * u32(width)
-    row, column = jnp.minimum(top, u32(rows - height)), jnp.minimum(left, u32(columns - width))
-    # The bits are taken here: outside the loop that would be a copy of the array.
-    tile = jax.lax.dynamic_slice(table, (row, column), (height, width))
-    words = _device_words(tile).astype(u32).reshape(height, width, count)
-    row_numbers, column_numbers = numbers(row, height), numbers(column, width)
-    row_place, row_counts = look(row_numbers, range(split))
-    column_place, column_counts = every_column or look(column_numbers, range(split, ndim))
-    row_counts = row_counts * (row_numbers >= top).astype(u32)  # the last tiles overlap the tiles before
-    column_counts = column_counts * (column_numbers >= left).astype(u32)
-    place = row_place[:, None, None] + column_place[None, :, None] + words_place[None, None]
-    mixed = _mix(words ^ place) * column_counts[None, :, None]
-    return found + jnp.sum(jnp.sum(mixed, axis=(1, 2), dtype=u32) * row_counts, dtype=u32)
-
-  return jax.lax.fori_loop(0, down * across, add_tile, u32(0)).reshape(1)
 
 
 def _mix(words: jax.Array) -> jax.Array:

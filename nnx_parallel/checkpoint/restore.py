@@ -13,7 +13,7 @@ from etils import epath
 from nnx_parallel.checkpoint import array_io, encoding, multihost, storage
 from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
 from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
-from nnx_parallel.checkpoint.digest import digest, total
+from nnx_parallel.checkpoint.digest import digest
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
 from nnx_parallel.core.nodes import is_key
@@ -68,7 +68,7 @@ def _read_all(
 ) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, int]]]:
   """Reads the arrays; for each, whether this process's digest is only a share, and that digest."""
   results: dict[str, dict[str, Array]] = {}
-  waiting: list[tuple[LeafPair, jax.Array]] = []
+  waiting: list[tuple[LeafPair, bool, Callable[[], int]]] = []
   for item, group in itertools.groupby(diff.matches, lambda leaf: leaf.item):
     leaves = [*group]
     last_use = {leaf.saved.folder: leaf for leaf in leaves}
@@ -78,8 +78,9 @@ def _read_all(
       array = take(leaf.saved.folder, None)
       results.setdefault(item, {})[leaf.path] = place(array, leaf)
       if verify == "full" and array is not None:
-        waiting.append((leaf, digest(array, leaf.on_disk.shape)))
-  return results, [(leaf, not parts.is_fully_addressable, total(parts)) for leaf, parts in waiting]
+        is_share = isinstance(array, jax.Array) and not array.is_fully_addressable
+        waiting.append((leaf, is_share, digest(array, leaf.on_disk.shape)))
+  return results, [(leaf, is_share, number()) for leaf, is_share, number in waiting]
 
 
 def check_values(
@@ -106,7 +107,7 @@ def check_values(
     for leaf in group:
       try:
         found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
-        number = total(digest(found[leaf.saved.folder]))
+        number = digest(found[leaf.saved.folder])()
         if problems := _wrong_values(step_dir, manifest, leaf, number):
           raise damage(manifest.step, problems)
       except DamagedError as error:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
   from nnx_parallel.checkpoint.manifest import Manifest
   from nnx_parallel.interop.dry_run import DryRun
-  from nnx_parallel.interop.match import Matched
   from nnx_parallel.interop.weights import WeightMap
   from nnx_parallel.layout.plan import Plan
 
@@ -46,7 +45,7 @@ def register(commands: options.Commands) -> None:
     " index when there are several files. The config.json of a --weight-map FOLDER is copied into it.",
   )
   export.set_defaults(zero=0, offload=False)
-  importing = options.add_command(
+  options.add_command(
     commands,
     "import",
     run_import,
@@ -54,12 +53,7 @@ def register(commands: options.Commands) -> None:
     help="turn safetensors into a checkpoint",
     description="Reads safetensors straight into the recipe's layout and saves them as step 0, with a fresh"
     " optimizer if the recipe has an optimizer. Leaves that are skipped are initialised. Exit code 3:"
-    " an array has no use, or a leaf no source (--dry-run, --match).",
-  )
-  importing.add_argument(
-    "--match",
-    metavar="FILE",
-    help="write a weight map guessed from shapes and names into FILE, to be corrected; import nothing",
+    " an array has no use, or a leaf no source (--dry-run).",
   )
   inspect = options.add_command(
     commands,
@@ -110,9 +104,8 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
   """Restores a model, and writes the files."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.dry_run import dry_run_export
   from nnx_parallel.interop.huggingface import CONFIG
-  from nnx_parallel.interop.safetensors import export_safetensors
+  from nnx_parallel.interop.safetensors import dry_run_export, export_safetensors
 
   plan = _plan(args)
   weight_map = _weight_map(args.weight_map)
@@ -129,19 +122,9 @@ def run_export(args: argparse.Namespace) -> int:
 def run_import(args: argparse.Namespace) -> int:
   """Reads the files, and saves step 0."""
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
-  from nnx_parallel.interop.dry_run import dry_run_import
-  from nnx_parallel.interop.match import match_by_shape
-  from nnx_parallel.interop.safetensors import import_safetensors
+  from nnx_parallel.interop.safetensors import dry_run_import, import_safetensors
 
   plan = _plan(args)
-  if args.match:
-    found = match_by_shape(args.path, plan, skip=args.skip)
-    try:
-      with Path(args.match).open("x", encoding="utf-8") as file:
-        file.write(found.as_code())
-    except OSError as error:
-      raise CheckpointError(f"cannot write {args.match}: {error.strerror}.", fix="another FILE.") from error
-    return _show(found)
   weight_map = _weight_map(args.weight_map, args.path)
   if args.dry_run:
     return _show(dry_run_import(args.path, plan, weight_map, skip=args.skip))
@@ -291,7 +274,7 @@ def _weight_map(place: str | None, imported: str | None = None) -> WeightMap | N
   return weight_map_of(place) if Path(place).is_dir() else load_weight_map(place)
 
 
-def _show(found: DryRun | Matched) -> int:
+def _show(found: DryRun) -> int:
   from nnx_parallel.core.text import print_text
 
   print_text(str(found))

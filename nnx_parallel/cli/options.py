@@ -84,7 +84,7 @@ def parse_rules(text: str) -> Rules:
 _ARGUMENTS: dict[str, dict[str, Any]] = {
   "recipe": {
     "metavar": "RECIPE",
-    "help": "an embedded recipe (text_lm, digits), a file (mine.py), or a module (package.mine:)",
+    "help": "an embedded recipe (text_lm, digits), or a file (mine.py)",
   },
   "directory": {"metavar": "DIR", "help": "the directory of the steps"},
   "path": {"metavar": "PATH", "help": "a .safetensors file, its index, or their folder"},

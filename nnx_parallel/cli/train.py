@@ -49,7 +49,6 @@ def register(commands: options.Commands) -> None:
   count("--early-stop", "end after N evaluations in a row without a lower eval_loss")
   path("--checkpoint", "save the last step here")
   count("--save-every", "also save every N-th step")
-  add("--save-every-minutes", type=float, metavar="M", help="also save every M minutes")
   count("--keep", "keep the newest N steps, and the step with the lowest eval_loss")
   add(
     "--resume",
@@ -100,9 +99,8 @@ def window(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
   """Trains, evaluates, saves, and prints where everything is."""
-  saves = args.save_every or args.save_every_minutes
-  if args.checkpoint is None and (args.resume is not None or saves or args.keep):
-    args.usage_error("--resume, --save-every, --save-every-minutes and --keep need --checkpoint DIR")
+  if args.checkpoint is None and (args.resume is not None or args.save_every or args.keep):
+    args.usage_error("--resume, --save-every and --keep need --checkpoint DIR")
   if args.early_stop and not args.eval_every:
     args.usage_error("--early-stop needs --eval-every N")
   from nnx_parallel.hosts.bringup import mark_failed
@@ -176,7 +174,6 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
       early_stop=nxp.loop.EarlyStop("eval_loss", args.early_stop) if args.early_stop else None,
       checkpointer=checkpointer,
       save_every=args.save_every,
-      save_every_minutes=args.save_every_minutes,
       profile=args.profile,
       profile_dir=out / "profile",
       peak_flops=args.peak_flops,
@@ -229,7 +226,7 @@ def make_job(
 
   settings = {name: getattr(args, name) for name in _SETTINGS}
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
-  how = {"settings": settings, **options.step_options(args)}
+  how = {"settings": settings, "options": options.step_options(args)}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
     return Job.start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
   with warnings.catch_warnings(record=True) as caught:

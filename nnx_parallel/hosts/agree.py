@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import pickle
 import socket
 from collections.abc import Callable
@@ -12,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from nnx_parallel.core.processes import wait_for_all
+from nnx_parallel.core.processes import Exchange, wait_for_all
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import HostError
 
@@ -141,29 +139,20 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
   if jax.process_count() == 1:
     function()
     return True
-  mine = _first_of_host(timeout) == jax.process_index()
+  names = Exchange("the names of the hosts")
+  names.say(socket.gethostname())
+  mine = names.all(timeout).index(socket.gethostname()) == jax.process_index()
   error: Exception | None = None
   if mine:
     try:
       function()
     except Exception as caught:  # noqa: BLE001 (raised again, once the other processes know)
       error = caught
-  barrier("once_per_host", timeout=timeout)
-  codes = np.asarray(multihost_utils.process_allgather(np.int32(error is not None))).reshape(-1)
+  done = Exchange("once_per_host")
+  done.say("" if error is None else "failed")
+  failed = [process for process, text in enumerate(done.all(timeout)) if text]
   if error is not None:
     raise error
-  if codes.any():
-    raise HostError(
-      f"once_per_host failed on processes {np.flatnonzero(codes).tolist()}.",
-      fix="read the log of the first of them.",
-    )
+  if failed:
+    raise HostError(f"once_per_host failed on processes {failed}.", fix="read the log of the first of them.")
   return mine
-
-
-@functools.cache
-def _first_of_host(timeout: float) -> int:
-  """The lowest process of this host; gathered once."""
-  barrier("the names of the hosts", timeout=timeout)
-  name = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
-  names = np.asarray(multihost_utils.process_allgather(name))
-  return int(np.flatnonzero((names == name).all(axis=1))[0])

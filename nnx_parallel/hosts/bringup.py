@@ -118,20 +118,22 @@ def init_distributed(
     return seen
   found = "arguments"
   if (address, count, index) == (None, None, None):
-    address, count, index = from_torchrun(os.environ)
-    found = "RANK and WORLD_SIZE" if count is not None else "jax"
-  elif address is None or count is None or index is None:
+    peers = from_torchrun(os.environ)
+    found = "jax" if peers is None else "RANK and WORLD_SIZE"
+  elif address is not None and count is not None and index is not None:
+    peers = (address, count, index)
+  else:
     raise HostError(
       "init_distributed needs all of address, count and index, or none of them.",
       details=f"address={address}, count={count}, index={index}",
       fix='init_distributed("10.0.0.1:8476", count=4, index=0), or set RANK, WORLD_SIZE, MASTER_ADDR and'
       " MASTER_PORT.",
     )
-  if address is not None and count is not None and index is not None:
+  if peers is not None:
+    address, count, index = peers
     if not 0 <= index < count or not re.fullmatch(r".+:\d+", address):
       raise HostError(
         f"process {index} of {count} at {address} cannot be.",
-        details=f"index={index}, count={count}, address={address}",
         fix="an index from 0 to count - 1, and an address such as 10.0.0.1:8476.",
       )
     if count == 1:
@@ -139,8 +141,8 @@ def init_distributed(
   if local_devices is None:
     local_devices = visible_devices(os.environ)
   try:
-    if address is not None and count is not None and index is not None:
-      roll_call(address, count, index, timeout)
+    if peers is not None:
+      roll_call(*peers, timeout)
     jax.distributed.initialize(
       address,
       count,
@@ -173,8 +175,8 @@ def init_distributed(
   return _checked(found, devices_per_process)
 
 
-def from_torchrun(environment: Mapping[str, str]) -> tuple[str | None, int | None, int | None]:
-  """Address, count and index from the variables of torchrun; three times None without them.
+def from_torchrun(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
+  """Address, count and index from the variables of torchrun; None without them.
 
   Raises:
     HostError: only some of them are set, or one is not a number.
@@ -184,7 +186,7 @@ def from_torchrun(environment: Mapping[str, str]) -> tuple[str | None, int | Non
     ('node0:29500', 2, 1)
   """
   if "RANK" not in environment or "WORLD_SIZE" not in environment:
-    return None, None, None
+    return None
   names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
   shown = ", ".join(f"{name}={environment.get(name)}" for name in names)
   try:

@@ -4,15 +4,18 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from nnx_parallel.interop.adapters import add_lora, merge_adapters
-  from nnx_parallel.interop.dry_run import dry_run_export, dry_run_import
   from nnx_parallel.interop.families import from_config, load_huggingface
   from nnx_parallel.interop.huggingface import weight_map_of
   from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
-  from nnx_parallel.interop.match import match_by_shape
   from nnx_parallel.interop.orbax import restore_orbax
   from nnx_parallel.interop.peft import export_peft, import_peft
   from nnx_parallel.interop.program import export_program, load_program
-  from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
+  from nnx_parallel.interop.safetensors import (
+    dry_run_export,
+    dry_run_import,
+    export_safetensors,
+    import_safetensors,
+  )
   from nnx_parallel.interop.weights import Rule, WeightMap, load_weight_map
 
 __all__ = [
@@ -33,7 +36,6 @@ __all__ = [
   "load_huggingface",
   "load_program",
   "load_weight_map",
-  "match_by_shape",
   "merge_adapters",
   "restore_orbax",
   "weight_map_of",

@@ -179,7 +179,7 @@ def _table(config: ConfigJson, folder: Path) -> dict[str, Any]:
   raise CheckpointError(
     f"{folder} is of the family {family!r}, which has no table here.",
     details=f"families with a table: {', '.join(known)}",
-    fix="write WeightMap(Rule(...), ...) for it, or let one be guessed (match_by_shape, --match).",
+    fix="write WeightMap(Rule(...), ...) for it; a dry run lists the names and shapes of both sides.",
   )
 
 

@@ -6,7 +6,6 @@ other module. Its leaves have Linen's names, below the collection: `params.Dense
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,29 +18,13 @@ from flax.core import meta
 
 from nnx_parallel.checkpoint import paths
 from nnx_parallel.core.nodes import value_of, variables
-from nnx_parallel.core.types import DType, PyTree
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.interop.weights import Rule, Shape, WeightMap, import_arrays, leaves_to_write
+from nnx_parallel.interop.weights import Rule, WeightMap, import_arrays, leaves_to_write
 from nnx_parallel.layout.plan import Plan
 
 OTHERS = ("opt_state.*", "step", "tx.*")
 """Fields of a train state other than the variables of the model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Array:
-  values: np.ndarray
-
-  @property
-  def shape(self) -> Shape:
-    return self.values.shape
-
-  @property
-  def dtype(self) -> DType:
-    return self.values.dtype
-
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-    return self.values[index]
 
 
 def linen_names(model: object) -> WeightMap:
@@ -147,7 +130,7 @@ def export_linen(
   return traverse_util.unflatten_dict(flat)
 
 
-def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[str, _Array]:
+def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[str, np.ndarray]:
   """The arrays of a tree by their names."""
   tree: PyTree = source
   if not isinstance(source, Mapping):
@@ -164,7 +147,7 @@ def _read(source: str | os.PathLike[str] | bytes | Mapping[str, Any]) -> dict[st
       fix='a tree by collection: {"params": {...}, "batch_stats": {...}}.',
     )
   rows = jax.tree_util.tree_leaves_with_path(meta.unbox(dict(tree)))
-  return {_name(path): _Array(np.asarray(leaf)) for path, leaf in rows}
+  return {_name(path): np.asarray(leaf) for path, leaf in rows}
 
 
 def _name(path: Any) -> str:

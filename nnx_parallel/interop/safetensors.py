@@ -26,15 +26,20 @@ from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import encoding, multihost, storage
 from nnx_parallel.core.nodes import is_key, value_of
+from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import DType
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.dry_run import DryRun, Row
 from nnx_parallel.interop.weights import (
   Group,
   SameNames,
   Shape,
   WeightMap,
   import_arrays,
+  in_model,
+  initialised,
   leaves_to_write,
+  model_leaves,
 )
 from nnx_parallel.layout.plan import Plan
 
@@ -77,6 +82,9 @@ class Tensor:
     if 0 in self.shape:
       return np.empty(self.shape, self.dtype)[index]
     return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
+
+  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    return self.read(index)
 
   def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
     """Writes a part of the array, one run of consecutive bytes after another.
@@ -208,6 +216,78 @@ def export_safetensors(
     ['bias', 'kernel']
   """
   return write_folder(path, model, weight_map, skip=skip, file_bytes=file_bytes)
+
+
+def dry_run_import(
+  path: str | os.PathLike[str],
+  plan: Plan,
+  weight_map: WeightMap | None = None,
+  *,
+  skip: Iterable[str] = (),
+) -> DryRun:
+  """Shows what `import_safetensors` would do with the same arguments; it reads only the headers of the files.
+
+  Args:
+    path: as for `import_safetensors`.
+    plan: the plan of the model; it may be on an abstract mesh.
+    weight_map: as for `import_safetensors`.
+    skip: as for `import_safetensors`.
+
+  Returns:
+    A table of what happens to each array; `complete` says whether the import can proceed.
+
+  Raises:
+    CheckpointError: the files cannot be read, a pattern does not fit its arrays, or a `skip` pattern matches
+      nothing.
+
+  Example:
+    >>> import pathlib, tempfile
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "model")
+    >>> init = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> _ = nxp.interop.export_safetensors(folder, init())
+    >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=8))
+    >>> [(row.status, row.file, row.model) for row in dry_run_import(folder, plan).rows]
+    [('read', 'bias', 'bias'), ('read', 'kernel', 'kernel')]
+  """
+  wanted = model_leaves(plan)
+  left_out = initialised(plan, wanted, skip)
+  return (weight_map or SameNames()).compare(wanted, read_tensors(path), left_out)[1]
+
+
+def dry_run_export(plan: Plan, weight_map: WeightMap | None = None, *, skip: Iterable[str] = ()) -> DryRun:
+  """Lists the arrays that `export_safetensors` would write for a model with this plan; no array is read.
+
+  Args:
+    plan: the plan of the model.
+    weight_map: as for `export_safetensors`.
+    skip: as for `export_safetensors`.
+
+  Returns:
+    A table of the arrays that would be written.
+
+  Raises:
+    CheckpointError: the weight map is incomplete, or a `skip` pattern matches nothing.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> from flax import nnx
+    >>> plan = nxp.plan(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.abstract_mesh(fsdp=8), nxp.fsdp())
+    >>> [(row.status, row.file, row.array) for row in dry_run_export(plan, skip=["bias"]).rows]
+    [('write', 'kernel', 'float32[8,4]'), ('left out', '', '')]
+  """
+  leaves = model_leaves(plan)
+  left_out = initialised(plan, leaves, skip)
+  shapes = {path: leaf.shape for path, leaf in leaves.items()}
+  rows: list[Row] = []
+  for group in (weight_map or SameNames()).to_write(path for path in leaves if path not in left_out):
+    group, made = group.numbered(shapes)
+    for path in group.layers.values():
+      dtype = encoding.dtype_name(group.rule.dtype or leaves[path].struct.dtype)
+      rows.append(Row("write", *group.in_file(format_array(dtype, made[0])), path, in_model(leaves[path])))
+  rows += [Row("left out", model=path, leaf=in_model(leaves[path])) for path in leaves if path in left_out]
+  return DryRun(rows)
 
 
 def write_folder(

@@ -41,8 +41,10 @@ from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.core.nodes import is_key, variables
 from nnx_parallel.core.padding import pad
+from nnx_parallel.core.text import format_array, format_spec
 from nnx_parallel.core.types import AnyArray, DType
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.interop.dry_run import DryRun, Row
 from nnx_parallel.layout.plan import Plan
 
 Shape = tuple[int, ...]
@@ -199,6 +201,22 @@ class Group:
         fix="correct the pattern, which goes from the file to the model, or name the size of an axis: d=64.",
       ) from error
 
+  def in_file(self, array: str) -> tuple[str, str]:
+    """The name in the file and the array, as tables show them: `*` for the numbers of a stack."""
+    count = f"{len(self.names)} x " if len(self.names) > 1 else ""
+    return re.sub(r"\{\w+\}", "*", self.file), count + array
+
+  def misfit(self, path: str, shape: Shape, sources: Sequence[Source], wanted: TargetLeaf) -> str:
+    """Why the arrays of the file, which make this shape, do not make a leaf; or an empty text."""
+    dtype, kinds = wanted.struct.dtype, {str(source.dtype) for source in sources}
+    is_cast = self.rule.dtype is not None and all(map(is_real, (dtype, *kinds)))
+    if shape == wanted.shape and (is_cast or kinds == {encoding.dtype_name(self.rule.dtype or dtype)}):
+      return ""
+    return (
+      f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(shape)} of "
+      f"{', '.join(self.names[:3])}, the model has {encoding.dtype_name(dtype)}{list(wanted.shape)}."
+    )
+
   def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
     """Adds the names in the file, and returns the shapes there.
 
@@ -261,25 +279,6 @@ class Group:
     return None if sharding is None else even_layout(sharding, shape, keep=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-  """The result of a weight map's search for the leaves of a model in a file.
-
-  Attributes:
-    groups: the arrays that make leaves, and the leaves.
-    missing: why a leaf has no source, by path.
-    cut: layers of arrays in the file that the model does not have, in words.
-    unused: arrays of the file that no rule uses.
-    ignored: the arrays that the weight map ignores.
-  """
-
-  groups: list[Group]
-  missing: dict[str, str]
-  cut: list[str]
-  unused: list[str]
-  ignored: list[str]
-
-
 class WeightMap:
   """Rules from names in a file to paths in a model. The first rule that matches a path applies.
 
@@ -289,85 +288,69 @@ class WeightMap:
 
   Example:
     >>> weight_map = WeightMap(Rule("h.{i}.w", "layers.{i}.kernel", "o i -> i o"))
-    >>> groups = weight_map.match(["layers.0.kernel"], {"h.0.w": (4, 3)})
-    >>> [(group.names, group.layers) for group in groups]
-    [(('h.0.w',), {0: 'layers.0.kernel'})]
+    >>> [(group.file, group.layers) for group in weight_map.to_write(["layers.0.kernel"])]
+    [('h.0.w', {0: 'layers.0.kernel'})]
   """
 
   def __init__(self, *rules: Rule, ignore: Iterable[str] = ()):
     self.rules, self.ignore = rules, tuple(ignore)
 
-  def match(
-    self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
-  ) -> list[Group]:
-    """Finds the arrays of a file for the leaves of a model, and checks that nothing is left over.
-
-    Args:
-      paths: the paths of all leaves.
-      shapes: the shapes of the arrays in the file, by name.
-      skip: the paths of leaves that need no array in the file. A layer in the file that belongs to such a
-        path may stay unused.
-
-    Returns:
-      The arrays of the file that make each leaf.
-
-    Raises:
-      CheckpointError: there are leaves without an array, or arrays or layers that no rule uses.
-    """
-    found = self.compare(paths, shapes, skip)
-    if found.missing or found.cut or found.unused:
-      missing = [f"missing  {path}: {reason}" for path, reason in found.missing.items()]
-      spare = [f"unused   {row}" for row in [*found.cut, *found.unused]]
-      raise CheckpointError(
-        f"the weight map is not complete: {len(missing)} leaves of the model have no source, "
-        f"{len(spare)} arrays of the file no use.",
-        details="\n".join([*missing[:12], *spare[:12]]),
-        fix="add rules, leave out leaves of the model by name (skip=[...], --skip) or arrays of the file "
-        "(WeightMap(..., ignore=[...])), or make a model of as many layers.",
-      )
-    return found.groups
-
   def compare(
-    self, paths: Iterable[str], shapes: Mapping[str, Shape], skip: Container[str] = ()
-  ) -> Comparison:
-    """Finds the arrays of a file for the leaves of a model, as `match` does, and also the remaining arrays.
+    self, wanted: Mapping[str, TargetLeaf], arrays: Mapping[str, Source], skip: Container[str] = ()
+  ) -> tuple[list[Group], DryRun]:
+    """Finds the arrays of a file for the leaves of a model, and what is left over.
 
     Args:
-      paths: as for `match`.
-      shapes: as for `match`.
-      skip: as for `match`.
+      wanted: the leaves of the model, by path.
+      arrays: of the file, by name.
+      skip: paths that need no source; a layer of such a path may stay unused.
 
     Returns:
-      The arrays that become leaves, the leaves without an array, and the arrays that are unused or of which
-      some layers are unused.
+      The arrays that make leaves; and what happens to each array and leaf.
 
     Raises:
       CheckpointError: a pattern does not fit the arrays of its rule.
     """
-    groups, lost = self._groups(paths)
+    groups, lost = self._groups(wanted)
     missing = {path: "no rule names it" for path in lost if path not in skip}
-    cut: list[str] = []
+    rows: list[Row] = []
+    cut: list[Row] = []
     found: list[Group] = []
     for group in groups:
-      wanted = {layer: path for layer, path in group.layers.items() if path not in skip}
-      if not wanted:
+      layers = {layer: path for layer, path in group.layers.items() if path not in skip}
+      if not layers:
         continue
-      names = _stack_of(group, shapes) if group.rule.transform.stacked else (group.file,)
-      if not all(name in shapes for name in names):
-        near = difflib.get_close_matches(group.file, shapes, 1)
+      names = _stack_of(group, arrays) if group.rule.transform.stacked else (group.file,)
+      if not all(name in arrays for name in names):
+        near = difflib.get_close_matches(group.file, arrays, 1)
         hint = f" (nearest: {near[0]})" if near else ""
-        missing |= dict.fromkeys(wanted.values(), f"needs {', '.join(names)}{hint}")
+        missing |= dict.fromkeys(layers.values(), f"needs {', '.join(names)}{hint}")
         continue
-      count = len(group.shapes("model", (shapes[name] for name in names)))
-      has = f"{group.file} has {count} layers, shape {shapes[names[0]]}"
-      missing |= {path: has for layer, path in wanted.items() if layer >= count}
-      if unused := [str(layer) for layer in range(count) if layer not in group.layers]:
-        cut.append(f"layers {', '.join(unused)}: {has}")
-      found.append(dataclasses.replace(group, names=names))
+      group = dataclasses.replace(group, names=names)
+      sources = [arrays[name] for name in names]
+      made = group.shapes("model", (source.shape for source in sources))
+      has = f"{group.file} has {len(made)} layers, shape {sources[0].shape}"
+      file = group.in_file(format_array(sources[0].dtype, sources[0].shape))
+      for layer, path in layers.items():
+        if layer >= len(made):
+          missing[path] = has
+          continue
+        wrong = group.misfit(path, made[layer], sources, wanted[path])
+        note = wrong or format_spec(wanted[path].struct.sharding.spec)
+        rows.append(Row("does not fit" if wrong else "read", *file, path, in_model(wanted[path]), note))
+      if unused := [str(layer) for layer in range(len(made)) if layer not in group.layers]:
+        cut.append(Row("unused", note=f"layers {', '.join(unused)}: {has}"))
+      found.append(group)
+    rows += [Row("missing", "", "", path, in_model(wanted[path]), why) for path, why in missing.items()]
+    rows += cut
     used = {name for group in found for name in group.names}
-    left = [name for name in shapes if name not in used]
-    ignored = [name for name in left if any(fnmatch.fnmatchcase(name, p) for p in self.ignore)]
-    return Comparison(found, missing, cut, [name for name in left if name not in ignored], ignored)
+    for name, array in arrays.items():
+      if name not in used:
+        is_ignored = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
+        status = "ignored" if is_ignored else "unused"
+        rows.append(Row(status, name, format_array(array.dtype, array.shape)))
+    rows += [Row("initialised", model=p, leaf=in_model(leaf)) for p, leaf in wanted.items() if p in skip]
+    return found, DryRun(rows)
 
   def to_write(self, paths: Iterable[str]) -> list[Group]:
     """Finds the arrays of a file that is to be written from the leaves of a model.
@@ -514,7 +497,7 @@ def load_weight_map(file: str) -> WeightMap:
 
 
 class Source(Protocol):
-  """An array that may lie in a file."""
+  """An array that may lie in a file, such as a numpy array."""
 
   @property
   def shape(self) -> Shape:
@@ -526,8 +509,8 @@ class Source(Protocol):
     """Of the array."""
     ...
 
-  def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """Copies a part of the array, or all, to the host."""
+  def __getitem__(self, index: tuple[slice, ...], /) -> np.ndarray:
+    """A part of the array on the host; all of it for `()`."""
     ...
 
 
@@ -559,10 +542,8 @@ def import_arrays(
   with multihost.together():
     left_out = initialised(plan, wanted, skip)
     arrays = sources()
-    shapes = {name: array.shape for name, array in arrays.items()}
-    groups = weight_map.match(wanted, shapes, left_out)
-    for group in groups:
-      require_fit(group, arrays, wanted)
+    groups, found = weight_map.compare(wanted, arrays, left_out)
+    found.require_complete()
   leaves: dict[str, AnyArray] = {}
   for group in groups:
     layers = {layer: path for layer, path in group.layers.items() if path not in left_out}
@@ -583,7 +564,7 @@ def _read(
   dtypes = {leaf.dtype for leaf in leaves}
 
   def block(tensor: Source, index: tuple[slice, ...] | None) -> np.ndarray:
-    values = tensor.read(index or ())
+    values = np.asarray(tensor[index or ()])
     return values.astype(leaves[0].dtype, copy=False) if len(dtypes) == 1 else values
 
   sources = [tensors[name] for name in group.names]
@@ -628,28 +609,9 @@ def _left_out(paths: Iterable[str], skip: Iterable[str]) -> set[str]:
   return found
 
 
-def require_fit(group: Group, tensors: Mapping[str, Source], wanted: Mapping[str, TargetLeaf]) -> None:
-  """Raises where the arrays of a group do not make its leaves.
-
-  Raises:
-    CheckpointError: another shape or dtype.
-  """
-  sources = [tensors[name] for name in group.names]
-  made = group.shapes("model", (tensor.shape for tensor in sources))
-  for layer, path in group.layers.items():
-    dtype = wanted[path].struct.dtype
-    expected = encoding.dtype_name(group.rule.dtype or dtype)
-    kinds = {str(tensor.dtype) for tensor in sources}
-    is_cast = group.rule.dtype is not None and all(
-      is_real(kind) for kind in (dtype, *(t.dtype for t in sources))
-    )
-    if layer < len(made) and (made[layer] != wanted[path].shape or not (is_cast or kinds == {expected})):
-      raise CheckpointError(
-        f"{path} does not fit: its rule makes {'/'.join(sorted(kinds))}{list(made[layer])} of "
-        f"{', '.join(group.names[:3])}, the model has {encoding.dtype_name(dtype)}"
-        f"{list(wanted[path].shape)}.",
-        fix='correct the pattern of its rule, or name the dtype in the file: Rule(..., dtype="float32").',
-      )
+def in_model(leaf: TargetLeaf) -> str:
+  """A leaf of the model, as tables show it."""
+  return format_array(encoding.dtype_name(leaf.struct.dtype), leaf.shape)
 
 
 def is_real(dtype: DTypeLike) -> bool:

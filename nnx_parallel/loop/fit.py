@@ -11,8 +11,8 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, Never
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import examples_in
-from nnx_parallel.train.step import TrainStep
+from nnx_parallel.train.step import TrainStep, unknown_option
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -122,7 +122,6 @@ def fit(
   eval_every: int | None = None,
   checkpointer: Checkpointer | None = None,
   save_every: int | None = None,
-  save_every_minutes: float | None = None,
   only: Only | None = None,
   extra: Callable[[], Mapping[str, Any]] | None = None,
   resume: int | Literal["latest", "best"] | None = None,
@@ -138,6 +137,7 @@ def fit(
   profile_dir: str | os.PathLike[str] = "profile",
   nonfinite: Literal["error", "continue"] = "error",
   check_gradients: bool = False,
+  **unknown: Never,
 ) -> FitResult:
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
@@ -164,8 +164,6 @@ def fit(
     checkpointer: the `Checkpointer` that saves the steps. Set `max_to_keep` and `best` (for example to
       `"eval_loss"`) there.
     save_every: the number of steps between saves; by default, only the last step is saved.
-    save_every_minutes: the minutes between saves. Only jobs of one process can use it, because the clocks of
-      processes differ.
     only: the leaves of the model to save, and to restore when the run resumes, as for `Checkpointer.save`.
       The other leaves, such as the base model under adapters, must have the same values as when the run
       began.
@@ -199,6 +197,7 @@ def fit(
     check_gradients: whether to check before training, on the first batch, that the gradients of the step are
       the derivatives of its loss on this layout (see `TrainStep.check_gradients`). Wrong gradients are an
       error.
+    **unknown: misspelt names, for an error that shows the nearest name.
 
   Returns:
     A `FitResult`: the last step, the metrics, and why the run ended.
@@ -222,6 +221,8 @@ def fit(
     >>> result.step, result.stopped, result.history[-1]["loss"] < result.history[0]["loss"]
     (3, 'data', True)
   """
+  if unknown:
+    raise unknown_option(fit, next(iter(unknown)))
   _check_step(step)
   if check_gradients and not isinstance(step, TrainStep):
     raise TrainError(
@@ -230,14 +231,14 @@ def fit(
     )
   log_lines, log_every = log_every is not None, 1 if log_every is None else log_every
   every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
-  _check_intervals(evaluate, every, save_every_minutes, profile)
+  _check_intervals(evaluate, every, profile)
   goodput = Goodput()
   resumed = ""
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
     resumed = f"resumed from step {start.step} of {checkpointer.directory}"
-  _check(checkpointer, save_every or save_every_minutes or only, resume, start, batches)
+  _check(checkpointer, save_every or only, resume, start, batches)
   if only is not None:
     saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
   at = start or Position()
@@ -251,8 +252,7 @@ def fit(
   peak = _peak() if peak_flops is None else peak_flops
   recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None, unit)
   saved, evaluated, stopped, metrics = -1, -1, "steps", None
-  saved_at = time.monotonic()
-  first, compiles = at.step + 1, _compiles(step)
+  first, programs = at.step + 1, list[str]()
 
   def run_evaluation() -> None:
     nonlocal evaluated
@@ -262,7 +262,7 @@ def fit(
       evaluated = at.step
 
   def save() -> None:
-    nonlocal saved, saved_at
+    nonlocal saved
     if checkpointer is not None and saved != at.step >= first:
       with goodput.spend("checkpoint"):
         if nonfinite == "error":
@@ -277,12 +277,13 @@ def fit(
         options = at.save_options(own)
         checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=found, **options)
       shown.note(at.step, f"checkpoint in {checkpointer.directory}")
-      saved, saved_at = at.step, time.monotonic()
+      saved = at.step
 
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignals())
+    stack.enter_context(_compilations(programs))
     if plan is not None:
       stack.enter_context(default_scope(plan.activation_rules))
     stack.enter_context(shown)
@@ -316,23 +317,18 @@ def fit(
         with goodput.spend("profile"):
           jax.block_until_ready(metrics)
           tracing.enter_context(jax.profiler.trace(os.fspath(profile_dir)))
-      began = time.perf_counter()
+      before, began = len(programs), time.perf_counter()
       with jax.profiler.StepTraceAnnotation("train", step_num=number):
         metrics = _checked(step(model, optimizer, batch))
       at.step, at.samples = number, at.samples + examples_in(batch)
-      compiled = number == first or _compiles(step) > compiles
+      compiled = len(programs) > before
       goodput.add("compile" if compiled else "step", time.perf_counter() - began)
-      compiles = _compiles(step)
-      if compiled and peak:
-        with goodput.spend("compile"):
-          work = _flops(step, model, batch) if flops is None else flops
-          recorder.ideal_seconds = work / peak
+      if peak and (compiled or number == first):
+        recorder.ideal_seconds = (_flops(step, model, batch) if flops is None else flops) / peak
       evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
-      if save_every_minutes is not None:
-        saving = saving or time.monotonic() - saved_at >= 60 * save_every_minutes
       now = evaluating or saving or number in (first, steps) or number % log_every == 0
       with goodput.spend("step"):
-        recorder.add(number, metrics, batch, tokens or _rows, report=now)
+        recorder.add(number, metrics, batch, tokens or _rows, report=now, compiled=compiled)
         if evaluating or saving:
           recorder.flush()
       if number == profiled[1]:
@@ -401,9 +397,7 @@ def _check(
     )
 
 
-def _check_intervals(
-  evaluate: Any, every: Mapping[str, int | None], minutes: float | None, profile: tuple[int, int] | None
-) -> None:
+def _check_intervals(evaluate: Any, every: Mapping[str, int | None], profile: tuple[int, int] | None) -> None:
   for name, steps in every.items():
     least = 0 if name == "steps" else 1
     if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
@@ -416,14 +410,6 @@ def _check_intervals(
     )
   if evaluate is None and every["eval_every"] is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
-  if minutes is not None and not minutes > 0:
-    raise TrainError(f"save_every_minutes={minutes} is not a number of minutes.", fix="save_every_minutes=10")
-  if minutes is not None and jax.process_count() > 1:
-    raise TrainError(
-      f"save_every_minutes is for jobs of one process, but this job has {jax.process_count()}.",
-      details="their clocks differ, and all must save the same step",
-      fix="save_every=N, in steps.",
-    )
 
 
 def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:
@@ -483,8 +469,19 @@ def _busy(metrics: AnyMetrics | None) -> bool:
   return bool(arrays) and not arrays[0].is_ready()
 
 
-def _compiles(step: Any) -> int:
-  return len(getattr(step, "compiles", ()))
+@contextlib.contextmanager
+def _compilations(programs: list[str]) -> Generator[None]:
+  """Adds to the list for each program that XLA compiles during the block."""
+
+  def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":  # tests/test_upstream.py checks it
+      programs.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def _abstract(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,6 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import variables
 from nnx_parallel.core.types import AnyMetrics, Model, PyTree
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.layers.attention import Attention
-from nnx_parallel.layers.layers import Policy, ScanLayers
-from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.show.diff import PlanDiff
@@ -77,13 +75,8 @@ class Job:
       of its imports).
     changes: settings that differ from the settings of the restored checkpoint, as text.
     relaid: how the layout differs from the layout of the checkpoint, if the checkpoint has another mesh.
-    remat: the activations that layers save; as for `train_step`.
-    scan_layers: whether consecutive equal layers are one scan; as for `train_step`.
-    layers: dotted paths of the layers, with `*` for any part; as for `train_step`.
-    attention: `"blockwise"`, a block length, `"fused"`, `"ring"` or `"ulysses"`; as for `train_step`.
-    loss_chunks: the number of chunks of the head and the loss; as for `train_step`.
-    pipeline: the mesh axis of the stages; as for `train_step`. Held-out batches also pass through the
-      pipeline, unless the microbatches do not divide them.
+    options: options of `train_step` for the layers, such as `remat` and `pipeline`. Held-out batches also
+      pass through a pipeline, unless the microbatches do not divide them.
   """
 
   recipe: Recipe
@@ -95,12 +88,7 @@ class Job:
   settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
   changes: list[str] = dataclasses.field(default_factory=list[str])
   relaid: PlanDiff | None = None
-  remat: Policy = None
-  scan_layers: ScanLayers = "auto"
-  layers: str | None = None
-  attention: Attention = None
-  loss_chunks: int | None = None
-  pipeline: str | Pipeline | None = None
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
   def __post_init__(self) -> None:
     if self.recipe.loss is None or self.recipe.batches is None:
@@ -114,29 +102,16 @@ class Job:
       own["source_sha256"] = hashlib.sha256(source.read_bytes()).hexdigest()
     self.settings = own | self.settings
     self._batches = self.recipe.batches
-    layers: dict[str, Any] = {
-      "scan_layers": self.scan_layers,
-      "layers": self.layers,
-      "attention": self.attention,
-      "loss_chunks": self.loss_chunks,
-      "pairs": True,
-    }
     self._train_step = nxp.train_step(
-      self.recipe.loss,
-      microbatches=self.microbatches,
-      remat=self.remat,
-      pipeline=self.pipeline,
-      diagnostics=True,
-      **layers,
+      self.recipe.loss, microbatches=self.microbatches, diagnostics=True, pairs=True, **self.options
     )
-    self._eval_step = nxp.eval_step(self.recipe.loss, **layers)
-    self._piped_eval_step = self._eval_step
-    if self.pipeline is not None:
-      parts: dict[str, Any] = {"microbatches": self.microbatches, "pipeline": self.pipeline}
-      self._piped_eval_step = nxp.eval_step(self.recipe.loss, **layers, **parts)
+    kept = {name: x for name, x in self.options.items() if name not in ("remat", "pipeline")}
+    make_eval_step = functools.partial(nxp.eval_step, self.recipe.loss, pairs=True, **kept)
+    self._eval_step = self._piped_eval_step = make_eval_step()
+    if pipeline := self.options.get("pipeline"):
+      self._piped_eval_step = make_eval_step(microbatches=self.microbatches, pipeline=pipeline)
     # Made once: it shares the model's Variables, and for another object the step would be compiled again.
-    options = {"deterministic": True, "use_running_average": True}
-    self._quiet = nnx.view(self.model, **options, raise_if_not_found=False)
+    self._quiet = nnx.view(self.model, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
   @classmethod
   def start(cls, recipe: Recipe, plan: nxp.Plan, **options: Any) -> Self:
@@ -194,7 +169,7 @@ class Job:
     if microbatches is None:
       microbatches = int(saved.get("microbatches", recipe.parts(None)))
       parameters_only = all(isinstance(leaf, nnx.Param) for leaf in variables(model).values())
-      if before is not None and moved and parameters_only and options.get("pipeline") is None:
+      if before is not None and moved and parameters_only and not options.get("options", {}).get("pipeline"):
         shards = [shard_counts(one.batch_spec(1), 1, axis_sizes(one.mesh))[0] for one in (before, plan)]
         microbatches = adapted(
           microbatches, shards[0], shards[1], options.get("settings", saved).get("batch")

@@ -1,4 +1,4 @@
-"""Finds a recipe by name, file or module, and checks that it defines what a command needs."""
+"""Finds a recipe by name or file, and checks that it defines what a command needs."""
 
 from __future__ import annotations
 
@@ -108,10 +108,9 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
   """Loads a recipe and checks it.
 
   Args:
-    spec: the name of a recipe of this package (`text_lm`), a file (`jobs/mine.py`), a module
-      (`package.mine:`), or a file or module followed by the function to use as `init`
-      (`package.mine:init_small`). A file can import modules of its own folder at its top, but not inside a
-      function.
+    spec: the name of a recipe of this package (`text_lm`), a file (`jobs/mine.py`), or a file followed by the
+      function to use as `init` (`jobs/mine.py:init_small`). A file can import modules of its own folder at
+      its top, but not inside a function.
     needs: the functions that the recipe must define; the other functions are optional.
 
   Returns:
@@ -127,19 +126,15 @@ def load_recipe(spec: str, *, needs: Sequence[str] = TRAINING) -> Recipe:
     >>> recipe.name, recipe.mesh()
     ('text_lm', {'data': 2, 'fsdp': 2, 'tensor': 2})
   """
-  place, colon, entry = spec.rpartition(":")
-  if not colon or not (entry == "" or entry.isidentifier()):
-    place, entry = spec, ""
+  place, _, entry = spec.rpartition(":")
+  if not (place.endswith(".py") and entry.isidentifier()):
+    place, entry = spec, "init"
   if place.endswith(".py"):
-    module = _load_file(Path(place))
-  elif colon and place:
-    module = _load_module(place, spec)
-  elif spec in embedded_recipes():
-    module = importlib.import_module(f"nnx_parallel.recipes.{spec}")
-  else:
+    return _check(_load_file(Path(place)), place, needs, entry)
+  if spec not in embedded_recipes():
     raise _unknown(spec)
-  source = place if place.endswith(".py") else str(module.__file__)
-  return _check(module, source, needs, entry or "init")
+  module = importlib.import_module(f"nnx_parallel.recipes.{spec}")
+  return _check(module, str(module.__file__), needs, entry)
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -166,22 +161,9 @@ def _load_file(path: Path) -> ModuleType:
   return module
 
 
-def _load_module(name: str, spec: str) -> ModuleType:
-  try:
-    return importlib.import_module(name)
-  except ModuleNotFoundError as error:
-    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-      raise  # the recipe exists; something that it imports does not
-    raise RecipeError(
-      f"no module {name!r} (from the recipe {spec!r}).",
-      details=f"Python found no {error.name!r} in {', '.join(p or '.' for p in sys.path[:3])}, ...",
-      fix="install the package, or give the file instead: path/to/recipe.py.",
-    ) from error
-
-
 def _unknown(spec: str) -> RecipeError:
   names = embedded_recipes()
-  fix = f"one of {_listed(names)}; a file, path/to/recipe.py; or a module, package.module:."
+  fix = f"one of {_listed(names)}; or a file, path/to/recipe.py."
   if near := difflib.get_close_matches(spec, names, n=1):
     fix = f"did you mean {near[0]}? Otherwise {fix}"
   elif Path(f"{spec}.py").is_file():

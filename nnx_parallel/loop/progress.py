@@ -67,20 +67,21 @@ class StepProgress:
     bar.add_task("compiling the step", total=self._steps, completed=self._start)
     return bar
 
-  def update(self, step: int, values: Mapping[str, float]) -> None:
+  def update(self, step: int, values: Mapping[str, float], *, compiled: bool = False) -> None:
     """Shows a finished step.
 
     Args:
       step: the step's number; the first is 1.
       values: its metrics, including `loss`, and the result of `StepClock`.
+      compiled: whether its time includes a compilation.
     """
     if self._bar is not None:
       if self._console.width < NARROW:
         values = {name: values[name] for name in ("loss", *TIMES) if name in values}
-      self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(step, values))
+      self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(values, compiled))
     elif step == self._steps or (not self._quiet and self._is_due(step)):
       self._next, self._printed = (step // self._every + 1) * self._every, time.monotonic()
-      self._console.print(f"{self._number(step)}  {self._text(step, values)}", markup=False)
+      self._console.print(f"{self._number(step)}  {self._text(values, compiled)}", markup=False)
 
   def note(self, step: int, text: str) -> None:
     """Prints a line for a step, above the bar if there is a bar; prints nothing when quiet."""
@@ -94,14 +95,14 @@ class StepProgress:
     # Not only where it is a multiple: there may be updates for some steps only.
     return step >= self._next or time.monotonic() - self._printed >= LONGEST_SILENCE_S
 
-  def _text(self, step: int, values: Mapping[str, float]) -> str:
+  def _text(self, values: Mapping[str, float], compiled: bool) -> str:
     shown = [f"{k} {v:.4f}" for k, v in values.items() if k not in (*TIMES, "mfu")]
     if "mfu" in values:
       shown.append(f"mfu {values['mfu']:.1%}")
     milliseconds = values["seconds"] * 1e3
     digits = 1 if milliseconds < 10 else 0
     rate = next((values[name] for name in RATES if name in values), None)
-    if rate is None and step == self._start + 1:
+    if compiled:
       return "  ".join([*shown, f"{values['seconds']:.1f} s with compilation"])
     shown += [] if rate is None else [f"{rate:,.0f} {self._unit}/s"]
     return "  ".join([*shown, f"{milliseconds:.{digits}f} ms/step"])

@@ -115,7 +115,7 @@ class Recorder:
     self.ended = False
     self.ideal_seconds = math.nan  # of a step at the peak of the chip
     self.clock = StepClock(unit=unit)
-    self._sums, self._steps, self._tokens = MetricSums(), 0, 0
+    self._start_window()
     self._late: Callable[[], None] | None = None
     self._before: Any = None
     self._arrays: dict[str, Any] = {}
@@ -123,12 +123,20 @@ class Recorder:
       early_stop.best, early_stop.waited = at.stop["best"], at.stop["waited"]
 
   def add(
-    self, number: int, metrics: AnyMetrics, batch: PyTree, tokens: Callable[[PyTree], int], *, report: bool
+    self,
+    number: int,
+    metrics: AnyMetrics,
+    batch: PyTree,
+    tokens: Callable[[PyTree], int],
+    *,
+    report: bool,
+    compiled: bool,
   ) -> None:
     """Adds the metrics of a step, and reports the step before; `report` ends the window of a record."""
     scalars = {name: value for name, value in metrics.items() if is_scalar(value)}
     self._sums.add(scalars, weight=examples_in(batch))
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens(batch)
+    self._compiled = self._compiled or compiled
     # One step ahead keeps the devices busy; waiting for the previous step bounds the work in flight.
     jax.block_until_ready(self._before)
     self._before = scalars
@@ -140,9 +148,12 @@ class Recorder:
   def close_window(self, number: int) -> None:
     """Makes one record, to be reported later, of the steps since the last record."""
     if self._steps:
-      args = (number, self._sums, self._arrays, self._tokens, self._steps)
+      args = (number, self._sums, self._arrays, self._tokens, self._steps, self._compiled)
       self._late = functools.partial(self._report, *args)
-      self._sums, self._steps, self._tokens = MetricSums(), 0, 0
+      self._start_window()
+
+  def _start_window(self) -> None:
+    self._sums, self._steps, self._tokens, self._compiled = MetricSums(), 0, 0, False
 
   def flush(self) -> None:
     """Reports the pending record, if there is one."""
@@ -176,11 +187,13 @@ class Recorder:
       with contextlib.suppress(TrainError, RuntimeError):
         self.flush()
 
-  def _report(self, number: int, sums: MetricSums, arrays: dict[str, Any], tokens: int, steps: int) -> None:
-    values = sums.read() | self.clock.tick(tokens, steps=steps)
+  def _report(
+    self, number: int, sums: MetricSums, arrays: dict[str, Any], tokens: int, steps: int, compiled: bool
+  ) -> None:
+    values = sums.read() | self.clock.tick(tokens, steps=steps, compiled=compiled)
     if math.isfinite(mfu := self.ideal_seconds / self.clock.step_seconds):
       values["mfu"] = mfu
-    self.shown.update(number, values)
+    self.shown.update(number, values, compiled=compiled)
     fetched = to_host(arrays) if arrays and self.trackers else {}
     self._record(number, values, fetched, last=not self.evaluates)
     if self.finite and not math.isfinite(values.get("loss", 0.0)):

@@ -1,4 +1,4 @@
-"""A full task in one call: the layout, the state, the specs and every step of a model or a recipe."""
+"""A full task in one call: the layout, the state, the specs and every step of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.mesh import AnyMesh, make_mesh
+from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import format_spec, text_table
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.create.constructor import create_sharded_model
@@ -20,8 +20,6 @@ from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
-from nnx_parallel.loop.loader import Recipe, load_recipe
-from nnx_parallel.rules.fallback import fsdp
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
 
 
@@ -91,7 +89,7 @@ class Task:
 
 
 def task(
-  source: Callable[[], nnx.Module] | str,
+  init: Callable[[], nnx.Module],
   mesh: AnyMesh | None = None,
   rules: Any = None,
   *,
@@ -105,9 +103,8 @@ def task(
   """Sets up a task in one call: the plan, the state, the specs, the steps and the number of parameters.
 
   Args:
-    source: a function that makes the model; or a recipe, as for `nnx-parallel train`, which supplies the
-      arguments that you do not pass.
-    mesh: the mesh of the task; by default the mesh of the recipe.
+    init: a function that makes the model.
+    mesh: the mesh of the task.
     rules: as for `nxp.plan`.
     loss: as for `train_step`.
     optimizer: an Optax transformation.
@@ -122,7 +119,7 @@ def task(
 
   Raises:
     TrainError: there is no loss, no optimizer or no mesh.
-    RecipeError, ShardingError: as for `load_recipe` and `nxp.plan`.
+    ShardingError: as for `nxp.plan`.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax
@@ -139,16 +136,6 @@ def task(
     >>> sorted(made.train_step(made.model, made.optimizer, batch))
     ['loss']
   """
-  if isinstance(source, str):
-    recipe = load_recipe(source)
-    init, loss = recipe.init, loss or recipe.loss
-    optimizer = optimizer or (recipe.optimizer() if recipe.optimizer else None)
-    rules = rules or (recipe.rules() if recipe.rules else fsdp())
-    mesh = mesh or (make_mesh(recipe.mesh()) if recipe.mesh else None)
-    batch = batch if batch is not None else _first(recipe)
-    options = {"microbatches": recipe.parts(None), **options}
-  else:
-    init = source
   missing = [name for name, x in (("loss", loss), ("optimizer", optimizer), ("mesh", mesh)) if x is None]
   if missing or loss is None or mesh is None:
     raise TrainError(
@@ -165,7 +152,3 @@ def task(
     generate,
     jax.tree.map(jax.typeof, batch) if batch is not None else None,
   )
-
-
-def _first(recipe: Recipe) -> PyTree:
-  return next(iter(recipe.batches(0)), None) if recipe.batches else None

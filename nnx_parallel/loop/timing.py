@@ -12,7 +12,7 @@ from nnx_parallel.loop.metrics import Record
 
 
 class StepClock:
-  """Step time and throughput over the last `window` ticks; the first step, which compiles, is separate.
+  """Step time and throughput over the last `window` ticks; ticks with a compilation are left out.
 
   Example:
     >>> clock = StepClock()
@@ -24,7 +24,7 @@ class StepClock:
   """
 
   def __init__(self, window: int = 20, unit: str = "tokens"):
-    self._rate, self._started = f"{unit}_per_second", False
+    self._rate = f"{unit}_per_second"
     self._last = math.nan
     self._ticks: collections.deque[tuple[float, int, int]] = collections.deque(maxlen=window)
 
@@ -32,17 +32,16 @@ class StepClock:
     """Starts the time of the next step; time between a tick and the next start does not count."""
     self._last = time.perf_counter()
 
-  def tick(self, tokens: int, *, steps: int = 1) -> Record:
+  def tick(self, tokens: int, *, steps: int = 1, compiled: bool = False) -> Record:
     """Ends the time of one or more steps, which consumed the given number of tokens or samples.
 
     Returns:
-      `seconds` per step, and `tokens_per_second` over the window, unless nothing was counted; the first
-      step, which compiles, has no rate. Another `unit` has its own name.
+      `seconds` per step, and `tokens_per_second` over the window, unless nothing was counted, or the step was
+      compiled in that time. Another `unit` has its own name.
     """
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
-    if not self._started:
-      self._started = True
+    if compiled:
       return {"seconds": seconds / steps}
     self._ticks.append((seconds, tokens, steps))
     rate = {self._rate: self.tokens_per_second} if tokens else {}
@@ -50,12 +49,12 @@ class StepClock:
 
   @property
   def step_seconds(self) -> float:
-    """Mean seconds per step over the window; nan before the second tick."""
+    """Mean seconds per step over the window; nan while it is empty."""
     return sum(s for s, _, _ in self._ticks) / sum(n for _, _, n in self._ticks) if self._ticks else math.nan
 
   @property
   def tokens_per_second(self) -> float:
-    """Mean tokens per second over the window; nan before the second tick."""
+    """Mean tokens per second over the window; nan while it is empty."""
     seconds = sum(s for s, _, _ in self._ticks)
     return sum(t for _, t, _ in self._ticks) / seconds if self._ticks else math.nan
 

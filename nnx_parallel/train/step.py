@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Never, cast
 
 import jax
@@ -389,7 +389,7 @@ def train_step(
     (True, 1)
   """
   if unknown:
-    raise _unknown_option(next(iter(unknown)))
+    raise unknown_option(train_step, next(iter(unknown)))
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   options = StepOptions(
     loss_fn,
@@ -463,14 +463,20 @@ _ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "re
 """Parts of the names that options have in other libraries."""
 
 
-def _unknown_option(name: str) -> TrainError:
-  options = [one for one in inspect.signature(train_step).parameters if one not in ("loss_fn", "unknown")]
+def unknown_option(function: Callable[..., Any], name: str) -> TrainError:
+  """The error for an option that a function lacks: the nearest of its own options, or of `train_step`'s."""
+  own, of_step = (
+    [one.name for one in inspect.signature(f).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    for f in (function, train_step)
+  )
   near = [there for part, there in _ELSEWHERE.items() if part in name]
-  near += difflib.get_close_matches(name, options, n=1)
+  near += difflib.get_close_matches(name, [*own, *of_step], n=1)
+  fix = "one of these."
+  if near:
+    fix = f"did you mean {near[0]}=? help(nxp.{function.__name__}) explains each."
+    fix = fix if near[0] in own else f"did you mean train_step(loss_fn, {near[0]}=...)?"
   return TrainError(
-    f"train_step has no option {name}.",
-    details=f"options: {', '.join(options)}",
-    fix=f"did you mean {near[0]}=? help(nxp.train_step) explains each." if near else "one of these.",
+    f"{function.__name__} has no option {name}.", details=f"options: {', '.join(own)}", fix=fix
   )
 
 

@@ -11,6 +11,7 @@ import time
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from checkpoint.runs import arrays, assert_same, target_of
@@ -238,26 +239,6 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, le
   assert not (tmp_path / "run").exists()
 
 
-def test_bad_arguments(tmp_path):
-  for option in ({"max_to_keep": 0}, {"max_to_keep": 1.5}, {"keep_every": True}, {"keep_best": "2"}):
-    with pytest.raises(CheckpointError, match=f"{next(iter(option))}=.* is not a number of steps from 1 up"):
-      Checkpointer(tmp_path, **option)
-  for model in (None, {}):
-    with pytest.raises(CheckpointError, match=r"there is nothing to save: .* has no leaves"):
-      Checkpointer(tmp_path).save(1, model)
-  with pytest.raises(CheckpointError, match=r'verify=.most. is unknown\.\n  Fix: pass "full", "metadata"'):
-    Checkpointer(tmp_path, verify="most")
-  checkpointer = Checkpointer(tmp_path)
-  with pytest.raises(CheckpointError, match="step=-1 is not a step"):
-    checkpointer.save(-1, arrays())
-  with pytest.raises(CheckpointError, match="cannot be used as a name"):
-    checkpointer.save(1, arrays(), extra={"model": 1})
-  with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
-    checkpointer.save(1, arrays(), metrics={"loss": jnp.ones(2)})
-  with pytest.raises(CheckpointError, match=r"step=.newest. is unknown"):
-    checkpointer.restore(arrays(), "newest")
-
-
 def test_background_errors_are_raised_at_the_next_call(saved, monkeypatch):
   directory, trees = saved
   checkpointer = Checkpointer(directory, asynchronous=True)
@@ -475,18 +456,59 @@ def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
     raise ValueError("RESOURCE_EXHAUSTED: Error opening local file: Too many open files")
 
 
-def test_what_could_not_be_read_again_is_not_saved(tmp_path, monkeypatch):
-  checkpointer, tree = Checkpointer(tmp_path, max_to_keep=1), {"b": jnp.ones(2)}
-  with pytest.raises(CheckpointError, match=r"step=9223372036854775808 is not a step"):
-    checkpointer.save(2**63, tree)
-  with pytest.raises(CheckpointError, match=r"metrics\['loss'\] is not one number"):
-    checkpointer.save(1, tree, metrics={"loss": 10**400})
-  with pytest.raises(CheckpointError, match=r"cannot save step 1: its 50,000 metrics take [\d,]+ bytes"):
-    checkpointer.save(1, tree, metrics={f"metric_{i:020}": 0.5 for i in range(50_000)})
-  with pytest.raises(CheckpointError, match=r"is not Unicode text"):
-    checkpointer.save(1, {"\ud800": jnp.ones(2)})
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"max_to_keep": 0}, r"max_to_keep=0 is not a number of steps from 1 up"),
+    ({"max_to_keep": 1.5}, r"max_to_keep=1\.5 is not"),
+    ({"keep_every": True}, r"keep_every=True is not"),
+    ({"keep_best": "2"}, r"keep_best='2' is not"),
+    ({"byte_budget": -5}, r"byte_budget=-5 is not a number of bytes from 0 up"),
+    ({"byte_budget": "1GB"}, r"byte_budget='1GB' is not"),
+    ({"chunk_bytes": 0}, r"chunk_bytes=0 is not a number of bytes from 1 up"),
+    ({"chunk_bytes": True}, r"chunk_bytes=True is not"),
+    ({"verify": "most"}, r"verify='most' is unknown\.\n  Fix: pass \"full\", \"metadata\" or \"off\""),
+    ({"best_mode": "most"}, r"best_mode='most' is unknown"),
+  ],
+)
+def test_options_without_a_meaning(tmp_path, options, message):
+  with pytest.raises(CheckpointError, match=message):
+    Checkpointer(tmp_path, **options)
+
+
+TREE = {"b": np.ones(2)}
+
+
+@pytest.mark.parametrize(
+  ("step", "model", "options", "message"),
+  [
+    *((step, TREE, {}, "is not a step") for step in ("x", None, 1.5, True, -1, 2**63)),
+    *((1, model, {}, "there is nothing to save: .* has no leaves") for model in (None, {})),
+    (1, {"\ud800": np.ones(2)}, {}, "is not Unicode text"),
+    (1, TREE, {"extra": {"model": 1}}, "cannot be used as a name"),
+    *(
+      (1, TREE, {"metrics": {"loss": value}}, r"metrics\['loss'\] is not one number")
+      for value in ("abc", [1, 2], None, np.ones(2), 10**400)
+    ),
+    (
+      1,
+      TREE,
+      {"metrics": {f"metric_{i:020}": 0.5 for i in range(50_000)}},
+      r"cannot save step 1: its 50,000 metrics take [\d,]+ bytes",
+    ),
+  ],
+)
+def test_what_could_not_be_read_again_is_not_saved(tmp_path, step, model, options, message):
+  checkpointer = Checkpointer(tmp_path)
+  with pytest.raises(CheckpointError, match=message):
+    checkpointer.save(step, model, **options)
+  assert checkpointer.steps() == []
+
+
+def test_a_clock_that_is_wrong(tmp_path, monkeypatch):
+  checkpointer = Checkpointer(tmp_path, max_to_keep=1)
   for step, clock in ((1, -1e9), (2, 1e12), (3, 0.0)):
     monkeypatch.setattr(time, "time", lambda now=clock: now)
-    checkpointer.save(step, tree)
+    checkpointer.save(step, TREE)
     assert (checkpointer.steps(), checkpointer.latest()) == ([step], step)
-  assert_same(checkpointer.restore(tree), tree)
+  assert_same(checkpointer.restore(TREE), TREE)

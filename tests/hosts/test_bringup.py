@@ -92,7 +92,7 @@ def test_arguments_that_do_not_fit(arguments, message):
 def test_the_variables_of_torchrun():
   assert bringup.from_torchrun(TORCHRUN) == ("node0:29500", 4, 1)
   assert bringup.from_torchrun(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[0] == "node0:29501"
-  assert bringup.from_torchrun({"WORLD_SIZE": "4"}) == (None, None, None)
+  assert bringup.from_torchrun({"WORLD_SIZE": "4"}) is None
   with pytest.raises(HostError, match="MASTER_ADDR=None"):
     bringup.from_torchrun({"RANK": "1", "WORLD_SIZE": "4"})
   with pytest.raises(HostError, match="RANK=one"):

@@ -18,11 +18,10 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.cli.command import main
 from nnx_parallel.errors import CheckpointError, RecipeError
-from nnx_parallel.interop.dry_run import dry_run_import
 from nnx_parallel.interop.families import from_config
 from nnx_parallel.interop.families.decoder import Config
 from nnx_parallel.interop.huggingface import weight_map_of
-from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors
+from nnx_parallel.interop.safetensors import dry_run_import, export_safetensors, import_safetensors
 
 REFERENCES = Path(__file__).parent / "references"
 PRESETS = {

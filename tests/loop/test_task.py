@@ -66,15 +66,6 @@ def test_all_parts_of_a_module(explicit):
     assert part in text
 
 
-def test_a_recipe_has_all_that_is_not_given():
-  task = nxp.task("digits", nxp.make_mesh(data=8))
-  assert task.input_specs == {"labels": P("data"), "pixels": P("data", None)}
-  assert task.generate is None
-  assert "generate" not in str(task)
-  batch = nxp.shard_batch(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), task.batch), task.plan)
-  assert np.isfinite(task.train_step(task.model, task.optimizer, batch)["loss"])
-
-
 def test_what_is_missing_is_said():
   with pytest.raises(TrainError, match=r"a task needs optimizer\."):
     made(optimizer=None)
