@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.dims import IDENTITIES, MATRIX, PRODUCTS, SCATTERS, DimMap, dim_map, moved
-from nnx_parallel.core.jaxprs import bind, struct
+from nnx_parallel.core.jaxprs import bind, makers, struct
 from nnx_parallel.core.types import Aval, Jaxpr, JaxprEqn, Var
 
 DimName: TypeAlias = Any
@@ -174,7 +174,7 @@ class Tiles:
 
   def __init__(self, body: Jaxpr, grid: Grid, leaf: Callable[[Var, Labels], bool]):
     self.grid, self._leaf = grid, leaf
-    self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    self._made = makers(body)
     self.leaves: dict[Node, None] = {}
     self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}
 

@@ -142,7 +142,7 @@ def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
   found: dict[int, JaxprEqn] = {}
   for eqn in body.eqns:
     if eqn.primitive.name == "exp" and not softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape)):
-      product = softmaxes.product_before(eqn)
+      product = next(softmaxes.products_before(eqn), None)
       if product is not None:
         found[id(product)] = product
   # A router makes logits too, and the later operations depend on them.
