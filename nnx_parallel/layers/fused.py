@@ -58,17 +58,14 @@ def splash_attention(
   Raises:
     NotFused: it has no blocks for these lengths.
   """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
-
   rows, columns = query.shape[0], key.shape[0]
-  sizes = _block_sizes(rows, columns)
+  splash, sizes = _splash(rows, columns)
   known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
   kernel = splash.make_splash_mqa_single_device(
     known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
   )
   if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
     kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-
   found: Any = kernel(_padded(query)[None], _padded(key), _padded(value))
   return found[0, :, : value.shape[1]]
 
@@ -97,10 +94,8 @@ def splash_sequence(
   Raises:
     NotFused: the kernel has no block size for this length.
   """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
   length = key.shape[0]
-  sizes = _block_sizes(length, length)
+  splash, sizes = _splash(length, length)
   shape = (length, length)
   mask: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
   if window is not None:
@@ -112,15 +107,16 @@ def splash_sequence(
   return found[..., : value.shape[-1]]
 
 
-def _block_sizes(rows: int, columns: int) -> Any:
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+def _splash(rows: int, columns: int) -> tuple[Any, Any]:
+  """The module of the kernel, and the sizes of its blocks for these lengths."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
 
   q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
   if not q or not kv:
     raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
   queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
   keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
-  return splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
+  return splash, splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -448,7 +444,7 @@ def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...
   The compiler moves arrays with another layout.
   """
   scope = scope_in_use()
-  rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  rules = RuleSet() if scope is None else scope.ruleset
   first = batch_axes(rules, mesh) or ()
   found: list[tuple[str, ...]] = [()] * len(sizes)
   for axis in [*first, *(axis for axis in mesh if axis not in first)]:

@@ -55,7 +55,7 @@ from nnx_parallel.layers.mark import (
   scalars_as,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows
+from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows, step_of_scan
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
@@ -646,14 +646,8 @@ def _step_of(
   eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
 ) -> tuple[Body, list[jax.Array], list[jax.Array]]:
   """The step of a scan, its first carry, and its rows."""
-  counts = scan_counts(eqn)
-  fixed, first, rows = counts.split(inputs)
-
-  def step(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    out = body(*fixed, *carry, *row)
-    return list(out[: counts.carried]), list(out[counts.carried :])
-
-  return step, first, rows
+  fixed, first, rows = scan_counts(eqn).split(inputs)
+  return step_of_scan(eqn, fixed, body), first, rows
 
 
 def _in_units(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> list[jax.Array]:

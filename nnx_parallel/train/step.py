@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
@@ -517,11 +518,10 @@ def _warn_unplaced(arrays: list[AnyArray], batch: PyTree) -> None:
   """Warns of a batch that is on no mesh: jax replicates it, and each device computes all examples."""
   if all(x.sharding.mesh.size == 1 for x in arrays if is_placed(x)):
     return
-  leaves = jax.tree_util.tree_leaves_with_path(batch)
-  loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not is_placed(leaf)]
+  loose = [name for name, leaf in named_leaves(batch) if jnp.ndim(leaf) and not is_placed(leaf)]
   if loose:
     logger.warning(
-      "batch%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
+      "%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
       " nxp.shard_batch(batch, plan))",
-      jax.tree_util.keystr(loose[0]),
+      loose[0],
     )

@@ -30,11 +30,7 @@ SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
 TABLE = RANDOM.normal(size=(40, HEADS)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion: the models are as people write them."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def causal():

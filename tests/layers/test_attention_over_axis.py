@@ -31,11 +31,7 @@ TENSOR = nxp.PathRules(
 )
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion: the models are as people write them."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def planned(mesh, *rules, batch="data", seq="context"):
