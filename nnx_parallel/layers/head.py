@@ -489,7 +489,7 @@ class _Rewriting:
 
       def pick(x: jax.Array) -> jax.Array:
         whole = jnp.broadcast_to(x, given.shape)
-        return picked(eqn, whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
+        return picked(whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
 
       terms = [term.mapped(pick, "power", "factor").value() for term in x.terms]
       out = eqn.outvars[0].aval

@@ -249,7 +249,7 @@ def layers() -> PathRules:
 def t5() -> PathRules:
   """Names for T5-shaped encoder-decoders with the path parts of T5X and Hugging Face.
 
-  With `LogicalRules(embed=None, heads="mp", mlp="mp", vocab="mp")` it is the original table with its mesh axis.
+  The original table has its mesh axis: `LogicalRules(embed=None, heads="mp", mlp="mp", vocab="mp")`.
 
   Returns:
     Path rules, to combine with a layout.

@@ -256,7 +256,7 @@ class _Rewriting(Interpreter[Flow]):
       pairs = zip(inputs, flows, strict=True)
       inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
     if is_pick(eqn) and any(_EXAMPLES in flow.names for flow in flows):
-      return picked(eqn, *inputs), self._followed(eqn, flows)
+      return picked(*inputs), self._followed(eqn, flows)
     if name == "gather":
       return self._look_up(eqn, inputs, flows)
     if name == "scatter-add":

@@ -389,11 +389,6 @@ def test_what_is_no_attention_is_named(attention, reason):
   assert "Fix: softmax(q k^T) v with dropout off" in str(caught.value)
 
 
-def test_an_unknown_option_is_an_error():
-  with pytest.raises(TrainError, match="attention='flash' is not a way to compute attention"):
-    nxp.with_layers(loss_of(attend), attention="flash")
-
-
 def masked_rows(model, _):
   x = model["x"]
   scores = jnp.einsum("qd,kd->qk", x, x)
