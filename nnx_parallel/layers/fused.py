@@ -19,9 +19,10 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.flow import Meeting, meeting
-from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, maker, makers, struct
+from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.tiles import Grid, Tiles, described
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
+from nnx_parallel.layers.masks import PLACES
 from nnx_parallel.layers.softmaxes import Softmax, is_cast, uncast
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
@@ -265,19 +266,8 @@ def _weights(match: Softmax, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
     raise NotFused(f"its weights go through {described(eqn)}")
   if uncast(match.total.invars[0], made) != exponentials:
     raise NotFused("its exponentials are divided by another sum than their own")
-  below, shape = eqn.invars[1], exponentials[0].aval.shape
-  kept = tuple(d for d in range(len(shape)) if d not in match.summed)
-  column = tuple(1 if d in match.summed else size for d, size in enumerate(shape))
-  while among(below, made) and below is not match.total.outvars[0]:
-    spread, sizes = made[below], made[below].outvars[0].aval.shape
-    where = spread.params.get("broadcast_dimensions")
-    same = where is not None and len(spread.invars[0].aval.shape) == len(shape)
-    if not (is_cast(spread) or where == (tuple(range(len(shape))) if same else kept)) and not (
-      spread.primitive.name == "reshape" and sizes == column
-    ):
-      raise NotFused(f"its exponentials are divided by {described(spread)}")
-    below = spread.invars[0]
-  if below is not match.total.outvars[0]:
+  # The dims of the sum lie right: `Softmaxes.match` has followed them.
+  if origin(eqn.invars[1], made, PLACES) is not match.total.outvars[0]:
     raise NotFused("its exponentials are divided by something else than their sum")
   return dims
 

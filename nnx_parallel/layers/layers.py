@@ -83,7 +83,7 @@ class Remat:
   """Which activations the layers of a model save for the backward pass, and which layers.
 
   Attributes:
-    policy: as in `with_layers`: a word, or a policy of `jax.checkpoint_policies`.
+    policy: as in `train_step`: a word, or a policy of `jax.checkpoint_policies`.
     every: only every n-th of consecutive equal layers follows the policy; the rest save everything.
     group: the number of consecutive layers that are recomputed as one unit, from the input of its first
       layer.
@@ -249,27 +249,13 @@ def with_layers(
 
   Args:
     loss: `loss(model, batch)`.
-    remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
-      recomputes each layer from its input (parts under `jax.checkpoint` one by one). `"dots"` saves the
-      results of matrix products with weights. `"offload"` is `"full"`, with the inputs of consecutive equal
-      layers in host memory. `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies`
-      applies within each layer. `Remat("full", every=2)` recomputes every second layer, `Remat("full",
-      group=2)` two layers at a time.
-    scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
-      with depth. True: wherever two equal layers are found. `"auto"`: only where 4 or more layers are
-      recomputed. Elsewhere a scan does not pay: it copies the weights of its layers into one stack in each
-      step, and without remat it also stacks all saved activations.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
-      modules of one class and structure, in a list or as attributes that end in numbers.
-    attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
-      of the given number), so that the full scores never exist. `"fused"`: with the fused kernel of the chip,
-      if JAX has a suitable kernel (TPUs; a mask may not differ between examples or heads), else blockwise;
-      `step.layers` reports the choice and the reason. On a mesh, the mesh in scope places the kernel: the
-      mesh of the plan, of `use_rules` or of `jax.set_mesh`. `"ring"` and `"ulysses"`: see `train_step`;
-      elsewhere they are errors. None of these has forward-mode derivatives. None: as written.
-    loss_chunks: compute the head and the loss in this many chunks of the vocabulary, so that the full logits
-      never exist. Sums over the vocabulary add the logits as they are: with logits of several hundreds, an
-      entropy loses digits. None: as written.
+    remat: as in `train_step`.
+    scan_layers: as in `train_step`.
+    layers: as in `train_step`.
+    attention: as in `train_step`. On a mesh, the mesh in scope places the fused kernel: the mesh of the plan,
+      of `use_rules` or of `jax.set_mesh`. `"ring"` and `"ulysses"` are errors outside of a step. Only
+      attention as written has forward-mode derivatives.
+    loss_chunks: as in `train_step`.
 
   Returns:
     A loss with the same arguments, value, gradients and changes of Variables. It raises a `TrainError` if a

@@ -329,24 +329,30 @@ def train_step(
       function; later losses see the models that earlier losses updated.
     microbatches: split the batch into this many parts and accumulate their gradients inside the compiled
       step.
-    remat: the activations that each layer saves for the backward pass: `"none"`: everything, `"dots"`: the
-      results of matrix products with weights, `"full"`: only its input, `"offload"`: its input, in host
-      memory; a policy of `jax.checkpoint_policies`; or a `Remat`. None, or `"as written"`: as the model says.
-      See `with_layers`.
+    remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
+      recomputes each layer from its input (parts under `jax.checkpoint` one by one). `"dots"` saves the
+      results of matrix products with weights. `"offload"` is `"full"`, with the inputs of consecutive equal
+      layers in host memory. `"as written"` or None changes nothing. A policy of `jax.checkpoint_policies`
+      applies within each layer. `Remat("full", every=2)` recomputes every second layer, `Remat("full",
+      group=2)` two layers at a time.
     scan_layers: make one scan of consecutive equal layers, so that program size and compile time do not grow
-      with depth. `"auto"`: only where 4 or more layers are recomputed. See `with_layers`.
+      with depth. True: wherever two equal layers are found. `"auto"`: only where 4 or more layers are
+      recomputed. Elsewhere a scan does not pay: it copies the weights of its layers into one stack in each
+      step, and without remat it also stacks all saved activations.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None: adjacent
       modules of one class and structure, in a list or as attributes that end in numbers.
     attention: `"blockwise"` computes every attention of the model in blocks of queries and keys (of 512, or
-      of the given number), so that the full scores never exist; `"fused"`: with the chip's fused kernel, if
-      there is a suitable kernel. See `with_layers`. If a rule splits `seq` over an axis that splits no
+      of the given number), so that the full scores never exist; `"fused"`: with the fused kernel of the chip,
+      if JAX has a suitable kernel (TPUs; a mask may not differ between examples or heads), else blockwise;
+      `step.layers` reports the choice and the reason. If a rule splits `seq` over an axis that splits no
       weight, devices compute their own queries, and keys and values are gathered in each layer. `"ring"`:
       keys and values travel around the devices of that axis instead, and no device has all of them;
       `"ulysses"`: each device computes all positions of some heads (the number of key heads must be a
       multiple of the axis size). An attention that the devices cannot share is then an error that names it.
       None: as written.
     loss_chunks: compute the head and the loss of each token in this many chunks of the vocabulary (the head's
-      columns), so that the full logits never exist. None: as written.
+      columns), so that the full logits never exist. Sums over the vocabulary add the logits as they are: with
+      logits of several hundreds, an entropy loses digits. None: as written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers, while
       other stages compute other microbatches. The numbers equal `microbatches` without a pipeline.
       `step.layers` describes the stages and their waiting time.

@@ -111,7 +111,7 @@ def memory_plan(
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save; see `with_layers`.
+    remat: the activations that layers save; see `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default as the plan's ZeRO stage says.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`. Then "kept activations"

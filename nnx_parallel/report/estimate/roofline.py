@@ -166,7 +166,7 @@ def predict_time(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     chip: figures of one device, or its name.
     microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save; see `with_layers`.
+    remat: the activations that layers save; see `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: as in `train_step`; by default as the plan's ZeRO stage says.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`; as in `train_step`.
