@@ -88,6 +88,13 @@ relax_optax()
 
 
 @pytest.fixture
+def as_users_have_it() -> Generator[None]:
+  """jax's own promotion, for models that are as people write them."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.fixture
 def compiled_here() -> Generator[None]:
   """Compiles each program instead of loading it, for programs with several collectives at a time.
 

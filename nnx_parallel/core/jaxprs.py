@@ -207,6 +207,23 @@ def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set
   return found
 
 
+def makers(jaxpr: Program) -> dict[Var, JaxprEqn]:
+  """The operation that makes each variable of a program."""
+  return {out: eqn for eqn in opened(jaxpr).eqns for out in eqn.outvars}
+
+
+def maker(var: Var, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+  """The operation that makes a value, given `makers`; None for an input or a literal."""
+  return None if isinstance(var, core.Literal) else made.get(var)
+
+
+def origin(var: Var, made: Mapping[Var, JaxprEqn], through: Container[str]) -> Var:
+  """The value behind operations with some names, each followed to its first operand."""
+  while among(var, made) and made[var].primitive.name in through:
+    var = made[var].invars[0]
+  return var
+
+
 def is_tracer(x: object) -> bool:
   """Whether a value is a tracer."""
   return isinstance(x, Tracer)

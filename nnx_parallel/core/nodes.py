@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.padding import PADDED, logical_kind
-from nnx_parallel.core.types import AnyArray, Leaf, State, Variable
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree, State, Variable
 from nnx_parallel.errors import ShardingError
 
 Path = tuple[Hashable, ...]
@@ -60,6 +60,12 @@ def plain_path(path: Sequence[object]) -> Path:
     return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
   return tuple(map(part, path))
+
+
+def named_leaves(batch: PyTree) -> list[tuple[str, Leaf]]:
+  """The leaves of a batch, with the names that messages give them: `batch['x']`."""
+  leaves = jax.tree_util.tree_leaves_with_path(batch)
+  return [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
 
 
 def iter_nodes(module: object) -> Iterator[tuple[Path, object]]:

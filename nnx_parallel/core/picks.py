@@ -46,7 +46,6 @@ def _sum_of_row(x: jax.Array) -> jax.Array:
 
 
 def picked(
-  eqn: JaxprEqn,
   x: jax.Array,
   indices: jax.Array,
   *updates: jax.Array,

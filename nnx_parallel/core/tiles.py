@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.dims import IDENTITIES, MATRIX, PRODUCTS, SCATTERS, DimMap, dim_map, moved
-from nnx_parallel.core.jaxprs import bind, struct
+from nnx_parallel.core.jaxprs import bind, makers, struct
 from nnx_parallel.core.types import Aval, Jaxpr, JaxprEqn, Var
 
 DimName: TypeAlias = Any
@@ -68,11 +68,6 @@ class Grid:
     """A grid of equal blocks of at most `block` of each of the dims that are in `parts`."""
     each = {name: lengths[name] // n for name, n in parts.items()}
     return cls(lengths, {name: -(-n // -(-n // block)) for name, n in each.items()}, parts)
-
-  def tiles(self) -> dict[DimName, jax.Array]:
-    """The number of the block of each dim, for all tiles: rows of a scan."""
-    counts = [*map(self.count, self.blocks)]
-    return dict(zip(self.blocks, map(jnp.ravel, jnp.indices(counts, dtype=jnp.int32)), strict=True))
 
   def count(self, name: DimName) -> int:
     """The number of blocks of a dim."""
@@ -174,7 +169,7 @@ class Tiles:
 
   def __init__(self, body: Jaxpr, grid: Grid, leaf: Callable[[Var, Labels], bool]):
     self.grid, self._leaf = grid, leaf
-    self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    self._made = makers(body)
     self.leaves: dict[Node, None] = {}
     self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}
 
@@ -299,62 +294,6 @@ def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName
 def ordered(labels: Iterable[tuple[DimName, int, int]]) -> Labels:
   """Labels in a canonical order."""
   return tuple(sorted(labels, key=lambda label: (str(label[0]), label[1])))
-
-
-def gradients(
-  part: Callable[..., Sequence[jax.Array]],
-  inputs: Sequence[tuple[jax.Array, Labels]],
-  others: Sequence[tuple[jax.Array, Labels]],
-  cotangents: Sequence[tuple[jax.Array, Labels]],
-  grid: Grid,
-) -> list[jax.Array]:
-  """The cotangents of arrays that a program reads in tiles, summed over all tiles in float32.
-
-  Tiles are visited in nested loops over the blocks; the blocks that most arrays have are outermost. The sum
-  of an array that has these blocks is held in float32 for one block at a time.
-
-  Args:
-    part: `(places, tiles of others, *tiles of inputs) -> tiles of results`.
-    inputs: the arrays with a gradient.
-    others: the arrays without a gradient.
-    cotangents: the cotangents of the results.
-    grid: the grid of the tiles.
-  """
-
-  def has(name: DimName, labels: Labels) -> bool:
-    return any(name == other for other, _, _ in labels)
-
-  def wide(x: jax.Array, names: Sequence[DimName], labels: Labels) -> jax.Array:
-    """The array as it is summed over the blocks of the first name: in float32, unless it has them."""
-    summed = bool(names) and not has(names[0], labels)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if summed else x
-
-  def added(
-    totals: Sequence[jax.Array], names: Sequence[DimName], places: dict[DimName, jax.Array]
-  ) -> list[jax.Array]:
-    """The sums after the tiles of all blocks of some names."""
-    if not names:
-      fixed = [grid.take(x, labels, places) for x, labels in others]
-      given = [grid.take(x, own, places) for x, own in inputs]
-      _, pull = jax.vjp(lambda *xs: part(places, fixed, *xs), *given)
-      arriving = [grid.fresh(grid.take(x, labels, places), labels, places) for x, labels in cotangents]
-      return [x + found.astype(x.dtype) for x, found in zip(totals, pull(arriving), strict=True)]
-    name, *rest = names
-    owns = [tuple(label for label in own if label[0] == name) for _, own in inputs]
-
-    def body(totals: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
-      at = {**places, name: block}
-      tiles = [grid.take(x, own, at) for x, own in zip(totals, owns, strict=True)]
-      tiles = [wide(x, rest, own) for x, (_, own) in zip(tiles, inputs, strict=True)]
-      found = added(tiles, rest, at)
-      triples = zip(totals, found, owns, strict=True)
-      return [grid.put(x, new.astype(x.dtype), own, at) for x, new, own in triples], None
-
-    return jax.lax.scan(body, [*totals], jnp.arange(grid.count(name), dtype=jnp.int32))[0]
-
-  names = sorted(grid.blocks, key=lambda name: -sum(has(name, own) for _, own in inputs))
-  found = added([jnp.zeros_like(wide(x, names, own)) for x, own in inputs], names, {})
-  return [g.astype(x.dtype) for g, (x, _) in zip(found, inputs, strict=True)]
 
 
 def tied(xs: Sequence[jax.Array]) -> list[jax.Array]:

@@ -29,8 +29,7 @@ from nnx_parallel.layers.layers import LayerOptions, LayersUsed
 from nnx_parallel.layers.pipeline import size_along
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
-from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.axes import places_outside, stating, with_types
+from nnx_parallel.train.axes import places_inside, places_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 from nnx_parallel.train.hold import held
 
@@ -257,8 +256,7 @@ class Bound:
     scope = self.outside.scope
     if scope is None:
       return None
-    rules = RuleSet(logical=scope.rules, inputs=scope.inputs)
-    return input_spec(rules, 2, axis_sizes(self.binding.mesh))[0]
+    return input_spec(scope.ruleset, 2, axis_sizes(self.binding.mesh))[0]
 
   def _of_argument(self, ndim: int) -> NamedSharding | None:
     """Split as the batch of the plan; over slots, replicated."""
@@ -432,18 +430,11 @@ class Bound:
       ], by_row
 
     layouts, self.places = self._of_caches, self.outside.on_auto_axes()
+    self.places = places_inside(self.outside, self._program, caches, others, args)
     self._used.axes = self.places.note
-    try:
-      return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
-    except (TypeError, ValueError) as error:
-      stated = stating(self.outside, error)
-      if stated is None or self.places is self.outside:
-        raise
-      self.places = stated
-    if self.own_rows:
+    if self.explicit and self.own_rows:
       self._check_weights(self._weights, "on Explicit axes a row")
-    self._used.axes = stated.note
-    return self._program(caches, others, args)
+    return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
   def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
     options, sampling, rows = self.options, self.options.sampling, self._rows

@@ -18,7 +18,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -59,15 +59,14 @@ from nnx_parallel.core.tiles import (
   described,
   filled,
   ordered,
-  pushed,
 )
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.forms import as_quotients, with_sinks_apart, without_shifts
 from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
-from nnx_parallel.layers.sinks import with_sinks_apart
-from nnx_parallel.layers.softmaxes import Softmaxes, as_quotients, named_dims, origin, without_shifts
+from nnx_parallel.layers.softmaxes import NotByBlocks, Softmax, Softmaxes, named_dims, wholes
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 
@@ -81,18 +80,11 @@ BLOCK = 512
 _INNER = (*CALLS, "scan", "while", "cond")
 _JUMPS = ("eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round")
 """Operations whose result jumps."""
-_SCALES = (*PLACES, "neg")
-_PASSED = (*PLACES, "stop_gradient")
-"""Operations between a maximum and where it is subtracted."""
 _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the positions", default=None)
 
 
 class _NotAttention(Exception):
-  """Why a softmax is not computed by blocks."""
-
-
-class _NotByBlocks(_NotAttention):
-  """Why an attention is not."""
+  """Why a softmax is not an attention."""
 
 
 @dataclasses.dataclass
@@ -114,62 +106,25 @@ class _Found:
 
   def add(self, other: _Found) -> None:
     """Adds the attentions of another program."""
-    self.taken += other.taken
-    self.left += other.left
-    self.kept += other.kept
-    self.reasons += other.reasons
+    for field in dataclasses.fields(self):
+      getattr(self, field.name).extend(getattr(other, field.name))
 
-  @property
-  def counts(self) -> str:
+  def line(self, way: _Way) -> str:
     """How many attentions were rewritten, out of how many, and why the rest were not."""
-    count = len(self.taken)
-    text = f"{count} of {count + len(self.left)} found" if self.left else f"{count} found"
-    if self.left:
-      text += f"; as written: {'; '.join(dict.fromkeys(self.left))}"
+    count = len(self.taken) + len(self.left)
+    text = f"{way}: {len(self.taken)}{f' of {count}' if self.left else ''} found"
+    if way.kernel is not None:
+      text = f"attention by the fused kernel: {self.taken.count(None)} of {count} found"
+      why = _once(reason for reason in self.taken if reason is not None)
+      text += f"; by blocks of {way.block}: {why}" if why else ""
+    text += f"; as written: {_once(self.left)}" if self.left else ""
     if self.kept:
-      kept = ", ".join(dict.fromkeys(self.kept))
-      text += f"; its scores or weights are read elsewhere too, so all of them exist: {kept}"
-    return text
+      text += f"; its scores or weights are read elsewhere too, so all of them exist: {_once(self.kept)}"
+    return f"{text}; no fused kernel for this platform" if way.asked == "fused" and not way.kernel else text
 
 
-@dataclasses.dataclass(frozen=True)
-class _Softmax:
-  """An attention in a flat program.
-
-  Attributes:
-    exp: the exponential.
-    largest: the maximum over the keys.
-    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
-    total: the sum over the keys.
-    sink: a logit of each row that belongs to no key, or None.
-    cuts: the maximum and the sum, a sink included.
-    product: of the weights and the values.
-    side: which operand of the product the weights are.
-    labels: the dims of the weights and of the product's result, as dims of the scores.
-    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
-  """
-
-  exp: JaxprEqn
-  largest: JaxprEqn
-  order: tuple[int, ...]
-  total: JaxprEqn
-  sink: Var | None
-  cuts: tuple[Var, Var]
-  product: JaxprEqn
-  side: int
-  labels: tuple[Labels, Labels]
-  zeros_too: bool
-
-  @property
-  def summed(self) -> tuple[int, ...]:
-    """The dims of the scores that the softmax sums over."""
-    return tuple(int(axis) for axis in self.total.params["axes"])
-
-  @property
-  def turned(self) -> list[int]:
-    """For each dim of the sum, the matching dim of the maximum."""
-    kept = [d for d in range(len(self.order)) if d not in self.summed]
-    return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
+def _once(reasons: Iterable[str]) -> str:
+  return "; ".join(dict.fromkeys(reasons))
 
 
 @contextlib.contextmanager
@@ -241,34 +196,20 @@ def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, st
   way, found = _way(attention), _Found()
   changed = _changed(jaxpr, way, found, {})
   if way.is_over_axis and found.left:
-    raise _not_shared(way, "; ".join(dict.fromkeys(found.left)))
+    raise TrainError(
+      f"attention={attention!r}: {way.axis}={way.size} cannot share an attention that was found.",
+      details=_once(found.left),
+      fix='dropout off, and lengths (attention="ring") or heads (attention="ulysses") that are'
+      f' multiples of {way.size}; or attention="blockwise".',
+    )
   if not found.taken:
-    reasons = dict.fromkeys([*found.left, *found.reasons])
     raise TrainError(
       f"attention={attention!r} finds no attention in the loss.",
-      details="; ".join(reasons) or "no softmax is followed by a product with values",
+      details=_once([*found.left, *found.reasons]) or "no softmax is followed by a product with values",
       fix="softmax(q k^T) v with dropout off, in jax.numpy, jax.nn.dot_product_attention or"
       " nnx.dot_product_attention; or leave attention out.",
     )
-  line = f"{way}: {found.counts}"
-  if attention != "fused":
-    return changed, line
-  if way.kernel is None:
-    return changed, f"{line}; no fused kernel for this platform"
-  why = "; ".join(dict.fromkeys(reason for reason in found.taken if reason is not None))
-  count = len(found.taken) + len(found.left)
-  line = f"attention by the fused kernel: {found.taken.count(None)} of {count} found"
-  line += f"; by blocks of {way.block}: {why}" if why else ""
-  return changed, line + (f"; as written: {'; '.join(dict.fromkeys(found.left))}" if found.left else "")
-
-
-def _not_shared(way: _Way, why: str) -> TrainError:
-  return TrainError(
-    f"attention={way.asked!r}: {way.axis}={way.size} cannot share an attention that was found.",
-    details=why,
-    fix='dropout off, and lengths (attention="ring") or heads (attention="ulysses") that are'
-    f' multiples of {way.size}; or attention="blockwise".',
-  )
+  return changed, found.line(way)
 
 
 def _way(attention: Attention) -> _Way:
@@ -301,32 +242,23 @@ def _changed(jaxpr: Program, way: _Way, found: _Found, layers: dict[Hashable, tu
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
-  matches: list[_Softmax] = []
+  matches: list[Softmax] = []
   here = _Found()
-  left: dict[int, str] = {}  # by product
-  taken: set[int] = set()
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":
-      reasons: list[str] = []
-      others = softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape))
-      for match in _attentions(body, eqn, reasons):
+      for product in softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape)):
         try:
+          match = softmaxes.match(eqn, product)
           new, why = _replaced(body, match, way)
+        except NotByBlocks as problem:
+          here.left.append(str(problem))
         except _NotAttention as problem:
-          if isinstance(problem, _NotByBlocks) and way.is_over_axis:
-            raise _not_shared(way, str(problem)) from None
-          reasons.append(str(problem))
-          if not isinstance(problem, _NotByBlocks):
-            taken.add(id(match.product))  # no attention
-          continue
-        here.taken.append(why)
-        taken.add(id(match.product))
-        if new is not None:
-          eqns[id(match.product)] = new
-          matches.append(match)
-      reason = "; ".join(reasons) or f"softmax of {eqn.outvars[0].aval.str_short()}: {_form(body, eqn)}"
-      left.update({id(product): reason for product in others if id(product) not in left})
-      here.reasons += reasons
+          here.reasons.append(str(problem))
+        else:
+          here.taken.append(why)
+          if new is not None:
+            eqns[id(product)] = new
+            matches.append(match)
     elif is_marked(eqn):
       layer = identity(called(eqn))
       if layer not in layers:
@@ -337,39 +269,16 @@ def _changed(jaxpr: Program, way: _Way, found: _Found, layers: dict[Hashable, tu
     elif eqn.primitive.name in _INNER or is_checkpoint(eqn):
       inside = {key: _inner(value, way, here, layers) for key, value in params_of(eqn).items()}
       eqns[id(eqn)] = eqn.replace(params=changed_params(eqn, inside))
-  here.left += [reason for product, reason in left.items() if product not in taken]
   if here.taken:
     body = without_unused(body.replace(eqns=[eqns.get(id(eqn), eqn) for eqn in body.eqns]))
     remaining = {id(eqn) for eqn in body.eqns}
-    here.kept += [_softmax(match) for match in matches if _exists(flat.jaxpr, match, remaining)]
+    for match in matches:
+      if any(id(eqn) in remaining for eqn in (match.exp, *softmaxes.products_before(match.exp))):
+        here.kept.append(str(match))
   found.add(here)
   if not here.taken:
     return jaxpr
   return flat.replace(jaxpr=body) if opened(jaxpr) is not jaxpr or flat.consts else body
-
-
-def _exists(body: Jaxpr, match: _Softmax, remaining: set[int]) -> bool:
-  """Whether the exponentials of an attention are among the operations that remain, or its scores."""
-  if id(match.exp) in remaining:
-    return True
-  made, size = {out: eqn for eqn in body.eqns for out in eqn.outvars}, match.exp.outvars[0].aval.size
-  todo, seen = [*match.exp.invars], set[Any]()
-  while todo:
-    var = todo.pop()
-    if isinstance(var, core.Literal) or var in seen or var.aval.size < size or var not in made:
-      continue
-    seen.add(var)
-    if made[var].primitive.name == "dot_general" and id(made[var]) in remaining:
-      return True
-    todo += [] if made[var].primitive.name == "dot_general" else made[var].invars
-  return False
-
-
-def _form(body: Jaxpr, exp: JaxprEqn) -> str:
-  """Describes a softmax that is followed by a product but does not match a known form."""
-  if _largest(body, exp) is None:
-    return "it does not subtract the maximum from its scores (but another number, or nothing)"
-  return "its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
 
 
 def _inner(value: Value, *args: Value) -> Value:
@@ -387,223 +296,7 @@ def is_opened(eqn: JaxprEqn) -> bool:
   return name in CALLS and not is_marked(eqn)
 
 
-def _attentions(body: Jaxpr, exp: JaxprEqn, reasons: list[str]) -> list[_Softmax]:
-  """The products of values with the softmax that an exponential belongs to."""
-  top = _largest(body, exp)
-  if top is None:
-    return []
-  largest, order, sink = top.largest, top.order, top.sink
-  scores, shape = exp.outvars[0], exp.outvars[0].aval.shape
-  axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
-  lengths, named = named_dims(shape)
-  # The powers of the exponential and of its sum in a value.
-  powers: dict[Var, tuple[int, int]] = {scores: (1, 0)}
-  labels: dict[Var, Labels] = {scores: named}
-  totals: list[JaxprEqn] = []
-  total: Any = None
-  found: list[_Softmax] = []
-  zeros: set[Var] = set()
-  problems: list[str] = []
-  selected: set[Var] = set()  # weights of which some were replaced: a row of them may be all zeros
-  spoiled: set[Var] = set()  # what depends on weights in another way
-  for eqn in body.eqns:
-    if not eqn.outvars or any(among(var, spoiled) for var in eqn.invars):
-      spoiled.update(eqn.outvars)
-      continue
-    name, out = eqn.primitive.name, eqn.outvars[0]
-    own = [None if isinstance(v, core.Literal) else powers.get(v) for v in eqn.invars]
-    if not any(own):
-      if name == "broadcast_in_dim" and _is_zero(eqn.invars[0], zeros):
-        zeros.add(out)
-      continue
-    side = next(n for n, power in enumerate(own) if power)
-    if sink is not None and name == "add" and top.is_sum(eqn, totals):
-      powers[out], labels[out], total = (0, 1), labels[eqn.invars[side]], out
-      continue
-    if name == "reduce_sum" and own == [(1, 0)]:
-      if {int(axis) for axis in eqn.params["axes"]} == axes and {*labels[eqn.invars[0]]} == {*named}:
-        totals.append(eqn)
-        powers[out], labels[out], total = (0, 1), pushed(eqn, 0, named, lengths), out
-      continue
-    if name == "dot_general":
-      if own.count(None) == 1 and own[side] == (1, -1):
-        place = _placed(eqn, side, labels[eqn.invars[side]], axes, lengths)
-        if place is not None:
-          given = labels[eqn.invars[side]], place
-          zeros_too = eqn.invars[side] in selected
-          cuts = top.cut, total
-          found.append(_Softmax(exp, largest, order, totals[0], sink, cuts, eqn, side, given, zeros_too))
-      elif own[side] == (1, 0):
-        problems.append(f"its exponentials meet {described(eqn)} before they are divided by their sum")
-      continue
-    power = _power(eqn, own, zeros)
-    try:
-      if power is None:
-        raise Untiled(eqn)
-      labels[out] = _joined(eqn, [n for n, known in enumerate(own) if known], labels, lengths)
-      powers[out] = power
-      if power == (1, -1) and (name == "select_n" or eqn.invars[side] in selected):
-        selected.add(out)
-    except Untiled:
-      spoiled.update(eqn.outvars)
-      if name not in ("log", "add", "max"):  # from a log-sum-exp, which is not an attention
-        note = (
-          " (a logit that belongs to no key, an attention sink, is cut off so)" if name == "slice" else ""
-        )
-        problems.append(f"its weights go through {described(eqn)}{note}")
-  if len(totals) > 1:
-    problems.append(f"its weights are summed {len(totals)} times")
-    found = []
-  if not found:
-    reasons += [f"softmax of {exp.outvars[0].aval.str_short()}: {problem}" for problem in problems]
-  return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Top:
-  """The value that is subtracted from scores before the exponential.
-
-  Attributes:
-    largest: the maximum over the keys.
-    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
-    cut: the maximum, a sink included.
-    sink: a logit of each row that belongs to no key, or None.
-    shift: the operand of the subtraction.
-    made: the operation of each value.
-  """
-
-  largest: JaxprEqn
-  order: tuple[int, ...]
-  cut: Var
-  sink: Var | None
-  shift: Var
-  made: Mapping[Var, JaxprEqn]
-
-  def is_sum(self, eqn: JaxprEqn, totals: Sequence[JaxprEqn]) -> bool:
-    """Whether an operation adds the sink's exponential to the sum of the other exponentials."""
-    sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
-    if len(sums) != 1:
-      return False
-    exp = self.made.get(origin(eqn.invars[1 - sums[0]], self.made))
-    below = self.made.get(exp.invars[0]) if exp is not None and exp.primitive.name == "exp" else None
-    if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
-      return False
-    sink: Any = self.sink
-    return origin(below.invars[0], self.made) is origin(sink, self.made)
-
-
-def _largest(body: Jaxpr, exp: JaxprEqn) -> _Top | None:
-  """The maximum that is subtracted before an exponential, or None."""
-  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-  difference = made.get(exp.invars[0])
-  if difference is None or difference.primitive.name != "sub":
-    return None
-  var, cut, sink = difference.invars[1], None, None
-  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
-    name = eqn.primitive.name
-    if name == "reduce_max":
-      order = _order_of(eqn.invars[0], difference.invars[0], made)
-      return None if order is None else _Top(eqn, order, cut or var, sink, difference.invars[1], made)
-    if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
-      var = eqn.invars[1]
-    elif name == "max" and cut is None:  # with a sink
-      cut, (var, sink) = var, eqn.invars
-    elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
-      var = eqn.invars[2]
-    elif name in _PASSED:
-      var = eqn.invars[0]
-    else:
-      return None
-  return None
-
-
-def _is_where_finite(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> bool:
-  """Whether a selection is the value, and 0 where that is not finite."""
-  if len(eqn.invars) != 3 or any(isinstance(var, core.Literal) for var in eqn.invars[::2]):
-    return False
-  test, other = made.get(eqn.invars[0]), eqn.invars[1]
-  zeros = made.get(other) if not isinstance(other, core.Literal) else None
-  if zeros is not None and zeros.primitive.name == "broadcast_in_dim":
-    other = zeros.invars[0]
-  is_test = test is not None and test.primitive.name == "is_finite" and test.invars[0] is eqn.invars[2]
-  return is_test and _is_zero(other, set())
-
-
-def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
-  """For each dim of the scores, the matching dim of a transposed copy; None: the value is not such a copy."""
-  (first, dims), (second, wanted) = (_turned_back(x, made) for x in (var, scores))
-  if first is second:
-    return tuple(dims.index(d) for d in wanted)
-  return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
-
-
-def _turned_back(var: Var, made: Mapping[Var, JaxprEqn]) -> tuple[Var, tuple[int, ...]]:
-  """Follows a value back through casts and transposes: the source, and its dim for each dim of the value."""
-  dims = tuple(range(len(var.aval.shape)))
-  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
-    name = eqn.primitive.name
-    if name == "transpose":
-      dims = tuple(eqn.params["permutation"][d] for d in dims)
-    elif name not in ("convert_element_type", "copy", "stop_gradient"):
-      break
-    var = eqn.invars[0]
-  return var, dims
-
-
-def _joined(
-  eqn: JaxprEqn, operands: Sequence[int], labels: Mapping[Var, Labels], lengths: Mapping[DimName, int]
-) -> Labels:
-  """The labels of a result of exponentials and their sums, which must lie along the same dims.
-
-  Raises:
-    Untiled: the dims differ, or the operation does not say where they go.
-  """
-  found: dict[DimName, tuple[int, int]] = {}
-  for n in operands:
-    for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):
-      if found.setdefault(name, (dim, factor)) != (dim, factor):
-        raise Untiled(eqn)
-  return tuple((name, *place) for name, place in found.items())
-
-
-def _is_zero(var: Var, zeros: set[Var]) -> bool:
-  return not var.val if isinstance(var, core.Literal) and not jnp.ndim(var.val) else var in zeros
-
-
-def _power(eqn: JaxprEqn, own: list[tuple[int, int] | None], zeros: set[Var]) -> tuple[int, int] | None:
-  """The powers in the result of an operation that multiplies or selects; None for other operations."""
-  name = eqn.primitive.name
-  if name in _SCALES:
-    return own[0]
-  powers = [power or (0, 0) for power in own]
-  if name == "mul":
-    return powers[0][0] + powers[1][0], powers[0][1] + powers[1][1]
-  if name == "div":
-    return powers[0][0] - powers[1][0], powers[0][1] - powers[1][1]
-  if name == "integer_pow":
-    return powers[0][0] * eqn.params["y"], powers[0][1] * eqn.params["y"]
-  if name == "select_n" and own[0] is None:
-    cases = {power for power, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero(var, zeros)}
-    return cases.pop() if len(cases) == 1 else None
-  return None
-
-
-def _placed(
-  product: JaxprEqn, side: int, labels: Labels, axes: set[int], lengths: dict[int, int]
-) -> Labels | None:
-  """The labels of a product's result, if it sums over just the keys."""
-  met: Any = meeting(product)
-  keys = {d for d in axes if lengths[d] > 1}
-  names = {dim: _wholes(labels, [dim]) for dim in met.summed[side]}
-  if sorted(name for own in names.values() for name in own) != sorted(keys) or any(
-    product.invars[side].aval.shape[dim] != math.prod(lengths[name] for name in own)
-    for dim, own in names.items()
-  ):
-    return None
-  return pushed(product, side, labels, lengths)
-
-
-def _replaced(body: Jaxpr, match: _Softmax, way: _Way) -> tuple[JaxprEqn | None, str | None]:
+def _replaced(body: Jaxpr, match: Softmax, way: _Way) -> tuple[JaxprEqn | None, str | None]:
   """The blockwise or fused operation of an attention, or None for a single block; and why it has no kernel.
 
   The reason is None where the fused kernel is used.
@@ -618,10 +311,10 @@ def _replaced(body: Jaxpr, match: _Softmax, way: _Way) -> tuple[JaxprEqn | None,
       raise NotFused("it has an attention sink")
     return by_kernel(body, match, way.kernel), None
   except NotFused as problem:
-    return _blocked(body, match, way), f"{_softmax(match)}: {problem}"
+    return _blocked(body, match, way), f"{match}: {problem}"
 
 
-def _blocked(body: Jaxpr, match: _Softmax, way: _Way) -> JaxprEqn | None:
+def _blocked(body: Jaxpr, match: Softmax, way: _Way) -> JaxprEqn | None:
   """The operation that computes an attention blockwise; None if one block holds the attention.
 
   Raises:
@@ -631,10 +324,10 @@ def _blocked(body: Jaxpr, match: _Softmax, way: _Way) -> JaxprEqn | None:
   scores = match.exp.outvars[0]
   lengths, _ = named_dims(scores.aval.shape)
   free = meeting(product).free[match.side]  # pyright: ignore[reportOptionalMemberAccess]
-  rows = _wholes(match.labels[0], free)
+  rows = wholes(match.labels[0], free)
   columns = [name for name, _, _ in match.labels[0] if name in match.summed]
   if not rows or not columns:
-    raise _NotAttention(f"{_softmax(match)}: it is not over keys for each query")
+    raise _NotAttention(f"{match}: it is not over keys for each query")
   row, column = max(rows, key=lengths.__getitem__), max(columns, key=lengths.__getitem__)
   share = _shared(match, way, lengths, row, column)
   cut = {*match.cuts}
@@ -651,14 +344,14 @@ def _blocked(body: Jaxpr, match: _Softmax, way: _Way) -> JaxprEqn | None:
     try:
       tiles.need(var, labels, depends.__contains__)
     except Untiled as problem:
-      raise _NotByBlocks(f"{_softmax(match)}: its weights go through {problem}") from None
+      raise NotByBlocks(f"{match}: its weights go through {problem}") from None
   values = product.invars[1 - match.side]
   tiles.need(values, _of_values(match, share))
-  _check_leaves(body, tiles, scores, {row, column}, cut)
+  _check_leaves(body, match, tiles, {row, column})
   split = [share.split(labels) for labels in (*(labels for _, labels in tiles.leaves), match.labels[1])]
   if any(label is not None and label[2] > 1 for label in split):  # the minor of several labels in a dim
     if way.is_over_axis:
-      raise _NotByBlocks(f"{_softmax(match)}: its queries, keys or heads are the minor part of a dim")
+      raise NotByBlocks(f"{match}: its queries, keys or heads are the minor part of a dim")
     return _blocked(body, match, dataclasses.replace(way, axis=None, size=1))
   if all(share.grid.count(name) == 1 for name in share.grid.blocks):
     return None
@@ -678,19 +371,19 @@ def _is_leaf(tiles: Tiles, var: Var, own: Labels, share: Share, depends: set[Var
   return True
 
 
-def _shared(match: _Softmax, way: _Way, lengths: Mapping[DimName, int], row: int, column: int) -> Share:
+def _shared(match: Softmax, way: _Way, lengths: Mapping[DimName, int], row: int, column: int) -> Share:
   """The part of an attention that each device computes; all of it, unless devices share it evenly.
 
   Raises:
-    _NotByBlocks: they cannot, and must.
+    NotByBlocks: they cannot, and must.
   """
   is_ring, axis, n, dim = way.asked == "ring", way.axis, way.size, row
   if way.asked == "ulysses":
     dim = _heads(match, way, lengths)
   elif axis is not None and any(lengths[name] % n for name in (row, *([column] if is_ring else []))):
     if is_ring:
-      raise _NotByBlocks(
-        f"{_softmax(match)}: {n} devices cannot split {lengths[row]} queries and {lengths[column]} keys"
+      raise NotByBlocks(
+        f"{match}: {n} devices cannot split {lengths[row]} queries and {lengths[column]} keys"
       )
     axis, n = None, 1
   moving = column if is_ring else None
@@ -701,32 +394,26 @@ def _shared(match: _Softmax, way: _Way, lengths: Mapping[DimName, int], row: int
   return Share(axis, n, row, column, dim, moving, grid, way.mapped)
 
 
-def _softmax(match: _Softmax) -> str:
-  return f"softmax of {match.exp.outvars[0].aval.str_short()}"
-
-
-def _heads(match: _Softmax, way: _Way, lengths: Mapping[DimName, int]) -> int:
+def _heads(match: Softmax, way: _Way, lengths: Mapping[DimName, int]) -> int:
   """The heads' dim of the scores: the last dim that weights and values share, after the examples' dim.
 
   Raises:
-    _NotByBlocks: there is no such dim, or devices cannot share it evenly.
+    NotByBlocks: there is no such dim, or devices cannot share it evenly.
   """
   shape = match.exp.outvars[0].aval.shape
   shared = meeting(match.product).shared[match.side]  # pyright: ignore[reportOptionalMemberAccess]
-  names = _wholes(match.labels[0], shared)
+  names = wholes(match.labels[0], shared)
   kept = [name for name, _, _ in match.labels[1]]
   if len(shared) < 2 or not names or names[-1] not in kept:
-    raise _NotByBlocks(f"{_softmax(match)}: no dim of it is heads of values")
+    raise NotByBlocks(f"{match}: no dim of it is heads of values")
   if lengths[names[-1]] % way.size:
-    raise _NotByBlocks(
-      f"{_softmax(match)}: {way.size} devices cannot share {shape[names[-1]]} heads of values"
-    )
+    raise NotByBlocks(f"{match}: {way.size} devices cannot share {shape[names[-1]]} heads of values")
   return names[-1]
 
 
-def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: set[Var]) -> None:
+def _check_leaves(body: Jaxpr, match: Softmax, tiles: Tiles, names: set[int]) -> None:
   """Refuses scores that are not a product, and parts of them that need all scores or are computed in full."""
-  text = f"softmax of {scores.aval.str_short()}"
+  scores, cut = match.exp.outvars[0], {*match.cuts}
   meets = [
     eqn
     for (_, labels), (eqn, wanted) in tiles.parts.items()
@@ -742,8 +429,8 @@ def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: 
       # A tile rounds its scores differently: values equal to the other operand may end up above or below it.
       first = next(var for var in own if eqn.outvars[0] in dependents(body, {var}))
       maker: Any = tiles.made(first)
-      raise _NotByBlocks(
-        f"{text}: {described(eqn)} compares its scores with {described(maker)}, which is computed"
+      raise NotByBlocks(
+        f"{match}: {described(eqn)} compares its scores with {described(maker)}, which is computed"
         " from all of a row"
       )
   for var, labels in tiles.leaves:
@@ -751,11 +438,11 @@ def _check_leaves(body: Jaxpr, tiles: Tiles, scores: Var, names: set[int], cut: 
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
     if "random" in made.primitive.name or "threefry" in made.primitive.name:
-      raise _NotByBlocks(f"{text}: dropout is between it and its product ({described(made)})")
+      raise NotByBlocks(f"{match}: dropout is between it and its product ({described(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
-      raise _NotByBlocks(f"{text}: {described(made)} cannot be evaluated by blocks")
+      raise NotByBlocks(f"{match}: {described(made)} cannot be evaluated by blocks")
   if not meets:
-    raise _NotAttention(f"{text}: no product of queries and keys makes it")
+    raise _NotAttention(f"{match}: no product of queries and keys makes it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -773,7 +460,7 @@ class _Program:
   """
 
   body: Jaxpr
-  match: _Softmax
+  match: Softmax
   tiles: Tiles
   ends: Sequence[Node]
   values: Node
@@ -921,7 +608,7 @@ class _Program:
     return call_equation(attention_by_blocks, inputs, product.outvars, product)
 
 
-def _of_values(match: _Softmax, share: Share) -> Labels:
+def _of_values(match: Softmax, share: Share) -> Labels:
   """The labels of the values: keys, and heads if they are split."""
   met: Any = meeting(match.product)
   own = {"shared": met.shared, "summed": met.summed}
@@ -934,12 +621,7 @@ def _of_values(match: _Softmax, share: Share) -> Labels:
   return ordered(found)
 
 
-def _wholes(labels: Labels, dims: Sequence[int]) -> list[int]:
-  """The dims of the scores that are, or are part of, some dims."""
-  return [name for name, dim, _ in labels if dim in dims and isinstance(name, int)]
-
-
-def _order(match: _Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
+def _order(match: Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
   """The dims of a sum over the keys, or their factors, as far as the result of the product has them.
 
   Raises:
@@ -951,7 +633,7 @@ def _order(match: _Softmax, placed: Mapping[DimName, object]) -> list[DimName]:
   for d in (d for d in names if isinstance(d, int) and d not in match.summed):
     own = [d] if d in placed else [name for name, dim, _ in labels if dim == d and name != d]
     if not own or any(name not in placed for name in own):
-      raise _NotAttention(f"{_softmax(match)}: {described(match.product)} sums over its dim {d}")
+      raise _NotAttention(f"{match}: {described(match.product)} sums over its dim {d}")
     found += own
   return found
 

@@ -10,7 +10,7 @@ from jax.extend import core
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import DEFAULT, interpret
-from nnx_parallel.core.jaxprs import among, bind, opened, traced, without_unused
+from nnx_parallel.core.jaxprs import among, bind, maker, makers, traced, without_unused
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Value, Var
 
 
@@ -20,13 +20,13 @@ def with_cut_weights(flat: ClosedJaxpr) -> ClosedJaxpr:
   The program changes only where `product[..., :n]`, or the same slice of the product after a bias or a cast,
   is the only read of the product's columns.
   """
-  made = {out: eqn for eqn in opened(flat).eqns for out in eqn.outvars}
+  made = makers(flat)
   values: dict[Var, jax.Array] = {}
   cuts: list[JaxprEqn] = []
 
   def sliced(var: Var, dim: int, start: int, stop: int) -> jax.Array | None:
     """A part of a value, computed from the columns of a product; None: it is not of a product."""
-    eqn = made.get(var)
+    eqn = maker(var, made)
     if eqn is not None and eqn.primitive.name == "dot_general" and (place := _column_of(eqn, dim)):
       inputs = [values[x] for x in eqn.invars]
       inputs[place[0]] = jax.lax.slice_in_dim(inputs[place[0]], start, stop, axis=place[1])

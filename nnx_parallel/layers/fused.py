@@ -19,9 +19,11 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.flow import Meeting, meeting
-from nnx_parallel.core.jaxprs import among, bind, call_equation, is_inexact, struct
+from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.tiles import Grid, Tiles, described
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
+from nnx_parallel.layers.masks import PLACES
+from nnx_parallel.layers.softmaxes import Softmax, is_cast, uncast
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
@@ -57,17 +59,14 @@ def splash_attention(
   Raises:
     NotFused: it has no blocks for these lengths.
   """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
-
   rows, columns = query.shape[0], key.shape[0]
-  sizes = _block_sizes(rows, columns)
+  splash, sizes = _splash(rows, columns)
   known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
   kernel = splash.make_splash_mqa_single_device(
     known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
   )
   if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
     kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-
   found: Any = kernel(_padded(query)[None], _padded(key), _padded(value))
   return found[0, :, : value.shape[1]]
 
@@ -96,10 +95,8 @@ def splash_sequence(
   Raises:
     NotFused: the kernel has no block size for this length.
   """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
   length = key.shape[0]
-  sizes = _block_sizes(length, length)
+  splash, sizes = _splash(length, length)
   shape = (length, length)
   mask: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
   if window is not None:
@@ -111,15 +108,16 @@ def splash_sequence(
   return found[..., : value.shape[-1]]
 
 
-def _block_sizes(rows: int, columns: int) -> Any:
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+def _splash(rows: int, columns: int) -> tuple[Any, Any]:
+  """The module of the kernel, and the sizes of its blocks for these lengths."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
 
   q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
   if not q or not kv:
     raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
   queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
   keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
-  return splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
+  return splash, splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -188,7 +186,7 @@ def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
   return kernels.get(jax.default_backend() if device is None else device.platform)
 
 
-def by_kernel(body: Jaxpr, match: Any, kernel: Kernel) -> JaxprEqn:
+def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel) -> JaxprEqn:
   """The operation that computes an attention by a kernel, given its softmax.
 
   The scale is applied to the queries, in their dtype.
@@ -196,7 +194,7 @@ def by_kernel(body: Jaxpr, match: Any, kernel: Kernel) -> JaxprEqn:
   Raises:
     NotFused: it has not the form that the kernel computes.
   """
-  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+  made = makers(body)
   form = _form(match, _scores(match, made), _weights(match, made))
   masks, leaves = _mask(body, match, form)
   out = match.product.outvars[0]
@@ -219,23 +217,23 @@ def by_kernel(body: Jaxpr, match: Any, kernel: Kernel) -> JaxprEqn:
   return call_equation(attention_by_kernel, [*form.inputs, *leaves], match.product.outvars, match.product)
 
 
-def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
+def _scores(match: Softmax, made: Mapping[Var, JaxprEqn]) -> _Scores:
   """Reads back from the softmax to the product of queries and keys."""
   exp, largest = match.exp, match.largest.invars[0]
   var = made[exp.invars[0]].invars[0]
-  if _uncast(largest, made, ("stop_gradient",))[0] is not _uncast(var, made)[0]:
+  if uncast(largest, made, ("stop_gradient",))[0] is not uncast(var, made)[0]:
     raise NotFused("it subtracts a maximum that is not of its scores")
   dims = tuple(range(len(exp.outvars[0].aval.shape)))
   factor, cap = 1.0, None
   masks: list[tuple[Var, tuple[int, ...], bool]] = []
   fills: set[float] = set()
-  while (eqn := made.get(var)) is not None and eqn.primitive.name != "dot_general":
+  while (eqn := maker(var, made)) is not None and eqn.primitive.name != "dot_general":
     name, inputs = eqn.primitive.name, eqn.invars
     numbers = [_number(x, made) for x in inputs]
     if name == "transpose":
       dims = tuple(eqn.params["permutation"][d] for d in dims)
       var = inputs[0]
-    elif _is_cast(eqn):
+    elif is_cast(eqn):
       var = inputs[0]
     elif name == "tanh" and cap is None and factor > 0:
       cap, factor, var = factor, 1.0, inputs[0]
@@ -260,32 +258,21 @@ def _scores(match: Any, made: Mapping[Var, JaxprEqn]) -> _Scores:
   return _Scores(eqn, dims, factor * (cap or 1.0), cap, tuple(masks), min(fills, default=0.0))
 
 
-def _weights(match: Any, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
+def _weights(match: Softmax, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...]:
   """The dims of the weights, as dims of the scores."""
-  var, dims = _uncast(match.product.invars[match.side], made)
-  eqn, exponentials = made[var], _uncast(match.exp.outvars[0], made)
-  if eqn.primitive.name != "div" or _uncast(eqn.invars[0], made) != exponentials:
+  var, dims = uncast(match.product.invars[match.side], made)
+  eqn, exponentials = made[var], uncast(match.exp.outvars[0], made)
+  if eqn.primitive.name != "div" or uncast(eqn.invars[0], made) != exponentials:
     raise NotFused(f"its weights go through {described(eqn)}")
-  if _uncast(match.total.invars[0], made) != exponentials:
+  if uncast(match.total.invars[0], made) != exponentials:
     raise NotFused("its exponentials are divided by another sum than their own")
-  below, shape = eqn.invars[1], exponentials[0].aval.shape
-  kept = tuple(d for d in range(len(shape)) if d not in match.summed)
-  column = tuple(1 if d in match.summed else size for d, size in enumerate(shape))
-  while among(below, made) and below is not match.total.outvars[0]:
-    spread, sizes = made[below], made[below].outvars[0].aval.shape
-    where = spread.params.get("broadcast_dimensions")
-    same = where is not None and len(spread.invars[0].aval.shape) == len(shape)
-    if not (_is_cast(spread) or where == (tuple(range(len(shape))) if same else kept)) and not (
-      spread.primitive.name == "reshape" and sizes == column
-    ):
-      raise NotFused(f"its exponentials are divided by {described(spread)}")
-    below = spread.invars[0]
-  if below is not match.total.outvars[0]:
+  # The dims of the sum lie right: `Softmaxes.match` has followed them.
+  if origin(eqn.invars[1], made, PLACES) is not match.total.outvars[0]:
     raise NotFused("its exponentials are divided by something else than their sum")
   return dims
 
 
-def _form(match: Any, scores: _Scores, weights: tuple[int, ...]) -> _Form:
+def _form(match: Softmax, scores: _Scores, weights: tuple[int, ...]) -> _Form:
   """The operands of the kernel."""
   if match.zeros_too or len(match.summed) != 1:
     raise NotFused("its weights are masked after the softmax, or summed over several dims")
@@ -345,24 +332,6 @@ def _order(dims: Mapping[int, int], wanted: Sequence[int]) -> tuple[int, ...]:
   return tuple(found[name] for name in wanted)
 
 
-def _is_cast(eqn: JaxprEqn) -> bool:
-  """Whether an operation changes nothing but a floating dtype."""
-  casts = eqn.primitive.name in ("convert_element_type", "copy")
-  return casts and is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
-
-
-def _uncast(
-  var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()
-) -> tuple[Var, tuple[int, ...]]:
-  """The variable before casts, transposes and some other operations, and its dims."""
-  dims = tuple(range(len(var.aval.shape)))
-  while among(var, made) and (_is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
-    if made[var].primitive.name == "transpose":
-      dims = tuple(made[var].params["permutation"][d] for d in dims)
-    var = made[var].invars[0]
-  return var, dims
-
-
 def _is_mask(var: Var, scores: Var) -> bool:
   return var.aval.dtype == jnp.bool_ and var.aval.shape == scores.aval.shape
 
@@ -371,7 +340,7 @@ def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
   """The number that fills a constant value, if the trace shows it."""
   if isinstance(var, core.Literal):
     return float(var.val) if jnp.ndim(var.val) == 0 else None
-  eqn = made.get(var)
+  eqn = maker(var, made)
   if eqn is None or len(eqn.outvars) != 1 or not is_inexact(var.aval):
     return None
   if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "stop_gradient"):
@@ -386,7 +355,7 @@ def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
 
 
 def _mask(
-  body: Jaxpr, match: Any, form: _Form
+  body: Jaxpr, match: Softmax, form: _Form
 ) -> tuple[Callable[..., tuple[jax.Array | None, jax.Array | None]], list[Var]]:
   """A function of its leaves that gives the mask of queries by keys, and which of its rows keep a key."""
   sizes = match.exp.outvars[0].aval.shape
@@ -465,7 +434,7 @@ def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...
   The compiler moves arrays with another layout.
   """
   scope = scope_in_use()
-  rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  rules = RuleSet() if scope is None else scope.ruleset
   first = batch_axes(rules, mesh) or ()
   found: list[tuple[str, ...]] = [()] * len(sizes)
   for axis in [*first, *(axis for axis in mesh if axis not in first)]:

@@ -43,7 +43,6 @@ from nnx_parallel.core.tiles import (
   described,
   filled,
   finite,
-  gradients,
   pushed,
   tied,
 )
@@ -142,7 +141,7 @@ def _head(body: Jaxpr, chunks: int) -> tuple[JaxprEqn, list[JaxprEqn]]:
   found: dict[int, JaxprEqn] = {}
   for eqn in body.eqns:
     if eqn.primitive.name == "exp" and not softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape)):
-      product = softmaxes.product_before(eqn)
+      product = next(softmaxes.products_before(eqn), None)
       if product is not None:
         found[id(product)] = product
   # A router makes logits too, and the later operations depend on them.
@@ -490,7 +489,7 @@ class _Rewriting:
 
       def pick(x: jax.Array) -> jax.Array:
         whole = jnp.broadcast_to(x, given.shape)
-        return picked(eqn, whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
+        return picked(whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
 
       terms = [term.mapped(pick, "power", "factor").value() for term in x.terms]
       out = eqn.outvars[0].aval
@@ -657,6 +656,11 @@ class _Statistics:
     return sorted(self.tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
 
   @property
+  def _blocks(self) -> jax.Array:
+    """The numbers of the chunks."""
+    return jnp.arange(self.tiles.grid.count(_COLUMNS), dtype=jnp.int32)
+
+  @property
   def _floats(self) -> int:
     return sum(is_inexact(var.aval) for var, _ in self.leaves)
 
@@ -689,8 +693,7 @@ class _Statistics:
       )
 
   def _forward(self, *arrays: jax.Array) -> list[list[jax.Array]]:
-    rows = self.tiles.grid.tiles()
-    *given, row = tied([*arrays, *rows.values()])
+    *given, row = tied([*arrays, self._blocks])
 
     def body(state: list[list[jax.Array]], places: Places) -> tuple[list[list[jax.Array]], None]:
       pairs = zip(self.leaves, given, strict=True)
@@ -707,17 +710,30 @@ class _Statistics:
   def _backward(self, kept: PyTree, cotangent: PyTree) -> tuple[jax.Array | None, ...]:
     given, found = kept
     kinds = zip(self.kinds, cotangent, strict=True)
-    arriving = [(g[kind.derived], ()) for kind, g in kinds if kind.derived is not None]
+    arriving = [g[kind.derived] for kind, g in kinds if kind.derived is not None]
     pairs = [(x, own) for x, (_, own) in zip(given, self.leaves, strict=True)]
     first, rest = pairs[: self._floats], pairs[self._floats :]
     fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    apart, copied = self.apart, 0
+    apart, copied, grid = self.apart, 0, self.tiles.grid
     if apart is not None:
       copied = self.leaves.index(apart.given[apart.side])
       x = first[copied][0]
       first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
     part = functools.partial(self._part, jax.tree.structure(found))
-    results = gradients(part, first, fixed, arriving, self.tiles.grid)
+    owns = [own for _, own in first]
+
+    def body(totals: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
+      places = {_COLUMNS: block}
+      tiles, others = ([grid.take(x, own, places) for x, own in some] for some in (first, fixed))
+      _, pull = jax.vjp(lambda *xs: part(places, others, *xs), *tiles)
+      triples = zip(totals, pull(arriving), owns, strict=True)
+      news = [grid.take(x, own, places) + new.astype(x.dtype) for x, new, own in triples]
+      return [grid.put(x, new, own, places) for x, new, own in zip(totals, news, owns, strict=True)], None
+
+    # What all chunks read has a sum over them, in float32.
+    zeros = [jnp.zeros_like(x if own else x.astype(_wide(x))) for x, own in first]
+    sums, _ = jax.lax.scan(body, zeros, self._blocks)
+    results = [total.astype(x.dtype) for total, (x, _) in zip(sums, first, strict=True)]
     if apart is not None:
       results[copied] = results[copied].sum(0)
     return (*results, *[None] * len(rest))

@@ -55,7 +55,7 @@ from nnx_parallel.layers.mark import (
   scalars_as,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
-from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows
+from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows, step_of_scan
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
@@ -84,7 +84,7 @@ class Remat:
 
   Attributes:
     policy: `"none"`, `"dots"`, `"full"` or `"offload"`, or a policy of `jax.checkpoint_policies`; see
-      `with_layers`.
+      `train_step`.
     every: apply the policy only to every n-th of consecutive equal layers; the other layers save everything.
     group: the number of consecutive layers that are recomputed as one unit, from the input of the first of
       these layers.
@@ -251,30 +251,13 @@ def with_layers(
 
   Args:
     loss: `loss(model, batch)`.
-    remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
-      recomputes each layer from its input (the parts of a layer under `jax.checkpoint` one after another).
-      `"dots"` saves the results of matrix products with weights. `"offload"` is `"full"`, with the inputs of
-      consecutive equal layers in host memory. `"as written"` or None changes nothing. A policy of
-      `jax.checkpoint_policies` applies within each layer. `Remat("full", every=2)` recomputes every second
-      layer, and `Remat("full", group=2)` recomputes two layers at a time.
-    scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
-      the program do not grow with the depth. True scans wherever it finds two equal layers. `"auto"` scans
-      only where 4 or more layers are recomputed. Elsewhere, a scan costs more than it saves: it copies the
-      weights of its layers into one stack in each step, and without remat it also stacks all saved
-      activations.
-    layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None finds
-      adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers.
-    attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
-      queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
-      uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs, if the mask does not differ
-      between examples or heads), and blockwise attention otherwise; `step.layers` reports the choice and the
-      reason. With several devices, the kernel runs on the mesh in scope: the mesh of the plan, of `use_rules`
-      or of `jax.set_mesh`. `"ring"` and `"ulysses"` work only in `train_step` and `eval_step`; elsewhere they
-      are errors. None of these ways has forward-mode derivatives. None computes attention as the model is
-      written.
-    loss_chunks: the number of chunks of the vocabulary in which the head and the loss are computed, so that
-      the full logits never exist. Sums over the vocabulary add the logits as they are; if logits reach
-      several hundreds, an entropy loses digits. None computes the loss as it is written.
+    remat: as in `train_step`.
+    scan_layers: as in `train_step`.
+    layers: as in `train_step`.
+    attention: as in `train_step`. On a mesh, the mesh in scope places the fused kernel: the mesh of the plan,
+      of `use_rules` or of `jax.set_mesh`. `"ring"` and `"ulysses"` are errors outside of a step. Only
+      attention as written has forward-mode derivatives.
+    loss_chunks: as in `train_step`.
 
   Returns:
     A loss function with the same arguments, the same value and gradients, and the same changes of Variables.
@@ -652,14 +635,8 @@ def _step_of(
   eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
 ) -> tuple[Body, list[jax.Array], list[jax.Array]]:
   """The step of a scan, its first carry, and its rows."""
-  counts = scan_counts(eqn)
-  fixed, first, rows = counts.split(inputs)
-
-  def step(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    out = body(*fixed, *carry, *row)
-    return list(out[: counts.carried]), list(out[counts.carried :])
-
-  return step, first, rows
+  fixed, first, rows = scan_counts(eqn).split(inputs)
+  return step_of_scan(eqn, fixed, body), first, rows
 
 
 def _in_units(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> list[jax.Array]:

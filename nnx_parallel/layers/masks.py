@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from nnx_parallel.core.dims import ELEMENTWISE
-from nnx_parallel.core.jaxprs import is_inexact
+from nnx_parallel.core.jaxprs import is_inexact, makers
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Node, Untiled, pulled
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
@@ -45,7 +45,7 @@ class Hidden:
 
   def __init__(self, body: Jaxpr, grid: Grid, row: DimName, column: DimName):
     self._grid, self._names = grid, (row, column)
-    self._made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    self._made = makers(body)
     self._known: dict[Node, Interval] = {}
 
   def most(self, var: Var, labels: Labels) -> np.ndarray:

@@ -2,23 +2,84 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import heapq
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from nnx_parallel.core.flow import meeting
-from nnx_parallel.core.interpret import flattened
-from nnx_parallel.core.jaxprs import among, call_equation, dependents, opened, without_unused
-from nnx_parallel.core.tiles import DimName, Labels, Untiled, pushed
-from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from nnx_parallel.core.jaxprs import (
+  among,
+  dependents,
+  is_inexact,
+  maker,
+  makers,
+  opened,
+  operations_behind,
+  origin,
+)
+from nnx_parallel.core.tiles import DimName, Labels, Untiled, described, pushed
+from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
+from nnx_parallel.layers.masks import PLACES
 
 _SUMS = ("reduce_sum", "cumsum")
+_SCALES = (*PLACES, "neg")
+_PASSED = (*PLACES, "stop_gradient")
+"""Operations between a maximum and where it is subtracted."""
+LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient")
+"""Operations that give a number for each row another layout."""
 Lengths = dict[DimName, int]
+
+
+class NotByBlocks(Exception):
+  """Why an attention stays as it is written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+  """An attention in a flat program.
+
+  Attributes:
+    exp: the exponential.
+    largest: the maximum over the keys.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
+    total: the sum over the keys.
+    sink: a logit of each row that belongs to no key, or None.
+    cuts: the maximum and the sum, a sink included.
+    product: of the weights and the values.
+    side: which operand of the product the weights are.
+    labels: the dims of the weights and of the product's result, as dims of the scores.
+    zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
+  """
+
+  exp: JaxprEqn
+  largest: JaxprEqn
+  order: tuple[int, ...]
+  total: JaxprEqn
+  sink: Var | None
+  cuts: tuple[Var, Var]
+  product: JaxprEqn
+  side: int
+  labels: tuple[Labels, Labels]
+  zeros_too: bool
+
+  @property
+  def summed(self) -> tuple[int, ...]:
+    """The dims of the scores that the softmax sums over."""
+    return tuple(int(axis) for axis in self.total.params["axes"])
+
+  @property
+  def turned(self) -> list[int]:
+    """For each dim of the sum, the matching dim of the maximum."""
+    kept = [d for d in range(len(self.order)) if d not in self.summed]
+    return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
+
+  def __str__(self) -> str:
+    return named_softmax(self.exp)
 
 
 class Softmaxes:
@@ -41,7 +102,7 @@ class Softmaxes:
           self._readers.setdefault(var, []).append(n)
     products = [eqn.outvars[0] for eqn in self.body.eqns if eqn.primitive.name == "dot_general"]
     self._of_products = dependents(self.body, products)
-    self._made = {out: eqn for eqn in self.body.eqns for out in eqn.outvars}
+    self._made = makers(self.body)
 
   def products(self, exp: JaxprEqn, lengths: Lengths, named: Labels) -> list[JaxprEqn]:
     """The products that sum weights of an exponential, normalised, over its keys.
@@ -83,24 +144,89 @@ class Softmaxes:
             heapq.heappush(todo, reader)
     return found
 
-  def product_before(self, exp: JaxprEqn) -> JaxprEqn | None:
-    """The product behind the argument of an exponential, through arrays of the same size, or None."""
+  def products_before(self, exp: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The products behind the argument of an exponential, through arrays of the same size."""
     size, todo, seen = exp.outvars[0].aval.size, [*exp.invars], set[Any]()
     while todo:
       var = todo.pop()
-      if isinstance(var, core.Literal) or var in seen or var.aval.size < size // 2 or var not in self._made:
+      if not among(var, self._made) or var in seen or var.aval.size < size // 2:
         continue
       seen.add(var)
       made = self._made[var]
       if made.primitive.name == "dot_general":
-        return made
-      todo += made.invars
-    return None
+        yield made
+      else:
+        todo += made.invars
+
+  def match(self, exp: JaxprEqn, product: JaxprEqn) -> Softmax:
+    """The softmax that a product of `products` has for weights.
+
+    Raises:
+      NotByBlocks: the weights are not the exponentials of scores minus their maximum, over their sum.
+    """
+    text, top = named_softmax(exp), _top(exp, self._made)
+    if top is None:
+      raise NotByBlocks(
+        f"{text}: it does not subtract the maximum from its scores (but another number, or nothing)"
+      )
+    no_quotient = NotByBlocks(
+      f"{text}: its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
+    )
+    scores = exp.outvars[0]
+    weighed = dependents(self.body, [scores])
+    sides = [n for n, var in enumerate(product.invars) if among(var, weighed)]
+    if len(sides) != 1:
+      raise no_quotient
+    (side,) = sides
+    lengths, named = named_dims(scores.aval.shape)
+    axes = {d for d, place in enumerate(top.order) if place in top.largest.params["axes"]}
+    # The powers of the exponential and of its sum in a value.
+    powers: dict[Var, tuple[int, int]] = {scores: (1, 0)}
+    labels: dict[Var, Labels] = {scores: named}
+    totals: list[JaxprEqn] = []
+    with_sink: Var | None = None
+    selected: set[Var] = set()  # weights of which some were replaced: a row of them may be all zeros
+    for eqn in operations_behind(self.body.eqns, [product.invars[side]]):
+      used = [n for n, var in enumerate(eqn.invars) if among(var, weighed)]
+      if not used:
+        continue
+      name, out, own_labels = eqn.primitive.name, eqn.outvars[0], labels[eqn.invars[used[0]]]
+      own = [powers[var] if among(var, weighed) else None for var in eqn.invars]
+      if top.sink is not None and name == "add" and top.is_sum(eqn, totals):
+        powers[out], labels[out], with_sink = (0, 1), own_labels, out
+        continue
+      is_total = name == "reduce_sum" and own == [(1, 0)] and {*own_labels} == {*named}
+      if is_total and {*map(int, eqn.params["axes"])} == axes:
+        totals.append(eqn)
+        powers[out], labels[out] = (0, 1), pushed(eqn, 0, named, lengths)
+        continue
+      power = _power(eqn, own, self._made)
+      if power is None and any(not count for count, _ in filter(None, own)):
+        raise no_quotient
+      try:
+        if power is None:
+          raise Untiled(eqn)
+        powers[out], labels[out] = power, _joined(eqn, used, labels, lengths)
+      except Untiled:
+        raise NotByBlocks(f"{text}: its weights go through {described(eqn)}") from None
+      if power == (1, -1) and (name == "select_n" or among(eqn.invars[used[0]], selected)):
+        selected.add(out)
+    if len(totals) > 1:
+      raise NotByBlocks(f"{text}: its weights are summed {len(totals)} times")
+    weights, has_sink = product.invars[side], with_sink is not None
+    if powers[weights] != (1, -1) or has_sink != (top.sink is not None):
+      raise no_quotient
+    placed = _summed_over(product, side, labels[weights], axes, lengths)
+    if placed is None:
+      raise no_quotient
+    cuts = top.cut, with_sink or totals[0].outvars[0]
+    given, zeros_too = (labels[weights], placed), weights in selected
+    return Softmax(exp, top.largest, top.order, totals[0], top.sink, cuts, product, side, given, zeros_too)
 
   def _scores(self, exp: JaxprEqn) -> list[Var]:
     """The argument of an exponential, and the operand from which it subtracts a maximum."""
     given, shape = exp.invars[0], exp.outvars[0].aval.shape
-    made = self._made.get(given)
+    made = maker(given, self._made)
     found = [given]
     if made is not None and made.primitive.name == "sub" and not isinstance(made.invars[0], core.Literal):
       found += [made.invars[0]]
@@ -154,126 +280,157 @@ def named_dims(shape: Sequence[int]) -> tuple[dict[DimName, int], Labels]:
   return lengths, tuple(labels)
 
 
-def as_quotients(flat: ClosedJaxpr) -> ClosedJaxpr:
-  """A closed flat program with `exp(scores - log_sum_exp)` as exponentials that are divided by their sum.
+def named_softmax(exp: JaxprEqn) -> str:
+  """The name of a softmax in messages, given its exponential."""
+  return f"softmax of {exp.outvars[0].aval.str_short()}"
 
-  A log-softmax and `jax.nn.logsumexp` have this form.
+
+@dataclasses.dataclass(frozen=True)
+class _Top:
+  """The value that is subtracted from scores before the exponential.
+
+  Attributes:
+    largest: the maximum over the keys.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
+    cut: the maximum, a sink included.
+    sink: a logit of each row that belongs to no key, or None.
+    shift: the operand of the subtraction.
+    made: the operation of each value.
   """
-  body = opened(flat)
-  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-  new: dict[int, JaxprEqn] = {}
-  for eqn in body.eqns:
-    found = _sum_before(eqn, made) if eqn.primitive.name == "exp" else None
-    if found is not None:
-      exponentials, axes = found.invars[0], tuple(map(int, found.params["axes"]))
-      inputs = [exponentials, found.outvars[0]]
-      new[id(eqn)] = call_equation(functools.partial(_quotient, axes), inputs, eqn.outvars, eqn)
-  if not new:
-    return flat
-  calls = {id(eqn) for eqn in new.values()}
-  program = flat.replace(jaxpr=body.replace(eqns=[new.get(id(eqn), eqn) for eqn in body.eqns]))
-  return flattened(program, lambda eqn: id(eqn) in calls)
+
+  largest: JaxprEqn
+  order: tuple[int, ...]
+  cut: Var
+  sink: Var | None
+  shift: Var
+  made: Mapping[Var, JaxprEqn]
+
+  def is_sum(self, eqn: JaxprEqn, totals: Sequence[JaxprEqn]) -> bool:
+    """Whether an operation adds the sink's exponential to the sum of the other exponentials."""
+    sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
+    if len(sums) != 1:
+      return False
+    exp = maker(origin(eqn.invars[1 - sums[0]], self.made, LAYOUT), self.made)
+    below = maker(exp.invars[0], self.made) if exp is not None and exp.primitive.name == "exp" else None
+    if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
+      return False
+    sink: Any = self.sink
+    return origin(below.invars[0], self.made, LAYOUT) is origin(sink, self.made, LAYOUT)
 
 
-def without_shifts(flat: ClosedJaxpr) -> ClosedJaxpr:
-  """A closed flat program in which no maximum is subtracted from scores whose softmax does it again."""
-  body = opened(flat)
-  made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-  readers: dict[Var, list[str]] = {}
-  for eqn in body.eqns:
-    for var in eqn.invars:
-      if not isinstance(var, core.Literal):
-        readers.setdefault(var, []).append(eqn.primitive.name)
-  same: dict[Var, Var] = {}
-  for eqn in body.eqns:
-    if eqn.primitive.name == "sub" and not any(isinstance(var, core.Literal) for var in eqn.invars):
-      (scores, shift), out = eqn.invars, eqn.outvars[0]
-      first = origin(shift, made)
-      largest = None if isinstance(first, core.Literal) else made.get(first)
-      is_largest = largest is not None and largest.primitive.name == "reduce_max"
-      is_largest = is_largest and largest.invars[0] is scores  # pyright: ignore[reportOptionalMemberAccess]
-      if is_largest and out not in body.outvars and sorted(readers.get(out, [])) == ["reduce_max", "sub"]:
-        same[out] = same.get(scores, scores)
-  if not same:
-    return flat
-  eqns = [
-    eqn.replace(invars=[x if isinstance(x, core.Literal) else same.get(x, x) for x in eqn.invars])
-    for eqn in body.eqns
-  ]
-  return without_unused(flat.replace(jaxpr=body.replace(eqns=eqns)))
-
-
-def _quotient(axes: tuple[int, ...], exponentials: jax.Array, total: jax.Array) -> list[jax.Array]:
-  return [exponentials / jnp.expand_dims(total, axes)]
-
-
-def _sum_before(exp: JaxprEqn, made: dict[Var, JaxprEqn]) -> JaxprEqn | None:
-  """The sum whose logarithm is subtracted before an exponential, of exponentials of the same scores."""
-  difference = made.get(exp.invars[0])
+def _top(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> _Top | None:
+  """The maximum that is subtracted before an exponential, or None."""
+  difference = maker(exp.invars[0], made)
   if difference is None or difference.primitive.name != "sub":
     return None
-  scores, path = difference.invars[0], list[Any]()
-  var, largest = difference.invars[1], None
-  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+  var, cut, sink = difference.invars[1], None, None
+  while (eqn := maker(var, made)) is not None:
     name = eqn.primitive.name
-    path.append((eqn, 0))
-    if name == "reduce_sum":
-      first = made.get(eqn.invars[0])
-      is_same = first is not None and first.primitive.name == "exp" and _is_of(first, scores, largest, made)
-      return eqn if is_same and _lies_right(eqn, path[-2::-1]) else None
-    if name == "add" and largest is None:
-      side = next((n for n, x in enumerate(eqn.invars) if _leads_to_log(x, made)), None)
-      if side is None:
-        return None
-      path[-1], largest = (eqn, side), eqn.invars[1 - side]
-      var = eqn.invars[side]
-    elif name in (*_LAYOUT, "log", "abs"):
+    if name == "reduce_max":
+      order = _order_of(eqn.invars[0], difference.invars[0], made)
+      return None if order is None else _Top(eqn, order, cut or var, sink, difference.invars[1], made)
+    if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
+      var = eqn.invars[1]
+    elif name == "max" and cut is None:  # with a sink
+      cut, (var, sink) = var, eqn.invars
+    elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
+      var = eqn.invars[2]
+    elif name in _PASSED:
       var = eqn.invars[0]
     else:
       return None
   return None
 
 
-_LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze")
-
-
-def _leads_to_log(var: Var, made: dict[Var, JaxprEqn]) -> bool:
-  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
-    if eqn.primitive.name == "log":
-      return True
-    if eqn.primitive.name not in _LAYOUT:
-      return False
-    var = eqn.invars[0]
-  return False
-
-
-def _is_of(exp: JaxprEqn, scores: Var, largest: Var | None, made: dict[Var, JaxprEqn]) -> bool:
-  """Whether the argument of an exponential is the scores, minus the offset of a logarithm if there is one."""
-  if largest is None:
-    return exp.invars[0] is scores
-  difference = made.get(exp.invars[0])
-  if difference is None or difference.primitive.name != "sub" or difference.invars[0] is not scores:
+def _is_where_finite(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> bool:
+  """Whether a selection is the value, and 0 where that is not finite."""
+  if len(eqn.invars) != 3 or not among(eqn.invars[0], made):
     return False
-  return origin(difference.invars[1], made) is origin(largest, made)
+  test = made[eqn.invars[0]]
+  is_test = test.primitive.name == "is_finite" and test.invars[0] is eqn.invars[2]
+  return is_test and _is_zero(eqn.invars[1], made)
 
 
-def origin(var: Var, made: Mapping[Var, JaxprEqn]) -> Var:
-  """The value that another value is a new layout of."""
-  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
-    if eqn.primitive.name not in (*_LAYOUT, "stop_gradient"):
-      break
-    var = eqn.invars[0]
-  return var
+def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
+  """For each dim of the scores, the matching dim of a transposed copy; None: the value is not such a copy."""
+  (first, dims), (second, wanted) = (uncast(x, made, ("stop_gradient",)) for x in (var, scores))
+  if first is second:
+    return tuple(dims.index(d) for d in wanted)
+  return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
 
 
-def _lies_right(total: JaxprEqn, path: Sequence[tuple[JaxprEqn, int]]) -> bool:
-  """Whether the dims of a sum come where they were before it."""
-  lengths, own = named_dims(total.invars[0].aval.shape)
-  try:
-    labels = pushed(total, 0, own, lengths)
-    for eqn, side in path:
-      labels = pushed(eqn, side, labels, lengths)
-  except Untiled:
-    return False
-  axes = set(map(int, total.params["axes"]))
-  return {*labels} == {label for label in own if label[1] not in axes}
+def uncast(var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()) -> tuple[Var, tuple[int, ...]]:
+  """The value before casts, transposes and some other operations; and its dim for each dim of the value."""
+  dims = tuple(range(len(var.aval.shape)))
+  while among(var, made) and (is_cast(made[var]) or made[var].primitive.name in ("transpose", *others)):
+    if made[var].primitive.name == "transpose":
+      dims = tuple(made[var].params["permutation"][d] for d in dims)
+    var = made[var].invars[0]
+  return var, dims
+
+
+def is_cast(eqn: JaxprEqn) -> bool:
+  """Whether an operation changes nothing but a floating dtype."""
+  floats = is_inexact(eqn.invars[0].aval) and is_inexact(eqn.outvars[0].aval)
+  return eqn.primitive.name in ("convert_element_type", "copy") and floats
+
+
+def _joined(
+  eqn: JaxprEqn, operands: Sequence[int], labels: Mapping[Var, Labels], lengths: Mapping[DimName, int]
+) -> Labels:
+  """The labels of a result of exponentials and their sums, which must lie along the same dims.
+
+  Raises:
+    Untiled: the dims differ, or the operation does not say where they go.
+  """
+  found: dict[DimName, tuple[int, int]] = {}
+  for n in operands:
+    for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):
+      if found.setdefault(name, (dim, factor)) != (dim, factor):
+        raise Untiled(eqn)
+  return tuple((name, *place) for name, place in found.items())
+
+
+def _is_zero(var: Var, made: Mapping[Var, JaxprEqn]) -> bool:
+  var = origin(var, made, ("broadcast_in_dim",))
+  return isinstance(var, core.Literal) and not np.ndim(var.val) and not var.val
+
+
+def _power(
+  eqn: JaxprEqn, own: list[tuple[int, int] | None], made: Mapping[Var, JaxprEqn]
+) -> tuple[int, int] | None:
+  """The powers in the result of an operation that multiplies or selects; None for other operations."""
+  name = eqn.primitive.name
+  if name in _SCALES:
+    return own[0]
+  powers = [power or (0, 0) for power in own]
+  if name == "mul":
+    return powers[0][0] + powers[1][0], powers[0][1] + powers[1][1]
+  if name == "div":
+    return powers[0][0] - powers[1][0], powers[0][1] - powers[1][1]
+  if name == "integer_pow":
+    return powers[0][0] * eqn.params["y"], powers[0][1] * eqn.params["y"]
+  if name == "select_n" and own[0] is None:
+    cases = {power for power, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero(var, made)}
+    return cases.pop() if len(cases) == 1 else None
+  return None
+
+
+def _summed_over(
+  product: JaxprEqn, side: int, labels: Labels, axes: set[int], lengths: dict[int, int]
+) -> Labels | None:
+  """The labels of a product's result, if it sums over just the keys."""
+  met: Any = meeting(product)
+  keys = {d for d in axes if lengths[d] > 1}
+  names = {dim: wholes(labels, [dim]) for dim in met.summed[side]}
+  if sorted(name for own in names.values() for name in own) != sorted(keys) or any(
+    product.invars[side].aval.shape[dim] != math.prod(lengths[name] for name in own)
+    for dim, own in names.items()
+  ):
+    return None
+  return pushed(product, side, labels, lengths)
+
+
+def wholes(labels: Labels, dims: Sequence[int]) -> list[int]:
+  """The dims of the scores that are, or are part of, some dims."""
+  return [name for name, dim, _ in labels if dim in dims and isinstance(name, int)]

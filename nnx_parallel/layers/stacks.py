@@ -324,16 +324,6 @@ class Stacks:
     fixed, carried, rows = counts.split(eqn.invars)
     keys = counts.split(range(len(eqn.invars)))
     run = how.in_scan(eqn)
-
-    def step(same: Mapping[Key, jax.Array]) -> Body:
-      def body(
-        carry: Sequence[jax.Array], row: Sequence[jax.Array]
-      ) -> tuple[list[jax.Array], list[jax.Array]]:
-        out = run(*(same[key] for key in keys[0]), *carry, *row)
-        return [*out[: counts.carried]], [*out[counts.carried :]]
-
-      return body
-
     return Stack(
       numbers=frozenset((number,)),
       length=length,
@@ -343,7 +333,7 @@ class Stacks:
       final={var: n for n, var in enumerate(eqn.outvars[: counts.carried])},
       rows=dict(zip(keys[2], rows, strict=True)),
       made=dict(enumerate(eqn.outvars[counts.carried :])),
-      step=step,
+      step=lambda same: step_of_scan(eqn, [same[key] for key in keys[0]], run),
       used=self.used((number,)),
     )
 
@@ -441,6 +431,17 @@ def has_layer_rows(eqn: JaxprEqn) -> bool:
     return False
   _, _, rows = scan_counts(eqn).split(eqn.invars)
   return eqn.params["length"] > 1 and any(is_inexact(var.aval) for var in rows)
+
+
+def step_of_scan(eqn: JaxprEqn, fixed: Sequence[jax.Array], body: Callable[..., Sequence[jax.Array]]) -> Body:
+  """A step of a scan with another body, a function of flat arrays, given its constants."""
+  count = scan_counts(eqn).carried
+
+  def step(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    out = body(*fixed, *carry, *row)
+    return [*out[:count]], [*out[count:]]
+
+  return step
 
 
 def _is_stack(eqn: JaxprEqn) -> bool:

@@ -47,6 +47,11 @@ class Scope:
   def __repr__(self) -> str:
     return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
 
+  @property
+  def ruleset(self) -> RuleSet:
+    """Its rules in the form of a plan."""
+    return RuleSet(logical=self.rules, inputs=self.inputs)
+
   def on_auto_axes(self) -> Scope:
     """The same scope on the mesh with Auto axes."""
     return self if self.mesh is None else dataclasses.replace(self, mesh=auto_mesh(self.mesh))

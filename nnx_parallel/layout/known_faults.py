@@ -1,10 +1,12 @@
-"""Known wrong results of XLA's partitioner, the layouts that may meet them, and how steps avoid them.
+"""Known wrong results of XLA's partitioner: the layouts that may meet them, and the rules that avoid them.
 
-Seen with jax 0.10.2 to 0.12.0.1, with Shardy and with GSPMD. Such a fault raises no error, and the loss is
-often right. `train_step` and `eval_step` avoid all of them (`train/hold.py`) on Auto axes if the model has a
-plan that splits the batch. A hand-written step does not. The plan of a model with the operation has a note;
-if the layout alone shows the fault, `plan.audit()` has the line. Each entry has a canary of the same name in
-`tests/train/test_known_faults.py`, which fails once XLA computes it right.
+Such a fault raises no error, and the loss is often right. `train_step` and `eval_step` avoid all of them (the
+rules are in `train/hold.py`) on Auto axes if the model has a plan that splits the batch. A hand-written step
+does not. The plan of a model with the operation has a note; if the layout alone shows the fault,
+`plan.audit()` has the line.
+
+Each fault has a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes
+it right. The rule may go when the canary fails with every jax that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ class Fault:
     name: the name of this entry, and of its canary.
     where: the layouts that have it.
     what: which numbers are wrong, and by how much.
+    rule: how a step computes it right.
+    seen: the versions of jax with the fault, with Shardy and with GSPMD.
   """
 
   name: str
   where: str
   what: str
+  rule: str
+  seen: str = "0.10.2 to 0.12.0.1"
 
   def __str__(self) -> str:
     return f"{self.name}: {self.where}: {self.what}"
@@ -46,28 +52,34 @@ GROUPED = Fault(
   "a grouped or depthwise convolution, on a mesh with axes that do not split the batch",
   "the kernel gradient is multiplied by the sizes of these axes; with two groups and channels over 4 devices"
   " the compiler aborts the process",
+  "each device computes the kernel gradient on its own examples, and the devices sum it",
 )
 WINDOW = Fault(
   "split window",
   "a convolution over a dim that a mesh axis splits, on a mesh with axes that split nothing of it",
   "the kernel gradient is multiplied by the sizes of the axes that split nothing",
+  "the operands of the kernel gradient have unsplit spatial dims",
 )
 EXAMPLES = Fault(
   "swapped examples",
   "the batch over two axes, a parameter over the minor one and a third axis of the same size",
   "a device gets the product of another device's examples: everything computed from it is wrong, often"
   " the gradients below a layer alone, while the loss is right",
+  "a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;"
+  " the result of a product or a look-up that carries the batch is laid out as the plan implies",
 )
 CROSSED = Fault(
   "crossed gradient",
   "the batch over one axis, parameters over this axis and over two more axes of the same size",
   "the gradient of a kernel whose two dims end up on the two other axes is off by half",
+  "gradients are laid out as the plan implies too",
 )
 KERNEL = Fault(
   "split kernel",
   "a dilated convolution whose kernel is split over its spatial dims",
   "the kernel gradient has no relation to the right one, or the compiler stops: with an error, or with the"
   " process where each device has two taps",
+  "the kernel is gathered over its spatial dims, and its gradient is computed so",
 )
 KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED, KERNEL)
 

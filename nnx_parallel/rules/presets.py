@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnx_parallel.core.axes import Entry
 from nnx_parallel.rules.fallback import MIN_SIZE, Fallback, replicate
 from nnx_parallel.rules.fallback import fsdp as fsdp_fallback
 from nnx_parallel.rules.inputs import InputRules
@@ -220,21 +219,13 @@ def _by_name(tensor: str | None, **rules: Any) -> LogicalRules:
 _NORM = r"(?i).*(norm|ln|layernorm|rmsnorm)(_?\w+)?"
 
 
-def layers(
-  *, embed: Entry = "embed", heads: Entry = "heads", vocab: Entry = "vocab", features: Entry = "features"
-) -> PathRules:
+def layers() -> PathRules:
   """Names for the layers of `flax.nnx`, which it finds only by the names of their Variables.
 
   The projections of `MultiHeadAttention` get `heads`; `Embed` gets `vocab`; the last (output) dim of any
   other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
   gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. If there is a table for
   the family of the model (`llama`, `gpt`, `vit`, `t5`), it shards pairs of layers better.
-
-  Args:
-    embed: name of the residual width.
-    heads: name of the heads dim.
-    vocab: name of the vocabulary dim.
-    features: name of the last dim of other kernels.
 
   Returns:
     Path rules, to combine with a layout.
@@ -246,30 +237,23 @@ def layers(
   """
   return PathRules(
     [
-      (("query|key|value", "kernel"), (embed, heads, ...)),
-      (("query|key|value", "bias"), (heads, ...)),
-      (("out", "kernel"), (heads, ..., embed)),
-      (("embedding",), (vocab, embed)),
-      ((r"(\w+_)?lora_b",), (None, features)),
-      (("kernel",), (..., features)),
+      (("query|key|value", "kernel"), ("embed", "heads", ...)),
+      (("query|key|value", "bias"), ("heads", ...)),
+      (("out", "kernel"), ("heads", ..., "embed")),
+      (("embedding",), ("vocab", "embed")),
+      ((r"(\w+_)?lora_b",), (None, "features")),
+      (("kernel",), (..., "features")),
       ((r"bias|scale|mean|var|(\w+_)?lora_a|negative_slope|scales",), None),
     ],
     optional=True,
   )
 
 
-def t5(
-  *, embed: Entry = "embed", heads: Entry = "heads", mlp: Entry = "mlp", vocab: Entry = "vocab"
-) -> PathRules:
+def t5() -> PathRules:
   """Names for T5-shaped encoder-decoders with the path parts of T5X and Hugging Face.
 
-  `t5(embed=None, heads="mp", mlp="mp", vocab="mp")` is the original table, with its mesh axis `mp`.
-
-  Args:
-    embed: name of the residual width.
-    heads: name of the joint width of all heads.
-    mlp: name of the hidden width.
-    vocab: name of the vocabulary dim.
+  The original table, with its mesh axis `mp`, is this table with
+  `LogicalRules(embed=None, heads="mp", mlp="mp", vocab="mp")`.
 
   Returns:
     Path rules, to combine with a layout.
@@ -279,44 +263,28 @@ def t5(
   Example:
     >>> import nnx_parallel as nxp
     >>> path = ("encoder", "block", 0, "SelfAttention", "q", "kernel")
-    >>> nxp.presets.t5(embed=None, heads="mp").match(path).names
-    (None, 'mp')
+    >>> nxp.presets.t5().match(path).names
+    ('embed', 'heads')
   """
   return PathRules(
     [
       (("relative_attention_bias", "embedding"), None),
-      (("shared", "embedding"), (vocab, embed)),
-      (("SelfAttention|EncDecAttention", "q|k|v", "kernel"), (embed, heads)),
-      (("SelfAttention|EncDecAttention", "o", "kernel"), (heads, embed)),
-      (("DenseReluDense|DenseGatedActDense", r"wi(_\d)?", "kernel"), (embed, mlp)),
-      (("DenseReluDense|DenseGatedActDense", "wo", "kernel"), (mlp, embed)),
+      (("shared", "embedding"), ("vocab", "embed")),
+      (("SelfAttention|EncDecAttention", "q|k|v", "kernel"), ("embed", "heads")),
+      (("SelfAttention|EncDecAttention", "o", "kernel"), ("heads", "embed")),
+      (("DenseReluDense|DenseGatedActDense", r"wi(_\d)?", "kernel"), ("embed", "mlp")),
+      (("DenseReluDense|DenseGatedActDense", "wo", "kernel"), ("mlp", "embed")),
       (("layer_norm|final_layer_norm", "weight|scale"), None),
-      (("lm_head", "kernel"), (embed, vocab)),
+      (("lm_head", "kernel"), ("embed", "vocab")),
     ],
     optional=True,
   )
 
 
-def llama(
-  *,
-  embed: Entry = "embed",
-  heads: Entry = "heads",
-  kv_heads: Entry = "kv_heads",
-  mlp: Entry = "mlp",
-  vocab: Entry = "vocab",
-  expert: Entry = "expert",
-) -> PathRules:
+def llama() -> PathRules:
   """Names for Llama-shaped decoders: gated MLP or Mixtral's experts, grouped query heads, RMSNorm.
 
   Kernels may have two dims (`Linear`), or three with heads and head size as separate dims.
-
-  Args:
-    embed: name of the residual width.
-    heads: name of the query heads.
-    kv_heads: name of the key and value heads.
-    mlp: name of the hidden width.
-    vocab: name of the vocabulary dim.
-    expert: name of the experts' dim.
 
   Returns:
     Path rules, to combine with a layout.
@@ -328,16 +296,16 @@ def llama(
   """
   return PathRules(
     [
-      (("q_proj|query|wq", "kernel"), (embed, heads, ...)),
-      (("(k|v)_proj|key|value|wk|wv", "kernel"), (embed, kv_heads, ...)),
-      (("o_proj|out|wo", "kernel"), (heads, ..., embed)),
-      (("block_sparse_moe", "gate", "kernel"), (embed, None)),
-      (("gate_proj|up_proj|gate|up|w1|w3", "kernel"), (embed, mlp)),
-      (("down_proj|down|w2", "kernel"), (mlp, embed)),
-      (("block_sparse_moe", "w1|w3"), (expert, embed, mlp)),
-      (("block_sparse_moe", "w2"), (expert, mlp, embed)),
-      (("embed_tokens|tok_embeddings|embed|token_embedding", "embedding"), (vocab, embed)),
-      (("lm_head|output|head", "kernel"), (embed, vocab)),
+      (("q_proj|query|wq", "kernel"), ("embed", "heads", ...)),
+      (("(k|v)_proj|key|value|wk|wv", "kernel"), ("embed", "kv_heads", ...)),
+      (("o_proj|out|wo", "kernel"), ("heads", ..., "embed")),
+      (("block_sparse_moe", "gate", "kernel"), ("embed", None)),
+      (("gate_proj|up_proj|gate|up|w1|w3", "kernel"), ("embed", "mlp")),
+      (("down_proj|down|w2", "kernel"), ("mlp", "embed")),
+      (("block_sparse_moe", "w1|w3"), ("expert", "embed", "mlp")),
+      (("block_sparse_moe", "w2"), ("expert", "mlp", "embed")),
+      (("embed_tokens|tok_embeddings|embed|token_embedding", "embedding"), ("vocab", "embed")),
+      (("lm_head|output|head", "kernel"), ("embed", "vocab")),
       ((_NORM, "scale|weight"), None),
       (("bias",), None),
     ],
@@ -345,16 +313,8 @@ def llama(
   )
 
 
-def gpt(
-  *, embed: Entry = "embed", heads: Entry = "heads", mlp: Entry = "mlp", vocab: Entry = "vocab"
-) -> PathRules:
+def gpt() -> PathRules:
   """Names for GPT-shaped decoders: learned positions, LayerNorm, biases, fused or separate attention.
-
-  Args:
-    embed: name of the residual width.
-    heads: name of the attention heads; in a fused kernel, name of the output dim.
-    mlp: name of the hidden width.
-    vocab: name of the vocabulary dim.
 
   Returns:
     Path rules, to combine with a layout.
@@ -370,19 +330,19 @@ def gpt(
   attention = "attn|attention|self_attention|mha"
   return PathRules(
     [
-      ((attention, "c_attn|qkv|q_proj|k_proj|v_proj|query|key|value", "kernel"), (embed, heads, ...)),
-      ((attention, "c_attn|qkv|q_proj|k_proj|v_proj|query|key|value", "bias"), (heads, ...)),
-      ((attention, "c_proj|out_proj|out|proj", "kernel"), (heads, ..., embed)),
-      (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
-      (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
-      (("mlp|ffn|feed_forward", "c_proj|out|fc2|fc_out|down|linear2", "kernel"), (mlp, embed)),
+      ((attention, "c_attn|qkv|q_proj|k_proj|v_proj|query|key|value", "kernel"), ("embed", "heads", ...)),
+      ((attention, "c_attn|qkv|q_proj|k_proj|v_proj|query|key|value", "bias"), ("heads", ...)),
+      ((attention, "c_proj|out_proj|out|proj", "kernel"), ("heads", ..., "embed")),
+      (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), ("embed", "mlp")),
+      (("mlp|ffn|feed_forward", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), ("mlp",)),
+      (("mlp|ffn|feed_forward", "c_proj|out|fc2|fc_out|down|linear2", "kernel"), ("mlp", "embed")),
       # An MLP whose layers are in the block itself, next to the attention.
-      ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), (embed, mlp)),
-      ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), (mlp,)),
-      ((r"(\w*_)?\d+", "out|fc2|fc_out|down|linear2", "kernel"), (mlp, ..., embed)),
-      (("wte|token_embedding|tok_emb|embed", "embedding"), (vocab, embed)),
+      ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "kernel"), ("embed", "mlp")),
+      ((r"(\w*_)?\d+", "c_fc|fc|fc1|fc_in|up|linear1", "bias"), ("mlp",)),
+      ((r"(\w*_)?\d+", "out|fc2|fc_out|down|linear2", "kernel"), ("mlp", ..., "embed")),
+      (("wte|token_embedding|tok_emb|embed", "embedding"), ("vocab", "embed")),
       (("wpe|position_embedding|pos_emb", "embedding"), None),
-      (("lm_head|head", "kernel"), (embed, vocab)),
+      (("lm_head|head", "kernel"), ("embed", "vocab")),
       ((_NORM, "scale|bias"), None),
       (("bias",), None),
     ],
@@ -390,13 +350,8 @@ def gpt(
   )
 
 
-def vit(*, embed: Entry = "embed", heads: Entry = "heads", mlp: Entry = "mlp") -> PathRules:
+def vit() -> PathRules:
   """Names for ViT-shaped encoders: patch convolution, class token, `MultiHeadAttention`, MLP, small head.
-
-  Args:
-    embed: name of the residual width.
-    heads: name of the attention heads.
-    mlp: name of the hidden width.
 
   Returns:
     Path rules, to combine with a layout.
@@ -408,15 +363,15 @@ def vit(*, embed: Entry = "embed", heads: Entry = "heads", mlp: Entry = "mlp") -
   """
   return PathRules(
     [
-      (("patch_embeddings?|patch_embed|conv_proj", ".*kernel"), (..., embed)),
+      (("patch_embeddings?|patch_embed|conv_proj", ".*kernel"), (..., "embed")),
       ((r"pos(ition)?_embed(ding)?s?|cls(_token)?|class_token",), None),
-      (("q_proj|k_proj|v_proj|query|key|value|qkv", "kernel"), (embed, heads, ...)),
-      (("q_proj|k_proj|v_proj|query|key|value|qkv", "bias"), (heads, ...)),
-      (("out|out_proj|o_proj|proj", "kernel"), (heads, ..., embed)),
-      (("fc1|linear1|up|dense1", "kernel"), (embed, mlp)),
-      (("fc1|linear1|up|dense1", "bias"), (mlp,)),
-      (("fc2|linear2|down|dense2", "kernel"), (mlp, embed)),
-      (("head|classifier", "kernel"), (embed, None)),
+      (("q_proj|k_proj|v_proj|query|key|value|qkv", "kernel"), ("embed", "heads", ...)),
+      (("q_proj|k_proj|v_proj|query|key|value|qkv", "bias"), ("heads", ...)),
+      (("out|out_proj|o_proj|proj", "kernel"), ("heads", ..., "embed")),
+      (("fc1|linear1|up|dense1", "kernel"), ("embed", "mlp")),
+      (("fc1|linear1|up|dense1", "bias"), ("mlp",)),
+      (("fc2|linear2|down|dense2", "kernel"), ("mlp", "embed")),
+      (("head|classifier", "kernel"), ("embed", None)),
       ((_NORM, "scale|bias"), None),
       (("bias",), None),
     ],

@@ -21,7 +21,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 from jax.lax import PrecisionLike
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of
@@ -32,8 +32,7 @@ from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
-from nnx_parallel.layout.constrain import manual_too, scope_in_use
-from nnx_parallel.rules.ruleset import RuleSet
+from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
 
 How = Literal["ring", "ulysses"]
 
@@ -199,7 +198,7 @@ class ContextAttention:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
       segment_ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
-    mesh: AnyMesh | None = _mesh(query)
+    mesh = surroundings(query).mesh
     sizes = {} if mesh is None else axis_sizes(mesh)
     if sizes and self.axis not in sizes:
       raise SchemeError(
@@ -447,22 +446,12 @@ def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
   """The axes that split the batch; None if other axes remain, over which a kernel would be replicated."""
   mesh, scope, own = jax.sharding.get_abstract_mesh(), scope_in_use(), sequence.options.axis
   sizes = axis_sizes(mesh)
-  rules = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
-  split = () if rules is None else batch_axes(rules, sizes) or ()
+  split = () if scope is None else batch_axes(scope.ruleset, sizes) or ()
   axes = tuple(axis for axis in split if axis != own)
   rest = math.prod(size for axis, size in sizes.items() if axis not in (*axes, own))
   fits = batch % math.prod(sizes[axis] for axis in axes) == 0
   explicit = AxisType.Explicit in mesh.axis_types
   return axes if own in sizes and rest == 1 and fits and not explicit and not sequence.mapped else None
-
-
-def _mesh(x: jax.Array) -> AnyMesh | None:
-  """The active mesh, or the mesh of an array, or None."""
-  active = jax.sharding.get_abstract_mesh()
-  if not active.empty:
-    return active
-  own = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
-  return own.mesh if isinstance(own, NamedSharding) and not own.mesh.empty else None
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:

@@ -100,7 +100,9 @@ def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Pl
   try:
     jax.eval_shape(computed_on_auto_axes(run_in(inside, run), outside.mesh), *args)
   except (TypeError, ValueError) as error:
-    return stating(outside, error) or inside
+    if _is_stated(error):
+      said = str(error).split("\n")[0].split(" This error occurs at")[0]
+      return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
   return inside
 
 
@@ -112,14 +114,6 @@ def run_in(places: Places, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
       return run(*args)
 
   return scoped
-
-
-def stating(outside: Places, error: BaseException) -> Places | None:
-  """The places of a program that states shardings; None if its trace on Auto axes raised another error."""
-  if not _is_stated(error):
-    return None
-  said = str(error).split("\n")[0].split(" This error occurs at")[0]
-  return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
 
 
 def on_fitting_axes(run: Callable[..., PyTree], scope: Scope) -> Callable[..., PyTree]:

@@ -20,7 +20,6 @@ from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.layout.batch import check_split, input_spec
 from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.sharded_optimizer import placement_of
-from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
 from nnx_parallel.train.donation import owned, run, separate
 from nnx_parallel.train.gradients import batch_axes_of
@@ -169,7 +168,7 @@ class Bound:
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
     check_examples(batch)
-    rules, sizes = RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
 
     def place(path: Any, x: AnyArray) -> PyTree:
       if not jnp.ndim(x):  # `jit` replicates it, which takes less time
@@ -178,7 +177,7 @@ class Bound:
       if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
         return x
       try:
-        spec = input_spec(rules, x.ndim, sizes)
+        spec = input_spec(scope.ruleset, x.ndim, sizes)
       except ShardingError:  # no rule for the batch
         return x
       name = f"batch{jax.tree_util.keystr(path)}"

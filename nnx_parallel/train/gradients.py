@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
@@ -101,12 +101,7 @@ class Accumulation:
     parts = jax.tree.map(lambda x: split_batch(x, self.count), batch)
     moving = {i: self.rest[i] for i in self.changes}
     (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts)
-    summed = Terms(
-      {name: x.sum(0) for name, x in stacked.sums.items()},
-      {name: None if x is None else x.sum(0) for name, x in stacked.counts.items()},
-      jax.tree.map(join_batch, stacked.outputs),
-    )
-    return total, summed, moving
+    return total, _summed(stacked, join_batch), moving
 
   def _add(self, carry: PyTree, part: PyTree) -> tuple[PyTree, Terms]:
     total, moving = carry
@@ -165,12 +160,13 @@ class Accumulation:
       grads, found = jax.vmap(lambda part: self.scan(part)[:2], spmd_axis_name=axes)(
         jax.tree.map(by_replica, batch)
       )
-    summed = Terms(
-      {name: x.sum(0) for name, x in found.sums.items()},
-      {name: None if x is None else x.sum(0) for name, x in found.counts.items()},
-      jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), found.outputs),
-    )
-    return [g.sum(0) for g in grads], summed
+    return [g.sum(0) for g in grads], _summed(found, lambda x: jax.lax.collapse(x, 0, 2))
+
+
+def _summed(stacked: Terms, joined: Callable[[jax.Array], jax.Array]) -> Terms:
+  """The sums of the terms of parts that are stacked on dim 0, and their outputs joined."""
+  sums, counts = jax.tree.map(lambda x: x.sum(0), (stacked.sums, stacked.counts))
+  return Terms(sums, counts, jax.tree.map(joined, stacked.outputs))
 
 
 def whole_batch(loss: Differentiable, batch: PyTree, layout: Layout) -> Total:
@@ -313,11 +309,7 @@ def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
 
 def check_divides(batch: PyTree, count: int) -> None:
   """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
-  leaves = [
-    (f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-    if jnp.ndim(leaf)
-  ]
+  leaves = [(name, jnp.shape(leaf)) for name, leaf in named_leaves(batch) if jnp.ndim(leaf)]
   for name, shape in leaves:
     size = shape[0]
     if not size % count:
@@ -341,15 +333,14 @@ def check_divides(batch: PyTree, count: int) -> None:
 def _check_shards(batch: PyTree, count: int, layout: Layout) -> None:
   """Refuses microbatches with fewer examples than the batch has shards."""
   shards = _replicas(layout.mesh, layout.batch) if layout.batch else 1
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+  for name, leaf in named_leaves(batch):
     size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else shards * count
     if size // count % shards:
       most = max(n for n in range(1, size // shards + 1) if not size % (n * shards))
       raise TrainError(
         f"{count} microbatches of {size} examples have {size // count} each, which {shards} shards cannot"
         " split evenly.",
-        details=f"batch{jax.tree_util.keystr(path)}, shape {jnp.shape(leaf)}, split over"
-        f" {', '.join(layout.batch)}",
+        details=f"{name}, shape {jnp.shape(leaf)}, split over {', '.join(layout.batch)}",
         fix=f"microbatches={most}, or a global batch of {shards * count}.",
       )
 

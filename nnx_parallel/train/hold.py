@@ -3,18 +3,15 @@
 Where one mesh axis splits both a parameter and the batch, the partitioner chooses which of the two to gather,
 and some of its choices compute wrong numbers: with the batch over (data, fsdp) and a kernel over (fsdp,
 tensor), a product may contain the examples of other devices, and gradients below it are off by half although
-the loss is right (jax 0.10.2 and 0.12, Shardy and GSPMD; listed in `layout/known_faults.py`).
+the loss is right.
 
-So the trace of the step is rewritten, by the layouts of `core/flow.py`:
-- a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;
-- the result of a product or a look-up that carries the batch is laid out as the plan implies;
+So the trace of the step is rewritten, by the layouts of `core/flow.py`. `KNOWN_FAULTS` in
+`layout/known_faults.py` lists the rules that correct numbers, each with its fault and its canary. The other
+rules save memory and messages:
 - with a rule for `seq`, the positions of activations between layers are split (arXiv:2205.05198): a sum over
   its axis, as after a tensor-parallel part, leaves each device its positions;
 - a table whose rows are split like the batch is looked up, and its gradient summed, by columns;
-- an element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`);
-- the operands of a convolution's kernel gradient have unsplit spatial dims;
-- a kernel that is split over its spatial dims is gathered over them, and its gradient is computed so;
-- the kernel gradient of a grouped convolution is computed by each device on its own examples, and summed.
+- an element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +45,7 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.picks import is_pick, picked
+from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, PyTree, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.batch import batch_axes, input_spec, position_axes
@@ -126,7 +124,7 @@ def held(
   """
   if mesh is None or mesh.size == 1:
     return run
-  inputs = None if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  inputs = None if scope is None else scope.ruleset
   split = None if inputs is None else batch_axes(inputs, axis_sizes(mesh))
   named = () if inputs is None else position_axes(inputs, axis_sizes(mesh))
   positions = tuple(axis for axis in named if mesh.shape[axis] > 1)
@@ -138,7 +136,8 @@ def held(
     if inputs is None or split is None or AxisType.Explicit in mesh.axis_types:
       flows = [_flow(x, (), data=False) for x in leaves]
     else:
-      before, batch, rest = (jax.tree.leaves(some) for some in _around(args, batch_at))
+      parts = args[:batch_at], args[batch_at], args[batch_at + 1 :]
+      before, batch, rest = map(jax.tree.leaves, parts)
       flows = [
         *(_flow(x, getattr(at, "spec", ()), data=False) for x, at in zip(before, shardings, strict=True)),
         *(_flow_of_batch(x, inputs, axis_sizes(mesh), positions) for x in batch),
@@ -149,11 +148,6 @@ def held(
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
   return changed
-
-
-def _around(args: tuple[PyTree, ...], n: int) -> tuple[PyTree, PyTree, PyTree]:
-  """The arguments before one argument, the argument, and the arguments after it."""
-  return args[:n], args[n], args[n + 1 :]
 
 
 def _flow_of_batch(
@@ -253,7 +247,7 @@ class _Rewriting(Interpreter[Flow]):
     """The results of an operation without programs, with operands and results moved, and their layouts."""
     name = eqn.primitive.name
     if _is_faulty(eqn):
-      return [_by_hand(eqn, self.mesh)(*inputs)], self._followed(eqn, flows)
+      return [_by_hand(eqn, self.mesh, *inputs)], self._followed(eqn, flows)
     if name == "shard_map":
       if any(map(_is_faulty, inner_equations(eqn))):
         _check_manual(eqn, self.mesh)
@@ -263,7 +257,7 @@ class _Rewriting(Interpreter[Flow]):
       pairs = zip(inputs, flows, strict=True)
       inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
     if is_pick(eqn) and any(_EXAMPLES in flow.names for flow in flows):
-      return picked(eqn, *inputs), self._followed(eqn, flows)
+      return picked(*inputs), self._followed(eqn, flows)
     if name == "gather":
       return self._look_up(eqn, inputs, flows)
     if name == "scatter-add":
@@ -352,10 +346,8 @@ class _Rewriting(Interpreter[Flow]):
     numbers = eqn.params["dimension_numbers"]
     if _EXAMPLES not in flows[0].axes[numbers.lhs_spec[1]]:
       return inputs, flows
-    found: list[Flow] = []
-    for flow, spec in zip(flows, (numbers.lhs_spec, numbers.rhs_spec), strict=True):
-      axes = tuple(() if dim in spec[2:] else own for dim, own in enumerate(flow.axes))
-      found.append(Flow(axes, flow.data, flow.weight))
+    pairs = zip(flows, (numbers.lhs_spec, numbers.rhs_spec), strict=True)
+    found = [_unsplit_along(flow, spec[2:]) for flow, spec in pairs]
     return [self._laid(x, flow.axes) for x, flow in zip(inputs, found, strict=True)], found
 
   def _convolved(
@@ -365,13 +357,12 @@ class _Rewriting(Interpreter[Flow]):
     numbers, kernel = eqn.params["dimension_numbers"], flows[1]
     if not kernel.data and any(kernel.axes[d] for d in numbers.rhs_spec[2:]):
       self._kernels.add(inputs[1].shape)
-      axes = tuple(() if d in numbers.rhs_spec[2:] else own for d, own in enumerate(kernel.axes))
-      flows = [flows[0], dataclasses.replace(kernel, axes=axes)]
-      inputs = [inputs[0], self._laid(inputs[1], axes)]
+      flows = [flows[0], _unsplit_along(kernel, numbers.rhs_spec[2:])]
+      inputs = [inputs[0], self._laid(inputs[1], flows[1].axes)]
     results, found = bind(eqn, inputs), self._followed(eqn, flows)
     if results[0].shape in self._kernels:
-      axes = tuple(() if d in numbers.out_spec[2:] else own for d, own in enumerate(found[0].axes))
-      results, found = [self._laid(results[0], axes)], [dataclasses.replace(found[0], axes=axes)]
+      found = [_unsplit_along(found[0], numbers.out_spec[2:])]
+      results = [self._laid(results[0], found[0].axes)]
     return results, found
 
   def _followed(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
@@ -449,6 +440,11 @@ def _moved(axes: Axes, moved: set[str], to: int | None = None) -> Axes:
   """The layout with some axes on one dim, or on no dim, and on no other dim."""
   rest = [without(dim, frozenset(moved)) for dim in axes]
   return tuple((*dim, *moved) if n == to else dim for n, dim in enumerate(rest))
+
+
+def _unsplit_along(flow: Flow, dims: Sequence[int]) -> Flow:
+  """The layout with some dims that are not split."""
+  return dataclasses.replace(flow, axes=tuple(() if d in dims else own for d, own in enumerate(flow.axes)))
 
 
 def _either(one: Flow, other: Flow) -> Flow:
@@ -532,37 +528,19 @@ def _is_convolution(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name == "conv_general_dilated"
 
 
-def _by_hand(eqn: JaxprEqn, mesh: AnyMesh) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _by_hand(eqn: JaxprEqn, mesh: AnyMesh, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
   """The same convolution with its contracted dim (the examples of a gradient) split by hand."""
   numbers = eqn.params["dimension_numbers"]
-  left, right = (var.aval for var in eqn.invars)
   lhs_dim, rhs_dim = numbers.lhs_spec[1], numbers.rhs_spec[1]
-  axes = _dividing_axes(left.shape[lhs_dim], mesh)
+  axes = _dividing_axes(lhs.shape[lhs_dim], mesh)
 
   def local(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     partial = eqn.primitive.bind(lhs, rhs, **eqn.params)
     return jax.lax.psum(partial, axes) if axes else partial
 
-  def split(rank: int, dim: int) -> PartitionSpec:
-    return PartitionSpec(*[axes if axes and i == dim else None for i in range(rank)])
-
-  specs = split(left.ndim, lhs_dim), split(right.ndim, rhs_dim)
-  placed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-  if AxisType.Explicit in mesh.axis_types:
-    return _resharded(placed, specs, eqn.outvars[0].aval.sharding.spec, mesh)
-  return placed
-
-
-def _resharded(
-  placed: Callable[..., PyTree], specs: Any, out: PartitionSpec, mesh: AnyMesh
-) -> Callable[..., PyTree]:
-  """Explicit meshes have shardings in types: `placed`, with the shardings of the convolution it replaces."""
-
-  def run(*operands: jax.Array) -> jax.Array:
-    moved = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
-    return jax.reshard(placed(*moved), NamedSharding(mesh, out))
-
-  return run
+  specs = [PartitionSpec(*[None] * dim, axes or None) for dim in (lhs_dim, rhs_dim)]
+  found = on_shards(local, mesh, specs, PartitionSpec())(lhs, rhs)
+  return laid_out(found, mesh, eqn.outvars[0].aval.sharding.spec)
 
 
 def _dividing_axes(length: int, mesh: AnyMesh) -> tuple[str, ...]:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from flax import errors, nnx
 
-from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.nodes import named_leaves, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
 from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
@@ -186,6 +185,5 @@ def _note(layer: _Layer, batch: PyTree) -> str:
   """Where an error was raised, with the shapes there."""
   held = {path_str(path): value_of(leaf) for path, leaf in variables(layer.module).items()}
   own = [f"{path} {x.dtype}{[*x.shape]}" for path, x in held.items() if hasattr(x, "shape")]
-  rows = jax.tree_util.tree_leaves_with_path(batch)
-  given = [f"batch{jax.tree_util.keystr(path)} {jnp.result_type(x)}{[*jnp.shape(x)]}" for path, x in rows]
+  given = [f"{name} {jnp.result_type(x)}{[*jnp.shape(x)]}" for name, x in named_leaves(batch)]
   return f"in the layer {layer.name}\n  its arrays: {few(own) or 'none'}\n  {few(given)}"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.text import format_array, with_article
 from nnx_parallel.core.types import AnyArray, Optimizer, PyTree, Value
 from nnx_parallel.errors import TrainError
@@ -219,10 +220,10 @@ def check_examples(batch: PyTree) -> None:
   Raises:
     TrainError: dim 0 of an array has length 0.
   """
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+  for name, leaf in named_leaves(batch):
     if jnp.shape(leaf)[:1] == (0,):
       raise TrainError(
-        f"batch{jax.tree_util.keystr(path)} holds no examples.",
+        f"{name} holds no examples.",
         details=f"shape {jnp.shape(leaf)}",
         fix="skip empty batches where the data are read.",
       )
@@ -239,8 +240,7 @@ def weight_of(metric: str, batch: PyTree) -> int:
   Raises:
     TrainError: the arrays have different lengths.
   """
-  named = jax.tree_util.tree_leaves_with_path(batch)
-  sizes = {leaf.shape[0]: f"batch{jax.tree_util.keystr(path)}" for path, leaf in named if jnp.ndim(leaf)}
+  sizes = {leaf.shape[0]: name for name, leaf in named_leaves(batch) if jnp.ndim(leaf)}
   if len(sizes) > 1:
     raise TrainError(
       f"the arrays of the batch differ in their length, so the metric {metric!r} has no weight.",

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.binding import RESTORE, deleted, is_deleted, some_of
@@ -56,10 +57,10 @@ def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree)
         details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
         fix="write values in place, which keeps the layout: variable[...] = value.",
       )
-  for path, array in jax.tree_util.tree_leaves_with_path(batch):
+  for name, array in named_leaves(batch):
     if _is_elsewhere(array, devices):
       return TrainError(
-        f"batch{jax.tree_util.keystr(path)} is not on the model's mesh.",
+        f"{name} is not on the model's mesh.",
         details=f"its devices {[d.id for d in _devices(array)]}, the model's {[d.id for d in devices]}"
         f" (mesh {dict(mesh.shape)})",
         fix="nxp.shard_batch(batch, plan) with the plan of this model.",
@@ -68,10 +69,10 @@ def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree)
 
 
 def _deleted_in(batch: PyTree) -> TrainError | None:
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+  for name, leaf in named_leaves(batch):
     if is_deleted(leaf):
       return TrainError(
-        f"batch{jax.tree_util.keystr(path)} was deleted: its memory was donated or freed before the step.",
+        f"{name} was deleted: its memory was donated or freed before the step.",
         fix="make or fetch the batch again; a step does not donate its batch.",
       )
   return None
@@ -79,14 +80,14 @@ def _deleted_in(batch: PyTree) -> TrainError | None:
 
 def _no_array(batch: PyTree) -> TrainError | None:
   """The error for the first leaf of a batch that jax cannot take, if there is one."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+  for name, leaf in named_leaves(batch):
     dtype = getattr(leaf, "dtype", None)
     if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__jax_array__"):
       continue
     if dtype is None or (isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in "OSUMm"):
       kind = f"a {type(leaf).__name__}" + ("" if dtype is None else f" of {dtype}")
       return TrainError(
-        f"batch{jax.tree_util.keystr(path)} is {kind}, which no program can take.",
+        f"{name} is {kind}, which no program can take.",
         details=f"value {reprlib.repr(leaf)}",
         fix="give a step arrays of numbers only; keep names and texts outside of the batch.",
       )

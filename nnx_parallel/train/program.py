@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.attention import queries_over
@@ -21,7 +21,6 @@ from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
@@ -211,7 +210,7 @@ class Structure:
     mesh, scope = self.places.mesh, self.places.scope
     if mesh is None or scope is None:
       return None
-    named = position_axes(RuleSet(logical=scope.rules, inputs=scope.inputs), axis_sizes(mesh))
+    named = position_axes(scope.ruleset, axis_sizes(mesh))
     used = {axis for where in self.places.shardings if where for axis in axes_in(where.spec)}
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
@@ -282,9 +281,7 @@ def signature(labels: Sequence[str], arrays: Sequence[jax.Array], batch: PyTree)
   found["active mesh"] = str(dict(jax.sharding.get_abstract_mesh().shape))
   found |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
   found["structure of the batch"] = str(jax.tree.structure(batch))
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    found[f"batch{jax.tree_util.keystr(path)}"] = describe(leaf)
-  return found
+  return found | {name: describe(leaf) for name, leaf in named_leaves(batch)}
 
 
 def _difference(before: Signature, now: Signature) -> list[str]:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
@@ -331,25 +332,32 @@ def train_step(
       GAN), pass a dict: key -> loss function. Later losses see the models that earlier losses updated.
     microbatches: the number of parts into which the compiled step splits the batch; it accumulates their
       gradients.
-    remat: the activations that each layer saves for the backward pass. `"none"` saves everything, `"dots"`
-      the results of matrix products with weights, `"full"` only the input of the layer, and `"offload"` this
-      input in host memory. Or a policy of `jax.checkpoint_policies`, or a `Remat`. None and `"as written"` do
-      what the model says. See `with_layers`.
+    remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
+      recomputes each layer from its input (the parts of a layer under `jax.checkpoint` one after another).
+      `"dots"` saves the results of matrix products with weights. `"offload"` is `"full"`, with the inputs of
+      consecutive equal layers in host memory. `"as written"` or None changes nothing. A policy of
+      `jax.checkpoint_policies` applies within each layer. `Remat("full", every=2)` recomputes every second
+      layer, and `Remat("full", group=2)` recomputes two layers at a time.
     scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
-      the program do not grow with the depth. `"auto"` scans only where 4 or more layers are recomputed. See
-      `with_layers`.
+      the program do not grow with the depth. True scans wherever it finds two equal layers. `"auto"` scans
+      only where 4 or more layers are recomputed. Elsewhere, a scan costs more than it saves: it copies the
+      weights of its layers into one stack in each step, and without remat it also stacks all saved
+      activations.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None finds
       adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers.
     attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
       queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
-      uses the fused kernel of the chip, if there is a suitable kernel. See `with_layers`. If a rule shards
+      uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs, if the mask does not differ
+      between examples or heads), and blockwise attention otherwise; `step.layers` reports the choice and the
+      reason. If a rule shards
       `seq` over an axis that shards no weight, each device computes its own queries, and gathers the keys and
       values in each layer. With `"ring"`, the keys and values travel around the devices of that axis instead,
       and no device has all of them. With `"ulysses"`, each device computes all positions of some heads (the
       number of key heads must be a multiple of the axis size). With these two, an attention that the devices
       cannot share is an error that names it. None computes attention as the model is written.
     loss_chunks: the number of chunks of the vocabulary (the columns of the head) in which the head and the
-      loss are computed, so that the full logits never exist. None computes the loss as it is written.
+      loss are computed, so that the full logits never exist. Sums over the vocabulary add the logits as they
+      are; if logits reach several hundreds, an entropy loses digits. None computes the loss as it is written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`. Each stage computes some of the layers, while
       other stages compute other microbatches. The results equal the results of the same `microbatches`
       without a pipeline. `step.layers` describes the stages and their waiting time.
@@ -532,11 +540,10 @@ def _warn_unplaced(arrays: list[AnyArray], batch: PyTree) -> None:
   """Warns of a batch that is on no mesh: jax replicates it, and each device computes all examples."""
   if all(x.sharding.mesh.size == 1 for x in arrays if is_placed(x)):
     return
-  leaves = jax.tree_util.tree_leaves_with_path(batch)
-  loose = [path for path, leaf in leaves if jnp.ndim(leaf) and not is_placed(leaf)]
+  loose = [name for name, leaf in named_leaves(batch) if jnp.ndim(leaf) and not is_placed(leaf)]
   if loose:
     logger.warning(
-      "batch%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
+      "%s is on no mesh, so every device computes all of its examples. Fix: step(model, optimizer,"
       " nxp.shard_batch(batch, plan))",
-      jax.tree_util.keystr(loose[0]),
+      loose[0],
     )

@@ -33,11 +33,7 @@ PARTS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,11 +31,7 @@ TENSOR = nxp.PathRules(
 )
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion: the models are as people write them."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def planned(mesh, *rules, batch="data", seq="context"):
@@ -68,45 +64,30 @@ def trained(plan, length, attention=16, **options):
   return losses, jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+CONTEXT, CUBE = {"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}
+SPLIT, ROLLED = [TENSOR, nxp.replicate()], {"remat": "full", "scan_layers": True}
 LAYOUTS = {
-  "data": ({"data": 2, "context": 4}, [], {}, 48),
-  "fsdp": ({"fsdp": 2, "context": 4}, [nxp.fsdp(min_size=0)], {"batch": "fsdp"}, 48),
-  "tensor": ({"data": 2, "context": 2, "tensor": 2}, [TENSOR, nxp.replicate()], {}, 48),
-  "odd lengths": ({"data": 2, "context": 4}, [], {}, 4 * 21),
-  "does not divide": ({"data": 2, "context": 4}, [], {}, 46),
-}
+  "data": (CONTEXT, [], {}, 48, {}),
+  "fsdp": ({"fsdp": 2, "context": 4}, [nxp.fsdp(min_size=0)], {"batch": "fsdp"}, 48, {}),
+  "tensor": (CUBE, SPLIT, {}, 48, {}),
+  "odd lengths": (CONTEXT, [], {}, 4 * 21, {}),
+  "does not divide": (CONTEXT, [], {}, 46, {}),
+  **{f"rolled, {w}": (CONTEXT, [], {}, 48, {"attention": w, **ROLLED}) for w in (16, "ring", "ulysses")},
+  **{f"tensor, {w}": (CUBE, SPLIT, {}, 48, {"attention": w}) for w in ("ring", "ulysses")},
+  "stages of a pipeline": (
+    {"data": 2, "context": 2, "stage": 2}, [], {}, 48,
+    {"attention": "ring", "pipeline": "stage", "microbatches": 2},
+  ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_is_that_of_one_device(layout):
-  mesh, rules, options, length = LAYOUTS[layout]
-  losses, params = trained(planned(nxp.make_mesh(mesh), *rules, **options), length)
+def test_training_is_that_of_one_device(layout, monkeypatch):
+  monkeypatch.setattr(attention, "BLOCK", 5)
+  mesh, rules, names, length, options = LAYOUTS[layout]
+  losses, params = trained(planned(nxp.make_mesh(mesh), *rules, **names), length, **options)
   np.testing.assert_allclose(losses, alone(length)[0], rtol=1e-5)
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(length)[1])
-
-
-@pytest.mark.parametrize("way", [16, "ring", "ulysses"])
-def test_recomputed_and_rolled_layers(way):
-  plan = planned(nxp.make_mesh(data=2, context=4))
-  losses, params = trained(plan, 48, attention=way, remat="full", scan_layers=True)
-  np.testing.assert_allclose(losses, alone(48)[0], rtol=1e-5)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(48)[1])
-
-
-@pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_with_weights_and_heads_split_too(way, monkeypatch):
-  monkeypatch.setattr(attention, "BLOCK", 5)
-  mesh = nxp.make_mesh(data=2, context=2, tensor=2)
-  losses, params = trained(planned(mesh, TENSOR, nxp.replicate()), 48, attention=way)
-  np.testing.assert_allclose(losses, alone(48)[0], rtol=1e-5)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(48)[1])
-
-
-def test_in_the_stages_of_a_pipeline():
-  plan = planned(nxp.make_mesh(data=2, context=2, stage=2))
-  losses, params = trained(plan, 48, attention="ring", pipeline="stage", microbatches=2)
-  np.testing.assert_allclose(losses, alone(48)[0], rtol=1e-5)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), params, alone(48)[1])
 
 
 def compiled(way, length):
@@ -271,20 +252,17 @@ def test_what_devices_cannot_share_is_an_error_that_names_it(function, way, reas
   assert 'or attention="blockwise"' in str(caught.value)
 
 
-NEEDED = "attention='ring' needs a mesh axis that splits the positions"
-
-
-def test_an_axis_that_splits_weights_cannot_be_a_ring():
-  plan = planned(nxp.make_mesh(data=2, tensor=4), TENSOR, nxp.replicate(), seq="tensor")
-  with pytest.raises(TrainError, match=NEEDED) as caught:
-    nxp.train_step(decoders.loss, attention="ring").lower(
-      plan, batch=jax.ShapeDtypeStruct((4, 49), jnp.int32)
-    )
-  assert "a rule for `seq` on an axis that splits no weight" in str(caught.value)
-
-
-def test_an_explicit_axis_cannot_be_a_ring():
-  mesh, wanted = nxp.make_mesh(data=2, context=4, explicit=True), pytest.raises(TrainError, match=NEEDED)
-  with jax.set_mesh(mesh), queries_over("context"), wanted as caught:
-    jax.eval_shape(evenly(biased, "ring"), Q, K, V, BIAS)
-  assert "whose axis 'context' is Explicit" in str(caught.value)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_axis_that_splits_weights_or_is_explicit_cannot_be_a_ring(explicit):
+  wanted = pytest.raises(TrainError, match="attention='ring' needs a mesh axis that splits the positions")
+  if explicit:
+    mesh = nxp.make_mesh(data=2, context=4, explicit=True)
+    with jax.set_mesh(mesh), queries_over("context"), wanted as caught:
+      jax.eval_shape(evenly(biased, "ring"), Q, K, V, BIAS)
+    assert "whose axis 'context' is Explicit" in str(caught.value)
+  else:
+    plan = planned(nxp.make_mesh(data=2, tensor=4), TENSOR, nxp.replicate(), seq="tensor")
+    with wanted as caught:
+      batch = jax.ShapeDtypeStruct((4, 49), jnp.int32)
+      nxp.train_step(decoders.loss, attention="ring").lower(plan, batch=batch)
+    assert "a rule for `seq` on an axis that splits no weight" in str(caught.value)

@@ -18,11 +18,7 @@ TOKENS = np.random.default_rng(0).integers(1, 64, (8, 13))
 IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion: the models are as people write them."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def square(model, x):

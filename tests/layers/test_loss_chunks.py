@@ -27,11 +27,7 @@ LABELS = RANDOM.integers(0, VOCAB, (BATCH, SEQ))
 MASK = RANDOM.random((BATCH, SEQ)) < 0.7
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion: the models are as people write them."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def logits_of(params, x):

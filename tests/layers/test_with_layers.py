@@ -574,7 +574,11 @@ def test_numpy_arguments_of_layers_stay_numpy():
     ({"layers": "typo.*", "remat": "none"}, "layers='typo.*' matches no module"),
     ({"scan_layers": 1}, "scan_layers=1 is not a valid choice"),
     ({"remat": False}, "remat=False is not a known policy"),
-    ({"remat": "some"}, "remat='some' is not a known policy"),
+    (
+      {"remat": "dots_saveable"},
+      "remat='dots_saveable' is not a known policy.\n  Fix: one of 'as written', 'none', 'dots', 'full',"
+      " 'offload', or a policy itself: jax.checkpoint_policies.NAME.",
+    ),
     ({"layers": ["blocks.*"]}, "layers=['blocks.*'] is no pattern"),
     ({"attention": "block"}, "attention='block' is not a way to compute attention"),
     ({"attention": 0}, "attention=0 is not a way to compute attention"),
@@ -583,6 +587,11 @@ def test_numpy_arguments_of_layers_stay_numpy():
 )
 def test_options_that_mean_nothing_are_refused(options, text):
   model, run = of_list(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
-  with pytest.raises(nxp.errors.TrainError) as error:
-    nxp.with_layers(run, **options)(model, jnp.ones((2, 4)))
-  assert str(error.value).startswith(text)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  for call in (
+    lambda: nxp.with_layers(run, **options)(model, jnp.ones((2, 4))),
+    lambda: nxp.train_step(run, **options)(model, optimizer, jnp.ones((2, 4))),
+  ):
+    with pytest.raises(nxp.errors.TrainError) as error:
+      call()
+    assert str(error.value).startswith(text)

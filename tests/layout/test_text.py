@@ -77,32 +77,31 @@ def test_the_table_fits_the_page_and_wraps_only_the_reasons():
   assert any("block.kernel" in line and "float32[8,6]" in line for line in lines)
 
 
-def test_layers_under_keys_that_are_numbers_are_one_row():
-  layers = lambda: nnx.Dict({str(i): nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)) for i in range(12)})
-  plan = nxp.plan(layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
-  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == [("*.kernel", 12)]
+class Numbered(nnx.Module):
+  def __init__(self, rngs):
+    for i in range(12):
+      setattr(self, f"layer_{i}", nnx.Linear(8, 8, rngs=rngs))
 
 
-def test_repeated_layers_are_one_row_whether_listed_or_numbered_by_name():
-  class Numbered(nnx.Module):
-    def __init__(self, rngs):
-      for i in range(12):
-        setattr(self, f"layer_{i}", nnx.Linear(8, 8, rngs=rngs))
-
-  plan = nxp.plan(lambda: Numbered(nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
-  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == [
-    ("layer_*.bias", 12),
-    ("layer_*.kernel", 12),
-  ]
+def linear(width):
+  return nnx.Linear(8, width, rngs=nnx.Rngs(0))
 
 
-def test_layers_that_differ_keep_their_rows():
-  plan = nxp.plan(
-    lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 16, rngs=nnx.Rngs(0))]),
-    nxp.make_mesh(fsdp=8),
-    nxp.fsdp(min_size=8),
-  )
-  assert [name for name, _ in grouped(plan.leaves)] == ["0.bias", "0.kernel", "1.bias", "1.kernel"]
+@pytest.mark.parametrize(
+  ("init", "rows"),
+  [
+    (lambda: nnx.Dict({str(i): linear(8) for i in range(12)}), [("*.bias", 12), ("*.kernel", 12)]),
+    (lambda: Numbered(nnx.Rngs(0)), [("layer_*.bias", 12), ("layer_*.kernel", 12)]),
+    (
+      lambda: nnx.List([linear(8), linear(16)]),
+      [("0.bias", 1), ("0.kernel", 1), ("1.bias", 1), ("1.kernel", 1)],
+    ),
+  ],
+  ids=["keys that are numbers", "numbered by name", "layers that differ"],
+)
+def test_equal_leaves_of_repeated_layers_are_one_row(init, rows):
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8))
+  assert [(name, len(leaves)) for name, leaves in grouped(plan.leaves)] == rows
 
 
 def test_factored_state_is_one_row_per_shape():

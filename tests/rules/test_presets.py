@@ -42,7 +42,7 @@ def table(plan):
 
 
 def test_the_original_t5_table():
-  rules = presets.t5(embed=None, heads="mp", mlp="mp", vocab="mp")
+  rules = [presets.t5(), nxp.LogicalRules(embed=None, heads="mp", mlp="mp", vocab="mp")]
   specs = table(nxp.plan(build("t5"), nxp.abstract_mesh(dp=2, mp=4), rules))
   column, row, whole = P(None, "mp"), P("mp", None), P(None)
   attention = lambda path: {f"{path}.{n}.kernel": row if n == "o" else column for n in "qkvo"}

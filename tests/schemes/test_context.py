@@ -23,11 +23,7 @@ from nnx_parallel.report.program.collectives import collectives
 HEADS, WIDTH = 4, 8
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  """jax's own promotion."""
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def whole(q, k, v, segments=None, keep=None, *, causal=False, window=None):

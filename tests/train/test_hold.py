@@ -30,10 +30,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

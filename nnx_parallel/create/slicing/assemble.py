@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import ctypes
 import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -29,19 +27,9 @@ def assemble(sliced: Cut, shardings: Sequence[NamedSharding], mesh: Mesh) -> lis
   """Makes every output of a cut constructor, slice by slice; each array has its own buffers."""
   inputs = Inputs(sliced, shardings, mesh)
   programs = compile_groups(sliced, inputs, shardings, mesh)
-  _return_freed_memory()
   made = run_slices(sliced, programs, inputs)
   made.update((i, put(inputs.host(value), shardings[i])) for i, value in sliced.given.items())
   return [made[i] for i in range(len(shardings))]
-
-
-def _return_freed_memory() -> None:
-  """Returns memory that the compiler has freed (some 30 MB) to the system before arrays are made.
-
-  glibc keeps freed memory in the arena of the thread that used it.
-  """
-  with contextlib.suppress(AttributeError, OSError, TypeError):  # another libc
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def compile_groups(

@@ -111,7 +111,7 @@ def memory_plan(
     loss: `loss(model, batch)` -> scalar, or (scalar, metrics).
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     microbatches: the number of microbatches of the batch.
-    remat: the remat policy, as in `train_step`; see `with_layers`.
+    remat: the remat policy, as in `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: the layout of the gradients, as in `train_step`; by default, the ZeRO stage of the plan
       decides.

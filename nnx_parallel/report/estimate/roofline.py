@@ -168,7 +168,7 @@ def predict_time(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     chip: a `Chip`, or the name of one, such as `"v5p"`.
     microbatches: the number of microbatches of the batch.
-    remat: the remat policy, as in `train_step`; see `with_layers`.
+    remat: the remat policy, as in `train_step`.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     gradients: the layout of the gradients, as in `train_step`; by default, the ZeRO stage of the plan
       decides.

@@ -57,7 +57,7 @@ class Candidate:
   Attributes:
     plan: the layout.
     microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save; see `with_layers`.
+    remat: the activations that layers save; see `train_step`.
     memory_bytes: the predicted need of one device.
     time: the predicted time of the step.
     fits: `"likely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`,
@@ -236,7 +236,7 @@ def search(
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     rules: as for `plan`.
     optimizer: the Optax transformation; its state, FLOPs and collectives are counted.
-    remat: a remat policy, or a list of policies to try; see `with_layers`. If the loss has no layers to which
+    remat: a remat policy, or a list of policies to try; see `train_step`. If the loss has no layers to which
       they apply, it runs as it is written, and `notes` says so.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
     zero: the ZeRO stage; as in `plan`.
