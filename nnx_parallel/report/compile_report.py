@@ -489,23 +489,11 @@ def report_of(
     seconds=done.seconds,
     quantities={},
     results=_verified(whole, split, _result_paths(program), names) if verify else None,
-    whole_activations=_whole(whole, split, final, axes, batch, SHARE * need),
+    whole_activations=None
+    if batch is None or whole is None or math.prod(axes[axis] for axis in batch.axes) == 1
+    else whole_activations(whole, final, axes, batch.axes, batch.has, SHARE * need),
     slices=1 if slices is None else len(set(slices.tolist())),
   )
-
-
-def _whole(
-  whole: hlo.Program | None,
-  split: hlo.Program,
-  final: hlo.Program,
-  sizes: Mapping[str, int],
-  batch: BatchSplit | None,
-  least: float,
-) -> tuple[WholeActivation, ...] | None:
-  """Activations that are replicated along the batch; None if no program shows them."""
-  if batch is None or whole is None or math.prod(sizes[axis] for axis in batch.axes) == 1:
-    return None
-  return whole_activations(whole, split, final, sizes, batch.axes, batch.has, least)
 
 
 def _result_paths(program: jax.stages.Lowered) -> dict[int, str]:

@@ -1,10 +1,9 @@
 """Finds activations that devices also hold for the examples of other devices.
 
-The program right before the partitioner has the global shape and the layout of each array, and the program
-right after it has the shape of one device's part; operations of both, and of the final program, are matched
-by their JAX name and line. The dims that carry the batch are followed from the arguments through every
-operation (`thin.Thinning`), not guessed from a size. So a parameter that is gathered for its use is not
-reported.
+The program right before the partitioner has the global shape and the layout of each array. Operations of the
+final program, whose arrays are one device's parts, are matched with it by their JAX name and line. The dims
+that carry the batch are followed from the arguments through every operation (`thin.Thinning`), not guessed
+from a size. So a parameter that is gathered for its use is not reported.
 """
 
 from __future__ import annotations
@@ -100,29 +99,34 @@ class _Array:
     dims: the global dims of the array.
     examples: its dim of the examples, or None.
     tiling: its layout.
+    place: its place in the program.
     constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
   """
 
   dims: tuple[int, ...]
   examples: int | None
   tiling: Tiling | None
+  place: int
   constraint: str = ""
 
-  @property
-  def block(self) -> tuple[int, ...]:
-    """The dims of one device's part, by the layout."""
-    return self.tiling.local(self.dims) if self.tiling is not None else self.dims
+  def parts(self) -> set[tuple[int, ...]]:
+    """The dims of what one device may hold, perhaps on the way from one layout to another."""
+    block = self.tiling.local(self.dims) if self.tiling is not None else self.dims
+    both = enumerate(zip(self.dims, block, strict=True))
+    return {block, self.dims, tuple(n if d == self.examples else k for d, (n, k) in both)}
 
-  def may_be(self, local: tuple[int, ...]) -> bool:
-    """Whether a device may hold a part of this shape, perhaps on the way from one layout to another."""
-    return len(local) == len(self.dims) and all(
-      n in (whole, part) for n, whole, part in zip(local, self.dims, self.block, strict=True)
-    )
+  def copies(self, local: Sequence[int], groups: npt.NDArray[np.int64]) -> int:
+    """The number of devices of a group that hold the same values, if the batch is replicated; else 1."""
+    if self.examples is None or local[self.examples] != self.dims[self.examples]:
+      return 1
+    shards, split = groups.shape[1], [d for d, n in enumerate(local) if n != self.dims[d]]
+    if self.tiling is None or not split:
+      return shards
+    return shards // len(np.unique(self.tiling.blocks[groups[0]][:, split], axis=0))
 
 
 def whole_activations(
   before: hlo.Program,
-  split: hlo.Program,
   final: hlo.Program,
   sizes: Mapping[str, int],
   batch_axes: Collection[str],
@@ -133,7 +137,6 @@ def whole_activations(
 
   Args:
     before: the program before the partitioner, with layouts.
-    split: the partitioner's result.
     final: the program that the compiler made.
     sizes: mesh axis -> size, in mesh order.
     batch_axes: axes that split the batch.
@@ -141,24 +144,14 @@ def whole_activations(
     least: the minimum number of bytes of a listed array.
   """
   groups = _groups(sizes, batch_axes)
-  arrays = _arrays(before, is_batch, groups)
-  known: dict[tuple[_Key, object], tuple[int, _Array, tuple[int, ...], int]] = {}
-  seen = set[tuple[_Key, tuple[int, ...]]]()  # an optimizer's update has one name and line for many arrays
-  for place, run in enumerate(split.executed()):
-    at, key = run.instruction, (run.instruction.op_name, split.source(run.instruction))
-    if key not in arrays or not _makes_one(at):
-      continue
-    local = at.shapes[0].dims
-    if (key, local) in seen:
-      continue
-    seen.add((key, local))
-    for array in _alike(arrays[key], local):
-      found = place, array, local, _copies(array, local, groups)
-      # The compiler may merge dims. If one line has split and replicated arrays of one size, nothing is
-      # reported.
-      for size in (local, at.shapes[0].elements):
-        before_it = known.get((key, size), found)
-        known[key, size] = min(found, before_it, key=lambda one: (one[-1] > 1, one[0]))
+  # The compiler may merge dims, so arrays are known by their dims and by their sizes. If one line has split
+  # and replicated arrays of one size, nothing is reported.
+  known: dict[tuple[_Key, object], tuple[int, int, _Array, tuple[int, ...]]] = {}
+  for key, array in _arrays(before, is_batch, groups):
+    for local in array.parts():
+      found = array.copies(local, groups), array.place, array, local
+      for size in (local, math.prod(local)):
+        known[key, size] = min(found, known.get((key, size), found), key=lambda one: (one[0] > 1, one[1]))
   made: dict[tuple[object, ...], WholeActivation] = {}
   for shape, makers in _in_memory(final):
     lines = [(one.op_name, final.source(one)) for one in makers]
@@ -166,30 +159,23 @@ def whole_activations(
     key = next((key for key in keys if key in known), None)
     if shape.bytes < least or key is None:
       continue
-    place, array, local, copies = known[key]
+    copies, place, array, local = known[key]
     if copies > 1:
-      one = WholeActivation(
-        shape.dtype,
-        local,
-        array.dims,
-        array.examples or 0,
-        shape.bytes,
-        1,
-        copies,
-        place,
-        *key[0],
+      first = WholeActivation(
+        shape.dtype, local, array.dims, array.examples or 0, shape.bytes, 1, copies, place, *key[0],
         array.constraint,
-      )
-      same = shape.dtype, local, array.dims, one.source or one.op
-      first = min(one, made.get(same, one), key=lambda one: one.place)
-      count = 1 + (made[same].count if same in made else 0)
-      made[same] = dataclasses.replace(first, count=count)
+      )  # fmt: skip
+      same = shape.dtype, local, array.dims, first.source or first.op
+      if same in made:
+        earlier = min(first, made[same], key=lambda one: one.place)
+        first = dataclasses.replace(earlier, count=1 + made[same].count)
+      made[same] = first
   return tuple(sorted(made.values(), key=lambda one: -one.bytes * one.count))
 
 
 def _arrays(
   program: hlo.Program, is_batch: Callable[[str], bool], groups: npt.NDArray[np.int64]
-) -> dict[_Key, list[_Array]]:
+) -> Iterator[tuple[_Key, _Array]]:
   """The arrays of the program before it is split, by JAX name and line."""
 
   def tiling_of(at: hlo.Instruction) -> Tiling | None:
@@ -201,37 +187,27 @@ def _arrays(
     if tiling is not None and tiling.parts and len(np.unique(tiling.blocks[groups[0], 0])) > 1:
       batch.append(at)
   carried = _Dims([program]).carried(batch)
-  found: dict[_Key, list[_Array]] = {}
-  for computation in program.reachable:
-    asked: dict[hlo.Instruction, str] = {}
-    for at in reversed(computation.instructions):
-      tiling = tiling_of(at)
-      # In a shard_map, arrays are blocks, which are the user's own.
-      if not at.op_name or not _makes_one(at) or (tiling is not None and tiling.manual):
-        continue
-      dims, source = at.shapes[0].dims, program.source(at)
-      examples = next((d for d in carried(at) if dims[d] > 1), None)
-      array = _Array(dims, examples, tiling, asked.get(at, ""))
-      if _is_users_constraint(at.op_name) and _copies(array, dims, groups) > 1:
-        array = dataclasses.replace(array, constraint=source)
-      if array.constraint and at.opcode in _MOVES | ELEMENTWISE:
-        asked |= dict.fromkeys(at.inputs, array.constraint)
-      found.setdefault((at.op_name, source), []).append(array)
-  return found
+  places = {run.instruction: place for place, run in enumerate(program.executed())}
+  asked: dict[hlo.Instruction, str] = {}
+  for at in reversed(places):
+    tiling = tiling_of(at)
+    # In a shard_map, arrays are blocks, which are the user's own.
+    if not at.op_name or len(at.shapes) != 1 or at.opcode in _NO_ARRAY or (tiling and tiling.manual):
+      continue
+    dims, source = at.shapes[0].dims, program.source(at)
+    examples = next((d for d in carried(at) if dims[d] > 1), None)
+    array = _Array(dims, examples, tiling, places[at], asked.get(at, ""))
+    local = tiling.local(dims) if tiling is not None else dims
+    if _is_users_constraint(at.op_name) and array.copies(local, groups) > 1:
+      array = dataclasses.replace(array, constraint=source)
+    if array.constraint and at.opcode in _MOVES | ELEMENTWISE:
+      asked |= dict.fromkeys(at.inputs, array.constraint)
+    yield (at.op_name, source), array
 
 
 def _is_users_constraint(name: str) -> bool:
   *_, scope, operation = ("", *name.split("/"))  # `jvp(scope)` in a gradient
   return operation == "sharding_constraint" and HELD not in scope
-
-
-def _makes_one(at: hlo.Instruction) -> bool:
-  return len(at.shapes) == 1 and at.opcode not in _NO_ARRAY
-
-
-def _alike(arrays: Sequence[_Array], local: tuple[int, ...]) -> list[_Array]:
-  """Those of some arrays of which a device may hold a part of this shape: by their layout, if any is."""
-  return [array for array in arrays if array.block == local] or [a for a in arrays if a.may_be(local)]
 
 
 def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArray[np.int64]:
@@ -243,34 +219,17 @@ def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArra
   return np.moveaxis(ids, own, range(-len(own), 0)).reshape(-1, shards)
 
 
-def _copies(array: _Array, local: Sequence[int], groups: npt.NDArray[np.int64]) -> int:
-  """The number of devices of a group that hold the same values of a batch-replicated array; else 1."""
-  if array.examples is None or local[array.examples] != array.dims[array.examples]:
-    return 1
-  shards, split = groups.shape[1], [d for d, n in enumerate(local) if n != array.dims[d]]
-  if array.tiling is None or not split:
-    return shards
-  return shards // len(np.unique(array.tiling.blocks[groups[0]][:, split], axis=0))
-
-
 def _in_memory(program: hlo.Program) -> Iterator[tuple[hlo.Shape, list[hlo.Instruction]]]:
   """The arrays in device memory made outside of fusions, each with its makers, the last maker first."""
-  names, left = set[str](), [program.entry.name]
-  while left:
-    name = left.pop()
-    if name in names:
+  for run in program.executed():
+    at = run.instruction
+    if run.caller is not None and run.caller.opcode not in ("while", "conditional", "call"):
       continue
-    names.add(name)
-    computation = program.computations[name]
-    for at in computation.instructions:
-      if at.opcode in ("while", "conditional", "call"):
-        left += at.called
-      elif at.opcode not in _NO_ARRAY and not at.opcode.endswith("-start") and _ON_HOST not in at.result:
-        inner = program.computations[at.called[0]] if at.opcode == "fusion" else computation
-        root = at if inner is computation else inner.root
-        roots = root.inputs if root.opcode == "tuple" else [root]
-        for shape, one in zip(at.shapes, roots, strict=False):
-          yield shape, [*_chain(one), at]
+    if at.opcode not in _NO_ARRAY and not at.opcode.endswith("-start") and _ON_HOST not in at.result:
+      root = program.computations[at.called[0]].root if at.opcode == "fusion" else at
+      roots = root.inputs if root.opcode == "tuple" else [root]
+      for shape, one in zip(at.shapes, roots, strict=False):
+        yield shape, [*_chain(one), at]
 
 
 def _chain(at: hlo.Instruction) -> list[hlo.Instruction]:
