@@ -151,17 +151,12 @@ def results_note(report: CompileReport) -> str:
 
 
 def faults_table(report: CompileReport) -> Table:
-  """Result, error, first wrong place, and the partitioned program's instruction with its inputs."""
+  """Result, error, first wrong place, and the partitioned program's instruction."""
   rows = [
-    (
-      fault.result,
-      fault.what,
-      os.path.basename(fault.source) or fault.op,
-      ", ".join((fault.instruction, *fault.sent)),
-    )
+    (fault.result, fault.what, os.path.basename(fault.source) or fault.op, fault.instruction)
     for fault in (report.results.faults if report.results else ())
   ]
-  columns = ("result", "is", "first wrong at", "instruction, and its inputs")
+  columns = ("result", "is", "first wrong at", "instruction")
   return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows)
 
 

@@ -71,14 +71,6 @@ _COMBINERS: Mapping[str, tuple[Callable[..., Any], Callable[..., Value] | None]]
 }  # fmt: skip
 
 
-class Finer(Exception):
-  """An array is sliced where its thinning does not allow it: at a multiple of `step` along `dim`."""
-
-  def __init__(self, at: hlo.Instruction, dim: int, step: int):
-    super().__init__(f"{at.name} along {dim}")
-    self.at, self.dim, self.step = at, dim, step
-
-
 class _Unknown(Exception):
   """A value that is not known, and why."""
 
@@ -270,18 +262,9 @@ class Evaluator:
     return np.concatenate(_of_one_lead(*inputs), 1 + at.numbers("dimensions")[0])
 
   def _pad(self, at: hlo.Instruction, x: Array, fill: Array) -> Value:
-    x, fill = _of_one_lead(x, fill)
-    made = np.empty((len(x), *self._thinning.shape(at)), x.dtype)
-    made[:] = fill.reshape(-1, *[1] * (x.ndim - 1))
-    sources, targets = [np.arange(len(x))], [np.arange(len(x))]
-    rows = zip(hlo_dims.padding(at), self._thinning.scales(at), x.shape[1:], made.shape[1:], strict=True)
-    for (low, _, between), scale, size, room in rows:
-      places = low // scale + np.arange(size) * (between + 1)
-      inside = (places >= 0) & (places < room)
-      sources.append(np.flatnonzero(inside))
-      targets.append(places[inside])
-    made[np.ix_(*targets)] = x[np.ix_(*sources)]
-    return made
+    rows = zip(hlo_dims.padding(at), self._thinning.scales(at), strict=True)
+    config = [(low // scale, high // scale, between) for (low, high, between), scale in rows]
+    return _each(functools.partial(lax.pad, padding_config=config), x, fill)
 
   def _slice(self, at: hlo.Instruction, x: Array) -> Value:
     rows = zip(
@@ -327,7 +310,7 @@ class Evaluator:
     for dim, (start, scale, grain) in enumerate(rows):
       place = np.clip(start.astype(np.int64), 0, whole[dim] - sizes[dim])
       if scale > 1 and (place % (scale * grain)).any():
-        raise Finer(at.inputs[0], dim, int(np.gcd.reduce(np.append(place, scale * grain))))
+        raise _Unknown("a slice at an unaligned position")
       first.append(place // scale)
     if all(len(start) == 1 for start in first) and all((np.diff(line) == 1).all() for line in lines):
       cut = (slice(int(s[0]), int(s[0]) + len(line)) for s, line in zip(first, lines, strict=True))

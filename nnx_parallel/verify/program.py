@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from nnx_parallel.core import hlo
 from nnx_parallel.core.hlo_devices import Tiling, read_tiling, split_layouts
-from nnx_parallel.core.hlo_dims import ELEMENTWISE
-from nnx_parallel.verify.evaluate import ENDS, Evaluator, Finer, Value, Watch, blocks, corners, place_of
+from nnx_parallel.verify.evaluate import ENDS, Evaluator, Value, Watch, blocks, corners, place_of
 from nnx_parallel.verify.thin import Thinning
 
 Array = npt.NDArray[Any]
@@ -34,7 +33,6 @@ _Projection = tuple[tuple[int, ...], Array]
 # A result is wrong if it differs by more than `_SMALLEST`, relative to its largest number, and by more than
 # `_MARGIN` times the effect of `_NOISE` in all arguments: many devices add up in another order.
 _SMALLEST, _MARGIN, _NOISE = 1e-9, 1e3, 1e-13
-_ROUNDS = 12
 # In a program that runs more operations than this, only some passes of loops are run.
 _LONG = 30_000
 
@@ -51,7 +49,6 @@ class Fault:
     op: JAX name of the first wrong operation, e.g. `jit(step)/transpose(jvp())/dot_general`.
     source: its `file.py:line`, or an empty string.
     instruction: the partitioned program's instruction that computes it.
-    sent: the collectives whose results this instruction reads, as the program writes them.
   """
 
   result: str
@@ -61,7 +58,6 @@ class Fault:
   op: str
   source: str
   instruction: str
-  sent: tuple[str, ...]
 
   def __str__(self) -> str:
     at = self.source or self.op
@@ -128,7 +124,6 @@ class _Origin(NamedTuple):
   op: str = ""
   source: str = ""
   instruction: str = ""
-  sent: tuple[str, ...] = ()
   what: str = ""
 
   def fault(self, name: str, result: _Result) -> Fault:
@@ -138,7 +133,7 @@ class _Origin(NamedTuple):
     if not what and not np.isfinite(result.error):
       what = "not a number, or infinite"
     what = what or f"off by {result.error:.2g} of its largest number"
-    return Fault(name, what, result.error, result.factor, self.op, self.source, self.instruction, self.sent)
+    return Fault(name, what, result.error, result.factor, self.op, self.source, self.instruction)
 
 
 class _Pair:
@@ -154,7 +149,9 @@ class _Pair:
 
   def results(self) -> list[_Result]:
     """The state of each result."""
-    expected, got = self._run()
+    arguments = self._arguments()
+    expected = self._evaluate(self._whole, arguments)
+    got = self._evaluate(self._split, self._blocks(arguments))
     layouts = split_layouts(self._whole.entry.root.attribute("sharding"))
     layouts = layouts if len(layouts) == len(expected) else ("",) * len(expected)
     found = [
@@ -168,19 +165,6 @@ class _Pair:
           change = _difference(expected[n], noisy[n]) if noisy[n] is not None else np.inf
           found[n] = _Result() if result.error <= _MARGIN * change else result
     return found
-
-  def _run(self) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    finer: dict[hlo.Instruction, dict[int, int]] = {}
-    for _ in range(_ROUNDS):
-      try:
-        arguments = self._arguments()
-        return self._evaluate(self._whole, arguments), self._evaluate(self._split, self._blocks(arguments))
-      except Finer as needed:
-        finer.setdefault(needed.at, {})[needed.dim] = needed.step
-        self._thinning = Thinning([self._whole, self._split], finer)
-    self.lost.add("slices at unaligned positions")
-    nothing = (None,) * len(self._whole.entry.root.shapes)
-    return nothing, nothing
 
   def _evaluate(
     self, program: hlo.Program, arguments: Mapping[int, Value], watch: Watch | None = None
@@ -273,7 +257,7 @@ class _Pair:
       same = any(np.allclose(number, other, 1e-7, 1e-12) for _, other in twins)
       if twins and np.isfinite(number).all() and not same:
         made, _ = twins[-1]
-        return _Origin(at.op_name, self._whole.source(at), made.name, _feeds(made))
+        return _Origin(at.op_name, self._whole.source(at), made.name)
     return None
 
 
@@ -293,23 +277,6 @@ def _shortened(whole: hlo.Program, split: hlo.Program) -> set[tuple[str, int]]:
     for place, passes in ours.items()
     if passes == theirs.get(place) and len(passes) == 1 and max(passes) > 2 * ENDS
   }
-
-
-def _feeds(at: hlo.Instruction) -> tuple[str, ...]:
-  """The nearest collectives whose results reach an instruction, not through other elementwise operations."""
-  found, left, seen = list[str](), [at], set[hlo.Instruction]()
-  while left and len(seen) < 30:
-    here = left.pop(0)
-    if here in seen:
-      continue
-    seen.add(here)
-    sends = next((name for name in ("source_target_pairs", "replica_groups") if here.attribute(name)), "")
-    if sends:
-      found.append(f"{here.opcode} {here.attribute(sends)}")
-    ends = sends == "source_target_pairs" or here.opcode in ("all-gather", "all-to-all")
-    if not ends and (here.opcode not in ELEMENTWISE or here is at):
-      left += here.inputs
-  return tuple(dict.fromkeys(found))
 
 
 def _projected(value: Array, local: tuple[int, ...]) -> _Projection:

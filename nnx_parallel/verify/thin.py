@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -48,14 +48,9 @@ class Thinning:
 
   Args:
     programs: parsed programs whose entries take and return the same arrays, global or in blocks.
-    finer: instruction -> dim -> the number that its thinning must divide, as found while evaluating.
   """
 
-  def __init__(
-    self,
-    programs: Sequence[hlo.Program],
-    finer: Mapping[hlo.Instruction, Mapping[int, int]] | None = None,
-  ):
+  def __init__(self, programs: Sequence[hlo.Program]):
     self._rules = {
       "dynamic-slice": self._dynamic_slice, "pad": self._pad, "reshape": self._reshape, "slice": self._slice,
     }  # fmt: skip
@@ -83,9 +78,6 @@ class Thinning:
     self._tie([program.entry for program in programs])
     for sides in self._merges:
       self._merge(sides)
-    for at, steps in (finer or {}).items():
-      for dim, step in steps.items():
-        self._divide(self.nodes[at][0][dim], step)
     # The fewest elements of the root that are an integer number of elements of each dim in the class.
     self._unit = [1] * len(self.forest)
     for dim in range(len(self.forest)):

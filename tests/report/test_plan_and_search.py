@@ -569,7 +569,7 @@ def test_a_search_ranks_what_likely_fits_before_what_is_borderline(tight):
 
 
 def reported(*, fits=True, faults=0):
-  wrong = (Fault("up", "off by 0.5 of its largest number", 0.5, None, "", "net.py:3", "dot.1", ()),) * faults
+  wrong = (Fault("up", "off by 0.5 of its largest number", 0.5, None, "", "net.py:3", "dot.1"),) * faults
   results = Comparison(("down",), wrong)
   return SimpleNamespace(fits=fits, need_bytes=2**20, faults=wrong, results=results, target="8 x cpu")
 
