@@ -20,7 +20,7 @@ import nnx_parallel as nxp
 from nnx_parallel.report.chips import ENDLESS, chip
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import memory_plan
-from nnx_parallel.report.estimate.roofline import compiled_time, predict_time
+from nnx_parallel.report.estimate.roofline import predict_time
 from nnx_parallel.report.program.cost import cost
 from nnx_parallel.report.search.search import search
 
@@ -108,14 +108,10 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
   assert narrow["parameters"] == wide["parameters"] // 2
 
 
-def test_the_time_of_a_compiled_program_takes_the_peak_of_its_products():
-  # Data parallel: the only collectives are of float32 gradients.
-  rules = nxp.LogicalRules(batch="fsdp", embed=None, mlp=None, layers=None)
-  layout = nxp.plan(net(head=BF16), nxp.make_mesh(fsdp=8), rules, optimizer=optax.sgd(0.1))
+def test_the_products_of_a_compiled_program_are_counted_by_their_type():
+  layout = nxp.plan(net(head=BF16), nxp.make_mesh(fsdp=8), RULES, optimizer=optax.sgd(0.1))
   report = compile_report(nxp.train_step(loss), layout, batch=BATCH, chip="h100")
-  found = compiled_time(report)
   assert report.cost.arithmetic == {"bfloat16": report.cost.flops}
-  assert found.compute == report.cost.flops / (chip("h100").peak("bfloat16") * chip("h100").efficiency)
 
 
 # Convolutions ---------------------------------------------------------------------------------
@@ -291,41 +287,29 @@ def test_stored_programs_have_nothing_left_uncounted(backend):
 
 _FLOATS = ["float16", "bfloat16", "float32"]
 _DTYPES = [
-  *_FLOATS,
-  "int8",
-  "uint8",
-  "int16",
-  "uint16",
-  "int32",
-  "uint32",
-  "bool",
-  "complex64",
-  "float8_e4m3fn",
-  "float8_e5m2",
-  "int4",
-  "uint4",
+  *_FLOATS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "bool", "complex64", "float8_e4m3fn",
+  "float8_e5m2", "int4", "uint4",
+]  # fmt: skip
+_KINDS = [
+  "while",
+  "count",
+  "geometric",
+  "scan",
+  "cond",
+  "switch",
+  "dot",
+  "conv",
+  "cast",
+  "sort",
+  "gather",
+  "update",
+  "reduce",
 ]
 
 
 def _part(rng, x, deep=0):
   """Some operation on a (4, 4) array, as often of a loop or branch."""
-  kind = rng.choice(
-    [
-      "while",
-      "count",
-      "geometric",
-      "scan",
-      "cond",
-      "switch",
-      "dot",
-      "conv",
-      "cast",
-      "sort",
-      "gather",
-      "update",
-      "reduce",
-    ]
-  )
+  kind = rng.choice(_KINDS)
   again = (lambda y: _part(rng, y, deep + 1)) if deep < 2 else (lambda y: y)
   if kind == "while":
     dtype, limit = rng.choice([*_FLOATS, "int32", "uint8"]), rng.choice([0.75, 3, 7.5, np.inf, 1e4])
