@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.core.text import few, number_pattern, with_article
+from nnx_parallel.core.jaxprs import equations, nbytes
+from nnx_parallel.core.text import few, format_bytes, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.known_faults import Fault, possible_faults
@@ -28,7 +28,6 @@ from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
-from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
 from nnx_parallel.verify.subject import Subject, power_of_two
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
@@ -50,7 +49,6 @@ def check_gradients(
   seed: int = 0,
   directions: int | None = None,
   by_group: bool = False,
-  tries: int = 8,
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
@@ -80,8 +78,6 @@ def check_gradients(
     directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
     by_group: whether to compare each group of equal layers, too. This costs one forward derivative for each
       group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
-    tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix. Each try
-      compiles two programs.
 
   Returns:
     A `GradientCheck`, which is true if nothing is wrong.
@@ -104,7 +100,7 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
+  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group)
 
 
 def coarsest_dtype(
@@ -262,20 +258,15 @@ class Looks:
     return float(slope)
 
 
-def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
+def checked(
+  subject: Subject, seed: int = 0, directions: int | None = None, *, by_group: bool = False
+) -> GradientCheck:
   """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
   with subject.places.active():
-    return _checked(subject, *args, **options)
+    return _checked(subject, seed, directions, by_group)
 
 
-def _checked(
-  subject: Subject,
-  seed: int = 0,
-  directions: int | None = None,
-  *,
-  by_group: bool = False,
-  tries: int = 8,
-) -> GradientCheck:
+def _checked(subject: Subject, seed: int, directions: int | None, by_group: bool) -> GradientCheck:
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
@@ -290,7 +281,7 @@ def _checked(
   if lost:
     fix = 'jax.config.update("jax_debug_nans", True), to see which operation gives the first NaN.'
   elif verdict == "wrong" or not all(found):
-    more, fix = _remedies(looks, seed, wrong, by_device, tries)
+    more, fix = _remedies(looks, seed, wrong, by_device)
     notes += more
   if looks.too_large and looks.too_large != why:
     not_checked.append(looks.too_large)
@@ -367,9 +358,7 @@ def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str
   return notes
 
 
-def _remedies(
-  looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
-) -> tuple[list[str], str]:
+def _remedies(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) -> tuple[list[str], str]:
   """The likely cause, and how to fix it."""
   subject, alone = looks.subject, looks.subject.on_one_device
   if alone or (wrong and not looks.values[2] and looks.same_by_device(wrong)):
@@ -381,11 +370,10 @@ def _remedies(
     )
     return [said], "make the rule the derivative; where it differs on purpose, train without this check."
   notes = [f"a known XLA error on such a layout: {fault}" for fault in _known(subject)]
-  if tries:
-    option, said = _mended(looks, seed, wrong or range(len(subject.leaves)), by_device, tries)
-    notes.append(said)
-    if option is not None:
-      return notes, f"lay {option.name} out as {option.sharding.spec}."
+  right, said = _replicated(looks, seed, wrong or range(len(subject.leaves)), by_device)
+  notes.append(said)
+  if right:
+    return notes, f"replicate {few([subject.leaves[n][0] for n in wrong]) or 'the parameters'}."
   if len(subject.binding.names) > 1:
     return notes, "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
   return notes, "nxp.train_step, which avoids known XLA errors; its check_gradients tells."
@@ -409,28 +397,24 @@ def _known(subject: Subject) -> list[Fault]:
   return [fault for fault, _ in found]
 
 
-def _mended(
-  looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
-) -> tuple[Relayout | None, str]:
-  """Tries other layouts of the wrong leaves, then of all leaves in their modules, smallest change first."""
-  subject, leaves = looks.subject, looks.subject.leaves
-  modules = {leaves[n][0].rpartition(".")[0] for n in wrong}
-  groups = _groups(leaves)
-  own = [group for group in groups if set(group[1]) & set(wrong)]
-  near = [g for g in groups if g not in own and leaves[g[1][0]][0].rpartition(".")[0] in modules]
-  tried: list[str] = []
-  for some in (own, near):
-    every: list[Relayout] = []
-    for name, positions in some:
-      _, where, array = leaves[positions[0]]
-      every += [] if where is None else relayouts(name, positions, array, where)
-    for option in cheapest(every)[: tries - len(tried)]:
-      relaid = dict.fromkeys(option.positions, option.sharding)
-      other = Looks(dataclasses.replace(subject, relaid=relaid), seed, looks.first)
-      if other.look("all", range(len(leaves)), by_device=by_device) and other.values[1] != "wrong":
-        return option, f"{option} makes the loss and all gradients right: compiled and checked"
-      tried.append(f"{option.name} as {option.sharding.spec}")
-  return None, f"no change of a single layout corrects everything; tried {', '.join(tried) or 'none'}"
+def _replicated(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) -> tuple[bool, str]:
+  """Whether the loss and all gradients are right if the wrong leaves are replicated, and a note about it."""
+  leaves = looks.subject.leaves
+  relaid: dict[int, NamedSharding] = {}
+  more = 0
+  for n in wrong:
+    _, where, array = leaves[n]
+    if where is not None and not where.is_fully_replicated:
+      relaid[n] = NamedSharding(where.mesh, PartitionSpec(), memory_kind=where.memory_kind)
+      more += nbytes(array) - math.prod(where.shard_shape(array.shape)) * array.dtype.itemsize
+  if not relaid:
+    return False, "the wrong leaves are replicated already"
+  other = Looks(dataclasses.replace(looks.subject, relaid=relaid), seed, looks.first)
+  right = bool(other.look("all", range(len(leaves)), by_device=by_device)) and other.values[1] != "wrong"
+  names, cost = few([leaves[n][0] for n in relaid]), f"{format_bytes(more)} more per device"
+  if right:
+    return True, f"{names} replicated ({cost}) makes the loss and all gradients right: compiled and checked"
+  return False, f"{names} replicated ({cost}) does not correct everything"
 
 
 def _not_finite(
