@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_parallel.core.hlo_devices import AxisFinder, AxisMatch, group_labels, pair_labels
+from nnx_parallel.core.hlo_devices import AxisFinder, AxisMatch, group_labels, group_rows, pair_labels
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -34,7 +34,10 @@ def lists(sizes, axes):
   ],
 )
 def test_every_encoding_of_the_same_groups_names_the_same_axis(text):
-  assert AxisFinder(SIZES).match(group_labels(text, 8)) == AxisMatch(("fsdp",), True)
+  labels, rows = group_labels(text, 8), group_rows(text, 8)
+  assert AxisFinder(SIZES).match(labels) == AxisMatch(("fsdp",), True)
+  assert sorted(n for row in rows for n in row) == list(range(8))
+  assert all({int(labels[n]) for n in row} == {min(row)} for row in rows)
 
 
 def test_device_ids_as_a_transposed_iota():

@@ -19,7 +19,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import REMATS, with_layers
+from nnx_parallel.layers.layers import with_layers
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories, memory_plan
@@ -34,7 +34,6 @@ from nnx_parallel.report.estimate.workload import trace_workload
 from nnx_parallel.report.search.search import SAME_TIME, factorisations, meshes, search, searched_axes
 from nnx_parallel.report.topology import read_machine
 from nnx_parallel.verify.program import Comparison, Fault
-from report import layouts
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512
 
@@ -153,9 +152,8 @@ def test_headroom_and_text():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("axes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_the_plan_is_within_its_band_of_the_compiled_need(axes, remat):
-  big = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
+def test_the_plan_is_within_its_band_of_the_compiled_need(remat):
+  axes, big = {"data": 2, "fsdp": 2, "tensor": 2}, jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
   planned = memory_plan(plan(**axes), loss, big, remat=remat)
   step = nxp.train_step(with_layers(loss, remat=remat))
   compiled = compile_report(step, plan(**axes), batch=big, topology="cpu:8")
@@ -248,24 +246,11 @@ def zero_plan(stage, optimizer=None, **sizes):
   return nxp.plan(init, nxp.abstract_mesh(axes), RULES, optimizer=optimizer, zero=stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_zero_stage_is_within_the_band_of_the_compiled_need(stage):
-  planned = memory_plan(zero_plan(stage), loss, BATCH, microbatches=4)
+def test_a_zero_stage_is_within_the_band_of_the_compiled_need():
+  planned = memory_plan(zero_plan(2), loss, BATCH, microbatches=4)
   step = nxp.train_step(loss, microbatches=4)
-  compiled = compile_report(step, zero_plan(stage), batch=BATCH, topology="cpu:8")
+  compiled = compile_report(step, zero_plan(2), batch=BATCH, topology="cpu:8")
   assert ERROR_BAND[0] <= compiled.need_bytes / planned.need_bytes <= ERROR_BAND[1]
-
-
-def test_remat_changes_neither_loss_nor_gradients():
-  with nnx.use_eager_sharding(False):
-    model = init()
-  x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
-  expected, grads = nnx.jit(nnx.value_and_grad(loss))(model, x)
-  for remat in REMATS:
-    found, again = nnx.jit(nnx.value_and_grad(with_layers(loss, remat=remat)))(model, x)
-    assert found == pytest.approx(float(expected), rel=1e-6)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(again), strict=True):
-      np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7, err_msg=remat)
 
 
 def test_remat_changes_a_checkpointed_loop_of_layers():
@@ -677,7 +662,3 @@ def test_70b_is_planned_from_shapes_alone():
     found = memory_plan(layout, llama.loss, llama.batch_of(sizes), chip="v5p")
   assert found.categories["parameters"] == pytest.approx(sizes.parameters * 4 / 256, rel=1e-2)
   assert found.headroom_bytes > 0
-
-
-def test_layouts_of_the_room_share_one_loss():
-  assert sum(x.bytes for x in layouts.plan(fsdp=8).leaves if x.root == "model") == layouts.PARAMS
