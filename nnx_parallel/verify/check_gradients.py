@@ -18,9 +18,6 @@ from nnx_parallel.core.jaxprs import equations, nbytes
 from nnx_parallel.core.text import few, format_bytes, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layout.known_faults import Fault, possible_faults
-from nnx_parallel.layout.leaf import Decision, LeafPlan
-from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.axes import places_of_losses
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
@@ -369,32 +366,12 @@ def _remedies(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) ->
       " of the forward pass"
     )
     return [said], "make the rule the derivative; where it differs on purpose, train without this check."
-  notes = [f"a known XLA error on such a layout: {fault}" for fault in _known(subject)]
   right, said = _replicated(looks, seed, wrong or range(len(subject.leaves)), by_device)
-  notes.append(said)
   if right:
-    return notes, f"replicate {few([subject.leaves[n][0] for n in wrong]) or 'the parameters'}."
+    return [said], f"replicate {few([subject.leaves[n][0] for n in wrong]) or 'the parameters'}."
   if len(subject.binding.names) > 1:
-    return notes, "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
-  return notes, "nxp.train_step, which avoids known XLA errors; its check_gradients tells."
-
-
-def _known(subject: Subject) -> list[Fault]:
-  """The known faults of XLA that this layout may meet."""
-  mesh: Any = subject.places.mesh
-  model = subject.binding.template.build(subject.arrays)[0]
-  scope = subject.places.scope
-  rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
-  leaves = [
-    LeafPlan(
-      "model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("replicated", ""), mesh
-    )
-    for name, where, x in subject.leaves
-    if where is not None
-  ]
-  module = model if isinstance(model, nnx.Module) else None
-  found = possible_faults(leaves, module, rules, batch_axes_of(subject.batch), dict(mesh.shape))
-  return [fault for fault, _ in found]
+    return [said], "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
+  return [said], "nxp.train_step, which avoids known XLA errors (plan.audit()); its check_gradients tells."
 
 
 def _replicated(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) -> tuple[bool, str]:

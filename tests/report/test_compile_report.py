@@ -144,7 +144,7 @@ def test_what_fills_the_memory_is_named_by_its_line():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
+def test_each_layout_and_scheme_sends_the_analytic_minimum(case):
   found = case.report("cpu:8")
   for key, size in case.least.items():
     kind = next(kind for kind in KINDS if key.startswith(kind.replace("-", "_")))
@@ -155,8 +155,6 @@ def test_each_layout_and_scheme_sends_the_analytic_minimum(case, capsys):
   assert (found.faults, found.results.unknown) == ((), {})
   if isinstance(case.options, dict) and "zero" in case.options:
     assert found.categories["optimizer"] == 2 * layouts.PARAMS // 8 + 8
-  with capsys.disabled():
-    print(f"\n{case.name}: sends {found.bytes_by('kind', 'axes')}, least {case.least}")
 
 
 # Budgets --------------------------------------------------------------------------------------

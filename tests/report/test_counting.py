@@ -290,76 +290,37 @@ _DTYPES = [
   *_FLOATS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "bool", "complex64", "float8_e4m3fn",
   "float8_e5m2", "int4", "uint4",
 ]  # fmt: skip
-_KINDS = [
-  "while",
-  "count",
-  "geometric",
-  "scan",
-  "cond",
-  "switch",
-  "dot",
-  "conv",
-  "cast",
-  "sort",
-  "gather",
-  "update",
-  "reduce",
-]
 
 
 def _part(rng, x, deep=0):
   """Some operation on a (4, 4) array, as often of a loop or branch."""
-  kind = rng.choice(_KINDS)
-  again = (lambda y: _part(rng, y, deep + 1)) if deep < 2 else (lambda y: y)
-  if kind == "while":
-    dtype, limit = rng.choice([*_FLOATS, "int32", "uint8"]), rng.choice([0.75, 3, 7.5, np.inf, 1e4])
-    limit = min(limit, 100) if "int" in dtype else limit
-    start = rng.choice([jnp.zeros((), dtype), jnp.sum(x != jnp.zeros_like(x)).astype(dtype)])
-    step = jnp.asarray(rng.choice([1, 2, 0.25]), dtype)
-    return jax.lax.while_loop(
-      lambda c: c[0] < jnp.asarray(limit, dtype),
-      lambda c: (c[0] + step, again(c[1]).astype(x.dtype)),
-      (start, x),
-    )[1]
-  if kind == "count":
-    return jax.lax.fori_loop(
-      rng.choice([0, -3, 2]),
-      rng.choice([4, 7, jnp.sum(x != jnp.zeros_like(x))]),
-      lambda i, y: again(y).astype(x.dtype),
-      x,
-    )
-  if kind == "geometric":
-    return jax.lax.while_loop(
-      lambda c: (c[0] > 1) & (c[0] < 1000),
-      lambda c: (c[0] * 3, again(c[1]).astype(x.dtype)),
-      (jnp.sum(x != jnp.zeros_like(x)), x),
-    )[1]
-  if kind == "scan":
-    return jax.lax.scan(lambda y, z: (again(y).astype(x.dtype), z), x, jnp.zeros((3, 2), x.dtype))[0]
-  if kind == "cond":
-    return jax.lax.cond(jnp.any(x != jnp.zeros_like(x)), lambda y: again(y).astype(x.dtype), lambda y: y, x)
-  if kind == "switch":
-    return jax.lax.switch(
-      jnp.sum(x != jnp.zeros_like(x)), [lambda y: y, lambda y: again(y).astype(x.dtype), lambda y: y.T], x
-    )
+
+  def again(y):
+    return _part(rng, y, deep + 1) if deep < 2 else y
+
+  some = jnp.sum(x != jnp.zeros_like(x))  # a number that no compiler knows
   wide = x.astype("float32")
-  if kind == "dot":
-    return (jnp.matmul(x, x.T, preferred_element_type="int32") if x.dtype == "int8" else wide @ wide).astype(
-      x.dtype
-    )
-  if kind == "conv":
-    return jax.lax.conv(wide[None, None], wide[None, None, :3, :3], (1, 1), "SAME")[0, 0].astype(x.dtype)
-  if kind == "cast":
-    return x.astype(rng.choice(_DTYPES))
-  if kind == "sort":
-    return jnp.sort(wide, axis=rng.choice([0, 1])).astype(x.dtype)
-  if kind == "gather":
-    return x[jnp.argsort(wide[0])]
-  if kind == "update":
-    return jax.lax.dynamic_update_slice(
-      x, x[:2, :2], (jnp.sum(x != jnp.zeros_like(x)).astype("int32"), jnp.int32(0))
-    )
-  return (wide.sum(0, keepdims=True) + wide).astype(x.dtype)
+  dtype = rng.choice([*_FLOATS, "int32", "uint8"])
+  limit = rng.choice([3, 100] if "int" in dtype else [0.75, 7.5, np.inf, 1e4])
+  limit, step = (jnp.asarray(n, dtype) for n in (limit, rng.choice([1, 2, 0.25])))
+  first = rng.choice([jnp.zeros((), dtype), some.astype(dtype)])
+  loop, branch = jax.lax.while_loop, jax.lax.switch
+  kinds = [
+    lambda: loop(lambda c: c[0] < limit, lambda c: (c[0] + step, again(c[1])), (first, x))[1],
+    lambda: loop(lambda c: (c[0] > 1) & (c[0] < 1000), lambda c: (c[0] * 3, again(c[1])), (some, x))[1],
+    lambda: jax.lax.fori_loop(rng.choice([0, -3]), rng.choice([4, 7, some]), lambda i, y: again(y), x),
+    lambda: jax.lax.scan(lambda y, z: (again(y), z), x, jnp.zeros((3, 2), x.dtype))[0],
+    lambda: jax.lax.cond(some > 3, again, lambda y: y, x),
+    lambda: branch(some, [lambda y: y, again, lambda y: y.T], x),
+    lambda: jnp.matmul(x, x.T, preferred_element_type="int32") if x.dtype == "int8" else wide @ wide,
+    lambda: jax.lax.conv(wide[None, None], wide[None, None, :3, :3], (1, 1), "SAME")[0, 0],
+    lambda: x.astype(rng.choice(_DTYPES)),
+    lambda: jnp.sort(wide, axis=rng.choice([0, 1])),
+    lambda: x[jnp.argsort(wide[0])],
+    lambda: jax.lax.dynamic_update_slice(x, x[:2, :2], (some.astype("int32"), jnp.int32(0))),
+    lambda: wide.sum(0, keepdims=True) + wide,
+  ]
+  return rng.choice(kinds)().astype(x.dtype)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -156,16 +156,17 @@ def test_integers_keys_and_float64_are_compared_exactly():
   assert {row.name for row in found.leaves if not row} == {"w"}
 
 
-def test_a_step_of_a_small_gradient_that_is_too_long_is_not_taken_for_rounding():
-  """Its moments agree, and they hardly changed: that excuses a step turned round, and no longer one."""
+@pytest.mark.parametrize(("part", "factor"), [("small", 5), ("large", 0.5)])
+def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
+  """Its moments agree; the small part's hardly changed: that excuses a step turned round, no longer one."""
 
   def update(updates, state, params=None):
     on = jax.sharding.get_abstract_mesh().size == 8
 
-    def longer(path: tuple[jax.tree_util.KeyEntry, ...], u: jax.Array) -> jax.Array:
-      return u * (5 if on and "small" in jax.tree_util.keystr(path) else 1)
+    def changed(path: tuple[jax.tree_util.KeyEntry, ...], u: jax.Array) -> jax.Array:
+      return u * (factor if on and part in jax.tree_util.keystr(path) else 1)
 
-    return jax.tree.map_with_path(longer, updates), state
+    return jax.tree.map_with_path(changed, updates), state
 
   class Small(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
@@ -176,20 +177,7 @@ def test_a_step_of_a_small_gradient_that_is_too_long_is_not_taken_for_rounding()
 
   tx = optax.chain(optax.adam(1e-2), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
   found = nxp.check_step(*two_plans(lambda: Small(nnx.Rngs(0)), tx), loss_of_square, X)
-  assert {row.name for row in found.leaves if not row} == {"small"}
-
-
-def test_optimizers_own_arithmetic_is_not_taken_for_rounding():
-  """Its moments agree, and half of the update is missing on the smaller mesh."""
-
-  def update(updates, state, params=None):
-    on = jax.sharding.get_abstract_mesh().size == 4
-    return jax.tree.map(lambda u: u * (0.5 if on else 1), updates), state
-
-  halved = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-  tx = optax.chain(optax.adam(1e-2), halved)
-  found = nxp.check_step(*two_plans(Wrong, tx), loss_of_square, X)
-  assert {row.name for row in found.leaves if not row} == {"up.bias", "up.kernel"}
+  assert {row.name.partition(".")[0] for row in found.leaves if not row} == {part}
 
 
 def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
