@@ -304,23 +304,17 @@ class Evaluator:
     lines: Sequence[Array],
   ) -> tuple[Array, Any]:
     """An array, and the positions `lines` in it on each device, from a start for each device and dim on."""
-    whole = at.inputs[0].shapes[0].dims
-    first: list[Array] = []
-    rows = zip(starts, self._thinning.scales(at.inputs[0]), self._thinning.grains(at.inputs[0]), strict=True)
-    for dim, (start, scale, grain) in enumerate(rows):
-      place = np.clip(start.astype(np.int64), 0, whole[dim] - sizes[dim])
-      if scale > 1 and (place % (scale * grain)).any():
+    source, rank = at.inputs[0], len(lines)
+    lead = max(map(len, (x, *starts)))
+    places = [np.arange(lead).reshape(-1, *[1] * rank)]
+    rows = zip(starts, lines, source.shapes[0].dims, sizes, strict=True)
+    steps = zip(self._thinning.scales(source), self._thinning.grains(source), strict=True)
+    for dim, ((start, line, whole, size), (scale, grain)) in enumerate(zip(rows, steps, strict=True)):
+      first = np.clip(start.astype(np.int64), 0, whole - size)
+      if scale > 1 and (first % (scale * grain)).any():
         raise _Unknown("a slice at an unaligned position")
-      first.append(place // scale)
-    if all(len(start) == 1 for start in first) and all((np.diff(line) == 1).all() for line in lines):
-      cut = (slice(int(s[0]), int(s[0]) + len(line)) for s, line in zip(first, lines, strict=True))
-      return x, (slice(None), *cut)
-    rank = len(lines)
-    places = [
-      start.reshape(-1, *[1] * rank) + _along(line, dim, rank)
-      for dim, (start, line) in enumerate(zip(first, lines, strict=True))
-    ]
-    return self._everywhere(x), (np.arange(self._devices).reshape(-1, *[1] * rank), *places)
+      places.append((first // scale).reshape(-1, *[1] * rank) + _along(line, dim, rank))
+    return np.broadcast_to(x, (lead, *x.shape[1:])), tuple(places)
 
   # Sums and products --------------------------------------------------------------------------
 
