@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -157,6 +158,39 @@ class Diff(Shown):
       f"at most {self.device_bytes:,} bytes per device and {self.host_bytes:,} bytes of host memory"
     )
     return "\n".join(lines)
+
+  def to_json(self) -> str:
+    """Returns the comparison as JSON: what does not fit by leaf, and the bytes.
+
+    Example:
+      >>> import json, tempfile, numpy as np, nnx_parallel as nxp
+      >>> checkpointer = nxp.Checkpointer(tempfile.mkdtemp())
+      >>> checkpointer.save(1, {"w": np.ones(3, np.float32)})
+      >>> found = json.loads(checkpointer.diff({"w": np.ones(4, np.float32)}).to_json())
+      >>> found["fits"], found["reshaped"]
+      (False, [{'leaf': 'model/w', 'saved': [3], 'wanted': [4]}])
+    """
+    found: dict[str, Json] = {
+      "step": self.step,
+      "fits": self.fits,
+      "matches": [match.name for match in self.matches],
+      "missing": [{"leaf": leaf, "nearest": nearest} for leaf, nearest in self.missing],
+      "extra": [*self.extra],
+      "reshaped": [
+        {"leaf": match.name, "saved": [*match.saved.shape], "wanted": [*match.target.shape]}
+        for match in self.reshaped
+      ],
+      "retyped": [
+        {"leaf": match.name, "saved": match.saved.dtype, "wanted": _wanted_type(match)}
+        for match in self.retyped
+      ],
+      "misspelt": [{"name": name, "nearest": nearest} for name, nearest in self.misspelt],
+      "skipped": [*self.skipped],
+      "bytes_read": self.bytes_read,
+      "device_bytes": self.device_bytes,
+      "host_bytes": self.host_bytes,
+    }
+    return json.dumps(found, indent=2)
 
   def require(self) -> None:
     """Raises unless everything fits.

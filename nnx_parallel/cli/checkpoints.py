@@ -29,7 +29,7 @@ def register(commands: options.Commands) -> None:
     run_diff,
     "directory",
     *options.LAYOUT,
-    "--step",
+    *("--step", "--json"),
     help="compare a checkpoint with a recipe on a mesh",
     description="Compares a step with the recipe's model and optimizer, leaf by leaf: missing,"
     " extra, renamed, reshaped, of another dtype. Reads no array. Exit code 3: it does not fit.",
@@ -83,8 +83,7 @@ def register(commands: options.Commands) -> None:
     commands,
     "verify",
     run_verify,
-    "directory",
-    "--step",
+    *("directory", "--step", "--json"),
     help="check every value and file of a checkpoint directory",
     description="Compares every array with the digest taken when it was saved, and every file with its"
     " size and checksum. Exit code 3: something is damaged.",
@@ -97,7 +96,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
   plan = _plan(args)
   diff = Checkpointer(args.directory).diff(plan, args.step)
-  print(diff)
+  print(diff.to_json() if args.json else diff)
   return 0 if diff.fits else options.NO
 
 
@@ -239,20 +238,23 @@ def run_verify(args: argparse.Namespace) -> int:
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises: there is no step
-  good = damaged = 0
+  checked: dict[int, list[str]] = {}
   for step in steps:
     try:
-      problems = checkpointer.verify(step)
+      checked[step] = [*checkpointer.verify(step).values()]
     except VanishedError:
       if args.step is not None:
         raise
-      print(f"step {step}: removed or replaced during the check")
+      if not args.json:
+        print(f"step {step}: removed or replaced during the check")
       continue
-    good, damaged = good + (not problems), damaged + bool(problems)
-    print(f"step {step}: {'damaged' if problems else 'good'}")
-    for problem in problems.values():
-      print(f"  {problem}")
-  print(f"{good} good, {damaged} damaged")
+    if not args.json:
+      print("\n  ".join([f"step {step}: {'damaged' if checked[step] else 'good'}", *checked[step]]))
+  damaged = sum(map(bool, checked.values()))
+  if args.json:
+    print(json.dumps({"steps": checked}, indent=2))
+  else:
+    print(f"{len(checked) - damaged} good, {damaged} damaged")
   return options.NO if damaged else 0
 
 

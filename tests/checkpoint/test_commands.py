@@ -104,6 +104,10 @@ def test_verify(run_dir, capsys):
   assert "step 20: damaged\n" in text
   assert "model/kernel" in text
   assert "1 good, 1 damaged" in text
+  assert main(["verify", str(run_dir / "run"), "--json"]) == 3
+  found = json.loads(capsys.readouterr().out)["steps"]
+  assert found["10"] == []
+  assert "model/kernel" in found["20"][0]
   (run_dir / "run" / "10" / "nnx_parallel.json").unlink()
   for arguments, counts in (([], "0 good, 2 damaged"), (["--step", "10"], "0 good, 1 damaged")):
     assert main(["verify", str(run_dir / "run"), *arguments]) == 3
@@ -122,6 +126,10 @@ def test_diff(run_dir, capsys):
   assert "step 20: fits the target" in capsys.readouterr().out
   assert main(["diff", str(run_dir / "run"), str(run_dir / "wide.py"), *arguments]) == 3
   assert "shape    model/kernel: saved (16, 32), wanted (16, 64)" in capsys.readouterr().out
+  assert main(["diff", str(run_dir / "run"), str(run_dir / "wide.py"), *arguments, "--json"]) == 3
+  found = json.loads(capsys.readouterr().out)
+  assert {"leaf": "model/kernel", "saved": [16, 32], "wanted": [16, 64]} in found["reshaped"]
+  assert (found["step"], found["fits"], found["missing"]) == (20, False, [])
 
 
 def test_reshard_keeps_everything(run_dir, capsys):
