@@ -1,4 +1,4 @@
-"""The description on the package index: README.md, whose links to files of the repository are made absolute."""
+"""The description on the package index: README.md, with absolute links to files of the repository."""
 
 import re
 import tomllib
