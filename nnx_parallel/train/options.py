@@ -16,6 +16,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
 
 Gradients = Literal["like_parameters", "scattered"]
+CompilerOption = str | int | float | bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class StepOptions:
     reduction: dtype in which replicas sum their gradients, or None.
     pairs: whether metrics come as `(sum, count)` pairs.
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
+    compiler_options: options of XLA, as pairs of name and value.
 
   Raises:
     TrainError: not a loss function, an invalid number of microbatches, or an unknown gradient layout or
@@ -45,6 +47,7 @@ class StepOptions:
   reduction: DTypeLike | None = None
   pairs: bool = False
   diagnostics: bool = False
+  compiler_options: tuple[tuple[str, CompilerOption], ...] = ()
 
   def __post_init__(self) -> None:
     several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]

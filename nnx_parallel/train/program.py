@@ -27,7 +27,7 @@ from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
 from nnx_parallel.train.hold import RELAXED, held, is_refused
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs, terms
-from nnx_parallel.train.options import StepOptions, is_scattered
+from nnx_parallel.train.options import CompilerOption, StepOptions, is_scattered
 from nnx_parallel.train.update import update
 
 logger = logging.getLogger("nnx_parallel")
@@ -64,17 +64,23 @@ class Program:
     runs: the function to compile, and fallback functions for when XLA cannot compile it.
     shardings: the shardings of the arrays, which are donated and are the first results; None for a function
       that changes nothing.
+    compiler_options: options of XLA.
 
   Attributes:
     jitted: the jitted function.
     is_known: whether its last trace was recorded: set by the step, and unset by a trace.
   """
 
-  def __init__(self, runs: Sequence[Callable[..., PyTree]], shardings: Any):
+  def __init__(
+    self,
+    runs: Sequence[Callable[..., PyTree]],
+    shardings: Any,
+    compiler_options: Sequence[tuple[str, CompilerOption]],
+  ):
     self.is_known = True
-    self._options: dict[str, Any] = {}
+    self._options: dict[str, Any] = {"compiler_options": dict(compiler_options) or None}
     if shardings is not None:
-      self._options = {"donate_argnums": 0, "out_shardings": [*shardings, None]}
+      self._options |= {"donate_argnums": 0, "out_shardings": [*shardings, None]}
     self._others = [*dict.fromkeys(runs)]
     self.jitted: Any = self._jit(self._others.pop(0))
 
@@ -131,7 +137,8 @@ class Structure:
       run = self._train(batch_axes_of(batch)) if self.trains else self._evaluate
       shardings = [self.places.shardings[i] for i in (*self.template.variables, *self.template.raw)]
       runs = [self._typed(self.held(run, shardings, 2, relaxed), batch) for relaxed in RELAXED]
-      found = self._programs[layouts] = Program(runs, self.variable_shardings if self.trains else None)
+      results = self.variable_shardings if self.trains else None
+      found = self._programs[layouts] = Program(runs, results, self.options.compiler_options)
     return found
 
   def news(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:

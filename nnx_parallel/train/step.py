@@ -29,7 +29,7 @@ from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
-from nnx_parallel.train.options import Gradients, LossFn, StepOptions
+from nnx_parallel.train.options import CompilerOption, Gradients, LossFn, StepOptions
 from nnx_parallel.train.program import Compile, Structure, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
@@ -300,6 +300,7 @@ def train_step(
   reduction: DTypeLike | None = None,
   pairs: bool = False,
   diagnostics: bool = False,
+  compiler_options: Mapping[str, CompilerOption] | None = None,
   **unknown: Never,
 ) -> TrainStep:
   """Makes a compiled train step from a loss function.
@@ -371,6 +372,9 @@ def train_step(
       `MetricSums`). The count of a plain scalar is the number of examples in the batch.
     diagnostics: whether to add two metrics: `grad_norm`, the norm of all gradients before the optimizer
       changes them; and the `learning_rate` of `optax.inject_hyperparams`, if the optimizer state holds it.
+    compiler_options: options of XLA for this step, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`. They
+      also hold for `step.lower` and `nxp.compile_report`. XLA raises an error for a name that it does not
+      know.
     **unknown: do not pass it. An argument name from another library raises an error that shows the
       corresponding name in this function.
 
@@ -405,6 +409,7 @@ def train_step(
     reduction,
     pairs,
     diagnostics,
+    tuple((compiler_options or {}).items()),
   )
   return TrainStep(options)
 
@@ -420,6 +425,7 @@ def eval_step(
   pipeline: str | Pipeline | None = None,
   outputs: Sequence[str] = (),
   pairs: bool = False,
+  compiler_options: Mapping[str, CompilerOption] | None = None,
 ) -> EvalStep:
   """Makes a compiled evaluation step: the loss and metrics of a batch, with the module unchanged.
 
@@ -439,6 +445,7 @@ def eval_step(
       without a mean.
     pairs: whether to return pairs `(sum, count)` instead of means, for exact means over many batches (see
       `MetricSums`). The count of a plain scalar is the number of examples in the batch.
+    compiler_options: as in `train_step`.
 
   Returns:
     A callable `(model, batch) -> metrics`.
@@ -461,7 +468,9 @@ def eval_step(
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
-  return EvalStep(StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs))
+  own = tuple((compiler_options or {}).items())
+  options = StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs, compiler_options=own)
+  return EvalStep(options)
 
 
 _ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}

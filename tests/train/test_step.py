@@ -937,3 +937,24 @@ def test_explicit_meshes(active):
   assert losses[2] < losses[0]
   assert len(step.compiles) == 1
   assert model.kernel.get_value().sharding.spec == plan["kernel"].spec
+
+
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("make", ["train", "evaluate"])
+def test_options_of_the_compiler_reach_it(tmp_path, make):
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  objects = (model, optimizer) if make == "train" else (model,)
+  make_step = nxp.train_step if make == "train" else nxp.eval_step
+  batch = nxp.shard_batch(np.ones((8, 8), np.float32), plan)
+  loss = lambda model, x: (model(x) ** 2).mean()
+  step = make_step(loss, compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
+  step(*objects, batch)
+  assert [*tmp_path.glob("*after_optimizations.txt")]
+  wrong = make_step(loss, compiler_options={"xla_no_such_option": True})
+  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+    wrong(*objects, batch)
+  if make == "train":
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+      wrong.lower(*objects, batch).compile()
+  step(*objects, batch)  # the failed compilation took nothing away
