@@ -165,8 +165,8 @@ def _shortage(error: RuntimeError) -> Shortage:
     raise ReportError(
       "the compiler refused the step.",
       details=str(error)[:600],
-      fix="compile it on simulated devices first: topology='cpu:8'; compiler_options= of the step name options of"
-      " the compiler of that machine.",
+      fix="compile it on simulated devices first: topology='cpu:8'; options in compiler_options= of the step"
+      " are options of the compiler of that machine.",
     ) from error
   return Shortage(int(float(found["need"]) * _UNITS[found["unit"]]), total is not None)
 
