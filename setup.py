@@ -7,9 +7,9 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-text = (ROOT / "README.md").read_text()
+project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+text = (ROOT / "README.md").read_text(encoding="utf-8")
 setup(
-  long_description=re.sub(r"\]\((?!https?:|#)", f"]({repository}/blob/main/", text),
+  long_description=re.sub(r"\]\((?!https?:|#)", f"]({project['urls']['Repository']}/blob/main/", text),
   long_description_content_type="text/markdown",
 )

@@ -238,7 +238,7 @@ def false_alarms(record: Record) -> Iterator[int]:
       subject = case.subject()
       off = differences(subject)
       closer = [seed for seed in range(SEEDS) if seed == 0 or off[seed] > 1]
-      alarms = sum(not checked(subject, seed) for seed in closer)
+      alarms = sum(not checked(subject, seed, tries=0) for seed in closer)
     group = f"largest difference / tolerance, {case.dtype}"
     record.value(f"{case.name} ({SEEDS} seeds)", float(off.max()), "", group=group)
     print(f"{case.dtype:9} {case.name:46} {off.max():.1e}, {len(closer)} closer, {alarms} alarms", flush=True)
@@ -253,7 +253,7 @@ def found(record: Record) -> Iterator[int]:
     subject = case.subject(doubled(case))
     off = differences(subject)
     seen = [seed for seed in range(SEEDS) if off[seed] > 1]
-    named = [checked(subject, seed).wrong for seed in seen[:5]]
+    named = [checked(subject, seed, tries=0).wrong for seed in seen[:5]]
     right = sum(len(names) == 1 and names[0].endswith("scale") for names in named)
     group = f"one norm's gradient doubled, {case.dtype}"
     record.value(f"{case.name}: seen", 100 * len(seen) / SEEDS, "%", group=group)

@@ -238,13 +238,14 @@ def run_verify(args: argparse.Namespace) -> int:
   steps = found if args.step is None else [args.step]
   if not steps:
     checkpointer.metadata()  # raises: there is no step
-  checked: dict[int, list[str]] = {}
+  checked, vanished = dict[int, list[str]](), list[int]()
   for step in steps:
     try:
       checked[step] = [*checkpointer.verify(step).values()]
     except VanishedError:
       if args.step is not None:
         raise
+      vanished.append(step)
       if not args.json:
         print(f"step {step}: removed or replaced during the check")
       continue
@@ -252,7 +253,7 @@ def run_verify(args: argparse.Namespace) -> int:
       print("\n  ".join([f"step {step}: {'damaged' if checked[step] else 'good'}", *checked[step]]))
   damaged = sum(map(bool, checked.values()))
   if args.json:
-    print(json.dumps({"steps": checked}, indent=2))
+    print(json.dumps({"steps": checked, "vanished": vanished}, indent=2))
   else:
     print(f"{len(checked) - damaged} good, {damaged} damaged")
   return options.NO if damaged else 0

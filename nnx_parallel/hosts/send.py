@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.shards import describe
@@ -71,14 +72,14 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     >>> nxp.parallel.send(trainer, sampler).bytes  # (8 * 64 + 64) * 4
     2304
   """
-  if isinstance(to, Plan):
+  if isinstance(to, Plan) and not isinstance(source, nnx.Module):
     placed = shard_batch(source, to)
     pairs = zip(jax.tree.leaves(source), jax.tree.leaves(placed), strict=True)
     return Sent(placed, sum(_arriving_bytes(before, after) for before, after in pairs))
   if not isinstance(to, nnx.Module) or not isinstance(source, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
     raise ShardingError(
       f"send(source, to) got a {type(source).__name__} and a {type(to).__name__}.",
-      fix="send(arrays, plan), or send(module, other_module).",
+      fix="send(arrays, plan), or send(module, other_module); reshard(module, plan) makes a new module.",
     )
   mine, theirs = _variables(source), _variables(to)
   if wrong := [
@@ -93,12 +94,13 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
       fix="send between modules of one class and one configuration.",
     )
   count = 0
-  for path, goal in theirs.items():
-    old = goal.get_raw_value()
-    ready = _prepared(mine[path].get_value(), tuple(old.shape), old.dtype)
-    new = put(ready, old.sharding)
-    count += _arriving_bytes(ready, new)
-    goal.set_raw_value(new)
+  with no_mesh():
+    for path, goal in theirs.items():
+      old = goal.get_raw_value()
+      ready = _prepared(mine[path].get_value(), tuple(old.shape), old.dtype)
+      new = put(ready, old.sharding)
+      count += _arriving_bytes(ready, new)
+      goal.set_raw_value(new)
   return Sent(to, count)
 
 

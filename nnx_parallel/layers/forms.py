@@ -35,7 +35,7 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.tiles import Untiled, pushed
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Value, Var
-from nnx_parallel.layers.softmaxes import LAYOUT, named_dims
+from nnx_parallel.layers.softmaxes import LAYOUT, STOPPED, named_dims
 
 _BEFORE_MAXIMUM = ("convert_element_type", "copy", "stop_gradient", "sub")
 _JOINED = {"reduce_max": jax.lax.max, "reduce_sum": jax.lax.add}
@@ -75,7 +75,7 @@ def without_shifts(flat: ClosedJaxpr) -> ClosedJaxpr:
   for eqn in body.eqns:
     if eqn.primitive.name == "sub" and not any(isinstance(var, core.Literal) for var in eqn.invars):
       (scores, shift), out = eqn.invars, eqn.outvars[0]
-      largest = maker(origin(shift, made, LAYOUT), made)
+      largest = maker(origin(shift, made, STOPPED), made)
       is_largest = largest is not None and largest.primitive.name == "reduce_max"
       is_largest = is_largest and largest.invars[0] is scores  # pyright: ignore[reportOptionalMemberAccess]
       if is_largest and out not in body.outvars and sorted(readers[out]) == ["reduce_max", "sub"]:
@@ -213,7 +213,7 @@ def _is_of(exp: JaxprEqn, scores: Var, largest: Var | None, made: Mapping[Var, J
   difference = maker(exp.invars[0], made)
   if difference is None or difference.primitive.name != "sub" or difference.invars[0] is not scores:
     return False
-  return origin(difference.invars[1], made, LAYOUT) is origin(largest, made, LAYOUT)
+  return origin(difference.invars[1], made, STOPPED) is origin(largest, made, STOPPED)
 
 
 def _lies_right(total: JaxprEqn, path: Sequence[tuple[JaxprEqn, int]]) -> bool:

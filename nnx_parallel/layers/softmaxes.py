@@ -30,8 +30,10 @@ _SUMS = ("reduce_sum", "cumsum")
 _SCALES = (*PLACES, "neg")
 _PASSED = (*PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
-LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze", "stop_gradient")
+LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze")
 """Operations that give a number for each row another layout."""
+STOPPED = (*LAYOUT, "stop_gradient")
+"""The same for a number without a gradient, such as a maximum."""
 Lengths = dict[DimName, int]
 
 
@@ -315,7 +317,7 @@ class _Top:
     if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
       return False
     sink: Any = self.sink
-    return origin(below.invars[0], self.made, LAYOUT) is origin(sink, self.made, LAYOUT)
+    return origin(below.invars[0], self.made, LAYOUT) is origin(sink, self.made, STOPPED)
 
 
 def _top(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> _Top | None:

@@ -9,6 +9,7 @@ import inspect
 import math
 import numbers
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -471,10 +472,12 @@ def _busy(metrics: AnyMetrics | None) -> bool:
 
 @contextlib.contextmanager
 def _compilations(programs: list[str]) -> Generator[None]:
-  """Adds to the list for each program that XLA compiles during the block."""
+  """Adds to the list for each program that XLA compiles for this thread during the block."""
+  thread = threading.get_ident()
 
   def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":  # tests/test_upstream.py checks it
+    is_compilation = event == "/jax/core/compile/backend_compile_duration"  # tests/test_upstream.py checks it
+    if is_compilation and threading.get_ident() == thread:
       programs.append(event)
 
   jax.monitoring.register_event_duration_secs_listener(note)

@@ -115,6 +115,7 @@ class Recorder:
     self.ended = False
     self.ideal_seconds = math.nan  # of a step at the peak of the chip
     self.clock = StepClock(unit=unit)
+    self._compiled = False  # since the last tick of the clock
     self._start_window()
     self._late: Callable[[], None] | None = None
     self._before: Any = None
@@ -148,12 +149,12 @@ class Recorder:
   def close_window(self, number: int) -> None:
     """Makes one record, to be reported later, of the steps since the last record."""
     if self._steps:
-      args = (number, self._sums, self._arrays, self._tokens, self._steps, self._compiled)
+      args = (number, self._sums, self._arrays, self._tokens, self._steps)
       self._late = functools.partial(self._report, *args)
       self._start_window()
 
   def _start_window(self) -> None:
-    self._sums, self._steps, self._tokens, self._compiled = MetricSums(), 0, 0, False
+    self._sums, self._steps, self._tokens = MetricSums(), 0, 0
 
   def flush(self) -> None:
     """Reports the pending record, if there is one."""
@@ -187,9 +188,9 @@ class Recorder:
       with contextlib.suppress(TrainError, RuntimeError):
         self.flush()
 
-  def _report(
-    self, number: int, sums: MetricSums, arrays: dict[str, Any], tokens: int, steps: int, compiled: bool
-  ) -> None:
+  def _report(self, number: int, sums: MetricSums, arrays: dict[str, Any], tokens: int, steps: int) -> None:
+    # Reported one step late: the time since the last tick holds the compilation of the step after it.
+    compiled, self._compiled = self._compiled, False
     values = sums.read() | self.clock.tick(tokens, steps=steps, compiled=compiled)
     if math.isfinite(mfu := self.ideal_seconds / self.clock.step_seconds):
       values["mfu"] = mfu

@@ -223,6 +223,7 @@ class TrainStep(_Step):
     seed: int = 0,
     directions: int | None = None,
     by_group: bool = False,
+    tries: int = 8,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
@@ -236,6 +237,7 @@ class TrainStep(_Step):
       seed: the seed of the directions.
       directions: the number of directions; see `nxp.check_gradients`.
       by_group: whether to compare each group of equal layers, too.
+      tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix.
 
     Returns:
       A `GradientCheck`, which is true if nothing is wrong.
@@ -250,8 +252,9 @@ class TrainStep(_Step):
     found: dict[Hashable, GradientCheck] = {}
     for key, loss_fn in several.items():
       wrt = filters if key is None else {key: of_loss(key, filters)}
-      subject = bound.subject(loss_fn, wrt, bound.placed(batch))
-      found[key] = checked(subject, seed, directions, by_group=by_group)
+      found[key] = checked(
+        bound.subject(loss_fn, wrt, bound.placed(batch)), seed, directions, by_group=by_group, tries=tries
+      )
     return merged(found)
 
 
@@ -483,8 +486,9 @@ def unknown_option(function: Callable[..., Any], name: str) -> TrainError:
     [one.name for one in inspect.signature(f).parameters.values() if one.kind is one.KEYWORD_ONLY]
     for f in (function, train_step)
   )
-  near = [there for part, there in _ELSEWHERE.items() if part in name]
-  near += difflib.get_close_matches(name, [*own, *of_step], n=1)
+  near = difflib.get_close_matches(name, own, n=1)
+  near += [there for part, there in _ELSEWHERE.items() if part in name]
+  near += difflib.get_close_matches(name, of_step, n=1)
   fix = "one of these."
   if near:
     fix = f"did you mean {near[0]}=? help(nxp.{function.__name__}) explains each."

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from nnx_parallel.core.jaxprs import equations, nbytes
-from nnx_parallel.core.text import few, format_bytes, number_pattern, with_article
+from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.known_faults import Fault, possible_faults
+from nnx_parallel.layout.leaf import Decision, LeafPlan
+from nnx_parallel.rules.ruleset import RuleSet
 from nnx_parallel.train.axes import places_of_losses
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
@@ -25,7 +28,8 @@ from nnx_parallel.train.losses import check_examples
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.gradient_check import GradientCheck, GradientComparison, Verdict
-from nnx_parallel.verify.subject import Subject, power_of_two
+from nnx_parallel.verify.relayout import Relayout, cheapest, relayouts
+from nnx_parallel.verify.subject import Subject, inner, power_of_two
 
 # Beyond this a closer look follows. benchmarks/results/check_gradients.md: how right gradients round.
 _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -33,6 +37,7 @@ _TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-
 _CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
 _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+_COARSE = 0.5  # a tolerance beyond this sees no gradient that is twice too large
 _LEAVES = 16
 _BY_DEVICE = "by each device on its own"
 
@@ -46,6 +51,7 @@ def check_gradients(
   seed: int = 0,
   directions: int | None = None,
   by_group: bool = False,
+  tries: int = 8,
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
@@ -63,8 +69,7 @@ def check_gradients(
   100 is twice too large, it passes in float32 once in 600 checks. In bfloat16 the rounding of other leaves
   may hide the error: then `by_group` compares each group of equal layers. Gradients below 1e-4 (in bfloat16
   2e-2) of the total norm have less weight, since they may be zero except for rounding. Rules of
-  `jax.custom_jvp` are not checked, and neither are rules of `jax.custom_vjp` whose function rounds or has no
-  derivative by forward mode.
+  `jax.custom_jvp` are not checked, and neither are rules of `jax.custom_vjp` whose function rounds.
 
   Args:
     model: a live module; or a tuple or dict of modules, which is passed to the loss function as it is.
@@ -75,6 +80,8 @@ def check_gradients(
     directions: the number of directions; by default 1, or 2 if the loss computes in less than float32.
     by_group: whether to compare each group of equal layers, too. This costs one forward derivative for each
       group and direction. Use it in bfloat16, where the rounding of many leaves can hide one wrong leaf.
+    tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix. Each try
+      compiles two programs.
 
   Returns:
     A `GradientCheck`, which is true if nothing is wrong.
@@ -97,7 +104,7 @@ def check_gradients(
       f"check_gradients needs live models, and got {with_article(type(model).__name__)}.",
       fix="nxp.check_gradients(model, batch, loss_fn), in this order, with nxp.create_sharded_model(plan).",
     )
-  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group)
+  return checked(subject_of(model, batch, loss_fn, wrt), seed, directions, by_group=by_group, tries=tries)
 
 
 def coarsest_dtype(
@@ -194,29 +201,42 @@ class Looks:
     factors = np.zeros(len(self.factors))
     factors[which] = self.factors[which]
     size = math.hypot(*(factors * self.sizes)[which])
-    seeds = self.seeds[: len(self.seeds) if closer else self.first]
-    along = np.nansum(np.where(factors, self.products[: len(seeds)] * factors, 0.0), axis=1)
-    if self.cannot:
-      slopes = np.full(len(seeds), np.nan)
-    else:
-      slopes = np.array([self._slope(seed, factors, by_device) for seed in seeds])
-    difference = math.sqrt(np.mean((along - slopes) ** 2)) / size
+    count = len(self.seeds) if closer else self.first
+    slopes = [self._slope(seed, factors, by_device) for seed in self.seeds[:count]]
+    forward, errors = np.array([slope for slope, _ in slopes]), [error for _, error in slopes]
+
+    def compared(products: np.ndarray) -> tuple[np.ndarray, float]:
+      """The gradient along the directions, and how much that differs from the derivatives."""
+      along = np.nansum(np.where(factors, products[:count] * factors, 0.0), axis=1)
+      return along, math.sqrt(np.mean((along - forward) ** 2)) / size
+
+    reverse, difference = compared(self.products)
+    tolerance = max(self.closer if closer else self.tolerance, 5 * max(errors) / size)
+    labels = tuple(self.subject.leaves[n][0] for n in which)
     one = factors[which[0]] if len(which) == 1 else size
     found = GradientComparison(
-      name,
-      tuple(self.subject.leaves[n][0] for n in which),
-      (*(along / one).tolist(),),
-      (*(slopes / one).tolist(),),
-      difference,
-      "right",
+      name, labels, (*(reverse / one).tolist(),), (*(forward / one).tolist(),), difference, "right"
     )
-    if self.cannot:
-      return dataclasses.replace(found, verdict="not decided", why="forward mode is impossible")
-    if difference <= (self.closer if closer else self.tolerance):
+    why = ""
+    if difference <= tolerance < _COARSE:
       return found
-    if difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
-      return dataclasses.replace(found, verdict="not decided", why="perhaps zero but for rounding")
-    return dataclasses.replace(found, verdict="wrong", why=_said(found))
+    if self.cannot and any(self.subject.rules.values()):
+      why = "differences see the rounding"
+    elif tolerance >= _COARSE:
+      why = "differences are too coarse"
+    elif self.unstopped is not None and compared(self.unstopped)[1] <= tolerance:
+      why = "without stop_gradient the two agree"
+    elif difference < 1 and all(0 < self.norms[n] < self.floor for n in which):
+      why = "perhaps zero but for rounding"
+    return dataclasses.replace(found, verdict="not decided" if why else "wrong", why=why or _said(found))
+
+  @functools.cached_property
+  def unstopped(self) -> np.ndarray | None:
+    """The products of the gradient without `stop_gradient`, where differences see through it."""
+    if not self.cannot or "stop_gradient" not in str(self.subject.trace):
+      return None
+    rows = self.subject.reverse_unstopped(self.arrays, self.subject.batch, np.array(self.seeds))[1]
+    return np.asarray(rows, np.float64)[1:]
 
   def same_by_device(self, chosen: Sequence[int]) -> bool:
     """Whether separate devices compute these gradients too: then the layout is not at fault."""
@@ -244,26 +264,60 @@ class Looks:
       self.too_large = f"global arrays do not fit on one device: {first}"
       return None
 
-  def _slope(self, seed: np.uint32, factors: np.ndarray, by_device: bool) -> float:
-    """The derivative along a direction."""
+  def _slope(self, seed: np.uint32, factors: np.ndarray, by_device: bool) -> tuple[float, float]:
+    """The derivative along a direction, and its possible error if it is computed by differences."""
+    if self.cannot:
+      return self._differences(seed, factors)
     given = (self.arrays, self.subject.batch, seed, factors.astype(np.float32))
     found = self._on_whole_arrays(self.by_device, *given) if by_device else None
     if found is not None:
-      return float(found[2])
+      return float(found[2]), 0.0
     loss, slope = self.subject.forward(*given)
     self.loss_forward = float(loss)
-    return float(slope)
+    return float(slope), 0.0
+
+  def _differences(self, seed: np.uint32, factors: np.ndarray) -> tuple[float, float]:
+    """Central differences at several steps: the neighbours that agree best, and how far they may be off."""
+    size = math.hypot(*(factors * self.sizes))
+    chosen = factors > 0
+    # No parameter moves far for its size, and the loss does not either.
+    first = min(
+      0.02 * max(abs(self.loss), 1e-3) / size, 0.05 * float(np.min(self.spans[chosen] / factors[chosen]))
+    )
+    found: list[float] = []
+    rounding: list[float] = []
+    for step in (first, first / 4, first / 16, first / 64):
+      up, down = (
+        self.subject.shifted(self.arrays, self.subject.batch, seed, moved.astype(np.float32))
+        for moved in (step * factors, -step * factors)
+      )
+      found.append((float(up) - float(down)) / (2 * step))
+      rounding.append(float(jnp.finfo(up.dtype).eps) * abs(self.loss) / step)
+    errors = np.maximum(abs(np.diff(found)), rounding[1:])
+    best = int(errors.argmin())
+    return found[best + 1], float(errors[best])
+
+  @functools.cached_property
+  def spans(self) -> np.ndarray:
+    """The root mean square of each trained array; 1 for an array of zeros."""
+    arrays = [self.arrays[position] for position in self.subject.positions]
+    return np.array([math.sqrt(float(inner(x, jnp.conj(x))) / max(x.size, 1)) or 1.0 for x in arrays])
 
 
-def checked(
-  subject: Subject, seed: int = 0, directions: int | None = None, *, by_group: bool = False
-) -> GradientCheck:
+def checked(subject: Subject, *args: Any, **options: Any) -> GradientCheck:
   """Compares all leaves at once, then closer if the derivatives differ; see `check_gradients`."""
   with subject.places.active():
-    return _checked(subject, seed, directions, by_group)
+    return _checked(subject, *args, **options)
 
 
-def _checked(subject: Subject, seed: int, directions: int | None, by_group: bool) -> GradientCheck:
+def _checked(
+  subject: Subject,
+  seed: int = 0,
+  directions: int | None = None,
+  *,
+  by_group: bool = False,
+  tries: int = 8,
+) -> GradientCheck:
   check_examples(subject.batch)
   looks = Looks(subject, seed, directions)
   leaves = subject.leaves
@@ -272,13 +326,13 @@ def _checked(subject: Subject, seed: int, directions: int | None, by_group: bool
   losses, verdict, why = looks.values
   not_checked = [f"the loss itself: {why}; nxp.check_step compares two layouts"] if why else []
   if looks.cannot:
-    not_checked.append(f"the gradients, since forward mode is impossible: {looks.cannot}")
+    not_checked.append(f"by forward mode, so by central differences: {looks.cannot}")
   wrong = [n for n, leaf in enumerate(leaves) if any(not x and x.leaves == leaf[:1] for x in found)]
   notes, fix = [] if lost else _notes(looks, found[0], by_device), ""
   if lost:
     fix = 'jax.config.update("jax_debug_nans", True), to see which operation gives the first NaN.'
   elif verdict == "wrong" or not all(found):
-    more, fix = _remedies(looks, seed, wrong, by_device)
+    more, fix = _remedies(looks, seed, wrong, by_device, tries)
     notes += more
   if looks.too_large and looks.too_large != why:
     not_checked.append(looks.too_large)
@@ -304,7 +358,7 @@ def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientComparison], boo
   leaves = looks.subject.leaves
   every = range(len(leaves))
   found = [looks.look("all", every)]
-  by_device = not found[0] and not looks.values[2]
+  by_device = not found[0] and not looks.cannot and not looks.values[2]
   if by_device:
     found = [looks.look("all", every, by_device=True)]
   if len(leaves) == 1:
@@ -344,18 +398,18 @@ def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str
   notes: list[str] = []
   if by_device and first:
     notes.append("forward mode is wrong on this layout; each gradient is computed on each device on its own")
-  words = [name for name, trusted in looks.subject.rules.items() if trusted]
+  words = [name for name, rounds in looks.subject.rules.items() if rounds]
   if words and not looks.cannot:
-    notes.append(
-      f"{few(words)}: rounds, or has no derivative by forward mode: its reverse rule is taken at its word"
-    )
+    notes.append(f"{few(words)}: rounds, so that its reverse rule is taken at its word")
   silent = [leaf[0] for leaf, norm in zip(looks.subject.leaves, looks.norms, strict=True) if norm == 0]
   if silent and first:
     notes.append(f"{few(silent)}: no gradient, by any way: the loss does not depend on it, or stops it")
   return notes
 
 
-def _remedies(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) -> tuple[list[str], str]:
+def _remedies(
+  looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
+) -> tuple[list[str], str]:
   """The likely cause, and how to fix it."""
   subject, alone = looks.subject, looks.subject.on_one_device
   if alone or (wrong and not looks.values[2] and looks.same_by_device(wrong)):
@@ -366,32 +420,57 @@ def _remedies(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) ->
       " of the forward pass"
     )
     return [said], "make the rule the derivative; where it differs on purpose, train without this check."
-  right, said = _replicated(looks, seed, wrong or range(len(subject.leaves)), by_device)
-  if right:
-    return [said], f"replicate {few([subject.leaves[n][0] for n in wrong]) or 'the parameters'}."
+  notes = [f"a known XLA error on such a layout: {fault}" for fault in _known(subject)]
+  if tries:
+    option, said = _mended(looks, seed, wrong or range(len(subject.leaves)), by_device, tries)
+    notes.append(said)
+    if option is not None:
+      return notes, f"lay {option.name} out as {option.sharding.spec}."
   if len(subject.binding.names) > 1:
-    return [said], "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
-  return [said], "nxp.train_step, which avoids known XLA errors (plan.audit()); its check_gradients tells."
+    return notes, "another layout; nxp.check_step(plan, other, loss_fn, batch) compares a step on two."
+  return notes, "nxp.train_step, which avoids known XLA errors; its check_gradients tells."
 
 
-def _replicated(looks: Looks, seed: int, wrong: Sequence[int], by_device: bool) -> tuple[bool, str]:
-  """Whether the loss and all gradients are right if the wrong leaves are replicated, and a note about it."""
-  leaves = looks.subject.leaves
-  relaid: dict[int, NamedSharding] = {}
-  more = 0
-  for n in wrong:
-    _, where, array = leaves[n]
-    if where is not None and not where.is_fully_replicated:
-      relaid[n] = NamedSharding(where.mesh, PartitionSpec(), memory_kind=where.memory_kind)
-      more += nbytes(array) - math.prod(where.shard_shape(array.shape)) * array.dtype.itemsize
-  if not relaid:
-    return False, "the wrong leaves are replicated already"
-  other = Looks(dataclasses.replace(looks.subject, relaid=relaid), seed, looks.first)
-  right = bool(other.look("all", range(len(leaves)), by_device=by_device)) and other.values[1] != "wrong"
-  names, cost = few([leaves[n][0] for n in relaid]), f"{format_bytes(more)} more per device"
-  if right:
-    return True, f"{names} replicated ({cost}) makes the loss and all gradients right: compiled and checked"
-  return False, f"{names} replicated ({cost}) does not correct everything"
+def _known(subject: Subject) -> list[Fault]:
+  """The known faults of XLA that this layout may meet."""
+  mesh: Any = subject.places.mesh
+  model = subject.binding.template.build(subject.arrays)[0]
+  scope = subject.places.scope
+  rules = RuleSet() if scope is None else RuleSet(logical=scope.rules, inputs=scope.inputs)
+  leaves = [
+    LeafPlan(
+      "model", (name,), "", x.shape, x.dtype, None, where.spec, (), None, Decision("replicated", ""), mesh
+    )
+    for name, where, x in subject.leaves
+    if where is not None
+  ]
+  module = model if isinstance(model, nnx.Module) else None
+  found = possible_faults(leaves, module, rules, batch_axes_of(subject.batch), dict(mesh.shape))
+  return [fault for fault, _ in found]
+
+
+def _mended(
+  looks: Looks, seed: int, wrong: Sequence[int], by_device: bool, tries: int
+) -> tuple[Relayout | None, str]:
+  """Tries other layouts of the wrong leaves, then of all leaves in their modules, smallest change first."""
+  subject, leaves = looks.subject, looks.subject.leaves
+  modules = {leaves[n][0].rpartition(".")[0] for n in wrong}
+  groups = _groups(leaves)
+  own = [group for group in groups if set(group[1]) & set(wrong)]
+  near = [g for g in groups if g not in own and leaves[g[1][0]][0].rpartition(".")[0] in modules]
+  tried: list[str] = []
+  for some in (own, near):
+    every: list[Relayout] = []
+    for name, positions in some:
+      _, where, array = leaves[positions[0]]
+      every += [] if where is None else relayouts(name, positions, array, where)
+    for option in cheapest(every)[: tries - len(tried)]:
+      relaid = dict.fromkeys(option.positions, option.sharding)
+      other = Looks(dataclasses.replace(subject, relaid=relaid), seed, looks.first)
+      if other.look("all", range(len(leaves)), by_device=by_device) and other.values[1] != "wrong":
+        return option, f"{option} makes the loss and all gradients right: compiled and checked"
+      tried.append(f"{option.name} as {option.sharding.spec}")
+  return None, f"no change of a single layout corrects everything; tried {', '.join(tried) or 'none'}"
 
 
 def _not_finite(

@@ -1,4 +1,4 @@
-"""Custom reverse rules (`jax.custom_vjp`) in a trace."""
+"""Custom reverse rules (`jax.custom_vjp`) and stopped gradients in a trace."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.interpret import DEFAULT, rewritten
-from nnx_parallel.core.jaxprs import as_function, bind, called, equations, inner_equations, opened, struct
+from nnx_parallel.core.jaxprs import as_function, bind, called, equations, inner_equations, opened
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, PyTree, Value
 
 
 def own_rules(jaxpr: Program) -> dict[str, bool]:
-  """The functions of a program that have a custom reverse rule, and whether it is taken at its word."""
+  """The functions of a program that have a custom reverse rule, and whether each rounds."""
   found: dict[str, bool] = {}
   for eqn in equations(jaxpr):
     if eqn.primitive.name.startswith(_RULE):
       name = opened(called(eqn)).debug_info.func_name
-      found[name] = found.get(name, False) or _is_trusted(eqn)
+      found[name] = found.get(name, False) or rounds(eqn)
   return found
 
 
 def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
   """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
 
-  The rule of a function that rounds is kept, because it differs from the derivative on purpose, and that of a
-  function without a derivative by forward mode (a callback).
+  The rule of a function that rounds is kept, because it differs from the derivative on purpose.
   """
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if not eqn.primitive.name.startswith(_RULE):
       return DEFAULT
-    function = _at_its_word(eqn) if _is_trusted(eqn) else as_function(without_own_rules(called(eqn)))
+    function = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
     return function(*inputs)
 
   return rewritten(jaxpr, rule)
@@ -59,23 +58,23 @@ def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
       return out, jax.linear_transpose(back, out)(tuple(tangents[n] for n in floats))[0]
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
       name = opened(called(eqn)).debug_info.func_name
-      raise NotImplementedError(f"the reverse rule of {name} has no transpose") from error
+      raise NotImplementedError(f"the reverse rule of {name}, which rounds, is not linear") from error
 
   return function
 
 
-def _is_trusted(eqn: JaxprEqn) -> bool:
-  """Whether a function rounds (to integers, or to 8 bits or less), or forward mode cannot pass it."""
-  if any(map(_is_rounding, inner_equations(eqn))):
-    return True
-  function = as_function(without_own_rules(called(eqn)))
-  try:
-    jax.eval_shape(lambda *xs: jax.linearize(function, *xs)[0], *[struct(var.aval) for var in eqn.invars])
-  except NameError:  # an axis of the `shard_map` around it
-    return False
-  except (AssertionError, NotImplementedError, TypeError, ValueError):
-    return True
-  return False
+def without_stops(jaxpr: Program) -> ClosedJaxpr:
+  """The same program with copies in place of `jax.lax.stop_gradient`."""
+
+  def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+    return [jnp.positive(*inputs)] if eqn.primitive.name == "stop_gradient" else DEFAULT
+
+  return rewritten(jaxpr, rule)
+
+
+def rounds(eqn: JaxprEqn) -> bool:
+  """Whether the programs of an operation round: to integers, or to a dtype of 8 bits or less."""
+  return any(map(_is_rounding, inner_equations(eqn)))
 
 
 def _is_rounding(eqn: JaxprEqn) -> bool:

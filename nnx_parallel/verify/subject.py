@@ -21,14 +21,14 @@ from nnx_parallel.core.types import AnyArray, ClosedJaxpr, PyTree
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
 from nnx_parallel.train.axes import Places
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.gradients import Layout, slope_of
+from nnx_parallel.train.gradients import Layout, loss_of, slope_of
 from nnx_parallel.train.hold import RELAXED, is_refused
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.trace import Differentiable, differentiable, why_not_by_replica
 from nnx_parallel.train.update import gradients_of, keyed
-from nnx_parallel.verify.custom_rules import own_rules, without_own_rules
+from nnx_parallel.verify.custom_rules import own_rules, without_own_rules, without_stops
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
 
@@ -135,10 +135,18 @@ class Subject:
   @functools.cached_property
   def reverse(self) -> Compiled:
     """`(arrays, batch, seeds) -> loss, rows`: the norm of each gradient, its product with each direction."""
+    return self._reverse(lambda objective: objective)
 
+  @functools.cached_property
+  def reverse_unstopped(self) -> Compiled:
+    """`reverse`, without `jax.lax.stop_gradient`."""
+    return self._reverse(functools.partial(_changed, without_stops))
+
+  def _reverse(self, change: Callable[[Any], Any]) -> Compiled:
     def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays)
+        loss = loss._replace(objective=change(loss.objective))
         relaid = {loss.paths[n]: where for n, where in self.relaid.items()}
         layout = self.layout._replace(gradients={**self.layout.gradients, **relaid})
         total, grads = gradients_of(self.options, loss, batch, layout)
@@ -176,6 +184,19 @@ class Subject:
       return value, _unscaled(slope, scale)
 
     return self._compiled(forward)
+
+  @functools.cached_property
+  def shifted(self) -> Compiled:
+    """`(arrays, batch, seed, factors) -> loss` with the factors times signs added to the parameters."""
+
+    def shifted(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
+      with default_scope(self.places.scope):
+        loss, scale = self._pieces(arrays)
+        train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
+        value = loss_of(loss._replace(train=train), batch, self.options.turns)
+      return _unscaled(value, scale)
+
+    return self._compiled(shifted)
 
   def by_device(self, *, slope: bool, whole: bool = False) -> Compiled:
     """The loss, and if `slope` its derivative, by a program that leaves nothing for a compiler to partition.
@@ -267,16 +288,7 @@ class Subject:
       return why_not_by_replica(*found, axes)
 
   def _plain(self, objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The objective for forward mode: without reverse rules of its own, if it has any."""
-    if not self.rules:
-      return objective
-
-    def plain(*args: PyTree) -> PyTree:
-      traced, shape = jax.make_jaxpr(objective, return_shape=True)(*args)
-      flat = as_function(without_own_rules(traced))(*jax.tree.leaves(args))
-      return jax.tree.unflatten(jax.tree.structure(shape), flat)
-
-    return plain
+    return _changed(without_own_rules, objective) if self.rules else objective
 
   def _direction(
     self, loss: Differentiable, seed: jax.Array, factors: jax.Array, *, pin: bool = True
@@ -298,7 +310,7 @@ class Subject:
 
   @functools.cached_property
   def rules(self) -> dict[str, bool]:
-    """The `jax.custom_vjp` functions of the loss, and whether each rule is taken at its word."""
+    """The `jax.custom_vjp` functions of the loss, and whether each rounds: forward mode cannot pass them."""
     return own_rules(self.trace)
 
 
@@ -326,6 +338,17 @@ def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if entry:
       x = jax.lax.all_gather(x, axes_of(entry), axis=dim, tiled=True)
   return x
+
+
+def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
+  """An objective whose trace is changed before it runs."""
+
+  def other(*args: PyTree) -> PyTree:
+    traced, shape = jax.make_jaxpr(objective, return_shape=True)(*args)
+    flat = as_function(change(traced))(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+
+  return other
 
 
 def _abstract(x: AnyArray, parts: int = 0) -> jax.ShapeDtypeStruct:

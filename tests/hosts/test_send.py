@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -53,9 +54,10 @@ def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   layouts = jax.tree.map(lambda x: x.sharding, nnx.state(sampler))
   random = jax.random.key_data(sampler.drop.rngs.key.get_value())
-  for _ in range(2):
+  for active in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
     step(trainer, optimizer, X)  # donates its arrays, and never the sampler's
-    sent = nxp.parallel.send(trainer, sampler)
+    with active():
+      sent = nxp.parallel.send(trainer, sampler)
     assert sent.value is sampler
     assert sent.bytes == stored_bytes(nnx.state(sampler, nnx.Param))
     assert jax.tree.map(lambda x: x.sharding, nnx.state(sampler)) == layouts
@@ -100,5 +102,9 @@ def test_errors():
   jax.tree.map(np.testing.assert_array_equal, values(large), before)
   with pytest.raises(ShardingError, match=r"send\(source, to\) got a dict and a Mesh"):
     nxp.parallel.send({"x": X}, mesh)
+  with pytest.raises(
+    ShardingError, match=r"send\(source, to\) got a Net and a Plan(.|\n)*reshard\(module, plan\)"
+  ):
+    nxp.parallel.send(small, nxp.plan(lambda: Net(8, 0), mesh))
   with pytest.raises(ShardingError, match=r"cannot split|divide"):
     nxp.parallel.send(X[:30], nxp.plan(lambda: Net(8, 0), mesh))

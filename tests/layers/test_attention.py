@@ -410,6 +410,13 @@ def of_minus(model, _):
   return (weights / weights.sum(-1, keepdims=True) @ x).sum()
 
 
+def stopped_sum(model, _):
+  x = model["x"]
+  scores = jnp.einsum("qd,kd->qk", x, x)
+  total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+  return (jnp.exp(scores - jax.lax.stop_gradient(total)) @ x).sum()
+
+
 SIZE = 12
 ROWS = np.random.default_rng(1).normal(size=(SIZE, 4)).astype(np.float32)
 
@@ -423,7 +430,7 @@ def test_rows_that_see_nothing_stay_zero():
   )
 
 
-@pytest.mark.parametrize("loss", [thresholds, of_minus])
+@pytest.mark.parametrize("loss", [thresholds, of_minus, stopped_sum])
 def test_what_only_looks_like_attention_is_refused(loss):
   with pytest.raises(nxp.errors.TrainError, match="attention=5 finds no attention"):
     nxp.with_layers(loss, attention=5)({"x": ROWS}, None)

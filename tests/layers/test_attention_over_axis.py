@@ -81,6 +81,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_device(layout, monkeypatch):
   monkeypatch.setattr(attention, "BLOCK", 5)

@@ -358,6 +358,7 @@ MODELS = {
 }
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("case", MODELS)
 def test_training_equals_one_device(case):
   shape, options, step_options, remat = MODELS[case]
