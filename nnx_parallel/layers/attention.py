@@ -246,7 +246,10 @@ def _changed(jaxpr: Program, way: _Way, found: _Found, layers: dict[Hashable, tu
   here = _Found()
   for eqn in body.eqns:
     if eqn.primitive.name == "exp":
-      for product in softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape)):
+      products = softmaxes.products(eqn, *named_dims(eqn.outvars[0].aval.shape))
+      if not products and (reason := softmaxes.before_sum(eqn)) is not None:
+        here.reasons.append(reason)
+      for product in products:
         try:
           match = softmaxes.match(eqn, product)
           new, why = _replaced(body, match, way)

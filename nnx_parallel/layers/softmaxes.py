@@ -27,6 +27,8 @@ from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 from nnx_parallel.layers.masks import PLACES
 
 _SUMS = ("reduce_sum", "cumsum")
+_WITH_OTHERS = ("add", "add_any", "log", "max", "sub")
+"""Operations that join a sum of exponentials with something else."""
 _SCALES = (*PLACES, "neg")
 _PASSED = (*PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
@@ -146,6 +148,16 @@ class Softmaxes:
             heapq.heappush(todo, reader)
     return found
 
+  def before_sum(self, exp: JaxprEqn) -> str | None:
+    """Describes an exponential that a product reads before it is divided by its sum; None if there is none."""
+    readers = [self.body.eqns[n] for n in self._readers.get(exp.outvars[0], [])]
+    product = next((eqn for eqn in readers if eqn.primitive.name == "dot_general"), None)
+    if product is None:
+      return None
+    return (
+      f"{named_softmax(exp)}: its exponentials meet {described(product)} before they are divided by their sum"
+    )
+
   def products_before(self, exp: JaxprEqn) -> Iterator[JaxprEqn]:
     """The products behind the argument of an exponential, through arrays of the same size."""
     size, todo, seen = exp.outvars[0].aval.size, [*exp.invars], set[Any]()
@@ -203,7 +215,7 @@ class Softmaxes:
         powers[out], labels[out] = (0, 1), pushed(eqn, 0, named, lengths)
         continue
       power = _power(eqn, own, self._made)
-      if power is None and any(not count for count, _ in filter(None, own)):
+      if power is None and name in _WITH_OTHERS and any(not count for count, _ in filter(None, own)):
         raise no_quotient
       try:
         if power is None:

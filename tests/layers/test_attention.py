@@ -288,6 +288,17 @@ def sink_in_the_maximum_only(s):
   return e / e.sum(-1, keepdims=True)
 
 
+def stopped(s):
+  e = jnp.exp(s - s.max(-1, keepdims=True))
+  return e / jax.lax.stop_gradient(e.sum(-1, keepdims=True))
+
+
+def divided_after(q, k, v):
+  scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+  e = jnp.exp(scores - scores.max(-1, keepdims=True))
+  return jnp.einsum("bhqk,bkhd->bqhd", e, v) / e.sum(-1).transpose(0, 2, 1)[..., None]
+
+
 OTHER_FORMS = [
   (plus_one, "its weights are not exponentials over their sum"),
   (sink_in_the_maximum_only, "its weights are not exponentials over their sum"),
@@ -379,6 +390,8 @@ def test_weights_that_are_read_elsewhere_too():
       "lt -> bool[2,4,13,18] compares its scores with slice -> float32[2,4,13,1], which is computed",
     ),
     *[(functools.partial(attend, softmax=form), reason) for form, reason in OTHER_FORMS],
+    (divided_after, "its exponentials meet dot_general -> float32[2,13,4,8] before they are divided by"),
+    (functools.partial(attend, softmax=stopped), "its weights go through stop_gradient -> float32[2,4,13,1]"),
   ],
   ids=lambda given: given if isinstance(given, str) else "",
 )
