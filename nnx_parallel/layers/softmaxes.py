@@ -149,14 +149,13 @@ class Softmaxes:
     return found
 
   def before_sum(self, exp: JaxprEqn) -> str | None:
-    """Describes an exponential that a product reads before it is divided by its sum; None if there is none."""
+    """Describes an exponential that a product reads before its division by the sum; None if there is none."""
     readers = [self.body.eqns[n] for n in self._readers.get(exp.outvars[0], [])]
     product = next((eqn for eqn in readers if eqn.primitive.name == "dot_general"), None)
     if product is None:
       return None
-    return (
-      f"{named_softmax(exp)}: its exponentials meet {described(product)} before they are divided by their sum"
-    )
+    meet = f"its exponentials meet {described(product)} before they are divided by their sum"
+    return f"{named_softmax(exp)}: {meet}"
 
   def products_before(self, exp: JaxprEqn) -> Iterator[JaxprEqn]:
     """The products behind the argument of an exponential, through arrays of the same size."""

@@ -390,7 +390,7 @@ def test_weights_that_are_read_elsewhere_too():
       "lt -> bool[2,4,13,18] compares its scores with slice -> float32[2,4,13,1], which is computed",
     ),
     *[(functools.partial(attend, softmax=form), reason) for form, reason in OTHER_FORMS],
-    (divided_after, "its exponentials meet dot_general -> float32[2,13,4,8] before they are divided by"),
+    (divided_after, "softmax of float32[2,4,13,18]: its exponentials meet dot_general"),
     (functools.partial(attend, softmax=stopped), "its weights go through stop_gradient -> float32[2,4,13,1]"),
   ],
   ids=lambda given: given if isinstance(given, str) else "",
