@@ -30,12 +30,12 @@ class Sent(NamedTuple, Generic[T]):
 
   Attributes:
     value: the arrays on the other mesh, or the module that got the values.
-    bytes: the bytes that devices get from other devices, or from the host: each device's shards, except for
+    nbytes: the bytes that devices get from other devices, or from the host: each device's shards, except for
       the parts that it held already.
   """
 
   value: T
-  bytes: int
+  nbytes: int
 
 
 @overload
@@ -69,7 +69,7 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     >>> init, rules = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0)), nxp.fsdp(min_size=8)
     >>> trainer = nxp.create_sharded_model(init, nxp.make_mesh(fsdp=4, devices=first), rules)
     >>> sampler = nxp.create_sharded_model(init, nxp.make_mesh(fsdp=4, devices=last), rules)
-    >>> nxp.parallel.send(trainer, sampler).bytes  # (8 * 64 + 64) * 4
+    >>> nxp.parallel.send(trainer, sampler).nbytes  # (8 * 64 + 64) * 4
     2304
   """
   if isinstance(to, Plan) and not isinstance(source, nnx.Module):

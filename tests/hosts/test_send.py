@@ -59,7 +59,7 @@ def test_a_trainer_sends_its_weights_to_a_sampler(explicit):
     with active():
       sent = nxp.parallel.send(trainer, sampler)
     assert sent.value is sampler
-    assert sent.bytes == stored_bytes(nnx.state(sampler, nnx.Param))
+    assert sent.nbytes == stored_bytes(nnx.state(sampler, nnx.Param))
     assert jax.tree.map(lambda x: x.sharding, nnx.state(sampler)) == layouts
     jax.tree.map(
       lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), values(trainer), values(sampler)
@@ -84,12 +84,12 @@ def test_what_a_device_holds_already_is_not_counted():
   mesh = nxp.make_mesh(data=8)
   plan = nxp.plan(lambda: Net(8, 0), mesh)
   split = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
-  assert nxp.parallel.send(split, plan).bytes == 0
+  assert nxp.parallel.send(split, plan).nbytes == 0
   replicated = jax.device_put(X, jax.NamedSharding(mesh, jax.P()))
-  assert nxp.parallel.send(replicated, plan).bytes == 0
-  assert nxp.parallel.send(X, plan).bytes == X.nbytes  # from the host
+  assert nxp.parallel.send(replicated, plan).nbytes == 0
+  assert nxp.parallel.send(X, plan).nbytes == X.nbytes  # from the host
   columns = jax.device_put(X, jax.NamedSharding(mesh, jax.P(None, "data")))
-  assert nxp.parallel.send(columns, plan).bytes == X.nbytes * 7 // 8
+  assert nxp.parallel.send(columns, plan).nbytes == X.nbytes * 7 // 8
 
 
 def test_errors():
