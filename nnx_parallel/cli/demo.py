@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
   plan.show()
 
   heading("2. Train", f"{args.steps} steps on {DEVICES} simulated CPU devices")
+  print(describe_text(args.text))
   job = Job.start(recipe, plan)
   print(describe(job))
   before = job.evaluate()
@@ -130,6 +133,16 @@ def fresh_folder(folder: Path) -> Path:
   folder.mkdir(parents=True, exist_ok=True)
   (folder / RECORD).touch()
   return folder
+
+
+def describe_text(folder: str | None) -> str:
+  """The size and source of the text, in one line."""
+  from nnx_parallel.recipes import text_lm
+
+  folder = folder or os.environ.get("NXP_TEXT")
+  train, held_out = text_lm.read_text(folder, 1)
+  source = folder or f"Python {platform.python_version()}'s own library"
+  return f"{len(train) / 1e6:.1f} MB of text to learn, {len(held_out) / 1e6:.1f} MB held out: {source}"
 
 
 def continue_at(

@@ -397,9 +397,23 @@ def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
   stepped = [worker for worker in workers if worker.code is None and worker.step is not None]
   if not any(time.monotonic() - worker.stepped > job.hang_after for worker in stepped):
     return None
+  groups = _stopped_groups()
+  if stopped := [worker for worker in stepped if worker.supervisor.pid in groups]:
+    return stopped[0], "is stopped (SIGSTOP)"
   worker = min(stepped, key=lambda worker: (worker.step, worker.stepped))
   alone = sum(other.step == worker.step for other in stepped) == 1 or len(workers) == 1
   return worker, "hangs" if alone else "hangs, or waits for another that does"
+
+
+def _stopped_groups() -> set[int]:
+  """The process groups with a stopped process; empty without /proc."""
+  found: set[int] = set()
+  for file in Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):
+      state, _, group = file.read_text().rpartition(") ")[2].split()[:3]
+      if state == "T":
+        found.add(int(group))
+  return found
 
 
 def _last_steps(workers: Sequence[Worker]) -> dict[int, int]:

@@ -24,6 +24,7 @@ from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import (
   check_attention,
   check_complete,
+  check_depthwise,
   check_names,
   check_rules,
   check_tables,
@@ -241,6 +242,7 @@ def _notes(
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     faults = possible_faults(rows, model.node, given.rules, batch, sizes)
     notes += fault_notes(faults, sizes, batch)[0]
+    notes += check_depthwise(model.node, rows, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)
   notes += _overridden(placements(traces["model"]), rows)
   if whole := why_one_program(traces.values()):

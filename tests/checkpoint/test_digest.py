@@ -120,6 +120,7 @@ def test_wide_host_arrays_have_digests_without_x64():
 
 def test_scalars_have_digests():
   assert digest(jnp.float32(1.0))() != digest(jnp.float32(2.0))()
+  assert digest(np.asarray(7, np.float32))() == digest(jnp.float32(7))() == 2787898301  # of the format
 
 
 def test_padding_does_not_count():

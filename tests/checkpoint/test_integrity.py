@@ -4,6 +4,7 @@ import shutil
 import jax
 import pytest
 
+import nnx_parallel as nxp
 from benchmarks import torture
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import array_io, manifest
@@ -57,6 +58,19 @@ def test_large_files_are_checked_by_value_alone(saved, monkeypatch):
     assert_same(unverified.restore(target_of(trees[2]), 3), trees[2])
 
 
+def test_a_damaged_array_is_named_in_any_layout(saved, monkeypatch):
+  directory, trees = saved
+  monkeypatch.setattr("nnx_parallel.checkpoint.save._HASHED_BYTES", 8)
+  with Checkpointer(directory) as checkpointer:
+    checkpointer.save(3, trees[2])
+    flip(directory / "3" / "model" / "w" / "c" / "1" / "2", bit=8 * (4 * 4 * 1 + 3))
+    text = "the values of model/w differ from the saved values"
+    for mesh in (None, nxp.make_mesh(x=8)):
+      with pytest.raises(CheckpointError, match=text):
+        checkpointer.restore(target_of(trees[2], mesh), 3)
+    assert re.search(text, checkpointer.verify(3)["model/w"])
+
+
 def test_fallback_takes_the_newest_good_step_and_says_so(saved):
   directory, trees = saved
   flip(chunk_of(directory, 2))
@@ -79,6 +93,24 @@ def test_fallback_is_for_damage_only(saved):
     Checkpointer(directory).restore(target_of({"other": jax.numpy.ones(3)}), on_corrupt="fallback")
 
 
+@pytest.mark.parametrize(
+  ("harm", "text"),
+  [
+    (lambda f: f.unlink(), r"zarr\.json is missing"),
+    (lambda f: f.write_bytes(f.read_bytes()[:-3]), r"zarr\.json has [\d,]+ bytes instead of [\d,]+"),
+    (
+      lambda f: f.write_bytes(f.read_bytes().replace(b"float32", b"float16")),
+      r"zarr\.json does not have the cont",
+    ),
+  ],
+)
+def test_metadata_is_checked_before_reading(saved, harm, text):
+  directory, trees = saved
+  harm(directory / "2" / "model" / "w" / "zarr.json")
+  with pytest.raises(CheckpointError, match=f"step 2 is damaged: model/w/{text}"):
+    Checkpointer(directory, verify="metadata").restore(target_of(trees[2]))
+
+
 def test_a_damaged_manifest_names_the_file(saved):
   directory, trees = saved
   file = directory / "2" / "nnx_parallel.json"
@@ -93,6 +125,16 @@ def test_a_damaged_manifest_names_the_file(saved):
     with pytest.raises(CheckpointError, match=f"{re.escape(str(file))} is damaged: {why}"):
       Checkpointer(directory).restore(target_of(trees[2]))
     assert Checkpointer(directory).latest() == 1
+
+
+@pytest.mark.parametrize("number", ["2", "0", "9", "2.5", '"3"', "null"])
+def test_a_damaged_format_is_damage(saved, number):
+  directory, trees = saved
+  file = directory / "2" / "nnx_parallel.json"
+  whole = file.read_text()
+  file.write_text(whole.replace('"format":5', f'"format":{number}'))
+  with pytest.warns(UserWarning, match=r"step 2 was passed over: .* do not have the SHA-256"):
+    assert_same(Checkpointer(directory).restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
 
 
 def test_formats_of_other_versions(saved, monkeypatch):

@@ -1,4 +1,22 @@
-"""What users of other tools lost time on with checkpoints: one test each, and any tree on any mesh."""
+"""What users of other tools lost time on with checkpoints, and where each promise is kept.
+
+Told here, or in the test that is named:
+
+| what hurt | test |
+|---|---|
+| restore brings back the saved layout | test_restore: test_any_mesh_into_any_other |
+| PRNG keys; `Cannot interpret 'key<fry>'` | test_restore: test_everything_a_run_is; here |
+| silent partial restore | here; by name: test_diff: test_partial_only_by_name |
+| host memory blows up | test_memory; predicted: test_diff: test_a_fit_predicts_bytes |
+| unfinished saves look valid | test_integrity: test_latest_skips_what_is_not_whole |
+| background errors vanish | test_safety: test_background_errors_are_raised_at_the_next_call |
+| slow load from the chunk layout | here; reshard: test_commands: test_reshard_keeps_everything |
+| `Sharding info not provided when restoring` | test_restore: test_numpy_only_on_request |
+| `tree structures do not match` | here (another optimizer chain); renames: test_diff |
+| `Requested shape: ... is not compatible` | test_diff: test_shapes_name_the_leaf_and_both_shapes |
+| `Found incomplete checkpoint at ...` | here |
+| `Memory kind mismatch` | test_restore: test_memory_kinds_are_the_targets |
+"""
 
 import concurrent.futures
 import os
@@ -7,6 +25,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import strategies as st
@@ -14,7 +33,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
-from checkpoint.runs import MESHES, assert_same
+from checkpoint.runs import MESHES, assert_same, make_plan
 from nnx_parallel.checkpoint import array_io, paths
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
@@ -30,6 +49,17 @@ def deep_plan(depth, tx=None):
   return nxp.plan(lambda: Deep(depth), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=1), optimizer=tx)
 
 
+def test_random_streams_go_on_where_they_were(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan("8"))
+  x = jnp.ones((8, 32))
+  model.dropout(x)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model)
+  restored = checkpointer.restore(make_plan("2x4", optimizer=False))
+  for _ in range(2):
+    np.testing.assert_array_equal(model.dropout(x), restored.dropout(x))
+
+
 @pytest.mark.parametrize(("saved", "wanted", "kind"), [(12, 16, "missing"), (16, 12, "extra")])
 def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
   tmp_path, monkeypatch, saved, wanted, kind
@@ -40,6 +70,21 @@ def test_a_file_of_another_depth_is_refused_before_any_array_is_read(
   text = rf"does not fit the target \(4 {kind}\)\.\n(.*\n)*?  {kind}  +model/layers\.12\.kernel"
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(deep_plan(wanted))
+
+
+def test_another_optimizer_chain_is_a_diff_by_path(tmp_path):
+  adam, momentum = optax.adam(1e-3), optax.sgd(1e-3, momentum=0.9)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, *nxp.create_sharded_model(deep_plan(1, adam)))
+  text = (
+    r"(?s)missing  optimizer/opt_state\.0\.trace\.layers\.0\.kernel"
+    r".*extra    optimizer/opt_state\.0\.mu\.layers\.0\.kernel"
+    r".*Fix: "
+  )
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(deep_plan(1, momentum))
+  _, optimizer = checkpointer.restore(deep_plan(1, momentum), optimizer="fresh")
+  assert isinstance(optimizer, nnx.Optimizer)
 
 
 @pytest.mark.parametrize(("asynchronous", "host"), [(False, "513"), (True, "1,536")])
@@ -75,6 +120,16 @@ def test_pieces_on_disk_are_small_enough_for_any_reader(tmp_path):
   pieces = [path for path in (tmp_path / "1" / "model" / "w" / "c").rglob("*") if path.is_file()]
   assert len(pieces) == 16
   assert {path.stat().st_size for path in pieces} == {1024 + 20}  # an index entry and its checksum
+
+
+def test_an_unfinished_step_names_the_complete_ones(saved):
+  directory, trees = saved
+  (directory / "2" / "nnx_parallel.json").unlink()
+  checkpointer = Checkpointer(directory)
+  assert checkpointer.latest() == 1
+  text = r"(?s)cannot find step 2 in .*complete steps: \[1\]\n  incomplete, .*: \[2\]\n  Fix: one of"
+  with pytest.raises(CheckpointError, match=text):
+    checkpointer.restore(trees[2], 2)
 
 
 # Any tree, on any mesh, in any dtype, under any names.

@@ -255,6 +255,20 @@ def test_memory_kinds_are_the_targets(tmp_path, kind):
   assert_same(back, tree)
 
 
+def test_float_types_are_the_targets(tmp_path):
+  tree = arrays()
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  mesh = nxp.make_mesh(a=2, b=4)
+  target = target_of(tree)
+  target["w"] = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("b")))
+  with pytest.raises(
+    CheckpointError, match=r"(?s)dtype    model/w: saved float32, wanted bfloat16.*cast=True"
+  ):
+    checkpointer.restore(target)
+  assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_small_budgets_write_and_read_the_same(tmp_path, asynchronous):
   model, _ = nxp.create_sharded_model(make_plan("8"))
@@ -277,6 +291,15 @@ def test_orbax_alone_can_read_it(tmp_path):
   tree = arrays()
   Checkpointer(tmp_path).save(4, tree)
   assert_same(ocp.load(tmp_path / "4", target_of(tree), checkpointable_name="model"), tree)
+
+
+def test_modules_of_another_width_do_not_fit(tmp_path):
+  model, _ = nxp.create_sharded_model(make_plan("8"))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model)
+  assert isinstance(model, Net)
+  with pytest.raises(CheckpointError, match=r"shape    model/head.kernel: saved \(32, 6\), wanted \(64, 6\)"):
+    checkpointer.restore(make_plan("8", width=64, optimizer=False))
 
 
 def test_host_arrays_of_any_byte_order_come_back_native(tmp_path):

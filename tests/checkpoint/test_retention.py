@@ -1,9 +1,12 @@
+import dataclasses
+
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
+from nnx_parallel.checkpoint import manifest
 from nnx_parallel.checkpoint.catalog import Retention, newest_first, place_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manifest import Header
@@ -99,6 +102,33 @@ def test_another_run_beside_it_takes_no_step_from_a_run(two):
   other.save(150, tree)
   checkpointer.save(300, tree)  # follows 200, and 150 does not
   assert (checkpointer.latest(), checkpointer.steps()) == (300, [200, 300])
+
+
+def test_the_catalogue_reads_one_line_of_each_step(tmp_path, monkeypatch):
+  tree = {"w": np.arange(4.0, dtype=np.float32)}
+  checkpointer = Checkpointer(tmp_path, max_to_keep=200, best="loss")
+  checkpointer.save(1, tree, metrics={"loss": float("nan")})
+  record, folder = checkpointer.metadata(), checkpointer.directory
+  for step in range(2, 100):
+    (folder / str(step)).mkdir()
+    manifest.write(dataclasses.replace(record, step=step, time=record.time + step), folder / str(step))
+  heads, bodies = [], []
+  head, body = manifest.read_header, manifest.read
+  monkeypatch.setattr(manifest, "read_header", lambda step_dir: heads.append(step_dir) or head(step_dir))
+  monkeypatch.setattr(manifest, "read", lambda step_dir: bodies.append(step_dir) or body(step_dir))
+
+  def reads(call):
+    heads.clear()
+    bodies.clear()
+    call()
+    return len(heads), len(bodies)
+
+  assert reads(checkpointer.steps) == (0, 0)
+  assert reads(lambda: checkpointer.save(100, tree)) == (199, 0)  # before it, and for what may go
+  assert reads(checkpointer.latest) == (100, 1)
+  assert reads(lambda: checkpointer.restore(tree)) == (100, 1)
+  assert reads(lambda: checkpointer.restore(tree, 1)) == (0, 1)
+  assert reads(checkpointer.best) == (100, 0)
 
 
 def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, monkeypatch):

@@ -102,6 +102,16 @@ def test_quiet_prints_the_last_step_and_the_result(tiny, capsys):
   assert next(Path("runs").glob("*/loss.png")).is_file()
 
 
+def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):
+  assert cli.main(["train", tiny, "--steps", "8", "--out", "straight"]) == 0
+  common = ["train", tiny, "--checkpoint", "ckpt", "--out", "parts", "--resume"]
+  assert cli.main([*common, "--steps", "3"]) == 0
+  capsys.readouterr()
+  assert cli.main([*common, "--steps", "8"]) == 0
+  assert "from step 3" in capsys.readouterr().out.splitlines()[0]
+  assert losses("parts") == losses("straight")
+
+
 def test_a_resume_with_other_settings_says_which_differ(tiny, capsys):
   common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--quiet"]
   assert cli.main([*common, "--steps", "1"]) == 0
@@ -152,6 +162,12 @@ def test_the_checkpoints_of_another_run_are_not_mixed_up(tiny, capsys):
     "  steps 2\n"
     "  Fix: --resume to continue from the newest, or another --checkpoint DIR.\n"
   )
+
+
+def test_steps_are_saved_on_the_way(tiny):
+  common = ["train", tiny, "--steps", "5", "--checkpoint", "ckpt", "--quiet"]
+  assert cli.main([*common, "--save-every", "2"]) == 0
+  assert sorted(p.name for p in Path("ckpt").iterdir() if p.name.isdigit()) == ["2", "4", "5"]
 
 
 def test_evaluations_retention_and_the_best_step(tiny, capsys):

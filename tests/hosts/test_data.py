@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -93,6 +94,12 @@ def test_a_mesh_is_not_a_plan():
     nxp.errors.PlanError, match=r"shard_batch needs a plan, and got .* Mesh\.\n  Fix: .*plan\)"
   ):
     nxp.shard_batch(np.ones((8, 3)), nxp.make_mesh(data=8))
+
+
+def test_values_survive_placement():
+  plan = _plan(data=4, tensor=2)
+  value = np.arange(24, dtype=np.float32).reshape(8, 3)
+  np.testing.assert_array_equal(jax.device_get(nxp.shard_batch(value, plan)), value)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import value_of, variables
-from nnx_parallel.errors import CheckpointError, RecipeError
+from nnx_parallel.errors import CheckpointError, RecipeError, TrainError
 from nnx_parallel.loop.job import Job, plan_recipe
 from nnx_parallel.loop.loader import load_recipe
 
@@ -120,6 +120,19 @@ def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(ti
   assert parts == ([1, 1, 1, 1] if dropout else [1, 2, 4, 1])
 
 
+@pytest.mark.parametrize("sizes", [{"data": 8, "tensor": 1}, {"data": 1, "tensor": 1}])
+def test_a_job_resumes_on_another_mesh(recipe, tmp_path, sizes):
+  straight = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  straight.train(3)
+  with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
+    straight.save(checkpointer)
+    expected = losses(straight, 6)
+    resumed = Job.restore(recipe, make_plan(recipe, **sizes), checkpointer)
+  found = losses(resumed, 6)
+  assert found.keys() == expected.keys() == {4, 5, 6}
+  np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
 def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp_path):
   job = Job.start(recipe, make_plan(recipe, data=4, tensor=2), settings={"batch": 16, "zero": 0})
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
@@ -186,6 +199,30 @@ def test_training_and_evaluation_leave_the_layout_as_planned(recipe):
 def test_without_held_out_batches_evaluation_is_empty(recipe):
   quiet = dataclasses.replace(recipe, batches=lambda start, split="train": iter(()))
   assert Job.start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
+
+
+def test_batches_that_end_too_early(recipe):
+  short = dataclasses.replace(
+    recipe, batches=lambda start, split="train": recipe.batches(start, split=split, last=32)
+  )
+  job = Job.start(short, make_plan(recipe, data=4, tensor=2))
+  with pytest.raises(TrainError, match=r"the batches ended after step 2 of 5\.") as caught:
+    job.train(5)
+  assert "steps=2" in str(caught.value)
+  assert job.step == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(recipe):
+  def batches(start, *, split="train"):
+    for batch in recipe.batches(start, split=split):
+      yield {"x": batch["x"] * np.float32(np.nan if start >= 16 else 1.0)}
+      start += 16
+
+  job = Job.start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
+  seen = []
+  with pytest.raises(TrainError, match="the loss of step 2 is nan"):
+    job.train(5, trackers=[lambda step, values: seen.append(step)])
+  assert seen == [1, 2]
 
 
 def test_a_recipe_for_planning_only_cannot_be_trained(recipe):

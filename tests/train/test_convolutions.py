@@ -152,6 +152,19 @@ def depthwise_loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
   return (jnp.sin(convolve(kernel, x, feature_group_count=8)) ** 2).mean()
 
 
+@pytest.mark.parametrize(("batch", "factor"), [("data", 4), ("model", 2)])
+def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+  kernel, x = operands(mesh, PartitionSpec(batch))
+  expected = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(np.asarray(kernel), np.asarray(x)))
+  alone = np.linalg.norm(jax.jit(jax.grad(depthwise_loss))(kernel, x))
+  mended = np.linalg.norm(jax.jit(with_correct_convolutions(jax.grad(depthwise_loss), mesh))(kernel, x))
+  assert mended == pytest.approx(expected, rel=1e-5)
+  assert alone == pytest.approx(factor * expected, rel=1e-5), (
+    "XLA is mended: remove `with_correct_convolutions`, if it is so for every jax that pyproject.toml allows."
+  )
+
+
 def test_batch_groups_written_by_the_user() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
 
@@ -223,3 +236,16 @@ def test_the_plan_warns_those_who_compile_their_own_step() -> None:
     " this mesh; train_step computes them right, a jit of your own does not",
   )
   assert notes(data=8, model=1) == ()
+
+
+def test_the_plan_notes_a_depthwise_kernel_that_is_split_as_the_batch() -> None:
+  def notes(*rules: Any) -> tuple[str, ...]:
+    init = lambda: nnx.Dict(conv=nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=nnx.Rngs(0)))
+    rules = (*rules, nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(min_size=16))
+    return nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), rules).notes
+
+  assert notes() == (
+    "conv.kernel: depthwise kernels split by channels over fsdp, as the batch, so a step sends activations"
+    " instead of weights; replicate them: a path rule of None, or a larger min_size",
+  )
+  assert notes(nxp.PathRules([("conv.kernel", None)])) == ()
