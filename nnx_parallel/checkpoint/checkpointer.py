@@ -27,8 +27,8 @@ from nnx_parallel.checkpoint.catalog import Catalog, Retention, as_step, newest_
 from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
-from nnx_parallel.checkpoint.relayout import no_mesh
 from nnx_parallel.checkpoint.targets import Only, Remap
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError

@@ -12,7 +12,6 @@ as the same bit flipped in several elements. The digest guards against rot, not 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -122,8 +121,7 @@ def _on_host(parts: Iterable[tuple[np.ndarray, Shape]], shape: Shape) -> int:
   device, number = host_device(), 0
   for values, starts in parts:
     for index in _pieces(values.shape):
-      cuts = itertools.zip_longest(starts, (cut.start for cut in index), fillvalue=0)
-      places = [start + own for start, own in cuts]
+      places = [start + cut.start for start, cut in zip(starts, index, strict=True)]
       words = jax.device_put(_host_words(values[index]), device)
       found = _digest_at(words, np.array(places, np.uint32), np.array(shape, np.uint32))
       number += int(np.asarray(found)[0])
@@ -133,14 +131,17 @@ def _on_host(parts: Iterable[tuple[np.ndarray, Shape]], shape: Shape) -> int:
 def _pieces(shape: Shape) -> Iterator[tuple[slice, ...]]:
   """Cuts an array into pieces of at most `_PIECE` elements that lie together in memory.
 
-  Dims before the first dim whose rows fit are cut into single places.
+  They are rows of the first dim whose rows fit, at each place of the dims before it.
   """
-  dim = next((dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= _PIECE), 0)
+  if not shape:
+    yield ()
+    return
+  dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= _PIECE)
   rows = max(1, _PIECE // max(1, math.prod(shape[dim + 1 :])))
+  after = [slice(0, size) for size in shape[dim + 1 :]]
   for before in np.ndindex(shape[:dim]):
-    for start in range(0, shape[dim] if shape else 1, rows):
-      cuts = [*(slice(place, place + 1) for place in before), slice(start, start + rows)]
-      yield tuple(cuts[: len(shape)])
+    for start in range(0, shape[dim], rows):
+      yield (*(slice(place, place + 1) for place in before), slice(start, start + rows), *after)
 
 
 def host_device() -> Any:

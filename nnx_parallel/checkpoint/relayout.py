@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
 from nnx_parallel.core.mesh import auto_mesh
@@ -19,11 +16,6 @@ from nnx_parallel.layout.resolve import add_axes
 def on_cpu(sharding: Sharding) -> bool:
   """Whether its devices are CPUs."""
   return next(iter(sharding.device_set)).platform == "cpu"
-
-
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
-  """Hides the mesh of `jax.set_mesh`, because programs here run on the meshes of their arrays."""
-  return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def auto_layout(sharding: Sharding) -> Sharding:

@@ -211,13 +211,14 @@ def _move(source: AnyArray, leaf: LeafPlan) -> jax.Array:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
     # Cut and padded on its own devices, which may differ from the plan's devices.
-    return put(_resized(source, leaf.shape, leaf.storage_shape), leaf.sharding)
+    return put(resized(source, leaf.shape, leaf.storage_shape), leaf.sharding)
   shape, host = leaf.storage_shape, np.asarray(source)
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
+def resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
+  """A stored array of this logical shape with the padding of another storage shape, on its own devices."""
   return pad(crop(array, shape, tuple(array.shape)), storage)
 
 

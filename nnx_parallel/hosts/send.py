@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar, overload
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 
-from nnx_parallel.checkpoint.relayout import no_mesh
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
-from nnx_parallel.core.padding import pad
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import listed
 from nnx_parallel.core.types import AnyArray, PyTree, Variable
+from nnx_parallel.create.reshard import resized
 from nnx_parallel.create.slicing.assemble import put
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.hosts.data import shard_batch
@@ -96,8 +94,10 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
   count = 0
   with no_mesh():
     for path, goal in theirs.items():
-      old = goal.get_raw_value()
-      ready = _prepared(mine[path].get_value(), tuple(old.shape), old.dtype)
+      value, old = mine[path].get_raw_value(), goal.get_raw_value()
+      if value.shape != old.shape:
+        value = resized(value, tuple(goal.shape), tuple(old.shape))
+      ready = value.astype(old.dtype)
       new = put(ready, old.sharding)
       count += _arriving_bytes(ready, new)
       goal.set_raw_value(new)
@@ -111,12 +111,6 @@ def _variables(module: nnx.Module) -> Mapping[tuple[object, ...], Variable]:
     for path, leaf in array_leaves(module).items()
     if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.RngState)
   }
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _prepared(array: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-  """In the dtype and the storage shape of the target, on the devices of the source."""
-  return pad(array.astype(dtype), shape)
 
 
 def _arriving_bytes(before: AnyArray, after: jax.Array) -> int:

@@ -21,9 +21,10 @@ from flax import nnx
 from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.relayout import no_mesh, on_auto_axes
+from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.flow import Flow
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import not_counted
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree

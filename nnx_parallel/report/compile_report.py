@@ -467,6 +467,9 @@ def report_of(
   kept = sum(a.bytes for a in arguments if not a.donated)
   need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
   count = math.prod(axes.values())
+  replicated = None  # unknown without a program before partitioning, or without a batch that is split evenly
+  if whole is not None and batch is not None and math.prod(axes[axis] for axis in batch.axes) > 1:
+    replicated = whole_activations(whole, final, axes, batch.axes, batch.has, SHARE * need)
   return CompileReport(
     target=f"{count} x {kind}" if kind else f"{count} devices",
     chip=figures,
@@ -489,9 +492,7 @@ def report_of(
     seconds=done.seconds,
     quantities={},
     results=_verified(whole, split, _result_paths(program), names) if verify else None,
-    whole_activations=None
-    if batch is None or whole is None or math.prod(axes[axis] for axis in batch.axes) == 1
-    else whole_activations(whole, final, axes, batch.axes, batch.has, SHARE * need),
+    whole_activations=replicated,
     slices=1 if slices is None else len(set(slices.tolist())),
   )
 

@@ -32,7 +32,7 @@ class StepOptions:
     reduction: dtype in which replicas sum their gradients, or None.
     pairs: whether metrics come as `(sum, count)` pairs.
     diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
-    compiler_options: options of XLA, as pairs of name and value.
+    compiler_options: options of XLA.
 
   Raises:
     TrainError: not a loss function, an invalid number of microbatches, or an unknown gradient layout or
@@ -47,7 +47,7 @@ class StepOptions:
   reduction: DTypeLike | None = None
   pairs: bool = False
   diagnostics: bool = False
-  compiler_options: tuple[tuple[str, CompilerOption], ...] = ()
+  compiler_options: Mapping[str, CompilerOption] | None = None
 
   def __post_init__(self) -> None:
     several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]

@@ -75,10 +75,10 @@ class Program:
     self,
     runs: Sequence[Callable[..., PyTree]],
     shardings: Any,
-    compiler_options: Sequence[tuple[str, CompilerOption]],
+    compiler_options: Mapping[str, CompilerOption] | None,
   ):
     self.is_known = True
-    self._options: dict[str, Any] = {"compiler_options": dict(compiler_options) or None}
+    self._options: dict[str, Any] = {"compiler_options": compiler_options}
     if shardings is not None:
       self._options |= {"donate_argnums": 0, "out_shardings": [*shardings, None]}
     self._others = [*dict.fromkeys(runs)]

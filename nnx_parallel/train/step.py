@@ -412,7 +412,7 @@ def train_step(
     reduction,
     pairs,
     diagnostics,
-    tuple((compiler_options or {}).items()),
+    compiler_options,
   )
   return TrainStep(options)
 
@@ -471,8 +471,9 @@ def eval_step(
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
-  own = tuple((compiler_options or {}).items())
-  options = StepOptions(loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs, compiler_options=own)
+  options = StepOptions(
+    loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs, compiler_options=compiler_options
+  )
   return EvalStep(options)
 
 
