@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
 from nnx_parallel.core.mesh import axis_sizes
@@ -41,7 +42,7 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
 
   Raises:
     ShardingError: there are no examples, the mesh axes do not divide the batch (the message shows the next
-      size that works), or a leaf is not an array of numbers.
+      size that works), a leaf is not an array of numbers, or the call is inside a compiled program.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
@@ -55,12 +56,26 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
 
   def place(path: Any, leaf: Leaf) -> jax.Array:
     name = f"batch{jax.tree_util.keystr(path)}"
+    check_concrete(name, leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       return jax.device_put(leaf, NamedSharding(plan.mesh, plan.batch_spec(leaf.ndim)))
     array = leaf if isinstance(leaf, jax.Array) else _host_array(name, leaf)
     return _placed(name, array, plan, global_batch=global_batch)
 
   return jax.tree_util.tree_map_with_path(place, batch)
+
+
+def check_concrete(name: str, value: Leaf) -> None:
+  """Raises for a traced value, which has no place on devices.
+
+  Raises:
+    ShardingError: names the value.
+  """
+  if isinstance(value, Tracer):
+    raise ShardingError(
+      f"{name} is a value inside a compiled program, and cannot be placed there.",
+      fix="place it before the call of the program; inside of it, nxp.constrain(x, 'batch', ...) shards it.",
+    )
 
 
 def _check_devices(plan: Plan) -> None:

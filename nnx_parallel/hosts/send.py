@@ -16,7 +16,7 @@ from nnx_parallel.core.types import AnyArray, PyTree, Variable
 from nnx_parallel.create.reshard import resized
 from nnx_parallel.create.slicing.assemble import put
 from nnx_parallel.errors import ShardingError
-from nnx_parallel.hosts.data import shard_batch
+from nnx_parallel.hosts.data import check_concrete, shard_batch
 from nnx_parallel.layout.plan import Plan
 
 T = TypeVar("T")
@@ -57,8 +57,8 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     The arrays, or the module `to`, and the bytes that were sent.
 
   Raises:
-    ShardingError: a Variable of `to` has no counterpart of its shape in `source`; a batch that does not
-      divide; `to` is no plan and no module.
+    ShardingError: a Variable of `to` has no counterpart of its shape in `source`; the mesh axes do not divide
+      a batch; `to` is neither a plan nor a module; or the call is inside a compiled program.
 
   Example:
     >>> import jax, nnx_parallel as nxp
@@ -80,6 +80,8 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
       fix="send(arrays, plan), or send(module, other_module); reshard(module, plan) makes a new module.",
     )
   mine, theirs = _variables(source), _variables(to)
+  for path, variable in (*mine.items(), *theirs.items()):
+    check_concrete(path_str(path), variable.get_raw_value())
   if wrong := [
     f"{path_str(path)}: {describe(goal)}, in the source "
     + (describe(mine[path]) if path in mine else "missing")

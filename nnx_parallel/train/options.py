@@ -35,8 +35,8 @@ class StepOptions:
     compiler_options: options of XLA.
 
   Raises:
-    TrainError: not a loss function, an invalid number of microbatches, or an unknown gradient layout or
-      reduction dtype.
+    TrainError: not a loss function, an invalid number of microbatches, an unknown gradient layout or
+      reduction dtype, or compiler options that are no dict.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -59,6 +59,11 @@ class StepOptions:
         )
     if self.microbatches < 1:
       raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
+    if self.compiler_options is not None and not isinstance(self.compiler_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise TrainError(
+        f"compiler_options={self.compiler_options!r} is no dict of names and values.",
+        fix='compiler_options={"xla_tpu_scoped_vmem_limit_kib": 65536}, for example.',
+      )
     if self.gradients not in (None, "like_parameters", "scattered"):
       raise TrainError(
         f"gradients={self.gradients!r} is not a layout.",

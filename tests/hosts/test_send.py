@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ShardingError
@@ -30,6 +32,13 @@ class Net(nnx.Module):
 
   def __call__(self, x):
     return self.down(self.drop(nnx.relu(self.up(x))))
+
+
+class Holder(nnx.Module):
+  """One array."""
+
+  def __init__(self, x):
+    self.x = nnx.Param(x)
 
 
 def stored_bytes(tree):
@@ -92,6 +101,33 @@ def test_what_a_device_holds_already_is_not_counted():
   assert nxp.parallel.send(columns, plan).nbytes == X.nbytes * 7 // 8
 
 
+@given(data=st.data(), rows=st.sampled_from([8, 16]), columns=st.sampled_from([8, 24]))
+@settings(max_examples=40, deadline=None)
+def test_bytes_are_the_elements_that_a_device_did_not_hold(data, rows, columns):
+  axes = st.sampled_from([None, "a", "b", ("a", "b"), ("b", "a")])
+  used = lambda entry: {entry} if isinstance(entry, str) else {*(entry or ())}
+  specs = st.tuples(axes, axes).filter(lambda spec: not used(spec[0]) & used(spec[1]))
+  meshes = st.permutations(range(8)).map(
+    lambda order: jax.sharding.Mesh(np.array(jax.devices())[np.array(order)].reshape(2, 4), ("a", "b"))
+  )
+  before, after = (
+    jax.device_put(
+      np.arange(rows * columns, dtype=np.float32).reshape(rows, columns),
+      jax.NamedSharding(data.draw(meshes), jax.P(*data.draw(specs))),
+    )
+    for _ in range(2)
+  )
+  held = {shard.device: {*np.asarray(shard.data).ravel()} for shard in before.addressable_shards}
+  wanted = sum(
+    len({*np.asarray(shard.data).ravel()} - held[shard.device]) for shard in after.addressable_shards
+  )
+  source, target = Holder(before), Holder(jnp.zeros_like(after))
+  sent = nxp.parallel.send(source, target)
+  assert sent.nbytes == 4 * wanted
+  np.testing.assert_array_equal(target.x.get_value(), before)
+  assert target.x.get_value().sharding == after.sharding
+
+
 def test_errors():
   mesh = nxp.make_mesh(data=8)
   small, large = (nxp.create_sharded_model(lambda w=w: Net(w, 0), mesh) for w in (8, 16))
@@ -100,6 +136,11 @@ def test_errors():
   with pytest.raises(ShardingError, match=message):
     nxp.parallel.send(small, large)
   jax.tree.map(np.testing.assert_array_equal, values(large), before)
+  inside = "is a value inside a compiled program, and cannot be placed there"
+  with pytest.raises(ShardingError, match=f"batch {inside}"):
+    jax.jit(lambda x: nxp.parallel.send(x, nxp.plan(lambda: Net(8, 0), mesh)).value)(X)
+  with pytest.raises(ShardingError, match=f"kernel {inside}|bias {inside}"):
+    nnx.jit(lambda module: nxp.parallel.send(module, small).nbytes)(small)
   with pytest.raises(ShardingError, match=r"send\(source, to\) got a dict and a Mesh"):
     nxp.parallel.send({"x": X}, mesh)
   with pytest.raises(

@@ -958,3 +958,5 @@ def test_options_of_the_compiler_reach_it(tmp_path, make):
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
       wrong.lower(*objects, batch).compile()
   step(*objects, batch)  # the failed compilation took nothing away
+  with pytest.raises(nxp.errors.TrainError, match=r"compiler_options=\['xla'\] is no dict of names"):
+    make_step(loss, compiler_options=["xla"])
