@@ -63,15 +63,15 @@ def digest(array: Array, shape: Shape | None = None) -> Callable[[], int]:
 
 
 def digest_later(array: Array) -> Callable[[], int]:
-  """`digest`, for which a training loop need not wait.
+  """Starts `digest`, so that a training loop need not wait for it.
 
   The array may be donated or changed as soon as this returns. On GPUs and TPUs the programs are already in
   the device's queue. On CPUs the work would take the caller's cores, so it is done later, on views of the
   shards' memory, as Orbax writes them: jax does not donate a buffer that has a view.
 
   Returns:
-    As `digest`; but of an array that each process has as a whole, all processes but process 0 return zero.
-    Call it once, on any thread.
+    A function like the result of `digest`. If every process holds the full array, it returns zero on all
+    processes except process 0. Call it once, on any thread.
 
   Example:
     >>> x = jnp.arange(6.0)

@@ -28,8 +28,8 @@ class Sent(NamedTuple, Generic[T]):
 
   Attributes:
     value: the arrays on the other mesh, or the module that got the values.
-    nbytes: the bytes that devices get from other devices, or from the host: each device's shards, except for
-      the parts that it held already.
+    nbytes: the number of bytes that the devices receive from other devices or from the host: the shards of
+      each device, without the parts that the device already held.
   """
 
   value: T
@@ -49,9 +49,10 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
 
   Args:
     source: a pytree of arrays, such as predictions, with the batch on dim 0; or a live module.
-    to: for arrays, the plan of the model that reads them: they get its batch layout, as in `shard_batch`. For
-      a module, a live module with the same Variables: its Variables get the values, in their own sharding,
-      dtype and padding; it keeps its random state. Values are cast before they are sent.
+    to: for arrays, the plan of the model that reads the arrays; the arrays get the batch layout of this plan,
+      as in `shard_batch`. For a module, a live module with the same Variables. These Variables get the
+      values, and keep their sharding, dtype and padding; random state is not sent. Values are cast before
+      they are sent.
 
   Returns:
     The arrays, or the module `to`, and the bytes that were sent.

@@ -29,8 +29,8 @@ from nnx_parallel.interop.weights import Rule, WeightMap
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _START = "base_model.model."
 _TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None, "vit": None}
-# Settings of PEFT that are followed here, or that change nothing once an adapter is trained. All others, also
-# those of later versions of PEFT, must be off.
+# Settings of PEFT that are followed here, or that change nothing once an adapter is trained. All other
+# settings, also of later versions of PEFT, must be off.
 _FOLLOWED = {
   "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules",
   "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout", "task_type",

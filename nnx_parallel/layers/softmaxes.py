@@ -149,7 +149,7 @@ class Softmaxes:
     return found
 
   def before_sum(self, exp: JaxprEqn) -> str | None:
-    """Describes an exponential that a product reads before its division by the sum; None if there is none."""
+    """Describes a product that reads exponentials before their division by the sum; None without one."""
     readers = [self.body.eqns[n] for n in self._readers.get(exp.outvars[0], [])]
     product = next((eqn for eqn in readers if eqn.primitive.name == "dot_general"), None)
     if product is None:

@@ -56,8 +56,8 @@ def resolve_spec(
   Dims are resolved from left to right. A name with a rule gets the first candidate whose axes are in the
   mesh, are not used by an earlier dim, and divide the dim. A name without a rule must be a mesh axis. A dim
   with a tuple of names gets the axes of all these names, major to minor. The candidates of the names are
-  tried in combination (those of the last name vary first), and the `uneven` policy of the first name applies.
-  The order of the rules never matters.
+  tried in combination (the candidates of the last name vary first), and the `uneven` policy of the first name
+  applies. The order of the rules never matters.
 
   Args:
     names: one entry for each dim; `None` does not shard the dim.
