@@ -55,7 +55,7 @@ class Pipeline:
       (interleaved) schedule, which has a smaller bubble and sends more.
     order: the order of forward and backward in a train step. `"gpipe"`: all microbatches forward, then all
       backward, so a stage saves an input for each microbatch and chunk. `"1f1b"`: forward and backward in
-      turn, for groups of one microbatch for each stage, so a stage saves the inputs of
+      turn, for groups of one microbatch for each stage, so a stage saves the inputs of at most
       `3 * stages * virtual_stages` chunks, however many microbatches there are. Both have the same bubble.
 
   Raises:
@@ -82,7 +82,7 @@ class Pipeline:
   def saved_inputs(self, schedule: Schedule) -> int:
     """The number of inputs of chunks that each stage saves for the backward pass."""
     if self.order == "1f1b":
-      return GROUPS * schedule.stages * schedule.virtual_stages
+      return min(GROUPS, schedule.groups) * schedule.stages * schedule.virtual_stages
     return schedule.ticks
 
 

@@ -28,10 +28,12 @@ import numpy as np
 
 from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import among, dependents, is_inexact
+from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.types import AnyArray, PyTree, Var
-from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swapped, where
-from nnx_parallel.layers.stacks import Key, each_of, variables
-from nnx_parallel.layers.stages import TrainPipeline
+from nnx_parallel.errors import SchemeError
+from nnx_parallel.layers.pipeline import GROUPS, Belt, Pipeline, PipelineLoop, at, put, staged, swapped, where
+from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
+from nnx_parallel.layers.stages import Signature, TrainPipeline
 
 
 class Weights(NamedTuple):
@@ -76,7 +78,27 @@ class Pipeline1F1B(TrainPipeline):
   """A traced loss of one microbatch as a pipeline whose saved arrays do not grow with the microbatches.
 
   The first result of the program is the loss. Only the loss has a gradient, in reverse mode.
+
+  Raises:
+    SchemeError: besides the errors of `TrainPipeline`, there is only one stage.
   """
+
+  def __init__(
+    self,
+    program: Stacks,
+    signature: Signature,
+    how: Treatment,
+    options: Pipeline,
+    microbatches: int,
+    mesh: AnyMesh | None,
+  ):
+    super().__init__(program, signature, how, options, microbatches, mesh)
+    if self.schedule.stages == 1:
+      raise SchemeError(
+        'order="1f1b" needs 2 stages at least.',
+        details=f"the mesh axis {options.axis!r} has size 1",
+        fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
+      )
 
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
     """As in `TrainPipeline`."""
@@ -116,6 +138,7 @@ class _Gradients:
     self, of: TrainPipeline, model: list[jax.Array], parts: list[jax.Array], trained: Collection[int]
   ):
     self.of, self.model, self.trained, self.stack = of, model, trained, of.stack
+    self.groups = min(GROUPS, of.schedule.groups)
     starts, self.ends = of.count(model)
     varying: Values = dict(zip(of.inputs[of.signature.model :], parts, strict=True)) | starts
     self.fixed = values_of(of.program.jaxpr, model)
@@ -204,7 +227,7 @@ class _Gradients:
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
     plan, loop = self.of.schedule, self.loop
-    slots = GROUPS * plan.stages * plan.virtual_stages
+    slots = self.groups * plan.stages * plan.virtual_stages
     stages = np.arange(plan.stages)
     state = {key: self.rows[key] for key in self.of.of_layers}
     first = loop.by_stage(at)(state, 0 * stages)
@@ -232,7 +255,7 @@ class _Gradients:
     """Where a chunk's arrays are saved, for a microbatch: by group, chunk and microbatch of the group."""
     plan = self.of.schedule
     group, place = microbatch // plan.stages, microbatch % plan.stages
-    return (group % GROUPS * plan.virtual_stages + repeat) * plan.stages + place
+    return (group % self.groups * plan.virtual_stages + repeat) * plan.stages + place
 
   def _forward(
     self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree, idle: PyTree
@@ -384,7 +407,7 @@ class _Gradients:
 
   def _with_made_gradients(self, under: Under, group: AnyArray, gradients: list[jax.Array]) -> Under:
     plan = self.of.schedule
-    start = group % GROUPS * plan.stages * plan.virtual_stages
+    start = group % self.groups * plan.stages * plan.virtual_stages
 
     def put(saved: jax.Array, new: jax.Array) -> jax.Array:
       part = jax.linear_transpose(self._by_microbatch, self._of_group(saved, group))(new)[0]
@@ -395,7 +418,7 @@ class _Gradients:
   def _of_group(self, saved: jax.Array, group: AnyArray) -> jax.Array:
     plan = self.of.schedule
     count = plan.stages * plan.virtual_stages
-    return jax.lax.dynamic_slice_in_dim(saved, group % GROUPS * count, count, 1)
+    return jax.lax.dynamic_slice_in_dim(saved, group % self.groups * count, count, 1)
 
   def _by_microbatch(self, x: jax.Array) -> jax.Array:
     """`[stage, virtual_stages x microbatch, chunk, ...]` as `[microbatch, layer, ...]`."""
