@@ -4,7 +4,7 @@ A *tick* is one scan step, in which each stage computes one *chunk* of its layer
 have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
 every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
 saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
-grows with the number of microbatches; with the schedule 1F1B it would not.
+grows with the number of microbatches; `pipeline_1f1b.py` has the order in which it does not.
 
 Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
 microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
@@ -246,30 +246,27 @@ class PipelineLoop:
     shared, gathered = self.for_each_stage((shared, gathered))
     rows, active = swapped((rows, active))
 
-    def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
-      ring, line, state, outputs = carry
-      works, microbatch, repeat = plan.item(t, stages)
-      group, place = t // (plan.stages * plan.virtual_stages), t % (plan.stages * plan.virtual_stages)
-      # Bubbles compute on real values: their results are unused and have gradient 0, but 0 * inf is not 0.
-      line = where(place == 0, at(inputs, jnp.minimum(group, plan.groups - 1)), line)
-      given = self._where((stages == 0) & (repeat == 0), line, ring)
-      given = self._where(works, given, first)
-      before = read(swapped(state), repeat)
-      microbatch = jnp.clip(microbatch, 0, plan.microbatches - 1)
-      result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
-      result = _marked(result, works)
-      # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
-      changed = jax.lax.stop_gradient(self._where(works, changed, before))
-      state = swapped(write(swapped(state), repeat, changed))
-      moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
-      pushes = (place < plan.stages - 1) | (place == plan.stages * plan.virtual_stages - 1)
-      line = where(pushes, moved, line) if plan.virtual_stages > 1 else moved
-      return (self._moved(result, 1), line, state, put(outputs, group, line)), made
+    def step(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
+      belt, state, outputs = carry
 
-    carry = (first, first, jax.lax.stop_gradient(state), outputs)
-    (_, line, state, outputs), made = jax.lax.scan(tick, carry, jnp.arange(plan.ticks))
+      def run(
+        given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
+      ) -> tuple[PyTree, PyTree]:
+        before = read(swapped(state), repeat)
+        result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
+        # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
+        changed = jax.lax.stop_gradient(self._where(works, changed, before))
+        return result, (swapped(write(swapped(state), repeat, changed)), made)
+
+      group = t // (plan.stages * plan.virtual_stages)
+      entering = at(inputs, jnp.minimum(group, plan.groups - 1))
+      belt, (state, made) = self.tick(belt, t, entering, first, run)
+      return (belt, state, put(outputs, group, belt.line)), made
+
+    carry = (Belt(first, first, first, first), jax.lax.stop_gradient(state), outputs)
+    (belt, state, outputs), made = jax.lax.scan(step, carry, jnp.arange(plan.ticks))
     # The last group has one place to go.
-    outputs = self._moved(put(outputs, plan.groups, self._moved(line, -1)), 1, 1)
+    outputs = self._moved(put(outputs, plan.groups, self._moved(belt.line, -1)), 1, 1)
     early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
     found = swapped(self._where(stages == 0, swapped(early), swapped(late)))
     return found, state, self._of(made)
@@ -284,7 +281,7 @@ class PipelineLoop:
     *,
     backwards: bool = False,
   ) -> tuple[Belt, PyTree]:
-    """One tick of either direction, for a loop that calls the two directions in turn (`pipeline_1f1b.py`).
+    """One tick of either direction.
 
     Args:
       belt: what is under way.
@@ -306,6 +303,7 @@ class PipelineLoop:
     last = where(place == 0, belt.line, belt.last)
     line = where(place == 0, entering, belt.line)
     given = self._where((stages == 0) & (repeat == 0), line, belt.ring)
+    # Bubbles compute on real values: their results are unused and have gradient 0, but 0 * inf is not 0.
     given = self._where(works, given, idle)
     if backwards:
       microbatch = microbatch // plan.stages * plan.stages + plan.stages - 1 - microbatch % plan.stages
