@@ -61,10 +61,11 @@ html_show_sphinx = False
 
 
 def write_api(_: Sphinx) -> None:
-  """Writes a page for each public module, with all its names."""
+  """Writes a page for each public module, with all its names, and one for the types of their results."""
   folder = ROOT / "guides" / "api"
   folder.mkdir(exist_ok=True)
   package = importlib.import_module("nnx_parallel")
+  public: list[Any] = []
   for space in ("", *(name for name in package.__all__ if inspect.ismodule(getattr(package, name)))):
     module = getattr(package, space) if space else package
     shown = "nxp." + space if space else "nxp"
@@ -73,9 +74,41 @@ def write_api(_: Sphinx) -> None:
       value = getattr(module, name)
       if inspect.ismodule(value):
         continue
+      public.append(value)
       kind = "autoclass" if inspect.isclass(value) else "autofunction" if callable(value) else "autodata"
       lines += [f".. {kind}:: {module.__name__}.{name}", "   :members:" if kind == "autoclass" else "", ""]
     (folder / f"{space or 'nxp'}.md").write_text("\n".join([*lines, "```", ""]))
+  lines = ["# Types of results", "", "Calls return these types. You do not create them.", "", "```{eval-rst}"]
+  for kind in results_of(public):
+    lines += [f".. autoclass:: {kind.__module__}.{kind.__qualname__}()", "   :members:", ""]
+  (folder / "results.md").write_text("\n".join([*lines, "```", ""]))
+
+
+def results_of(public: list[Any]) -> list[type]:
+  """The classes without a public name that some names return or have as attributes."""
+  modules = [m for name, m in sys.modules.items() if name.startswith("nnx_parallel.")]
+  classes = {
+    name: value for m in modules for name, value in vars(m).items()
+    if inspect.isclass(value) and value.__doc__ and re.match(r"nnx_parallel\.(?!core)", value.__module__)
+  }  # fmt: skip
+  found: dict[str, type] = {}
+  queue = [*public]
+  while queue:
+    value = queue.pop()
+    attributes = (
+      [v for name, v in vars(value).items() if name[0] != "_"] if inspect.isclass(value) else [value]
+    )
+    calls = [getattr(v, "fget", None) or getattr(v, "__func__", v) for v in attributes]
+    texts = [str(inspect.get_annotations(call).get("return")) for call in calls if inspect.isfunction(call)]
+    if inspect.isclass(value):
+      texts += [
+        str(text) for name, text in inspect.get_annotations(value).items() if not name.startswith("_")
+      ]
+    for name in re.findall(r"\b[A-Z]\w+", " ".join(texts)):
+      if (kind := classes.get(name)) is not None and kind not in public and name not in found:
+        found[name] = kind
+        queue.append(kind)
+  return sorted(found.values(), key=lambda kind: kind.__name__)
 
 
 def cells(text: str) -> list[dict[str, Any]]:
