@@ -85,7 +85,7 @@ class LeafPlan:
 
   @functools.cached_property
   def sharding(self) -> NamedSharding:
-    """The `NamedSharding`: the spec on the mesh of the plan, with the memory kind."""
+    """The `NamedSharding`, which is the spec on the mesh of the plan with the memory kind."""
     return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)  # pyright: ignore[reportArgumentType]
 
   @property
@@ -95,7 +95,7 @@ class LeafPlan:
 
   @functools.cached_property
   def storage_shape(self) -> tuple[int, ...]:
-    """The global shape as stored: `shape` plus `padding`."""
+    """The global shape as stored, which is `shape` plus `padding`."""
     return tuple(size + extra for size, extra in zip(self.shape, self.padding, strict=True))
 
   @functools.cached_property
@@ -115,15 +115,15 @@ class LeafPlan:
 
   @property
   def local_shape(self) -> tuple[int, ...]:
-    """The per-device shape: the shape of one shard of `storage_shape`."""
+    """The per-device shape, which is the shape of one shard of `storage_shape`."""
     return tuple(size // count for size, count in zip(self.storage_shape, self.shards, strict=True))
 
   @property
   def copies(self) -> int:
-    """The number of devices that hold the same shard: 1 if the array is not replicated at all."""
+    """The number of devices that hold the same shard; 1 if the array is not replicated at all."""
     return self.mesh.size // math.prod(self.shards)
 
   @property
   def struct(self) -> jax.ShapeDtypeStruct:
-    """The array as a `jax.ShapeDtypeStruct`: storage shape, dtype, sharding and memory kind."""
+    """The array as a `jax.ShapeDtypeStruct` with storage shape, dtype, sharding and memory kind."""
     return jax.ShapeDtypeStruct(self.storage_shape, self.dtype, sharding=self.sharding)

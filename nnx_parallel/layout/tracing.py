@@ -72,7 +72,7 @@ class Abstract:
 
   @functools.cached_property
   def node(self) -> Any:
-    """The object with a `ShapeDtypeStruct` in each Variable: to walk through its modules, and to look at."""
+    """The object with a `ShapeDtypeStruct` in each Variable, for code that walks through its modules."""
     return merge(self.graphdef, self.state)
 
   def chosen(self, wrt: nnx.filterlib.Filter) -> State:

@@ -153,7 +153,7 @@ class CompileReport(Paged):
 
   @property
   def faults(self) -> tuple[Fault, ...]:
-    """Results that the compiler's partitioner gets wrong: gradients, new parameters, the loss.
+    """Results that the compiler's partitioner gets wrong (gradients, new parameters, the loss).
 
     Raises:
       ReportError: the results were not compared.

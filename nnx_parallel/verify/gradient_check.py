@@ -98,7 +98,7 @@ class GradientCheck(Shown):
 
   @property
   def summary(self) -> str:
-    """One line of text: whether the gradients are right, and the values that were not checked."""
+    """One line of text with the verdict on the gradients and the values that were not checked."""
     count = len({leaf for look in self.comparisons for leaf in look.leaves})
     verdict = "right" if all(look.verdict == "right" for look in self.comparisons) else "not decided"
     said = f"the gradients of {count} leaves are {verdict}, to {self.tolerance:.0e} ({self.dtype})"

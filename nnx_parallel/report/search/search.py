@@ -89,7 +89,7 @@ class Candidate:
 
   @property
   def refused(self) -> str:
-    """Why the compiled program must not run: wrong results, or too little memory; else an empty string."""
+    """Why the compiled program must not run (wrong results, or too little memory), or an empty string."""
     if self.report is None:
       return ""
     if self.report.faults:
