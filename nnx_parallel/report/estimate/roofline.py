@@ -119,7 +119,7 @@ class StepTime(Shown):
 
   @property
   def mfu(self) -> float:
-    """The model FLOP utilisation, which is `model_flops` divided by the peak FLOPs in the time of the step."""
+    """The model FLOP utilisation, which is `model_flops` divided by the peak FLOPs in that time."""
     return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
 
   def table(self) -> Table:
