@@ -1,0 +1,470 @@
+"""Writes the shardings that make a model run on Explicit axes, as a patch for its source.
+
+Two traces of the loss find them. On Auto axes, where all operations work, mesh axes are followed from the
+parameters and the batch to each result (`core/flow.py`). On Explicit axes, each call that jax refuses is
+called again: with `out_sharding=` of that layout where it has such an argument, else with resharded operands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from nnx_parallel.core.axes import axes_by_dim, entry_of, without
+from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
+from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
+from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes
+from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree
+from nnx_parallel.errors import RecipeError, TrainError
+from nnx_parallel.interop.source import Change, Place, Source
+from nnx_parallel.layout.constrain import scoped
+from nnx_parallel.layout.planning import plan
+from nnx_parallel.rules.ruleset import Rules
+from nnx_parallel.train.binding import Template
+from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.train.losses import mean, terms
+
+_MARK = "nnx_parallel annotate "
+_RESHARDS = (jax.sharding.reshard, jax.reshard)
+_STATED = ("out_sharding", "qkv_sharding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+  """What `annotate` found.
+
+  Attributes:
+    patch: the changes of the file, as a unified diff; empty if the model needs none.
+    text: the changed text of the file.
+    missing: what could not be annotated: one text for each place, with the reason.
+  """
+
+  patch: str
+  text: str
+  missing: tuple[str, ...] = ()
+
+  def __str__(self) -> str:
+    return "\n".join([self.patch, *self.missing])
+
+
+def annotate(
+  file: str | os.PathLike[str],
+  mesh: AnyMesh,
+  rules: Rules,
+  batch: PyTree,
+  *,
+  init: str = "init",
+  loss: str = "loss",
+) -> Annotation:
+  """Writes the shardings that a model has to state on Explicit axes, as a patch of its file.
+
+  The patch adds `out_sharding=` arguments and calls of `jax.sharding.reshard`. A model with these runs on
+  Explicit axes in plain jax and flax, and needs no `jax.sharding.auto_axes`; on Auto axes, jax refuses it.
+  Nothing is written to the file.
+
+  Args:
+    file: the Python file with the model and the loss.
+    mesh: a mesh, real or abstract, with axes of any type.
+    rules: how names or paths map to mesh axes, as for `nxp.plan`.
+    batch: a batch of arrays or `ShapeDtypeStruct`s.
+    init: the name of the function that makes the model.
+    loss: the name of the function `loss(model, batch)`.
+
+  Returns:
+    The patch, and the places that it leaves open.
+
+  Raises:
+    RecipeError: the file does not define the functions.
+    TrainError: the plan pads an array, which no type can say.
+
+  Example:
+    >>> import nnx_parallel as nxp
+    >>> recipe = nxp.recipes.load_recipe("starter")
+    >>> batch = next(recipe.batches())
+    >>> found = nxp.interop.annotate(recipe.source, nxp.abstract_mesh(fsdp=8), recipe.rules(), batch)
+    >>> [line for line in found.patch.splitlines() if line.startswith("+ ")]
+  """
+  source = Source(Path(file))
+  finder = _Finder(source)
+  hooked = _Traced(source.load(_name(source), finder.call), mesh, rules, batch, init, loss)
+  finder.follow(hooked)
+  missing = finder.refused(hooked)
+  while finder.again and not missing:
+    missing = finder.refused(hooked)
+  text = source.edited({site: way.change for site, way in sorted(finder.found.items())})
+  if not missing:
+    made = Source(source.path, text)
+    missing = finder.refused(_Traced(made.load(_name(source)), mesh, rules, batch, init, loss), made)
+  return Annotation(_patch(source, text), text, missing)
+
+
+def _patch(source: Source, text: str) -> str:
+  """The difference as `git apply` and `patch` read it."""
+  name = source.path.name if source.path.is_absolute() else source.path.as_posix()
+  before, after = (x.splitlines(keepends=True) for x in (source.text, text))
+  lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+  return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _name(source: Source) -> str:
+  return f"nnx_parallel_annotated_{source.path.stem}"
+
+
+class _Traced:
+  """The loss of a module of Python, planned on Explicit axes."""
+
+  def __init__(self, module: ModuleType, mesh: AnyMesh, rules: Rules, batch: PyTree, init: str, loss: str):
+    for name in (init, loss):
+      if not callable(getattr(module, name, None)):
+        raise RecipeError(
+          f"{module.__file__} does not define {name}().",
+          fix=f"def {name}(...), or the name of your function.",
+        )
+    self._loss = getattr(module, loss)
+    self.plan = plan(getattr(module, init), abstract_mesh(axis_sizes(mesh), explicit=True), rules)
+    rows = self.plan.of("model")
+    for row in rows.values():
+      if any(row.padding):
+        raise TrainError(
+          f"the plan pads {row.name}, and on Explicit axes an array has no hidden padding.",
+          details=f"shape {row.shape}, stored as {row.storage_shape}",
+          fix='uneven="next" or "replicate" instead of "pad".',
+        )
+    self._template = Template(self.plan.abstract["model"].node)
+    arrays = [rows[self._template.paths[i]].struct for i in self._positions]
+    examples = jax.tree.map(self._example, batch)
+    self.inputs: tuple[list[jax.ShapeDtypeStruct], PyTree] = arrays, examples
+
+  @property
+  def _positions(self) -> list[int]:
+    return sorted([*self._template.variables, *self._template.raw])
+
+  def _example(self, x: AnyArray) -> jax.ShapeDtypeStruct:
+    spec = self.plan.batch_spec(jnp.ndim(x))
+    where = jax.NamedSharding(self.plan.mesh, spec)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=where)
+
+  def loss(self, arrays: Sequence[jax.Array], batch: PyTree) -> jax.Array:
+    """The loss as a function of arrays."""
+    given = {**self._template.constants, **dict(zip(self._positions, arrays, strict=True))}
+    with nnx.use_eager_sharding(False):
+      model = self._template.build([given[i] for i in range(len(given))])
+      found = terms(call_loss(self._loss, model, batch))
+    return mean(found.sums["loss"], found.counts["loss"])
+
+  def gradients(self) -> None:
+    """Traces the loss and its gradients on Explicit axes."""
+    arrays, batch = self.inputs
+    floats = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
+      def loss(trained: list[jax.Array]) -> jax.Array:
+        return self.loss(
+          [*(dict(enumerate(arrays)) | dict(zip(floats, trained, strict=True))).values()], batch
+        )
+
+      return jax.grad(loss)([arrays[n] for n in floats])
+
+    with scoped(self.plan.activation_rules):
+      jax.eval_shape(run, arrays, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+  """How to state a sharding at a site: `Change`, with mesh axes in place of text."""
+
+  keywords: Mapping[str, Axes] = dataclasses.field(default_factory=dict[str, Axes])
+  operands: Mapping[Place, Axes] = dataclasses.field(default_factory=dict[Place, Axes])
+  form: str = ""
+
+  def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The call of a site in this way."""
+    inputs = [*args]
+    for place, axes in self.operands.items():
+      if not place:
+        function = getattr(jax.sharding.reshard(function.__self__, _spec(axes)), function.__name__)
+      elif len(place) == 1:
+        inputs[place[0]] = jax.sharding.reshard(inputs[place[0]], _spec(axes))
+      else:
+        elements = [*inputs[place[0]]]
+        elements[place[1]] = jax.sharding.reshard(elements[place[1]], _spec(axes))
+        inputs[place[0]] = elements
+    stated = {**kwargs, **{key: _spec(axes) for key, axes in self.keywords.items()}}
+    if self.form == "matmul":
+      return jnp.matmul(*inputs, **stated)
+    if self.form == "get":
+      return inputs[0].at[inputs[1]].get(**stated)
+    if self.form == "take":
+      return (
+        inputs[0].at[inputs[1]].get(mode="fill", **self.keywords and {"out_sharding": stated["out_sharding"]})
+      )
+    return function(*inputs, **stated)
+
+  @property
+  def change(self) -> Change:
+    """The same, as text."""
+    keywords, operands = ({k: _text(axes) for k, axes in x.items()} for x in (self.keywords, self.operands))
+    return Change(keywords, operands, self.form)
+
+
+def _spec(axes: Axes) -> PartitionSpec:
+  return PartitionSpec(*map(entry_of, axes))
+
+
+def _text(axes: Axes) -> str:
+  """The entries of a spec as they are written.
+
+  Example:
+    >>> _text((("data", "fsdp"), (), ("tensor",)))
+    '("data", "fsdp"), None, "tensor"'
+  """
+  return ", ".join(repr(entry_of(dim)).replace("'", '"') for dim in axes)
+
+
+class _Refused(Exception):
+  """A site that no way of stating a sharding helps."""
+
+
+class _Finder:
+  """Calls the sites of a source: as they are, marked on Auto axes, or as Explicit axes need them.
+
+  Attributes:
+    found: how to state a sharding, by site.
+    again: whether the last trace has found a way, so that its earlier calls may have another type now.
+  """
+
+  def __init__(self, source: Source):
+    self._source = source
+    self._mode = ""
+    self._layouts: dict[int, Axes] = {}
+    self._batch: frozenset[str] = frozenset()
+    self._failed: dict[int, list[_Way]] = {}
+    self.found: dict[int, _Way] = {}
+    self.again = False
+
+  def call(self, site: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The hook."""
+    if self._mode == "auto":
+      return self._marked(site, function, args, kwargs)
+    if self._mode == "explicit":
+      return self._stated(site, function, args, kwargs)
+    return function(*args, **kwargs)
+
+  def _marked(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result on Auto axes, which refuse the shardings that a model states already."""
+    stated = {key: x for key, x in kwargs.items() if key not in _STATED}
+    result = args[0] if function in _RESHARDS else function(*args, **stated)
+    if isinstance(result, jax.core.Tracer) and not is_key(result.dtype):
+      return checkpoint_name(result, f"{_MARK}{site}.{result.ndim}")
+    return result
+
+  def _stated(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result on Explicit axes."""
+    way = self.found.get(site, _Way())
+    try:
+      return way.run(function, args, kwargs)
+    except Exception as error:
+      if not _is_refusal(error):
+        raise
+      refusal = error
+    self._failed.setdefault(site, []).append(way)
+    for way in self._ways(site, function, args, kwargs):
+      if way in self._failed[site]:
+        continue
+      try:
+        result = way.run(function, args, kwargs)
+      except Exception:  # of any kind: a way that does not fit this function
+        self._failed[site].append(way)
+        continue
+      self.found[site], self.again = way, True
+      return result
+    raise _Refused(self._source.where(site), refusal) from refusal
+
+  def _ways(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[_Way]:
+    """What could be stated, the best first: the sharding of the result, then other shardings of operands."""
+    layout = self._layouts.get(site)
+    names = _parameters(function) - kwargs.keys()
+    if layout is not None:
+      stated = {"out_sharding": layout}
+      if "qkv_sharding" in names:
+        stated["qkv_sharding"] = self._of_heads(function, layout)
+      if names >= stated.keys():
+        yield _Way(stated)
+      if function is operator.matmul:
+        yield _Way(stated, form="matmul")
+      if function is operator.getitem:
+        yield _Way(stated, form="get")
+      if function is jnp.take and self._source.is_take(site):
+        yield _Way(stated, form="take")
+    places = {place: _operand(place, function, args) for place in self._source.operands(site)}
+    arrays = {place: x for place, x in places.items() if _is_typed(x)}
+    if layout is not None:
+      yield from self._of_operands({n: _aligned(x, layout) for n, x in arrays.items()}, arrays)
+    for left_out in (self._batch, self._others):
+      kept = {n: tuple(without(dim, left_out) for dim in _axes(x)) for n, x in arrays.items()}
+      yield from self._of_operands(kept, arrays)
+
+  @property
+  def _others(self) -> frozenset[str]:
+    return self._axes - self._batch
+
+  def _of_operands(self, layouts: Mapping[Place, Axes], arrays: Mapping[Place, Any]) -> Iterator[_Way]:
+    """Each operand alone in its layout, then all, as far as that changes something."""
+    changed = {n: axes for n, axes in layouts.items() if axes != _axes(arrays[n])}
+    for n, axes in changed.items():
+      yield _Way(operands={n: axes})
+    if len(changed) > 1:
+      yield _Way(operands=changed)
+
+  def _of_heads(self, attention: Any, layout: Axes) -> Axes:
+    """The layout of queries in `nnx.MultiHeadAttention`: (batch, length, heads, head size)."""
+    kernel = _axes(attention.query.kernel[...])
+    return (*layout[:-1], *(without(dim, self._batch) for dim in kernel[-2:]))
+
+  def follow(self, traced: _Traced) -> None:
+    """Traces on Auto axes, and finds the layout of the result of each site."""
+    arrays, batch = traced.inputs
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.inputs)
+    self._mode = "auto"
+    with scoped(traced.plan.activation_rules.on_auto_axes()):
+      program = jax.make_jaxpr(traced.loss)(*plain)
+    self._mode, sizes = "", axis_sizes(traced.plan.mesh)
+    self._batch, self._axes = frozenset(traced.plan.batch_axes), frozenset(sizes)
+    marked: dict[tuple[int, int], Axes] = {}
+
+    def followed(eqn: JaxprEqn, flows: list[Flow]) -> Any:
+      if eqn.primitive.name != "shard_map" and wiring(eqn).inner:
+        return DEFAULT
+      found = _followed(eqn, flows, self._batch)
+      mark = str(eqn.params.get("name", ""))
+      if eqn.primitive.name == "name" and mark.startswith(_MARK):
+        site, rank = map(int, mark.removeprefix(_MARK).split("."))
+        shape = eqn.outvars[0].aval.shape
+        dims = [_dividing(dim, size, sizes) for dim, size in zip(found[0].axes, shape, strict=True)]
+        marked[site, id(eqn)] = tuple(dims[len(dims) - rank :])  # `jax.vmap` adds dims in front
+      return found
+
+    flows = [_flow(x, data=False) for x in arrays] + [_flow(x, data=True) for x in jax.tree.leaves(batch)]
+    facts_of(program, flows, Facts(_unsplit, followed, _either, _of_row, _of_rows))
+    for (site, _), axes in marked.items():
+      self._layouts[site] = _common(self._layouts.get(site, axes), axes)
+
+  def refused(self, traced: _Traced, source: Source | None = None) -> tuple[str, ...]:
+    """Traces on Explicit axes; returns what jax refuses still."""
+    self._mode, self.again = "explicit", False
+    try:
+      traced.gradients()
+    except _Refused as error:
+      return (_first_line(*error.args),)
+    except Exception as error:
+      refusal = error if _is_refusal(error) else error.__cause__
+      if refusal is None or not _is_refusal(refusal):
+        raise
+      return (_first_line((source or self._source).on_stack(refusal), refusal),)
+    finally:
+      self._mode = ""
+    return ()
+
+
+def _first_line(where: str, error: BaseException) -> str:
+  said = str(error).split("\n")[0]
+  return f"{where}\n  {type(error).__name__}: {said}"
+
+
+def _is_refusal(error: BaseException) -> bool:
+  """Whether jax asks for a sharding; it does not export the class of most of these errors."""
+  if type(error).__name__ == "ShardingTypeError":
+    return True
+  return isinstance(error, (NotImplementedError, TypeError, ValueError)) and "sharding" in str(error)
+
+
+def _parameters(function: Any) -> set[str]:
+  try:
+    return {*inspect.signature(function).parameters}
+  except (TypeError, ValueError):  # written in C
+    return set()
+
+
+def _operand(place: Place, function: Any, args: Sequence[Any]) -> Any:
+  if not place:
+    return getattr(function, "__self__", None)
+  return args[place[0]] if len(place) == 1 else args[place[0]][place[1]]
+
+
+def _is_typed(x: object) -> bool:
+  return isinstance(x, jax.Array) and jnp.ndim(x) > 0
+
+
+def _axes(x: Any) -> Axes:
+  return axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
+
+
+def _aligned(x: Any, layout: Axes) -> Axes:
+  """The layout of a result for an operand that is broadcast to it."""
+  dims = ((), *layout[-x.ndim :]) if x.ndim > len(layout) else layout[len(layout) - x.ndim :]
+  return tuple(axes if size > 1 else () for size, axes in zip(x.shape, dims, strict=False))
+
+
+def _dividing(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """The first axes that divide a dim."""
+  while size % math.prod(sizes[axis] for axis in axes):
+    axes = axes[:-1]
+  return axes
+
+
+def _common(one: Axes, other: Axes) -> Axes:
+  """What two layouts of one site have in common."""
+  if len(one) != len(other):
+    return one
+  return tuple(a if a == b else () for a, b in zip(one, other, strict=True))
+
+
+def _flow(x: jax.ShapeDtypeStruct, *, data: bool) -> Flow:
+  return Flow(axes_by_dim(x.sharding.spec, x.ndim), data, weight=not data)  # pyright: ignore
+
+
+def _followed(eqn: JaxprEqn, flows: list[Flow], batch: frozenset[str]) -> list[Flow]:
+  """The layouts of the results of an operation."""
+  data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
+  found = [result_axes(eqn, getattr(v.aval, "shape", ()), flows) for v in eqn.outvars]
+  product = meeting(eqn)
+  if eqn.primitive.name == "sharding_constraint":
+    found = [constraint(eqn, flows[0].axes)]
+  elif eqn.primitive.name == "shard_map":
+    manual, specs = frozenset(eqn.params["newly_manual_axes"]), eqn.params["out_specs"]
+    found = [shard_map_axes(spec, axes, manual) for spec, axes in zip(specs, found, strict=True)]
+  elif product is not None:
+    found = [product.meet(flows[0], flows[1], batch).axes]
+  return [Flow(axes, data, weight) for axes in found]
+
+
+def _unsplit(x: jax.Array) -> Flow:
+  return Flow(((),) * jnp.ndim(x), data=False)
+
+
+def _either(one: Flow, other: Flow) -> Flow:
+  return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
+
+
+def _of_row(_: object, flow: Flow) -> Flow:
+  return Flow(flow.axes[1:], flow.data, flow.weight)
+
+
+def _of_rows(_: object, flow: Flow) -> Flow:
+  return Flow(((), *flow.axes), flow.data, flow.weight)
