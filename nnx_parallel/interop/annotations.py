@@ -7,13 +7,14 @@ called again: with `out_sharding=` of that layout where it has such an argument,
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import math
 import operator
 import os
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +24,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, path_str, value_of, variables
+from nnx_parallel.core.text import few, listed
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree
 from nnx_parallel.errors import RecipeError, TrainError
 from nnx_parallel.interop.source import Change, Place, Source
@@ -42,6 +45,7 @@ from nnx_parallel.train.losses import mean, terms
 
 _MARK = "nnx_parallel annotate "
 _RESHARDS = (jax.sharding.reshard, jax.reshard)
+_UNFIT = (NotImplementedError, TypeError, ValueError)
 _STATED = ("out_sharding", "qkv_sharding")
 
 
@@ -52,15 +56,18 @@ class Annotation:
   Attributes:
     patch: the changes of the file, as a unified diff; empty if the model needs none.
     text: the changed text of the file.
-    missing: what could not be annotated: one text for each place, with the reason.
+    missing: the places that could not be annotated, with the reason: jax stops at the first one.
+    notes: what the patch costs: the places where it gathers the batch.
   """
 
   patch: str
   text: str
   missing: tuple[str, ...] = ()
+  notes: tuple[str, ...] = ()
 
   def __str__(self) -> str:
-    return "\n".join([self.patch, *self.missing])
+    missing = [f"not annotated: {text}" for text in self.missing]
+    return "\n".join([self.patch.rstrip("\n"), *missing, *(f"note: {text}" for text in self.notes)])
 
 
 def annotate(
@@ -111,7 +118,7 @@ def annotate(
   if not missing:
     made = Source(source.path, text)
     missing = finder.refused(_Traced(made.load(_name(source)), mesh, rules, batch, init, loss), made)
-  return Annotation(_patch(source, text), text, missing)
+  return Annotation(_patch(source, text), text, missing, finder.notes)
 
 
 def _patch(source: Source, text: str) -> str:
@@ -173,16 +180,15 @@ class _Traced:
     arrays, batch = self.inputs
     floats = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
+    def gradients(arrays: list[jax.Array], batch: PyTree) -> PyTree:
       def loss(trained: list[jax.Array]) -> jax.Array:
-        return self.loss(
-          [*(dict(enumerate(arrays)) | dict(zip(floats, trained, strict=True))).values()], batch
-        )
+        given = {**dict(enumerate(arrays)), **dict(zip(floats, trained, strict=True))}
+        return self.loss([*given.values()], batch)
 
       return jax.grad(loss)([arrays[n] for n in floats])
 
     with scoped(self.plan.activation_rules):
-      jax.eval_shape(run, arrays, batch)
+      jax.eval_shape(gradients, arrays, batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,33 +199,30 @@ class _Way:
   operands: Mapping[Place, Axes] = dataclasses.field(default_factory=dict[Place, Axes])
   form: str = ""
 
-  def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The call of a site in this way."""
+  def run(self, function: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The call of a site in this way; `method` is the name of a method as it is written."""
     inputs = [*args]
     for place, axes in self.operands.items():
       if not place:
-        function = getattr(jax.sharding.reshard(function.__self__, _spec(axes)), function.__name__)
+        function = getattr(jax.sharding.reshard(function.__self__, _spec(axes)), method)
       elif len(place) == 1:
         inputs[place[0]] = jax.sharding.reshard(inputs[place[0]], _spec(axes))
       else:
         elements = [*inputs[place[0]]]
         elements[place[1]] = jax.sharding.reshard(elements[place[1]], _spec(axes))
         inputs[place[0]] = elements
-    stated = {**kwargs, **{key: _spec(axes) for key, axes in self.keywords.items()}}
+    stated = {key: _spec(axes) for key, axes in self.keywords.items()}
     if self.form == "matmul":
       return jnp.matmul(*inputs, **stated)
-    if self.form == "get":
-      return inputs[0].at[inputs[1]].get(**stated)
-    if self.form == "take":
-      return (
-        inputs[0].at[inputs[1]].get(mode="fill", **self.keywords and {"out_sharding": stated["out_sharding"]})
-      )
-    return function(*inputs, **stated)
+    if self.form:
+      return inputs[0].at[inputs[1]].get(**stated, mode="fill" if self.form == "take" else None)
+    return function(*inputs, **kwargs, **stated)
 
   @property
   def change(self) -> Change:
     """The same, as text."""
-    keywords, operands = ({k: _text(axes) for k, axes in x.items()} for x in (self.keywords, self.operands))
+    keywords = {name: _text(axes) for name, axes in self.keywords.items()}
+    operands = {place: _text(axes) for place, axes in self.operands.items()}
     return Change(keywords, operands, self.form)
 
 
@@ -254,7 +257,9 @@ class _Finder:
     self._mode = ""
     self._layouts: dict[int, Axes] = {}
     self._batch: frozenset[str] = frozenset()
+    self._data: set[tuple[int, Place]] = set()
     self._failed: dict[int, list[_Way]] = {}
+    self._gathers: dict[int, str] = {}
     self.found: dict[int, _Way] = {}
     self.again = False
 
@@ -268,61 +273,88 @@ class _Finder:
 
   def _marked(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result on Auto axes, which refuse the shardings that a model states already."""
+    for place in self._source.operands(site):
+      _mark(_operand(place, function, args), site, place)
     stated = {key: x for key, x in kwargs.items() if key not in _STATED}
-    result = args[0] if function in _RESHARDS else function(*args, **stated)
-    if isinstance(result, jax.core.Tracer) and not is_key(result.dtype):
-      return checkpoint_name(result, f"{_MARK}{site}.{result.ndim}")
-    return result
+    return _mark(args[0] if function in _RESHARDS else function(*args, **stated), site)
 
   def _stated(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result on Explicit axes."""
-    way = self.found.get(site, _Way())
+    way, method = self.found.get(site, _Way()), self._source.method(site)
     try:
-      return way.run(function, args, kwargs)
+      return way.run(function, method, args, kwargs)
     except Exception as error:
-      if not _is_refusal(error):
+      if not _is_refusal(error) or self._source.is_inside(error):
         raise
       refusal = error
     self._failed.setdefault(site, []).append(way)
-    for way in self._ways(site, function, args, kwargs):
+    places = {place: _operand(place, function, args) for place in self._source.operands(site)}
+    arrays = {place: x for place, x in places.items() if _is_array(x)}
+    resharded = [*self._resharded(site, arrays)]
+    resharded.sort(key=lambda way: bool(self._gathered(site, way, arrays)))
+    for way in (*self._of_result(site, function, kwargs), *resharded):
       if way in self._failed[site]:
         continue
       try:
-        result = way.run(function, args, kwargs)
-      except Exception:  # of any kind: a way that does not fit this function
+        result = way.run(function, method, args, kwargs)
+      except Exception as error:
+        if not (_is_refusal(error) or isinstance(error, (AttributeError, *_UNFIT))):
+          raise
         self._failed[site].append(way)
         continue
       self.found[site], self.again = way, True
+      self._gathers.pop(site, None)
+      if axes := self._gathered(site, way, arrays):
+        self._gathers[site] = f"gathers the batch over {listed(sorted(axes))}{self._why(function)}"
       return result
     raise _Refused(self._source.where(site), refusal) from refusal
 
-  def _ways(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[_Way]:
-    """What could be stated, the best first: the sharding of the result, then other shardings of operands."""
-    layout = self._layouts.get(site)
-    names = _parameters(function) - kwargs.keys()
-    if layout is not None:
-      stated = {"out_sharding": layout}
-      if "qkv_sharding" in names:
-        stated["qkv_sharding"] = self._of_heads(function, layout)
-      if names >= stated.keys():
-        yield _Way(stated)
-      if function is operator.matmul:
-        yield _Way(stated, form="matmul")
-      if function is operator.getitem:
-        yield _Way(stated, form="get")
-      if function is jnp.take and self._source.is_take(site):
-        yield _Way(stated, form="take")
-    places = {place: _operand(place, function, args) for place in self._source.operands(site)}
-    arrays = {place: x for place, x in places.items() if _is_typed(x)}
-    if layout is not None:
-      yield from self._of_operands({n: _aligned(x, layout) for n, x in arrays.items()}, arrays)
-    for left_out in (self._batch, self._others):
-      kept = {n: tuple(without(dim, left_out) for dim in _axes(x)) for n, x in arrays.items()}
-      yield from self._of_operands(kept, arrays)
-
   @property
-  def _others(self) -> frozenset[str]:
-    return self._axes - self._batch
+  def notes(self) -> tuple[str, ...]:
+    """What costs more than on Auto axes: the sites that gather the batch."""
+    return tuple(f"{self._source.where(site)}\n  {text}" for site, text in sorted(self._gathers.items()))
+
+  def _gathered(self, site: int, way: _Way, arrays: Mapping[Place, Any]) -> frozenset[str]:
+    """The axes of the batch that an operand which depends on the batch loses."""
+    lost = set[str]()
+    for place, axes in way.operands.items():
+      if (site, place) in self._data:
+        lost.update({*itertools.chain(*_axes(arrays[place]))} - {*itertools.chain(*axes)})
+    return self._batch & lost
+
+  def _why(self, function: Any) -> str:
+    """The arrays of a layer that the axes of the batch split."""
+    own = variables(function) if isinstance(function, nnx.Module) else {}
+    names = [path_str(p) for p, x in own.items() if self._batch & {*itertools.chain(*_axes(value_of(x)))}]
+    return (
+      f": they split {few(names)} of the layer too; a rule that replicates these avoids it" if names else ""
+    )
+
+  def _of_result(self, site: int, function: Any, kwargs: Mapping[str, Any]) -> Iterator[_Way]:
+    """The ways that state the sharding of the result."""
+    layout, names = self._layouts.get(site), _parameters(function, self._source.method(site))
+    if layout is None:
+      return
+    stated = {"out_sharding": layout}
+    if "qkv_sharding" in names:
+      stated["qkv_sharding"] = self._of_heads(function, layout)
+    if names - kwargs.keys() >= stated.keys():
+      yield _Way(stated)
+    if function is operator.matmul:
+      yield _Way(stated, form="matmul")
+    if function is operator.getitem:
+      yield _Way(stated, form="get")
+    if function is jnp.take and self._source.is_take(site):
+      yield _Way(stated, form="take")
+
+  def _resharded(self, site: int, arrays: Mapping[Place, Any]) -> Iterator[_Way]:
+    """The ways that reshard operands: like the result, off the axes of the batch, or off all other axes."""
+    layout = self._layouts.get(site)
+    if layout is not None:
+      yield from self._of_operands({place: _aligned(x, layout) for place, x in arrays.items()}, arrays)
+    for kept in (self._axes - self._batch, self._batch, frozenset[str]()):
+      layouts = {p: tuple(without(dim, self._axes - kept) for dim in _axes(x)) for p, x in arrays.items()}
+      yield from self._of_operands(layouts, arrays)
 
   def _of_operands(self, layouts: Mapping[Place, Axes], arrays: Mapping[Place, Any]) -> Iterator[_Way]:
     """Each operand alone in its layout, then all, as far as that changes something."""
@@ -354,10 +386,13 @@ class _Finder:
       found = _followed(eqn, flows, self._batch)
       mark = str(eqn.params.get("name", ""))
       if eqn.primitive.name == "name" and mark.startswith(_MARK):
-        site, rank = map(int, mark.removeprefix(_MARK).split("."))
+        site, rank, place = ast.literal_eval(mark.removeprefix(_MARK))
         shape = eqn.outvars[0].aval.shape
         dims = [_dividing(dim, size, sizes) for dim, size in zip(found[0].axes, shape, strict=True)]
-        marked[site, id(eqn)] = tuple(dims[len(dims) - rank :])  # `jax.vmap` adds dims in front
+        if place is None:
+          marked[site, id(eqn)] = tuple(dims[len(dims) - rank :])  # `jax.vmap` adds dims in front
+        elif found[0].data:
+          self._data.add((site, place))
       return found
 
     flows = [_flow(x, data=False) for x in arrays] + [_flow(x, data=True) for x in jax.tree.leaves(batch)]
@@ -388,13 +423,22 @@ def _first_line(where: str, error: BaseException) -> str:
 
 
 def _is_refusal(error: BaseException) -> bool:
-  """Whether jax asks for a sharding; it does not export the class of most of these errors."""
-  if type(error).__name__ == "ShardingTypeError":
-    return True
-  return isinstance(error, (NotImplementedError, TypeError, ValueError)) and "sharding" in str(error)
+  """Whether jax asks for a sharding; it does not export the classes of most of these errors."""
+  named = type(error).__name__ in ("DuplicateSpecError", "ShardingTypeError")
+  return named or (isinstance(error, _UNFIT) and "sharding" in str(error))
 
 
-def _parameters(function: Any) -> set[str]:
+def _mark(x: Any, site: int, place: Place | None = None) -> Any:
+  """An array of a trace with a mark that the trace keeps; other values as they are."""
+  if not isinstance(x, Tracer) or is_key(x.dtype):
+    return x
+  return checkpoint_name(x, f"{_MARK}{(site, x.ndim, place)}")
+
+
+def _parameters(function: Any, method: str) -> set[str]:
+  """The names of the arguments of a function, or of a method of an array."""
+  if _is_array(getattr(function, "__self__", None)):
+    function = getattr(jax.Array, method, function)
   try:
     return {*inspect.signature(function).parameters}
   except (TypeError, ValueError):  # written in C
@@ -407,11 +451,12 @@ def _operand(place: Place, function: Any, args: Sequence[Any]) -> Any:
   return args[place[0]] if len(place) == 1 else args[place[0]][place[1]]
 
 
-def _is_typed(x: object) -> bool:
-  return isinstance(x, jax.Array) and jnp.ndim(x) > 0
+def _is_array(x: object) -> bool:
+  return isinstance(x, (jax.Array, nnx.Variable)) and jnp.ndim(value_of(x)) > 0
 
 
 def _axes(x: Any) -> Axes:
+  x = value_of(x)
   return axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
 
 

@@ -16,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 Hook = Callable[..., Any]
 """`(number of the site, function, *arguments, **keywords) -> result`."""
@@ -72,6 +72,10 @@ class Source:
     code = " ".join((ast.get_source_segment(self.text, node) or "").split())
     return f"{self.path.name}, line {node.lineno}: {code}"
 
+  def is_inside(self, error: BaseException) -> bool:
+    """Whether an error came from this file, below the function that caught it."""
+    return any(frame.filename == str(self.path) for frame in traceback.extract_tb(error.__traceback__))
+
   def on_stack(self, error: BaseException) -> str:
     """The last line of this file on the stack of an error of jax: in a backward pass, of its cause."""
     for one, what in ((error, ""), (error.__cause__, ", in its backward pass")):
@@ -95,16 +99,20 @@ class Source:
         found |= {(n, m): element for m, element in enumerate(_until_star(argument.elts))}
     return found
 
-  def is_take(self, site: int) -> bool:
-    """Whether a site is written as `f(table, rows, axis=0)`."""
+  def method(self, site: int) -> str:
+    """The name of the attribute that a site calls, or nothing."""
     node = self.sites[site]
-    if not isinstance(node, ast.Call) or len(node.args) != 2 or len(node.keywords) != 1:
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+
+  def is_take(self, site: int) -> bool:
+    """Whether a site is written as `f(table, rows, axis=0)`, or without the name of the axis."""
+    node = self.sites[site]
+    if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
       return False
-    (given,) = node.keywords
-    first = isinstance(given.value, ast.Constant) and given.value.value == 0
-    return (
-      given.arg == "axis" and first and isinstance(node.args[0], (ast.Attribute, ast.Name, ast.Subscript))
-    )
+    axis = [*node.args[2:], *(keyword.value for keyword in node.keywords if keyword.arg == "axis")]
+    first = len(axis) == 1 and isinstance(axis[0], ast.Constant) and axis[0].value == 0
+    simple = isinstance(node.args[0], (ast.Attribute, ast.Name, ast.Subscript))
+    return first and simple and len(node.args) + len(node.keywords) == 3
 
   def load(self, name: str, hook: Hook | None = None) -> types.ModuleType:
     """Runs the file as a module of this name; with a hook, each site inside a function calls the hook."""
@@ -118,7 +126,7 @@ class Source:
     folder = str(self.path.parent.resolve())
     sys.path.insert(0, folder)
     try:
-      exec(compile(tree, str(self.path), "exec"), module.__dict__)  # noqa: S102  # the user's own file
+      exec(compile(tree, str(self.path), "exec"), module.__dict__)
     finally:
       sys.path.remove(folder)
     return module
@@ -182,7 +190,7 @@ class Source:
     return _with_imports(edits.text(), imports)
 
 
-def _is_site(node: ast.AST) -> bool:
+def _is_site(node: ast.AST) -> TypeGuard[ast.expr]:
   if isinstance(node, ast.Call):
     return not (isinstance(node.func, ast.Name) and node.func.id in _OF_THE_FRAME)
   if isinstance(node, ast.Subscript):
@@ -197,7 +205,7 @@ def _until_star(nodes: Sequence[ast.expr]) -> Iterator[ast.expr]:
 class _Hooked(ast.NodeTransformer):
   """Replaces the sites inside functions by calls of the hook."""
 
-  def __init__(self, numbers: Mapping[ast.AST, int]):
+  def __init__(self, numbers: Mapping[ast.expr, int]):
     self._numbers, self._inside = numbers, False
 
   def _function(self, node: Any) -> Any:
@@ -207,10 +215,10 @@ class _Hooked(ast.NodeTransformer):
     self._inside = before
     return node
 
-  visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function  # noqa: N815
+  visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _function
 
   def generic_visit(self, node: ast.AST) -> ast.AST:
-    number = self._numbers.get(node)
+    number = self._numbers.get(node) if isinstance(node, ast.expr) else None
     node = super().generic_visit(node)
     if number is None or not self._inside:
       return node
