@@ -305,14 +305,14 @@ class _Finder:
       self.found[site], self.again = way, True
       self._gathers.pop(site, None)
       if axes := self._gathered(site, way, arrays):
-        self._gathers[site] = f"gathers the batch over {listed(sorted(axes))}{self._why(function)}"
+        self._gathers[site] = f"  gathers the batch over {listed(sorted(axes))}{self._why(function)}"
       return result
-    raise _Refused(self._source.where(site), refusal) from refusal
+    raise _Refused(_said(self._source.where(site), refusal) + self._why(function)) from refusal
 
   @property
   def notes(self) -> tuple[str, ...]:
     """What costs more than on Auto axes: the sites that gather the batch."""
-    return tuple(f"{self._source.where(site)}\n  {text}" for site, text in sorted(self._gathers.items()))
+    return tuple(f"{self._source.where(site)}\n{text}" for site, text in sorted(self._gathers.items()))
 
   def _gathered(self, site: int, way: _Way, arrays: Mapping[Place, Any]) -> frozenset[str]:
     """The axes of the batch that an operand which depends on the batch loses."""
@@ -323,12 +323,14 @@ class _Finder:
     return self._batch & lost
 
   def _why(self, function: Any) -> str:
-    """The arrays of a layer that the axes of the batch split."""
+    """The vectors of a layer that the axes of the batch split, and what helps."""
     own = variables(function) if isinstance(function, nnx.Module) else {}
-    names = [path_str(p) for p, x in own.items() if self._batch & {*itertools.chain(*_axes(value_of(x)))}]
-    return (
-      f": they split {few(names)} of the layer too; a rule that replicates these avoids it" if names else ""
-    )
+    vectors = {path_str(path): x for path, x in own.items() if jnp.ndim(value_of(x)) == 1}
+    names = [name for name, x in vectors.items() if self._batch & {*itertools.chain(*_axes(x))}]
+    if not names:
+      return ""
+    axes, each = listed(sorted(self._batch)), "it" if len(names) == 1 else "each"
+    return f"\n  the batch and {few(names)} of this layer are split over {axes}; replicate {each} by a rule"
 
   def _of_result(self, site: int, function: Any, kwargs: Mapping[str, Any]) -> Iterator[_Way]:
     """The ways that state the sharding of the result."""
@@ -406,18 +408,18 @@ class _Finder:
     try:
       traced.gradients()
     except _Refused as error:
-      return (_first_line(*error.args),)
+      return (str(error),)
     except Exception as error:
-      refusal = error if _is_refusal(error) else error.__cause__
-      if refusal is None or not _is_refusal(refusal):
+      refusal = error.__cause__ if isinstance(error, TrainError) and error.__cause__ else error
+      if not _is_refusal(refusal):
         raise
-      return (_first_line((source or self._source).on_stack(refusal), refusal),)
+      return (_said((source or self._source).on_stack(refusal), refusal),)
     finally:
       self._mode = ""
     return ()
 
 
-def _first_line(where: str, error: BaseException) -> str:
+def _said(where: str, error: BaseException) -> str:
   said = str(error).split("\n")[0]
   return f"{where}\n  {type(error).__name__}: {said}"
 
@@ -425,7 +427,8 @@ def _first_line(where: str, error: BaseException) -> str:
 def _is_refusal(error: BaseException) -> bool:
   """Whether jax asks for a sharding; it does not export the classes of most of these errors."""
   named = type(error).__name__ in ("DuplicateSpecError", "ShardingTypeError")
-  return named or (isinstance(error, _UNFIT) and "sharding" in str(error))
+  said = str(error)
+  return named or (isinstance(error, _UNFIT) and ("sharding" in said or "Incompatible types" in said))
 
 
 def _mark(x: Any, site: int, place: Place | None = None) -> Any:
