@@ -103,9 +103,11 @@ def annotate(
   Example:
     >>> import nnx_parallel as nxp
     >>> recipe = nxp.recipes.load_recipe("starter")
-    >>> batch = next(recipe.batches())
-    >>> found = nxp.interop.annotate(recipe.source, nxp.abstract_mesh(fsdp=8), recipe.rules(), batch)
-    >>> [line for line in found.patch.splitlines() if line.startswith("+ ")]
+    >>> found = nxp.interop.annotate(
+    ...   recipe.source, nxp.abstract_mesh(fsdp=8), recipe.rules(), next(recipe.batches())
+    ... )
+    >>> 'self.embed(x, out_sharding=P("fsdp", None, None))' in found.text, found.missing
+    (True, ())
   """
   source = Source(Path(file))
   finder = _Finder(source)
