@@ -28,8 +28,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
-from nnx_parallel.core.flow import Axes, Flow, constraint, meeting, result_axes, shard_map_axes
-from nnx_parallel.core.interpret import DEFAULT, Facts, facts_of, wiring
+from nnx_parallel.core.flow import Axes, Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
+from nnx_parallel.core.interpret import DEFAULT, facts_of, wiring
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes
 from nnx_parallel.core.nodes import is_key, path_str, value_of, variables
 from nnx_parallel.core.text import few, listed
@@ -278,7 +278,7 @@ class _Finder:
     for place in self._source.operands(site):
       _mark(_operand(place, function, args), site, place)
     stated = {key: x for key, x in kwargs.items() if key not in _STATED}
-    return _mark(args[0] if function in _RESHARDS else function(*args, **stated), site)
+    return _mark(args[0] if any(function is x for x in _RESHARDS) else function(*args, **stated), site)
 
   def _stated(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result on Explicit axes."""
@@ -400,7 +400,7 @@ class _Finder:
       return found
 
     flows = [_flow(x, data=False) for x in arrays] + [_flow(x, data=True) for x in jax.tree.leaves(batch)]
-    facts_of(program, flows, Facts(_unsplit, followed, _either, _of_row, _of_rows))
+    facts_of(program, flows, flow_facts(followed))
     for (site, _), axes in marked.items():
       self._layouts[site] = _common(self._layouts.get(site, axes), axes)
 
@@ -502,19 +502,3 @@ def _followed(eqn: JaxprEqn, flows: list[Flow], batch: frozenset[str]) -> list[F
   elif product is not None:
     found = [product.meet(flows[0], flows[1], batch).axes]
   return [Flow(axes, data, weight) for axes in found]
-
-
-def _unsplit(x: jax.Array) -> Flow:
-  return Flow(((),) * jnp.ndim(x), data=False)
-
-
-def _either(one: Flow, other: Flow) -> Flow:
-  return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
-
-
-def _of_row(_: object, flow: Flow) -> Flow:
-  return Flow(flow.axes[1:], flow.data, flow.weight)
-
-
-def _of_rows(_: object, flow: Flow) -> Flow:
-  return Flow(((), *flow.axes), flow.data, flow.weight)

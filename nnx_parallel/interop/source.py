@@ -136,7 +136,10 @@ class Source:
     found: dict[str, str] = {}
     for node in ast.parse(self.text).body:
       if isinstance(node, ast.Import):
-        found |= {x.name if x.asname else x.name.split(".")[0]: x.asname or x.name for x in node.names}
+        roots = [x.name.split(".")[0] for x in node.names]
+        found |= {
+          x.name if x.asname else root: x.asname or root for x, root in zip(node.names, roots, strict=True)
+        }
       elif isinstance(node, ast.ImportFrom) and node.module:
         found |= {f"{node.module}.{x.name}": x.asname or x.name for x in node.names}
     return found
@@ -233,6 +236,10 @@ class _Hooked(ast.NodeTransformer):
       return node
     found = ast.Call(ast.Name(_HOOK, ast.Load()), [ast.Constant(number), *inputs], keywords)
     return ast.copy_location(found, node)
+
+  def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+    node.value = node.value and self.visit(node.value)
+    return node
 
   def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
     return node
