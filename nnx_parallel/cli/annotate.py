@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def register(commands: options.Commands) -> None:
     " without jax.sharding.auto_axes. Changes no file; apply it with git apply or patch -p1. Exit code 3: a"
     " place remains, which is named on standard error.",
   )
+  parser.add_argument(
+    "--module",
+    action="append",
+    default=[],
+    metavar="FILE",
+    help="also change this file, which the recipe imports; may be repeated",
+  )
   parser.add_argument("--output", type=Path, metavar="FILE", help="write the patch here")
 
 
@@ -41,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     options.changed_rules(recipe, args.rules),
     abstract_batch(recipe, args.batch),
     init=entry if place.endswith(".py") else "init",
+    modules=args.module,
   )
   if args.output is None:
     print(found.patch, end="")
@@ -53,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
       ) from error
   if not found.patch and not found.missing:
     print(f"{recipe.name} runs on Explicit axes as it is", file=sys.stderr)
-  for text in found.missing:
-    print(f"not annotated: {text}", file=sys.stderr)
-  for text in found.notes:
-    print(f"note: {text}", file=sys.stderr)
+  texts = [f"not annotated: {text}" for text in found.missing] + [f"note: {text}" for text in found.notes]
+  for text in texts:
+    print(re.sub(r"modules=\['(.*)'\]", r"--module \1", text), file=sys.stderr)
   return options.NO if found.missing else 0

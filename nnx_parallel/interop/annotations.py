@@ -1,4 +1,4 @@
-"""Writes the shardings that make a model run on Explicit axes, as a patch for its source.
+"""Writes the shardings that make a model run on Explicit axes, as a patch of its source.
 
 Two traces of the loss find them. On Auto axes, where all operations work, mesh axes are followed from the
 parameters and the batch to each result (`core/flow.py`). On Explicit axes, each call that jax refuses is
@@ -15,13 +15,16 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
@@ -35,7 +38,7 @@ from nnx_parallel.core.nodes import is_key, path_str, value_of, variables
 from nnx_parallel.core.text import few, listed
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree
 from nnx_parallel.errors import RecipeError, TrainError
-from nnx_parallel.interop.source import Change, Place, Source
+from nnx_parallel.interop.source import Change, Place, Program
 from nnx_parallel.layout.constrain import scoped
 from nnx_parallel.layout.planning import plan
 from nnx_parallel.rules.ruleset import Rules
@@ -46,6 +49,12 @@ from nnx_parallel.train.losses import mean, terms
 _MARK = "nnx_parallel annotate "
 _RESHARDS = (jax.sharding.reshard, jax.reshard)
 _UNFIT = (NotImplementedError, TypeError, ValueError)
+_LIBRARIES = (
+  *(sysconfig.get_path(name) for name in ("platlib", "purelib", "stdlib")),
+  *(str(Path(str(package.__file__)).parent) for package in (jax, nnx, optax)),
+  str(Path(__file__).parents[1]),
+)
+"""The folders of code that a patch cannot change."""
 _STATED = ("out_sharding", "qkv_sharding")
 
 
@@ -54,14 +63,14 @@ class Annotation:
   """What `annotate` found.
 
   Attributes:
-    patch: the changes of the file, as a unified diff; empty if the model needs none.
-    text: the changed text of the file.
+    patch: the changes, as a unified diff; empty if the model needs none.
+    texts: the changed text of each file.
     missing: the places that could not be annotated, with the reason: jax stops at the first one.
     notes: what the patch costs: the places where it gathers the batch.
   """
 
   patch: str
-  text: str
+  texts: Mapping[str, str]
   missing: tuple[str, ...] = ()
   notes: tuple[str, ...] = ()
 
@@ -78,6 +87,7 @@ def annotate(
   *,
   init: str = "init",
   loss: str = "loss",
+  modules: Iterable[str | os.PathLike[str]] = (),
 ) -> Annotation:
   """Writes the shardings that a model has to state on Explicit axes, as a patch of its file.
 
@@ -86,12 +96,13 @@ def annotate(
   Nothing is written to the file.
 
   Args:
-    file: the Python file with the model and the loss.
+    file: the Python file that defines `init` and `loss`, which is changed.
     mesh: a mesh, real or abstract, with axes of any type.
     rules: how names or paths map to mesh axes, as for `nxp.plan`.
     batch: a batch of arrays or `ShapeDtypeStruct`s.
     init: the name of the function that makes the model.
     loss: the name of the function `loss(model, batch)`.
+    modules: other files to change, which the file imports, such as the file of the model.
 
   Returns:
     The patch, and the places that it leaves open.
@@ -106,33 +117,32 @@ def annotate(
     >>> found = nxp.interop.annotate(
     ...   recipe.source, nxp.abstract_mesh(fsdp=8), recipe.rules(), next(recipe.batches())
     ... )
-    >>> 'self.embed(x, out_sharding=P("fsdp", None, None))' in found.text, found.missing
+    >>> 'self.embed(x, out_sharding=P("fsdp", None, None))' in found.texts[recipe.source], found.missing
     (True, ())
   """
-  source = Source(Path(file))
-  finder = _Finder(source)
-  hooked = _Traced(source.load(_name(source), finder.call), mesh, rules, batch, init, loss)
+  program = Program.read(map(Path, (file, *modules)))
+  finder = _Finder(program)
+  hooked = _Traced(program.load(finder.call), mesh, rules, batch, init, loss)
   finder.follow(hooked)
   missing = finder.refused(hooked)
   while finder.again and not missing:
     missing = finder.refused(hooked)
-  text = source.edited({site: way.change for site, way in sorted(finder.found.items())})
+  made = program.edited({site: way.change for site, way in sorted(finder.found.items())})
   if not missing:
-    made = Source(source.path, text)
-    missing = finder.refused(_Traced(made.load(_name(source)), mesh, rules, batch, init, loss), made)
-  return Annotation(_patch(source, text), text, missing, finder.notes)
+    missing = finder.refused(_Traced(made.load(), mesh, rules, batch, init, loss), made)
+  texts = {str(source.path): source.text for source in made.sources}
+  return Annotation(_patch(program, made), texts, missing, finder.notes)
 
 
-def _patch(source: Source, text: str) -> str:
-  """The difference as `git apply` and `patch` read it."""
-  name = source.path.name if source.path.is_absolute() else source.path.as_posix()
-  before, after = (x.splitlines(keepends=True) for x in (source.text, text))
-  lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+def _patch(before: Program, after: Program) -> str:
+  """The differences as `git apply` and `patch` read them."""
+  folder = before.sources[0].path.parent if before.sources[0].path.is_absolute() else Path()
+  lines = list[str]()
+  for one, other in zip(before.sources, after.sources, strict=True):
+    name = Path(os.path.relpath(one.path, folder)).as_posix()
+    was, now = one.text.splitlines(keepends=True), other.text.splitlines(keepends=True)
+    lines += difflib.unified_diff(was, now, f"a/{name}", f"b/{name}")
   return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def _name(source: Source) -> str:
-  return f"nnx_parallel_annotated_{source.path.stem}"
 
 
 class _Traced:
@@ -247,15 +257,15 @@ class _Refused(Exception):
 
 
 class _Finder:
-  """Calls the sites of a source: as they are, marked on Auto axes, or as Explicit axes need them.
+  """Calls the sites of a program: as they are, marked on Auto axes, or as Explicit axes need them.
 
   Attributes:
     found: how to state a sharding, by site.
     again: whether the last trace has found a way, so that its earlier calls may have another type now.
   """
 
-  def __init__(self, source: Source):
-    self._source = source
+  def __init__(self, program: Program):
+    self._program = program
     self._mode = ""
     self._layouts: dict[int, Axes] = {}
     self._batch: frozenset[str] = frozenset()
@@ -275,22 +285,22 @@ class _Finder:
 
   def _marked(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result on Auto axes, which refuse the shardings that a model states already."""
-    for place in self._source.operands(site):
+    for place in self._program.of(site).operands(site):
       _mark(_operand(place, function, args), site, place)
     stated = {key: x for key, x in kwargs.items() if key not in _STATED}
     return _mark(args[0] if any(function is x for x in _RESHARDS) else function(*args, **stated), site)
 
   def _stated(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result on Explicit axes."""
-    way, method = self.found.get(site, _Way()), self._source.method(site)
+    way, method = self.found.get(site, _Way()), self._program.of(site).method(site)
     try:
       return way.run(function, method, args, kwargs)
     except Exception as error:
-      if not _is_refusal(error) or self._source.is_inside(error):
+      if not _is_refusal(error) or self._program.is_inside(error):
         raise
       refusal = error
     self._failed.setdefault(site, []).append(way)
-    places = {place: _operand(place, function, args) for place in self._source.operands(site)}
+    places = {place: _operand(place, function, args) for place in self._program.of(site).operands(site)}
     arrays = {place: x for place, x in places.items() if _is_array(x)}
     resharded = [*self._resharded(site, arrays)]
     resharded.sort(key=lambda way: bool(self._gathered(site, way, arrays)))
@@ -307,14 +317,18 @@ class _Finder:
       self.found[site], self.again = way, True
       self._gathers.pop(site, None)
       if axes := self._gathered(site, way, arrays):
-        self._gathers[site] = f"  gathers the batch over {listed(sorted(axes))}{self._why(function)}"
+        why = self._why(function) + _elsewhere(refusal)
+        self._gathers[site] = f"  gathers the batch over {listed(sorted(axes))}{why}"
       return result
-    raise _Refused(_said(self._source.where(site), refusal) + self._why(function)) from refusal
+    where = self._program.of(site).where(site)
+    raise _Refused(_said(where, refusal) + self._why(function) + _elsewhere(refusal)) from refusal
 
   @property
   def notes(self) -> tuple[str, ...]:
     """What costs more than on Auto axes: the sites that gather the batch."""
-    return tuple(f"{self._source.where(site)}\n{text}" for site, text in sorted(self._gathers.items()))
+    return tuple(
+      f"{self._program.of(site).where(site)}\n{text}" for site, text in sorted(self._gathers.items())
+    )
 
   def _gathered(self, site: int, way: _Way, arrays: Mapping[Place, Any]) -> frozenset[str]:
     """The axes of the batch that an operand which depends on the batch loses."""
@@ -336,7 +350,7 @@ class _Finder:
 
   def _of_result(self, site: int, function: Any, kwargs: Mapping[str, Any]) -> Iterator[_Way]:
     """The ways that state the sharding of the result."""
-    layout, names = self._layouts.get(site), _parameters(function, self._source.method(site))
+    layout, names = self._layouts.get(site), _parameters(function, self._program.of(site).method(site))
     if layout is None:
       return
     stated = {"out_sharding": layout}
@@ -348,7 +362,7 @@ class _Finder:
       yield _Way(stated, form="matmul")
     if function is operator.getitem:
       yield _Way(stated, form="get")
-    if function is jnp.take and self._source.is_take(site):
+    if function is jnp.take and self._program.of(site).is_take(site):
       yield _Way(stated, form="take")
 
   def _resharded(self, site: int, arrays: Mapping[Place, Any]) -> Iterator[_Way]:
@@ -404,7 +418,7 @@ class _Finder:
     for (site, _), axes in marked.items():
       self._layouts[site] = _common(self._layouts.get(site, axes), axes)
 
-  def refused(self, traced: _Traced, source: Source | None = None) -> tuple[str, ...]:
+  def refused(self, traced: _Traced, program: Program | None = None) -> tuple[str, ...]:
     """Traces on Explicit axes; returns what jax refuses still."""
     self._mode, self.again = "explicit", False
     try:
@@ -415,7 +429,7 @@ class _Finder:
       refusal = error.__cause__ if isinstance(error, TrainError) and error.__cause__ else error
       if not _is_refusal(refusal):
         raise
-      return (_said((source or self._source).on_stack(refusal), refusal),)
+      return (_said((program or self._program).on_stack(refusal), refusal),)
     finally:
       self._mode = ""
     return ()
@@ -424,6 +438,15 @@ class _Finder:
 def _said(where: str, error: BaseException) -> str:
   said = str(error).split("\n")[0]
   return f"{where}\n  {type(error).__name__}: {said}"
+
+
+def _elsewhere(error: BaseException) -> str:
+  """The line of another file of the user that raised an error of jax, and how to change that file too."""
+  for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    if frame.filename.endswith(".py") and not frame.filename.startswith(_LIBRARIES):
+      line = f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
+      return f"\n  for {line}\n  Fix: change that file too: modules=[{frame.filename!r}]"
+  return ""
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -1,20 +1,25 @@
 """Python source as a program that can be watched and changed: the places where it calls, and edits of them.
 
-A `Site` is a call, an operator or an index inside a function. `load` runs a file with each site replaced by
-a call of a hook, so that the caller sees the function and the arguments of each site with their types.
-`edited` writes changes of sites into the text, and leaves everything else as it is.
+A site is a call, an operator or an index inside a function. `Program.load` runs files with each site replaced
+by a call of a hook, which sees the function and the arguments of the site. `Program.edited` writes changes of
+sites into the text, and leaves everything else as it is.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import importlib.abc
+import io
 import itertools
 import operator
 import sys
+import tokenize
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -60,30 +65,17 @@ class Source:
     sites: the node of each site, by its number.
   """
 
-  def __init__(self, path: Path, text: str | None = None):
+  def __init__(self, path: Path, text: str | None = None, first: int = 0):
     self.path = path
     self.text = path.read_text() if text is None else text
-    nodes = ast.walk(ast.parse(self.text, str(path)))
-    self.sites: dict[int, ast.expr] = {n: node for n, node in enumerate(nodes) if _is_site(node)}
+    self.sites: dict[int, ast.expr] = dict(_numbered(ast.parse(self.text, str(path)), first))
+    self._first = first
 
   def where(self, site: int) -> str:
     """The line of a site, and its code in one line."""
     node = self.sites[site]
     code = " ".join((ast.get_source_segment(self.text, node) or "").split())
     return f"{self.path.name}, line {node.lineno}: {code}"
-
-  def is_inside(self, error: BaseException) -> bool:
-    """Whether an error came from this file, below the function that caught it."""
-    return any(frame.filename == str(self.path) for frame in traceback.extract_tb(error.__traceback__))
-
-  def on_stack(self, error: BaseException) -> str:
-    """The last line of this file on the stack of an error of jax: in a backward pass, of its cause."""
-    for one, what in ((error, ""), (error.__cause__, ", in its backward pass")):
-      stack = traceback.extract_tb(one.__traceback__ if one else None)
-      lines = [frame.lineno for frame in stack if frame.filename == str(self.path) and frame.lineno]
-      if lines:
-        return f"{self.path.name}, line {lines[-1]}{what}: {self.text.splitlines()[lines[-1] - 1].strip()}"
-    return self.path.name
 
   def operands(self, site: int) -> dict[Place, ast.expr]:
     """The operands of a site that are written one by one: arguments, and elements of a list or tuple."""
@@ -114,22 +106,14 @@ class Source:
     simple = isinstance(node.args[0], (ast.Attribute, ast.Name, ast.Subscript))
     return first and simple and len(node.args) + len(node.keywords) == 3
 
-  def load(self, name: str, hook: Hook | None = None) -> types.ModuleType:
-    """Runs the file as a module of this name; with a hook, each site inside a function calls the hook."""
+  def run(self, module: types.ModuleType, hook: Hook | None) -> None:
+    """Runs the file in a module; with a hook, each site inside a function calls the hook."""
     tree = ast.parse(self.text, str(self.path))
     if hook is not None:
-      numbers = {node: n for n, node in enumerate(ast.walk(tree)) if _is_site(node)}
+      numbers = {node: n for n, node in _numbered(tree, self._first)}
       tree = ast.fix_missing_locations(_Hooked(numbers).visit(tree))
-    module = types.ModuleType(name)
-    module.__dict__.update({"__file__": str(self.path), _HOOK: hook, _OPERATOR: operator})
-    sys.modules[name] = module
-    folder = str(self.path.parent.resolve())
-    sys.path.insert(0, folder)
-    try:
-      exec(compile(tree, str(self.path), "exec"), module.__dict__)
-    finally:
-      sys.path.remove(folder)
-    return module
+    module.__dict__.update({_HOOK: hook, _OPERATOR: operator})
+    exec(compile(tree, str(self.path), "exec"), module.__dict__)
 
   def names(self) -> dict[str, str]:
     """Imported module or object -> its name in this file, of the imports at the top."""
@@ -163,11 +147,11 @@ class Source:
         imports.append(line)
       return names[path]
 
+    taken = "P" in {*self._bound(), *names.values()} and "jax.P" not in names
+    line = f"from jax.sharding import PartitionSpec{'' if taken else ' as P'}"
+
     def spec(entries: str) -> str:
-      short = "" if "P" in self._bound() else " as P"
-      return (
-        f"{named('jax.sharding.PartitionSpec', f'from jax.sharding import PartitionSpec{short}')}({entries})"
-      )
+      return f"{names.get('jax.P') or named('jax.sharding.PartitionSpec', line)}({entries})"
 
     edits = _Edits(self.text)
     for site, change in changes.items():
@@ -191,6 +175,115 @@ class Source:
       elif isinstance(node, ast.Call) and stated:
         edits.add_keywords(node, stated)
     return _with_imports(edits.text(), imports)
+
+
+class Program:
+  """A Python file and modules that it imports, to be changed together.
+
+  Attributes:
+    sources: the file, then the modules.
+  """
+
+  def __init__(self, sources: Sequence[Source]):
+    self.sources = sources
+
+  @classmethod
+  def read(cls, paths: Iterable[Path]) -> Program:
+    """Reads files; their sites have different numbers."""
+    sources = list[Source]()
+    for path in paths:
+      sources.append(Source(path, first=max(itertools.chain(*(x.sites for x in sources)), default=-1) + 1))
+    return cls(sources)
+
+  def of(self, site: int) -> Source:
+    """The file of a site."""
+    return next(source for source in self.sources if site in source.sites)
+
+  def edited(self, changes: Mapping[int, Change]) -> Program:
+    """The program with these changes."""
+    own = [{n: x for n, x in changes.items() if n in source.sites} for source in self.sources]
+    return Program([Source(x.path, x.edited(some)) for x, some in zip(self.sources, own, strict=True)])
+
+  def load(self, hook: Hook | None = None) -> types.ModuleType:
+    """Runs the file as a new module; it imports the other files anew, and each site calls the hook."""
+    main, *others = self.sources
+    module = types.ModuleType(f"nnx_parallel_annotated_{main.path.stem}")
+    module.__file__ = str(main.path)
+    sys.modules[module.__name__] = module
+    folder = str(main.path.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+      with _imported({source.path.resolve(): source for source in others}, hook):
+        main.run(module, hook)
+    finally:
+      sys.path.remove(folder)
+    return module
+
+  def is_inside(self, error: BaseException) -> bool:
+    """Whether an error came from these files, below the function that caught it."""
+    return self._last(error) is not None
+
+  def on_stack(self, error: BaseException) -> str:
+    """The last line of these files on the stack of an error of jax: in a backward pass, of its cause."""
+    for one, what in ((error, ""), (error.__cause__, ", in its backward pass")):
+      if found := self._last(one):
+        source, line = found
+        return f"{source.path.name}, line {line}{what}: {source.text.splitlines()[line - 1].strip()}"
+    return self.sources[0].path.name
+
+  def _last(self, error: BaseException | None) -> tuple[Source, int] | None:
+    by_name = {str(source.path): source for source in self.sources}
+    stack = reversed(traceback.extract_tb(error.__traceback__ if error else None))
+    return next(((by_name[x.filename], x.lineno or 1) for x in stack if x.filename in by_name), None)
+
+
+@contextlib.contextmanager
+def _imported(sources: Mapping[Path, Source], hook: Hook | None) -> Generator[None]:
+  """Lets imports run these files anew, with the hook; afterwards the modules are those of before."""
+
+  def is_own(module: types.ModuleType) -> bool:
+    file: Any = getattr(module, "__file__", None)
+    return isinstance(file, str) and Path(file).resolve() in sources
+
+  before = {name: module for name, module in sys.modules.items() if sources and is_own(module)}
+  for name in before:
+    del sys.modules[name]
+  importer = _Importer(sources, hook)
+  sys.meta_path.insert(0, importer)
+  try:
+    yield
+  finally:
+    sys.meta_path.remove(importer)
+    for name in importer.names:
+      sys.modules.pop(name, None)
+    for name, module in before.items():
+      sys.modules[name] = module
+      package, _, child = name.rpartition(".")
+      if package in sys.modules:
+        setattr(sys.modules[package], child, module)
+
+
+class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+  """Finds and runs some files."""
+
+  def __init__(self, sources: Mapping[Path, Source], hook: Hook | None):
+    self._sources, self._hook = sources, hook
+    self.names = list[str]()
+
+  def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(fullname, path)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() not in self._sources:
+      return None
+    self.names.append(fullname)
+    spec.loader = self
+    return spec
+
+  def exec_module(self, module: types.ModuleType) -> None:
+    self._sources[Path(str(module.__file__)).resolve()].run(module, self._hook)
+
+
+def _numbered(tree: ast.AST, first: int) -> Iterator[tuple[int, ast.expr]]:
+  return ((n, node) for n, node in enumerate(ast.walk(tree), first) if _is_site(node))
 
 
 def _is_site(node: ast.AST) -> TypeGuard[ast.expr]:
@@ -271,6 +364,12 @@ class _Edits:
     self._starts = [0]
     for line in lines:
       self._starts.append(self._starts[-1] + len(line))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    self._comments: dict[int, int] = {}
+    for token in comments:
+      start = self._starts[token.start[0] - 1] + len(token.line[: token.start[1]].encode())
+      self._comments[start + len(token.string.encode())] = start
     self._edits: list[tuple[int, int, tuple[int, int], str]] = []
 
   def start(self, node: ast.expr) -> int:
@@ -309,8 +408,8 @@ class _Edits:
     """Adds arguments to a call: on a line of their own if the call ends with such a line."""
     close = self.end(call) - 1
     last = close
-    while self._bytes[last - 1 : last].isspace():
-      last -= 1
+    while last in self._comments or self._bytes[last - 1 : last].isspace():
+      last = self._comments.get(last, last - 1)
     given = bool(call.args or call.keywords)
     comma = self._bytes[last - 1 : last] == b","
     gap = self._bytes[last:close]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -46,12 +47,17 @@ MODELS = {
 }
 
 
+def text_of(found):
+  (text,) = found.texts.values()
+  return text
+
+
 def applied(found, file):
   """Applies a patch to a copy of its file, as a person does."""
   (patch := file.parent / "model.patch").write_text(found.patch)
   subprocess.run(["git", "apply", patch.name], cwd=file.parent, check=True)
-  assert file.read_text() == found.text
-  assert "auto_axes" not in found.text
+  assert file.read_text() == text_of(found)
+  assert "auto_axes" not in text_of(found)
 
 
 def trained(file, axes, rules, batch, kind, steps=2):
@@ -196,11 +202,11 @@ def annotated(code, tmp_path):
 def test_each_form_of_code_is_written_in_its_place(code, tmp_path):
   found, file = annotated(code, tmp_path)
   assert not found.missing
-  assert f"  y = {FORMS[code]}\n" in found.text
+  assert f"  y = {FORMS[code]}\n" in text_of(found)
   if FORMS[code] == code:
     assert not found.patch
   else:
-    assert "import jax.numpy as jnp\nfrom jax.sharding import PartitionSpec as P\n" in found.text
+    assert "import jax.numpy as jnp\nfrom jax.sharding import PartitionSpec as P\n" in text_of(found)
     applied(found, file)
 
 
@@ -211,14 +217,14 @@ def test_a_gather_of_the_batch_is_a_note(tmp_path):
     "lines.py, line 24: model.norm(x)\n  gathers the batch over fsdp\n  the batch and bias, scale of this"
     " layer are split over fsdp; replicate each by a rule"
   )
-  assert "model.norm(jax.sharding.reshard(x, P(None, None)))" in found.text
+  assert "model.norm(jax.sharding.reshard(x, P(None, None)))" in text_of(found)
   assert str(found).endswith(f"note: {note}")
 
 
 def test_a_name_that_is_taken_is_not_used(tmp_path):
   found, _ = annotated("x @ w\n  P = 1", tmp_path)
-  assert "from jax.sharding import PartitionSpec\n" in found.text
-  assert "out_sharding=PartitionSpec(" in found.text
+  assert "from jax.sharding import PartitionSpec\n" in text_of(found)
+  assert "out_sharding=PartitionSpec(" in text_of(found)
 
 
 STACKED = """
@@ -273,6 +279,61 @@ def test_a_place_that_cannot_be_annotated_is_named(code, tmp_path):
   (text,) = found.missing
   for part in OPEN[code]:
     assert part in text
+
+
+MAIN = """from nets import model
+from nets.model import Net
+
+
+def init():
+  return Net()
+
+
+def loss(net, x):
+  return (net(x) ** 2).mean()
+"""
+NET = """import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Net(nnx.Module):
+  def __init__(self):
+    self.w = nnx.Param(jax.random.normal(jax.random.key(0), (16, 32)))
+
+  def __call__(self, x):
+    return jnp.dot(
+      x,
+      self.w[...]  # of all layers, (in, out)
+    )
+"""
+
+
+def test_a_model_in_a_file_of_its_own_is_named_and_changed(tmp_path):
+  (main := tmp_path / "main.py").write_text(MAIN)
+  (file := tmp_path / "nets" / "model.py").parent.mkdir()
+  (tmp_path / "nets" / "__init__.py").touch()
+  file.write_text(NET)
+  batch = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+  given = (main, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), batch)
+  (text,) = nxp.interop.annotate(*given).notes
+  assert text.startswith("main.py, line 10: net(x)\n  gathers the batch over fsdp\n")
+  assert text.endswith(
+    f"for model.py, line 11: return jnp.dot(\n  Fix: change that file too: modules=[{str(file)!r}]"
+  )
+  before = sys.modules["nets.model"]
+  found = nxp.interop.annotate(*given, modules=[file])
+  assert sys.modules["nets.model"] is before
+  assert not found.missing
+  assert found.texts[str(main)] == MAIN
+  assert (
+    'self.w[...],\n      out_sharding=P("fsdp", None),  # of all layers, (in, out)\n'
+    in found.texts[str(file)]
+  )
+  assert "--- a/nets/model.py\n+++ b/nets/model.py\n" in found.patch
+  (tmp_path / "a.patch").write_text(found.patch)
+  subprocess.run(["git", "apply", "a.patch"], cwd=tmp_path, check=True)
+  assert file.read_text() == found.texts[str(file)]
 
 
 def test_the_command_prints_the_patch_or_writes_it(tmp_path, monkeypatch, capsys):
