@@ -122,14 +122,16 @@ def annotate(
   """
   program = Program.read(map(Path, (file, *modules)))
   finder = _Finder(program)
-  hooked = _Traced(program.load(finder.call), mesh, rules, batch, init, loss)
-  finder.follow(hooked)
-  missing = finder.refused(hooked)
-  while finder.again and not missing:
+  with program.loaded(finder.call) as module:
+    hooked = _Traced(module, mesh, rules, batch, init, loss)
+    finder.follow(hooked)
     missing = finder.refused(hooked)
+    while finder.again and not missing:
+      missing = finder.refused(hooked)
   made = program.edited({site: way.change for site, way in sorted(finder.found.items())})
   if not missing:
-    missing = finder.refused(_Traced(made.load(), mesh, rules, batch, init, loss), made)
+    with made.loaded() as module:
+      missing = finder.refused(_Traced(module, mesh, rules, batch, init, loss), made)
   texts = {str(source.path): source.text for source in made.sources}
   return Annotation(_patch(program, made), texts, missing, finder.notes)
 

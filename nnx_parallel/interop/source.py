@@ -1,8 +1,8 @@
 """Python source as a program that can be watched and changed: the places where it calls, and edits of them.
 
-A site is a call, an operator or an index inside a function. `Program.load` runs files with each site replaced
-by a call of a hook, which sees the function and the arguments of the site. `Program.edited` writes changes of
-sites into the text, and leaves everything else as it is.
+A site is a call, an operator or an index inside a function. `Program.loaded` runs files with a call of a hook
+in place of each site; the hook sees the function and the arguments. `Program.edited` writes changes of sites
+into the text, and leaves everything else as it is.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ class Program:
     own = [{n: x for n, x in changes.items() if n in source.sites} for source in self.sources]
     return Program([Source(x.path, x.edited(some)) for x, some in zip(self.sources, own, strict=True)])
 
-  def load(self, hook: Hook | None = None) -> types.ModuleType:
+  @contextlib.contextmanager
+  def loaded(self, hook: Hook | None = None) -> Generator[types.ModuleType]:
     """Runs the file as a new module; it imports the other files anew, and each site calls the hook."""
     main, *others = self.sources
     module = types.ModuleType(f"nnx_parallel_annotated_{main.path.stem}")
@@ -215,9 +216,10 @@ class Program:
     try:
       with _imported({source.path.resolve(): source for source in others}, hook):
         main.run(module, hook)
+        yield module
     finally:
       sys.path.remove(folder)
-    return module
+      del sys.modules[module.__name__]
 
   def is_inside(self, error: BaseException) -> bool:
     """Whether an error came from these files, below the function that caught it."""
@@ -247,7 +249,10 @@ def _imported(sources: Mapping[Path, Source], hook: Hook | None) -> Generator[No
 
   before = {name: module for name, module in sys.modules.items() if sources and is_own(module)}
   for name in before:
+    package, _, child = name.rpartition(".")
     del sys.modules[name]
+    if package in sys.modules:
+      vars(sys.modules[package]).pop(child, None)
   importer = _Importer(sources, hook)
   sys.meta_path.insert(0, importer)
   try:
