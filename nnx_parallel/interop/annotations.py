@@ -323,7 +323,10 @@ class _Finder:
         self._gathers[site] = f"  gathers the batch over {listed(sorted(axes))}{why}"
       return result
     where = self._program.of(site).where(site)
-    raise _Refused(_said(where, refusal) + self._why(function) + _elsewhere(refusal)) from refusal
+    more = (
+      self._why(function) + _elsewhere(refusal) or "\n  Fix: rules that leave the arrays of this line whole"
+    )
+    raise _Refused(_said(where, refusal) + more) from refusal
 
   @property
   def notes(self) -> tuple[str, ...]:
@@ -356,7 +359,7 @@ class _Finder:
     if layout is None:
       return
     stated = {"out_sharding": layout}
-    if "qkv_sharding" in names:
+    if isinstance(function, nnx.MultiHeadAttention):
       stated["qkv_sharding"] = self._of_heads(function, layout)
     if names - kwargs.keys() >= stated.keys():
       yield _Way(stated)
@@ -431,7 +434,8 @@ class _Finder:
       refusal = error.__cause__ if isinstance(error, TrainError) and error.__cause__ else error
       if not _is_refusal(refusal):
         raise
-      return (_said((program or self._program).on_stack(refusal), refusal),)
+      fix = "Fix: rules that leave the arrays of this line whole; or x = x @ w in place of x @= w"
+      return (f"{_said((program or self._program).on_stack(refusal), refusal)}\n  {fix}",)
     finally:
       self._mode = ""
     return ()
