@@ -88,16 +88,26 @@ def cells(text: str) -> list[dict[str, Any]]:
   return made
 
 
+DEVICES = """```python
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)  # simulates 8 devices; leave it out on accelerators
+```
+"""
+
+
 def link_notebook(app: Sphinx, name: str, source: list[str]) -> None:
   """Writes the notebook of a guide beside its page, and a link to it under the title."""
   if "```python\n" not in source[0] or not re.match(r"guides/\d", name):
     return
-  made = {"cells": cells(source[0]), "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+  first = "" if "jax_num_cpu_devices" in source[0] else DEVICES
+  made = {"cells": cells(first + source[0]), "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
   file = Path(app.outdir, f"{name}.ipynb")
   file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(json.dumps(made, indent=1))
   title, rest = source[0].split("\n", 1)
-  link = f'```{{raw}} html\n<p><a href="{file.name}" download>This page as a notebook</a></p>\n```'
+  note = "; it sets the 8 devices that the code needs" if first else ""
+  link = f'```{{raw}} html\n<p><a href="{file.name}" download>This page as a notebook</a>{note}</p>\n```'
   source[0] = f"{title}\n\n{link}\n{rest}"
 
 
