@@ -34,6 +34,7 @@ COMMANDS = [
   "launch",
   "new",
   "demo",
+  "annotate",
   "diff",
   "export",
   "import",
