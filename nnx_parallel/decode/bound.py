@@ -20,8 +20,18 @@ from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
-from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
+from nnx_parallel.decode.loops import (
+  Asked,
+  Generated,
+  Loop,
+  by_batch,
+  by_beams,
+  by_slots,
+  by_stages,
+  sizes_of,
+)
 from nnx_parallel.decode.prefill import read_several
+from nnx_parallel.decode.rows import dims_of_rows
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.decode.turns import Turns, lost
 from nnx_parallel.errors import DecodeError
@@ -95,12 +105,38 @@ class Options:
 
 
 class Args(NamedTuple):
-  """The values that differ between calls: global arrays; None for missing arguments."""
+  """The values that differ between calls: global arrays; `lengths` is None if no prompt is padded."""
 
   prompts: AnyArray
-  lengths: AnyArray
+  lengths: AnyArray | None
   requests: AnyArray
   key: AnyArray
+
+
+@dataclasses.dataclass
+class Used(LayersUsed):
+  """How the layers of a generator were computed, and its prompts read; print it.
+
+  Attributes:
+    prompts: how many tokens of the prompts are read at once, and why not more; empty for one by one.
+  """
+
+  prompts: str = ""
+
+  def __str__(self) -> str:
+    return (f"prompts: {self.prompts}\n" if self.prompts else "") + super().__str__()
+
+
+class Rows(NamedTuple):
+  """How rows with separate caches and positions lie in the arrays of the state.
+
+  Attributes:
+    sizes: the sizes of the dims of the rows: of slots, of the batch, or of batch and beams.
+    dims: for each cache of the model, its dim that holds the rows; None: rows are stacked ahead of its dims.
+  """
+
+  sizes: tuple[int, ...]
+  dims: list[int | None]
 
 
 class Bound:
@@ -110,7 +146,7 @@ class Bound:
   position. The model's caches are then caches of one row, and only their shapes are used.
   """
 
-  def __init__(self, options: Options, used: LayersUsed, model: Model):
+  def __init__(self, options: Options, used: Used, model: Model):
     self.options, self._used = options, used
     self.binding = Binding({"model": model})
     self.outside = places_outside(self.binding)
@@ -136,17 +172,16 @@ class Bound:
     self.axes = () if mesh is None else axes_of(self._batch_entry())
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
-    self._defaults: dict[tuple[int, ...], Args] = {}
-    self._of_caches, own = self._divided(self.shardings)
+    self._defaults: dict[int, Args] = {}
+    self._of_caches, self._weights = self._divided(self.shardings)
     if self.pipeline is not None:
-      self._check_weights(own, "a stage")
+      self._check_weights("a stage")
       if self.pipeline.axis in self.axes:
         raise DecodeError(
           f"{self.pipeline.axis} splits the batch, so it cannot have the stages of a pipeline.",
           details=f"batch over {self.axes}",
           fix='nxp.LogicalRules(batch="data") for the plan; or leave pipeline= out.',
         )
-    self._weights = own
     self.jitted: Any = jax.jit(
       self._typed,
       donate_argnums=0 if self.keeps_caches else (),
@@ -164,22 +199,21 @@ class Bound:
     where = self._of_argument(np.ndim(x))
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
-  def defaults(self, prompts: tuple[int, ...]) -> Args:
+  def defaults(self, batch: int) -> Args:
     """The default values of missing arguments; placed once, since placing takes longer than a token."""
-    batch, width = prompts
-    if prompts not in self._defaults:
-      numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32), jax.random.key(0)
-      self._defaults[prompts] = Args(None, *map(self.place, numbers))
-    return self._defaults[prompts]
+    if batch not in self._defaults:
+      requests = self.place(np.arange(batch, dtype=np.int32))
+      self._defaults[batch] = Args(None, None, requests, self.place(jax.random.key(0)))
+    return self._defaults[batch]
 
-  def abstract_args(self, prompts: tuple[int, ...]) -> Args:
-    """Those for prompts of a shape, without values."""
+  def abstract_args(self, prompts: tuple[int, ...], *, padded: bool) -> Args:
+    """Arguments for prompts of a shape, without values; with or without lengths."""
 
     def struct(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
 
     rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-    return Args(struct(prompts, jnp.int32), rows, rows, struct((), key.dtype))
+    return Args(struct(prompts, jnp.int32), rows if padded else None, rows, struct((), key.dtype))
 
   def argument_names(self) -> dict[str, str]:
     """Names an array of the program, as JAX does -> the label of the Variable."""
@@ -239,17 +273,24 @@ class Bound:
       group = (prompts[0] // self.stages, prompts[1])
       _check_capacity(self.capacity, group, self.options.max_new_tokens, bool(self.own_rows))
 
-  def _check_weights(self, shardings: list[Any], what: str) -> None:
-    """A weight that is split like the batch would have to be gathered before the rows are told apart."""
-    for i, sharding in zip(self.others, shardings, strict=True):
+  def _split_like_the_batch(self) -> list[tuple[str, Any, list[str]]]:
+    """The weights that mesh axes of the batch split: their label, sharding, and these axes."""
+    found: list[tuple[str, Any, list[str]]] = []
+    for i, sharding in zip(self.others, self._weights, strict=True):
       shared = {*self.axes} & {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}
       if shared:
-        raise DecodeError(
-          f"{what} cannot use {self.labels[i]}, which is sharded over {few(sorted(shared))} like the batch.",
-          details=f"spec {sharding.spec}, batch over {self.axes}",
-          fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
-          "or a mesh with Auto axes, and no pipeline=.",
-        )
+        found.append((self.labels[i], sharding, sorted(shared)))
+    return found
+
+  def _check_weights(self, what: str) -> None:
+    """A weight that is split like the batch would have to be gathered before the rows are told apart."""
+    for label, sharding, shared in self._split_like_the_batch():
+      raise DecodeError(
+        f"{what} cannot use {label}, which is sharded over {few(shared)} like the batch.",
+        details=f"spec {sharding.spec}, batch over {self.axes}",
+        fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
+        "or a mesh with Auto axes, and no pipeline=.",
+      )
 
   def _batch_entry(self) -> Entry:
     """The entry of the batch in a spec."""
@@ -290,23 +331,26 @@ class Bound:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
-  def _pinned(self, caches: list[jax.Array]) -> list[jax.Array]:
-    pairs = zip(caches, self._of_caches, strict=True)
-    if not self.own_rows:
-      return [pinned(x, where) for x, where in pairs]
-    return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
+  def _pinned(self, caches: list[jax.Array], own: Rows | None) -> list[jax.Array]:
+    if own is None:
+      return [pinned(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
+    return [
+      self._of_rows(x, getattr(where, "spec", ()), None, len(own.sizes)) if d is None else pinned(x, where)
+      for x, where, d in zip(caches, self._of_caches, own.dims, strict=True)
+    ]
 
-  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
+  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object, count: int) -> jax.Array:
     """Caches of all rows, with rows in the layout of the batch, and each row in the layout of its own dims.
 
     Args:
       x: the caches; their first dims are the rows.
       own: entries of the spec of a row; batch axes among them are left out.
       rest: the entry of all later dims.
+      count: the number of dims of the rows.
     """
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
-    entries += [rest] * (x.ndim - self.own_rows - len(entries))
-    return self._pin(x, entry_of(self.axes), *[None] * (self.own_rows - 1), *entries)
+    entries += [rest] * (x.ndim - count - len(entries))
+    return self._pin(x, entry_of(self.axes), *[None] * (count - 1), *entries)
 
   def _called(
     self,
@@ -371,7 +415,7 @@ class Bound:
       tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
       return self._rows(tokens), self._pin(position)
 
-    state = self._empty(caches, rows, length)
+    state = self._empty(caches, rows, length, None)
     names = zip(self.others, others, strict=True)
     labels = [self.labels[i] for i, x in names for _ in jax.tree.leaves(x)]
     specs = [getattr(where, "spec", None) for where in self._of_caches]
@@ -379,20 +423,50 @@ class Bound:
     layers, mesh = self.options.layer_options, self.places.mesh
     return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
-  def _over_rows(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
+  def _rows_of_a_batch(
+    self, others: list[jax.Array], caches: list[jax.Array], batch: int, length: int
+  ) -> Rows | str:
+    """How the rows of a batch lie in the model's caches; or why the rows cannot have separate positions."""
+    shared = self._split_like_the_batch()
+    if self.explicit and shared:
+      return f"on Explicit axes a row cannot use {shared[0][0]}, which is sharded like the batch"
+    tokens, position = jax.ShapeDtypeStruct((batch, 1), jnp.int32), jnp.zeros((), jnp.int32)
+
+    def after(tokens: jax.Array, caches: list[jax.Array]) -> list[jax.Array]:
+      own = None if self.options.cache is None else self.options.cache(batch, length)
+      return self._called(others, tokens, position, caches, own)[2]
+
+    rows = Rows((batch,), dims_of_rows(after, tokens, caches) if caches else [])
+    before = jax.eval_shape(lambda: self._empty(caches, batch, length, rows))
+
+    def call(tokens: jax.Array, state: State) -> PyTree:
+      return self._over_rows(self._one_call, rows)(others, tokens, jnp.zeros((batch,), jnp.int32), *state)
+
+    try:
+      _, *state = jax.eval_shape(call, tokens, before)
+    except (TypeError, ValueError, DecodeError) as error:
+      return f"one row is not computed alone ({str(error).splitlines()[0]})"
+    same = jax.tree.map(lambda x: (x.shape, x.dtype), (before, tuple(state)))
+    return rows if same[0] == same[1] else "the caches of one row change their shape"
+
+  def _over_rows(self, call: Callable[..., PyTree], rows: Rows | None) -> Callable[..., PyTree]:
     """`call` for each row separately, if rows have separate caches."""
-    if not self.own_rows:
+    if rows is None:
       return call
 
     def one(
       others: list[jax.Array], tokens: jax.Array, position: jax.Array, caches: list[jax.Array], own: PyTree
     ) -> PyTree:
-      logits, caches, own = call(others, tokens[None], position, caches, own)
-      return logits[0], caches, own
+      places = [*zip(caches, rows.dims, strict=True)]
+      whole = [x if d is None else jnp.expand_dims(x, d) for x, d in places]
+      logits, caches, own = call(others, tokens[None], position, whole, own)
+      pairs = zip(caches, rows.dims, strict=True)
+      return logits[0], [x if d is None else jnp.squeeze(x, d) for x, d in pairs], own
 
-    dims = (None, 0, 0, 0, 0)
-    inner = one if self.own_rows == 1 else jax.vmap(one, dims)
-    mapped = jax.vmap(inner, dims, spmd_axis_name=None if self.explicit or not self.axes else self.axes)
+    dims = [d or 0 for d in rows.dims]
+    inner = one if len(rows.sizes) == 1 else jax.vmap(one, (None, 0, 0, 0, 0))
+    axes = None if self.explicit or not self.axes else self.axes
+    mapped = jax.vmap(inner, (None, 0, 0, dims, 0), (0, dims, 0), spmd_axis_name=axes)
 
     def all_rows(*args: PyTree) -> PyTree:
       with mapped_axes(self.axes):
@@ -400,25 +474,26 @@ class Bound:
 
     return all_rows
 
-  def _empty(self, caches: list[jax.Array], batch: int, length: int) -> State:
+  def _empty(self, caches: list[jax.Array], batch: int, length: int, rows: Rows | None) -> State:
     """The state before the first token."""
     make = self.options.cache
-    if not self.own_rows:
-      own = None if make is None else make(batch, length)
-      return self._pinned([jnp.zeros_like(x) for x in caches]), own
-    sampling = self.options.sampling
-    sizes = (batch, sampling.count) if isinstance(sampling, Beams) else (batch,)
-    zeros = self._pinned([jnp.zeros((*sizes, *x.shape), x.dtype) for x in caches])
+    if rows is None:
+      return self._pinned([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
+    sizes = rows.sizes
+    zeros = [
+      jnp.zeros((*sizes, *x.shape), x.dtype) if d is None else jnp.zeros_like(x)
+      for x, d in zip(caches, rows.dims, strict=True)
+    ]
     if make is None:
-      return zeros, None
+      return self._pinned(zeros, rows), None
     with mapped_axes(self.axes):
       one = make(1, length)
 
     def repeated(x: jax.Array) -> jax.Array:
       own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
-      return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest)
+      return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest, len(sizes))
 
-    return zeros, jax.tree.map(repeated, one)
+    return self._pinned(zeros, rows), jax.tree.map(repeated, one)
 
   def _typed(self, caches: PyTree, others: PyTree, args: Args) -> PyTree:
     """The program on Auto axes, or with types if the model states shardings; its results have types."""
@@ -433,43 +508,88 @@ class Bound:
     self.places = places_inside(self.outside, self._program, caches, others, args)
     self._used.axes = self.places.note
     if self.explicit and self.own_rows:
-      self._check_weights(self._weights, "on Explicit axes a row")
+      self._check_weights("on Explicit axes a row")
     return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
   def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+    with default_scope(self.places.scope):
+      return self._traced(caches, others, args)
+
+  def _traced(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
     options, sampling, rows = self.options, self.options.sampling, self._rows
-    held_forward = held(self._over_rows(self._one_call), self.places.mesh, self.places.scope, self._weights)
+    (batch, width), limit = args.prompts.shape, options.max_new_tokens
+    sizes = sizes_of(options.prefill, width, equal=args.lengths is None and options.slots is None)
+    own = self._separate_rows(caches, others, args, sizes)
+    called = self._over_rows(self._one_call, own)
+    held_forward = held(called, self.places.mesh, self.places.scope, self._weights)
 
     def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
-      if self.own_rows:
+      if own is not None:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
-      logits, caches, own = held_forward(others, tokens, position, *state)
-      return logits, (self._pinned(caches), own)
+      logits, caches, made = held_forward(others, tokens, position, *state)
+      return logits, (self._pinned(caches, own), made)
 
-    batch, width = args.prompts.shape
-    limit = options.max_new_tokens
-    prompts = args.prompts if options.slots else rows(args.prompts)
-    if options.padding == "left":
-      moved = (jnp.arange(width)[None] + width - args.lengths[:, None]) % width
-      prompts = jnp.take_along_axis(prompts, moved, axis=1)
-      prompts = prompts if options.slots else rows(prompts)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    kept = self._pin if options.slots else rows
-    stops = tuple(map(int, options.stop))
-    loop = Loop(limit, stops, options.prefill, forward, rows, self._pin, kept, self._logits)
-    asked = Asked(prompts, args.lengths, keys)
-    with default_scope(self.places.scope):
-      if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
-        found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
-        return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
-      state = self._empty(caches, options.slots or batch, width + limit)
-      if isinstance(sampling, Beams):
-        return [], by_beams(loop, sampling, asked, state)
-      if options.slots is not None:
-        return [], by_slots(loop, sampling, asked, state)
-      (after, _), found = by_batch(loop, sampling, asked, state)
+    in_slots = own is not None and not isinstance(sampling, Beams)
+    dims = None if own is None else ([d or 0 for d in own.dims], 0)
+    stops, kept = tuple(map(int, options.stop)), self._pin if in_slots else rows
+    loop = Loop(limit, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
+    asked = self._asked(args)
+    if self.pipeline is not None and isinstance(sampling, Sampling):
+      turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
+      found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
+      return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
+    state = self._empty(caches, batch, width + limit, own)
+    if isinstance(sampling, Beams):
+      return [], by_beams(loop, sampling, asked, state)
+    if own is None:
+      (after, _), found = by_batch(loop, sampling, asked, state).all()
       return after, found
+    (after, _), found = by_slots(loop, sampling, asked, state, own.sizes[0]).all()
+    if self.own_rows:
+      return [], found
+    # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
+    most = jnp.argmax(asked.lengths + found.lengths)
+    places = zip(after, own.dims, self._of_caches, strict=True)
+    return [x if d is not None else pinned(x[most], where) for x, d, where in places], Generated(
+      *map(rows, found[:2])
+    )
+
+  def _separate_rows(
+    self, caches: list[jax.Array], others: list[jax.Array], args: Args, sizes: tuple[int, ...]
+  ) -> Rows | None:
+    """How rows with separate positions lie in the state; None if all rows have the same position.
+
+    They have separate positions over slots and beams, and where prompts of different lengths are read several
+    tokens at once.
+    """
+    batch, sampling = args.prompts.shape[0], self.options.sampling
+    how = f"{', '.join(map(str, sizes))} tokens at once"
+    found: Rows | str | None = None
+    if self.own_rows:
+      lead = (batch, sampling.count) if isinstance(sampling, Beams) else (self.options.slots or batch,)
+      found = Rows(lead, [None] * len(caches))
+    elif args.lengths is not None and sizes and batch > 1:
+      length = args.prompts.shape[1] + self.options.max_new_tokens
+      one_cache = "a group of rows has one cache"
+      found = one_cache if self.pipeline else self._rows_of_a_batch(others, caches, batch, length)
+    if isinstance(found, str):
+      how += f", up to the shortest prompt, and then token by token: {found}"
+    elif found is not None:
+      how += ", each row at its own position"
+    self._used.prompts = how if sizes else ""
+    return None if isinstance(found, str) else found
+
+  def _asked(self, args: Args) -> Asked:
+    """The prompts, padded on the right, and a key for each row."""
+    batch, width = args.prompts.shape
+    laid = (lambda x: x) if self.options.slots else self._rows
+    prompts, lengths = laid(args.prompts), args.lengths
+    if lengths is None:
+      lengths = jnp.full((batch,), width, jnp.int32)
+    elif self.options.padding == "left":
+      moved = (jnp.arange(width)[None] + width - lengths[:, None]) % width
+      prompts = laid(jnp.take_along_axis(prompts, moved, axis=1))
+    return Asked(prompts, lengths, jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests))
 
 
 def _check_logits(logits: jax.Array, tokens: jax.Array) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.decode.bound import Args, Bound, Call, Options
+from nnx_parallel.decode.bound import Args, Bound, Call, Options, Used
 from nnx_parallel.decode.loops import Generated
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed
+from nnx_parallel.layers.layers import LayerOptions
 from nnx_parallel.layers.pipeline import Pipeline
 
 
@@ -30,7 +30,7 @@ class Generator:
   """
 
   def __init__(self, options: Options):
-    self.options, self.layers = options, LayersUsed()
+    self.options, self.layers = options, Used()
     self._bounds: weakref.WeakKeyDictionary[nnx.Pytree, Bound] = weakref.WeakKeyDictionary()
 
   def __call__(
@@ -68,7 +68,7 @@ class Generator:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     bound = self._bound(model, prompts)
     given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
-    defaults = bound.defaults(prompts.shape)
+    defaults = bound.defaults(prompts.shape[0])
     return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
 
   def lower(self, model: nnx.Module, prompts: AnyArray) -> jax.stages.Lowered:
@@ -86,7 +86,7 @@ class Generator:
       DecodeError: as in a call.
     """
     bound = self._bound(model, prompts)
-    return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
+    return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape, padded=False))
 
   def argument_names(self, model: nnx.Module) -> dict[str, str]:
     """Names the arrays that the program takes.
@@ -116,7 +116,7 @@ class Generator:
       first two.
     """
     bound = self._bound(model, prompts)
-    return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
+    return bound.of_arrays, tuple(bound.abstract_args(prompts.shape, padded=True))
 
   def _bound(self, model: object, prompts: AnyArray | None = None) -> Bound:
     """The program of a model, for prompts that fit it."""
