@@ -172,7 +172,7 @@ class Bound:
     self.axes = () if mesh is None else axes_of(self._batch_entry())
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
-    self._defaults: dict[int, Args] = {}
+    self._defaults: dict[tuple[int, ...], Args] = {}
     self._of_caches, self._weights = self._divided(self.shardings)
     if self.pipeline is not None:
       self._check_weights("a stage")
@@ -199,12 +199,14 @@ class Bound:
     where = self._of_argument(np.ndim(x))
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
-  def defaults(self, batch: int) -> Args:
+  def defaults(self, prompts: tuple[int, ...]) -> Args:
     """The default values of missing arguments; placed once, since placing takes longer than a token."""
-    if batch not in self._defaults:
-      requests = self.place(np.arange(batch, dtype=np.int32))
-      self._defaults[batch] = Args(None, None, requests, self.place(jax.random.key(0)))
-    return self._defaults[batch]
+    batch, width = prompts
+    if prompts not in self._defaults:
+      lengths, numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32)
+      given = (None if self._knows_equal else lengths), numbers, jax.random.key(0)
+      self._defaults[prompts] = Args(None, *(None if x is None else self.place(x) for x in given))
+    return self._defaults[prompts]
 
   def abstract_args(self, prompts: tuple[int, ...], *, padded: bool) -> Args:
     """Arguments for prompts of a shape, without values; with or without lengths."""
@@ -213,7 +215,13 @@ class Bound:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
 
     rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-    return Args(struct(prompts, jnp.int32), rows if padded else None, rows, struct((), key.dtype))
+    lengths = rows if padded or not self._knows_equal else None
+    return Args(struct(prompts, jnp.int32), lengths, rows, struct((), key.dtype))
+
+  @property
+  def _knows_equal(self) -> bool:
+    """Whether prompts of equal length have a program of their own; token by token they need none."""
+    return self.options.prefill > 1
 
   def argument_names(self) -> dict[str, str]:
     """Names an array of the program, as JAX does -> the label of the Variable."""
@@ -544,7 +552,10 @@ class Bound:
     if own is None:
       (after, _), found = by_batch(loop, sampling, asked, state).all()
       return after, found
-    (after, _), found = by_slots(loop, sampling, asked, state, own.sizes[0]).all()
+    each = math.prod(axis_sizes(self.places.mesh)[axis] for axis in self.axes)
+    # With types, a split dim of the slots cannot become two dims.
+    shards = None if self.explicit or not self.own_rows else each
+    (after, _), found = by_slots(loop, sampling, asked, state, own.sizes[0], shards).all()
     if self.own_rows:
       return [], found
     # What all rows of the model's cache share, such as an index, is that of the row that has read the most.

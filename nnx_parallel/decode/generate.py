@@ -68,7 +68,7 @@ class Generator:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     bound = self._bound(model, prompts)
     given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
-    defaults = bound.defaults(prompts.shape[0])
+    defaults = bound.defaults(prompts.shape)
     return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
 
   def lower(self, model: nnx.Module, prompts: AnyArray) -> jax.stages.Lowered:

@@ -271,11 +271,14 @@ class _Slots(NamedTuple):
   """The next request that no slot has begun."""
 
 
-def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree, slots: int) -> Steps:
+def by_slots(
+  loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree, slots: int, shards: int | None
+) -> Steps:
   """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts.
 
-  In a step, slots with a long prompt first read a part of it, if any can. Then each slot reads one token, of
-  its prompt or its own. So a new prompt delays the tokens of the other slots by one call at a time.
+  In a step, slots with a long prompt first read a part of it in one call, if any can: all of them, or one
+  slot on each of the `shards` of the slots, the one with the oldest request. Then each slot reads one token,
+  of its prompt or its own. So a new prompt delays a token of the other slots by one call at most.
   """
   asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
   requests = asked.prompts.shape[0]
@@ -291,12 +294,19 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree, slots:
     return ~s.rows.ended & (s.position + count < of(s.request).lengths)
 
   def read(count: int, s: _Slots) -> _Slots:
-    here, prompts = can_read(s, count), of(s.request).prompts
-    tokens = _column(prompts, s.position[:, None] + jnp.arange(count)[None])
-    state = loop.read_some(here, loop.rows(tokens), loop.rows(s.position), s.state)
+    here, some = can_read(s, count), _Some(None)
+    if shards is not None and shards < slots:
+      waiting = jnp.where(here, s.request, requests).reshape(shards, -1)
+      some = _Some(jnp.argmin(waiting, 1))
+      here &= some.put(jnp.zeros_like(here), jnp.ones((shards,), bool))
+    prompts, position = of(some.of(s.request)).prompts, some.of(s.position)
+    tokens = loop.rows(_column(prompts, position[:, None] + jnp.arange(count)[None]))
+    before = jax.tree.map(some.of, s.state)
+    after = loop.read_some(some.of(here), tokens, loop.rows(position), before)
     position = jnp.where(here, s.position + count, s.position)
-    rows = s.rows._replace(token=jnp.where(here, _column(prompts, position), s.rows.token))
-    return s._replace(position=position, rows=rows, state=state)
+    token = jnp.where(here, _column(of(s.request).prompts, position), s.rows.token)
+    state = jax.tree.map(some.put, s.state, after)
+    return s._replace(position=position, rows=s.rows._replace(token=token), state=state)
 
   def one(s: _Slots) -> _Slots:
     if loop.sizes:
@@ -329,6 +339,25 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree, slots:
     return _Slots(first, first * 0, begun(first), fresh, jax.tree.map(loop.whole, none), following)
 
   return Steps(begin, lambda s: (s.request < requests).any(), one, lambda s: (s.state, s.done))
+
+
+class _Some(NamedTuple):
+  """One slot on each shard; or all slots."""
+
+  which: jax.Array | None
+
+  def of(self, x: jax.Array) -> jax.Array:
+    """Their entries."""
+    return x if self.which is None else _taken(self._split(x), self.which)
+
+  def put(self, x: jax.Array, new: jax.Array) -> jax.Array:
+    """The entries of all slots, with theirs replaced."""
+    if self.which is None:
+      return new
+    return jax.vmap(lambda x, n, new: x.at[n].set(new))(self._split(x), self.which, new).reshape(x.shape)
+
+  def _split(self, x: jax.Array) -> jax.Array:
+    return x if self.which is None else x.reshape(self.which.shape[0], -1, *x.shape[1:])
 
 
 def _chosen(rows: jax.Array, new: PyTree, old: PyTree, dims: PyTree = 0) -> PyTree:

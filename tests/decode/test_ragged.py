@@ -158,3 +158,34 @@ def test_rows_that_cannot_be_told_apart_are_read_up_to_the_shortest():
   assert plain.rows(found) == plain.rows(nxp.generator(NEW)(model, PROMPTS, lengths=lengths))
   text = "prompts: 4 tokens at once, up to the shortest prompt, and then token by token: one row is not"
   assert str(generate.layers).startswith(text)
+
+
+@functools.cache
+def slotted(layout):
+  axes = LAYOUTS[layout]
+  rules = plain.rules_for(axes)
+  rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, None, "heads", None))])
+  return nxp.create_sharded_model(lambda: Listed(1), nxp.make_mesh(axes), rules)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slots_read_long_prompts_in_chunks(layout):
+  expected = alone(Listed, plain.DRAWN)
+  generate = nxp.generator(NEW, sampling=plain.DRAWN, prefill=8, slots=8)
+  twice = np.concatenate([np.arange(BATCH), np.arange(BATCH)[::-1], np.arange(BATCH)])
+  given = {"lengths": LENGTHS[twice], "requests": twice, "key": jax.random.key(7)}
+  found = generate(slotted(layout), PROMPTS[twice], **given)
+  assert plain.rows(found) == [expected[n] for n in twice]
+
+
+def test_a_new_prompt_delays_the_others_by_one_call_a_token():
+  calls = Calls()
+  generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
+  lengths = np.array([1, 2, 41, 41, 1])
+  generate(nxp.unsharded(lambda: Listed(1)), PROMPTS[:5], lengths=lengths)
+  jax.effects_barrier()
+  # Requests 2 and 3 begin after 5 and 6 tokens: their prompts take 8 chunks in turns, with a token of each
+  # slot after each chunk, and the last tokens of the prompts one by one.
+  assert not [pair for pair in zip(calls.seen, calls.seen[1:], strict=False) if pair == (8, 8)]
+  assert calls.seen[:5] == [1] * 5
+  assert calls.seen.count(8) == 8

@@ -195,8 +195,13 @@ def test_beams_of_a_model_with_caches(layout):
 
 @pytest.mark.parametrize(
   ("init", "options"),
-  [(plain.Model, {}), (One, {"slots": 8}), (One, {"sampling": nxp.Beams(2)})],
-  ids=["batch", "slots", "beams"],
+  [
+    (plain.Model, {}),
+    (One, {"slots": 8}),
+    (One, {"slots": 8, "prefill": 3}),
+    (One, {"sampling": nxp.Beams(2)}),
+  ],
+  ids=["batch", "slots", "slots and chunks", "beams"],
 )
 def test_no_whole_cache_is_gathered(init, options):
   generate = nxp.generator(NEW, **options)
