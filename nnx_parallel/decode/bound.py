@@ -438,20 +438,21 @@ class Bound:
     shared = self._split_like_the_batch()
     if self.explicit and shared:
       return f"on Explicit axes a row cannot use {shared[0][0]}, which is sharded like the batch"
-    tokens, position = jax.ShapeDtypeStruct((batch, 1), jnp.int32), jnp.zeros((), jnp.int32)
+    tokens, position = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((), jnp.int32)
 
     def after(tokens: jax.Array, caches: list[jax.Array]) -> list[jax.Array]:
       own = None if self.options.cache is None else self.options.cache(batch, length)
-      return self._called(others, tokens, position, caches, own)[2]
+      return self._called(others, self._rows(tokens), position, caches, own)[2]
 
     rows = Rows((batch,), dims_of_rows(after, tokens, caches) if caches else [])
     before = jax.eval_shape(lambda: self._empty(caches, batch, length, rows))
 
-    def call(tokens: jax.Array, state: State) -> PyTree:
-      return self._over_rows(self._one_call, rows)(others, tokens, jnp.zeros((batch,), jnp.int32), *state)
+    def call(state: State) -> PyTree:
+      given = self._rows(tokens), self._rows(tokens[:, 0])
+      return self._over_rows(self._one_call, rows)(others, *given, *state)
 
     try:
-      _, *state = jax.eval_shape(call, tokens, before)
+      _, *state = jax.eval_shape(call, before)
     except (TypeError, ValueError, DecodeError) as error:
       return f"one row is not computed alone ({str(error).splitlines()[0]})"
     same = jax.tree.map(lambda x: (x.shape, x.dtype), (before, tuple(state)))

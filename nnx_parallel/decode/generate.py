@@ -25,8 +25,9 @@ class Generator:
 
   Attributes:
     options: the options of the generator.
-    layers: a text to print. It describes the work of each pipeline stage and, on a mesh with Explicit axes,
-      the axes on which the program computes, as last compiled or lowered.
+    layers: a text to print. It says how prompts are read with `prefill`, and describes the work of each
+      pipeline stage and, on a mesh with Explicit axes, the axes on which the program computes, as last
+      compiled or lowered.
   """
 
   def __init__(self, options: Options):
@@ -165,14 +166,19 @@ def generator(
     cache: for a model that takes its cache as an argument, a function `cache(batch, length)` that returns the
       empty cache, a pytree. Call `nxp.constrain` in this function to shard the cache.
       `call(model, tokens, position, cache)` then returns `(logits, cache)`.
-    prefill: the maximum number of prompt tokens that one step reads; the `n` of `call` is this number or 1.
-      The prompts of a batch are read in such steps up to the length of the shortest prompt, and then token by
-      token. `nnx.MultiHeadAttention` needs no changes; other attention layers must mask later tokens.
-    slots: the number of rows that are computed at a time, each with a separate cache and position (continuous
-      batching). When a row ends, its slot takes the next prompt, so there may be any number of prompts, and
-      no row waits for the longest row. The model is called for one row, under `jax.vmap`, so its caches must
-      be for a batch of 1. With beams, the model is also called for one row. Beams and slots cannot be
-      combined.
+    prefill: the maximum number of prompt tokens that one call of the model reads (a chunk); the `n` of
+      `call` is at most this number. Without `lengths`, prompts are read in chunks of this number and a rest.
+      With `lengths`, chunks have this number of tokens, an eighth of it, and so on, and each row has its own
+      position: the model is called for one row, under `jax.vmap`, with its part of the cache. If the rows of
+      a cache cannot be told apart, or on pipeline stages, chunks are read up to the length of the shortest
+      prompt, and the rest token by token. `layers` of the generator says how. `nnx.MultiHeadAttention` needs
+      no changes; other attention layers must mask later tokens.
+    slots: the number of rows that are computed at a time, each with a separate cache and position
+      (continuous batching). When a row ends, its slot takes the next prompt, so there may be any number of
+      prompts, and no row waits for the longest row. With `prefill`, one slot on each shard of the slots
+      reads a chunk of its prompt between two tokens of the others. The model is called for one row, under
+      `jax.vmap`, so its caches must be for a batch of 1. With beams, the model is also called for one row.
+      Beams and slots cannot be combined.
     pipeline: the mesh axis of the pipeline stages, each of which holds some of the layers and their caches.
       The batch is divided into as many groups as there are stages. The groups circulate, so that each stage
       always works on one group. The model is called for one group, so its caches must be for a batch of that

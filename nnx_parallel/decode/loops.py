@@ -280,7 +280,7 @@ def by_slots(
   slot on each of the `shards` of the slots, the one with the oldest request. Then each slot reads one token,
   of its prompt or its own. So a new prompt delays a token of the other slots by one call at most.
   """
-  asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
+  asked = jax.tree.map(loop.whole, asked)
   requests = asked.prompts.shape[0]
 
   def of(request: jax.Array) -> Asked:
