@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
@@ -24,6 +26,8 @@ from nnx_parallel.decode.loops import (
   Asked,
   Generated,
   Loop,
+  Steps,
+  Written,
   by_batch,
   by_beams,
   by_slots,
@@ -188,6 +192,9 @@ class Bound:
       keep_unused=True,  # the old caches' memory is reused for the new caches
       out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
     )
+
+    self._begins: Any = jax.jit(self._begin)
+    self._blocks: dict[PyTree, Any] = {}
 
   @property
   def explicit(self) -> bool:
@@ -521,13 +528,32 @@ class Bound:
     return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
   def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+    (batch, width), sampling = args.prompts.shape, self.options.sampling
+    length = width + self.options.max_new_tokens
     with default_scope(self.places.scope):
-      return self._traced(caches, others, args)
+      loop, asked, own = self._loop(caches, others, args)
+      if self.pipeline is not None and isinstance(sampling, Sampling):
+        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, length)
+        found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
+        return [], Generated(*(self._rows(join_batch(x)) for x in found[:2]))
+      if isinstance(sampling, Beams):
+        return [], by_beams(loop, sampling, asked, self._empty(caches, batch, length, own))
+      (after, _), found = self._steps(loop, asked, own, caches, args).all()
+      if own is None or self.own_rows:
+        return after if own is None else [], found
+      # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
+      most = jnp.argmax(asked.lengths + found.lengths)
+      places = zip(after, own.dims, self._of_caches, strict=True)
+      after = [x if d is not None else pinned(x[most], where) for x, d, where in places]
+      return after, Generated(*map(self._rows, found[:2]))
 
-  def _traced(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
-    options, sampling, rows = self.options, self.options.sampling, self._rows
-    (batch, width), limit = args.prompts.shape, options.max_new_tokens
-    sizes = sizes_of(options.prefill, width, equal=args.lengths is None and options.slots is None)
+  def _loop(
+    self, caches: list[jax.Array], others: list[jax.Array], args: Args
+  ) -> tuple[Loop, Asked, Rows | None]:
+    """What all loops need, the prompts, and how rows with separate positions lie in the state."""
+    options, rows = self.options, self._rows
+    equal = args.lengths is None and options.slots is None
+    sizes = sizes_of(options.prefill, args.prompts.shape[1], equal=equal)
     own = self._separate_rows(caches, others, args, sizes)
     called = self._over_rows(self._one_call, own)
     held_forward = held(called, self.places.mesh, self.places.scope, self._weights)
@@ -538,33 +564,83 @@ class Bound:
       logits, caches, made = held_forward(others, tokens, position, *state)
       return logits, (self._pinned(caches, own), made)
 
-    in_slots = own is not None and not isinstance(sampling, Beams)
+    in_slots = own is not None and not isinstance(options.sampling, Beams)
     dims = None if own is None else ([d or 0 for d in own.dims], 0)
     stops, kept = tuple(map(int, options.stop)), self._pin if in_slots else rows
-    loop = Loop(limit, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
-    asked = self._asked(args)
-    if self.pipeline is not None and isinstance(sampling, Sampling):
-      turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
-      found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
-      return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
-    state = self._empty(caches, batch, width + limit, own)
-    if isinstance(sampling, Beams):
-      return [], by_beams(loop, sampling, asked, state)
+    loop = Loop(options.max_new_tokens, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
+    return loop, self._asked(args), own
+
+  def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: list[jax.Array], args: Args) -> Steps:
+    """The loop over a batch, or over rows with separate positions."""
+    (batch, width), sampling = args.prompts.shape, self.options.sampling
+    assert isinstance(sampling, Sampling)
+    state = self._empty(caches, batch, width + loop.limit, own)
     if own is None:
-      (after, _), found = by_batch(loop, sampling, asked, state).all()
-      return after, found
+      return by_batch(loop, sampling, asked, state)
     each = math.prod(axis_sizes(self.places.mesh)[axis] for axis in self.axes)
     # With types, a split dim of the slots cannot become two dims.
     shards = None if self.explicit or not self.own_rows else each
-    (after, _), found = by_slots(loop, sampling, asked, state, own.sizes[0], shards).all()
-    if self.own_rows:
-      return [], found
-    # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
-    most = jnp.argmax(asked.lengths + found.lengths)
-    places = zip(after, own.dims, self._of_caches, strict=True)
-    return [x if d is not None else pinned(x[most], where) for x, d, where in places], Generated(
-      *map(rows, found[:2])
-    )
+    return by_slots(loop, sampling, asked, state, own.sizes[0], shards)
+
+  def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
+    arrays = self.arrays()
+    self.places = places_inside(self.outside, self._program, *arrays, args)
+    self._used.axes = self.places.note
+    arrays, args = self.places.placed((arrays, args))
+    carry = self._begins(*arrays, args)
+    advance = self._advances(every, carry)
+    block = advance(carry, *arrays, args)
+    more = True
+    while more:
+      carry, written, goes_on = block
+      block = advance(carry, *arrays, args)
+      rows, tokens = map(np.asarray, written)
+      for row in dict.fromkeys(rows[tokens >= 0].tolist()):
+        yield row, tokens[(rows == row) & (tokens >= 0)]
+      more = bool(goes_on)
+
+  def _advances(self, every: int, carry: PyTree) -> Any:
+    """The compiled `_advance`, which keeps the layout of the carry: another one would be another program."""
+    layout = jax.tree.map(lambda x: x.sharding, carry)
+    key = every, *jax.tree.leaves(layout)
+    if key not in self._blocks:
+      run = functools.partial(self._advance, every)
+      self._blocks[key] = jax.jit(run, donate_argnums=0, out_shardings=(layout, None, None))
+    return self._blocks[key]
+
+  def _begin(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+    """The carry of the loop before its first step."""
+    with self._inside():
+      return self._steps(*self._loop(caches, others, args), caches, args).begin()
+
+  def _advance(
+    self, every: int, carry: PyTree, caches: list[jax.Array], others: list[jax.Array], args: Args
+  ) -> tuple[PyTree, Written, jax.Array]:
+    """The carry after so many steps, what each row has written in them, and whether a step is left."""
+    with self._inside():
+      steps = self._steps(*self._loop(caches, others, args), caches, args)
+
+      def one(number: jax.Array, carry: PyTree, written: Written) -> PyTree:
+        carry, new = steps.one(carry)
+        return number + 1, carry, Written(*(x.at[number].set(y) for x, y in zip(written, new, strict=True)))
+
+      shapes = jax.eval_shape(steps.one, carry)[1]
+      none = Written(*(self._pin(jnp.full((every, *x.shape), -1, x.dtype)) for x in shapes))
+      _, carry, written = jax.lax.while_loop(
+        lambda all_: (all_[0] < every) & steps.more(all_[1]),
+        lambda all_: one(*all_),
+        (jnp.zeros((), jnp.int32), carry, none),
+      )
+      return carry, Written(*map(self._pin, written)), self._pin(steps.more(carry))
+
+  @contextlib.contextmanager
+  def _inside(self) -> Generator[None]:
+    """The scope of a program, on the axes that it computes on, which its arguments have already."""
+    mesh = None if self.places.mesh is self.outside.mesh else self.places.mesh
+    on_axes = contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh)
+    with on_axes, default_scope(self.places.scope):
+      yield
 
   def _separate_rows(
     self, caches: list[jax.Array], others: list[jax.Array], args: Args, sizes: tuple[int, ...]

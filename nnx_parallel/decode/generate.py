@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -63,6 +63,61 @@ class Generator:
     Raises:
       DecodeError: the prompts, the lengths, the cache or the key do not fit the model or each other.
     """
+    bound, args = self._given(model, prompts, lengths, key, requests)
+    return bound(args)
+
+  def stream(
+    self,
+    model: nnx.Module,
+    prompts: AnyArray,
+    *,
+    lengths: AnyArray | None = None,
+    key: AnyArray | None = None,
+    requests: AnyArray | None = None,
+    every: int = 1,
+  ) -> Iterator[tuple[int, np.ndarray]]:
+    """Continues each prompt, and gives the tokens to the host as they are made.
+
+    The tokens are those of a call. The caches of the model do not change: the program makes its own. While
+    the host reads some tokens, the devices compute the next.
+
+    Args:
+      model: as in a call.
+      prompts: as in a call.
+      lengths: as in a call.
+      key: as in a call.
+      requests: as in a call.
+      every: the number of tokens of a row that are computed before the host gets them. A larger number takes
+        less time in total, and more until a token arrives.
+
+    Returns:
+      An iterator of pairs: the index of a prompt, and new tokens of it, an int32 array `(n,)` on the host. In
+      several processes, each gets all pairs.
+
+    Raises:
+      DecodeError: as in a call; or the generator has beams or a pipeline, which do not give tokens in order.
+    """
+    if isinstance(self.options.sampling, Beams) or self.options.layer_options.pipeline is not None:
+      beams = isinstance(self.options.sampling, Beams)
+      moved = "the weights of a pipeline move to their stages in each program, so one makes all tokens."
+      raise DecodeError(
+        "beams change until the end, so no token can be given earlier." if beams else moved,
+        fix="generate(model, prompts)" + ("." if beams else "; or leave pipeline= out."),
+      )
+    if every < 1:
+      raise DecodeError(f"every={every!r} is out of range.", fix="every=1 or more.")
+    bound, args = self._given(model, prompts, lengths, key, requests)
+    return bound.stream(args, every)
+
+  def _given(
+    self,
+    model: nnx.Module,
+    prompts: AnyArray,
+    lengths: AnyArray | None,
+    key: AnyArray | None,
+    requests: AnyArray | None,
+  ) -> tuple[Bound, Args]:
+    """The program, and its arguments."""
     prompts, lengths, requests = _checked(prompts, lengths, requests)
     sampling = self.options.sampling
     if key is None and isinstance(sampling, Sampling) and sampling.temperature:
@@ -70,7 +125,7 @@ class Generator:
     bound = self._bound(model, prompts)
     given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
     defaults = bound.defaults(prompts.shape)
-    return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
+    return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
   def lower(self, model: nnx.Module, prompts: AnyArray) -> jax.stages.Lowered:
     """Lowers the program for prompts of this shape, without running it.

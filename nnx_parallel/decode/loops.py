@@ -119,6 +119,13 @@ class Loop:
     return _chosen(rows, new, old, self.dims)
 
 
+class Written(NamedTuple):
+  """What rows have written in a step, `(rows,)`: the number of the prompt, and the token; -1 for nothing."""
+
+  row: jax.Array
+  token: jax.Array
+
+
 class Steps(NamedTuple):
   """A loop, in parts."""
 
@@ -126,14 +133,14 @@ class Steps(NamedTuple):
   """The carry before the first step; the prompts may have been read."""
   more: Callable[[PyTree], jax.Array]
   """Whether a step is left."""
-  one: Callable[[PyTree], PyTree]
-  """The carry after a step, which calls the model with a token of each row."""
+  one: Callable[[PyTree], tuple[PyTree, Written]]
+  """The carry after a step, which calls the model with a token of each row, and what it has written."""
   end: Callable[[PyTree], tuple[PyTree, Generated]]
   """The state, and the results."""
 
   def all(self) -> tuple[PyTree, Generated]:
     """The state and the results after all steps."""
-    return self.end(jax.lax.while_loop(self.more, self.one, self.begin()))
+    return self.end(jax.lax.while_loop(self.more, lambda carry: self.one(carry)[0], self.begin()))
 
 
 def sizes_of(most: int, width: int, *, equal: bool) -> tuple[int, ...]:
@@ -156,10 +163,11 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Ste
     position, read = loop.read_together(asked.prompts, asked.lengths, state)
     return position, _begun(loop, asked, position), read
 
-  def one(carry: PyTree) -> PyTree:
+  def one(carry: PyTree) -> tuple[PyTree, Written]:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
-    return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
+    after = _advanced(loop, sampling, asked, position, rows, logits)
+    return (position + 1, after, state), _written(jnp.arange(rows.token.shape[0]), rows, after)
 
   return Steps(
     begin,
@@ -248,6 +256,10 @@ def _advanced(
   )
 
 
+def _written(row: jax.Array, before: _Rows, after: _Rows) -> Written:
+  return Written(row, jnp.where(after.counts > before.counts, after.token, -1))
+
+
 def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
   """The tokens at one position, or at a position for each row; no row reads past the widest prompt."""
   column = jnp.minimum(position, prompts.shape[1] - 1)
@@ -308,7 +320,7 @@ def by_slots(
     state = jax.tree.map(some.put, s.state, after)
     return s._replace(position=position, rows=s.rows._replace(token=token), state=state)
 
-  def one(s: _Slots) -> _Slots:
+  def one(s: _Slots) -> tuple[_Slots, Written]:
     if loop.sizes:
       able = jnp.stack([can_read(s, count).any() for count in loop.sizes] + [jnp.ones((), bool)])
       reads = [functools.partial(read, count) for count in loop.sizes]
@@ -323,7 +335,7 @@ def by_slots(
     if requests > slots:  # only where a slot begins anew: it takes a pass over all caches
       begins = ends & (request < requests)
       state = jax.lax.cond(begins.any(), lambda: loop.chosen(loop.rows(begins), fresh, state), lambda: state)
-    return _Slots(
+    after = _Slots(
       request=request,
       position=jnp.where(ends, 0, s.position + 1),
       rows=_chosen(ends, begun(request), rows),
@@ -331,6 +343,7 @@ def by_slots(
       done=Generated(*(x.at[row].set(new, mode="drop") for x, new in news)),
       following=s.following + ends.sum(dtype=jnp.int32),
     )
+    return after, _written(s.request, s.rows, rows)
 
   def begin() -> _Slots:
     first = jnp.minimum(loop.whole(jnp.arange(slots, dtype=jnp.int32)), requests)
