@@ -127,13 +127,16 @@ class Generator:
     defaults = bound.defaults(prompts.shape)
     return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
-  def lower(self, model: nnx.Module, prompts: AnyArray) -> jax.stages.Lowered:
+  def lower(
+    self, model: nnx.Module, prompts: AnyArray, lengths: AnyArray | None = None
+  ) -> jax.stages.Lowered:
     """Lowers the program for prompts of this shape, without running it.
 
     Args:
       model: a module, whose arrays may be abstract. `nxp.compile_report(generate, plan, batch=prompts)` makes
         such a module from a plan, also for a machine that you do not have.
       prompts: as in a call, or a `ShapeDtypeStruct`.
+      lengths: as in a call, or a `ShapeDtypeStruct`: with `prefill`, they take another program.
 
     Returns:
       A `jax.stages.Lowered`; `.compile()` gives its text, memory and cost.
@@ -142,7 +145,8 @@ class Generator:
       DecodeError: as in a call.
     """
     bound = self._bound(model, prompts)
-    return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape, padded=False))
+    args = bound.abstract_args(prompts.shape, padded=lengths is not None)
+    return bound.jitted.lower(*bound.arrays(), args)
 
   def argument_names(self, model: nnx.Module) -> dict[str, str]:
     """Names the arrays that the program takes.
