@@ -109,12 +109,21 @@ class Options:
 
 
 class Args(NamedTuple):
-  """The values that differ between calls: global arrays; `lengths` is None if no prompt is padded."""
+  """The values that differ between calls: global arrays.
+
+  `lengths` is None if no prompt is padded, and `prefix` if there is none.
+  """
 
   prompts: AnyArray
   lengths: AnyArray | None
   requests: AnyArray
   key: AnyArray
+  prefix: AnyArray | None = None
+
+  @property
+  def ahead(self) -> int:
+    """The number of tokens ahead of each prompt."""
+    return 0 if self.prefix is None else self.prefix.shape[0]
 
 
 @dataclasses.dataclass
@@ -201,9 +210,9 @@ class Bound:
     """Whether the program has types: the model states shardings."""
     return self.places.mesh is not None and is_explicit(self.places.mesh)
 
-  def place(self, x: AnyArray) -> PyTree:
-    """Numbers of the host in the layout of the arguments."""
-    where = self._of_argument(np.ndim(x))
+  def place(self, x: AnyArray, *, by_row: bool = True) -> PyTree:
+    """Numbers of the host in the layout of the arguments; replicated, if their dim 0 is not the rows."""
+    where = self._of_argument(np.ndim(x) if by_row else 0)
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
   def defaults(self, prompts: tuple[int, ...]) -> Args:
@@ -271,10 +280,10 @@ class Bound:
     fields = {name: x for name, x in found._asdict().items() if x is not None}
     return fields, dict(zip(self.caches, after, strict=False))
 
-  def check(self, prompts: tuple[int, ...]) -> None:
-    """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit."""
-    slots, parts = self.options.slots, math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
-    rows, parts = slots or prompts[0], parts * self.stages
+  def check(self, prompts: tuple[int, ...], ahead: int = 0) -> None:
+    """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit, after a prefix."""
+    slots, parts = self.options.slots, self._shards * self.stages
+    rows = slots or prompts[0]
     if rows % parts:
       fitting = -(-rows // parts) * parts
       more = f"add prompts, of length 1 and to be thrown away, up to {fitting}."
@@ -285,7 +294,7 @@ class Bound:
         fix=f"slots={fitting}" if slots else more,
       )
     if self.capacity is not None:
-      group = (prompts[0] // self.stages, prompts[1])
+      group = (prompts[0] // self.stages, ahead + prompts[1])
       _check_capacity(self.capacity, group, self.options.max_new_tokens, bool(self.own_rows))
 
   def _split_like_the_batch(self) -> list[tuple[str, Any, list[str]]]:
@@ -306,6 +315,15 @@ class Bound:
         fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
         "or a mesh with Auto axes, and no pipeline=.",
       )
+
+  @property
+  def _shards(self) -> int:
+    """The number of parts into which the axes of the batch split it."""
+    return math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
+
+  def _length(self, args: Args) -> int:
+    """The number of positions of a row, and one."""
+    return args.ahead + args.prompts.shape[1] + self.options.max_new_tokens
 
   def _batch_entry(self) -> Entry:
     """The entry of the batch in a spec."""
@@ -490,16 +508,34 @@ class Bound:
 
     return all_rows
 
+  def _fresh(self, loop: Loop, own: Rows | None, caches: list[jax.Array], args: Args) -> State:
+    """The state before the prompts: empty, or after the prefix, which one row on each shard reads for all."""
+    batch, length = args.prompts.shape[0], self._length(args)
+    if own is None or args.prefix is None:
+      return self._empty(caches, batch, length, own)
+    few_rows = Rows((self._shards, *[1] * (len(own.sizes) - 1)), own.dims)
+    empty = self._empty(caches, batch, length, few_rows)
+    whole = loop.read_prefix(args.prefix, self.options.prefill, few_rows.sizes, empty)
+
+    def for_all(x: jax.Array, dim: int) -> jax.Array:
+      for n, size in enumerate(own.sizes):
+        x = jnp.repeat(x, size // few_rows.sizes[n], dim + n)
+      return x
+
+    caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
+    return self._pinned(caches, own), made
+
   def _empty(self, caches: list[jax.Array], batch: int, length: int, rows: Rows | None) -> State:
     """The state before the first token."""
     make = self.options.cache
     if rows is None:
       return self._pinned([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
     sizes = rows.sizes
-    zeros = [
-      jnp.zeros((*sizes, *x.shape), x.dtype) if d is None else jnp.zeros_like(x)
+    shapes = [
+      (*sizes, *x.shape) if d is None else (*x.shape[:d], *sizes, *x.shape[d + 1 :])
       for x, d in zip(caches, rows.dims, strict=True)
     ]
+    zeros = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, caches, strict=True)]
     if make is None:
       return self._pinned(zeros, rows), None
     with mapped_axes(self.axes):
@@ -528,16 +564,15 @@ class Bound:
     return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
   def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
-    (batch, width), sampling = args.prompts.shape, self.options.sampling
-    length = width + self.options.max_new_tokens
+    batch, sampling = args.prompts.shape[0], self.options.sampling
     with default_scope(self.places.scope):
       loop, asked, own = self._loop(caches, others, args)
       if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, length)
+        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, self._length(args))
         found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
         return [], Generated(*(self._rows(join_batch(x)) for x in found[:2]))
       if isinstance(sampling, Beams):
-        return [], by_beams(loop, sampling, asked, self._empty(caches, batch, length, own))
+        return [], by_beams(loop, sampling, asked, self._fresh(loop, own, caches, args))
       (after, _), found = self._steps(loop, asked, own, caches, args).all()
       if own is None or self.own_rows:
         return after if own is None else [], found
@@ -552,7 +587,7 @@ class Bound:
   ) -> tuple[Loop, Asked, Rows | None]:
     """What all loops need, the prompts, and how rows with separate positions lie in the state."""
     options, rows = self.options, self._rows
-    equal = args.lengths is None and options.slots is None
+    equal = args.lengths is None and args.prefix is None and options.slots is None
     sizes = sizes_of(options.prefill, args.prompts.shape[1], equal=equal)
     own = self._separate_rows(caches, others, args, sizes)
     called = self._over_rows(self._one_call, own)
@@ -561,7 +596,7 @@ class Bound:
     def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
       if own is not None:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
-      logits, caches, made = held_forward(others, tokens, position, *state)
+      logits, caches, made = held_forward(others, tokens, position + args.ahead, *state)
       return logits, (self._pinned(caches, own), made)
 
     in_slots = own is not None and not isinstance(options.sampling, Beams)
@@ -572,14 +607,12 @@ class Bound:
 
   def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: list[jax.Array], args: Args) -> Steps:
     """The loop over a batch, or over rows with separate positions."""
-    (batch, width), sampling = args.prompts.shape, self.options.sampling
+    sampling, state = self.options.sampling, self._fresh(loop, own, caches, args)
     assert isinstance(sampling, Sampling)
-    state = self._empty(caches, batch, width + loop.limit, own)
     if own is None:
       return by_batch(loop, sampling, asked, state)
-    each = math.prod(axis_sizes(self.places.mesh)[axis] for axis in self.axes)
     # With types, a split dim of the slots cannot become two dims.
-    shards = None if self.explicit or not self.own_rows else each
+    shards = None if self.explicit or not self.own_rows else self._shards
     return by_slots(loop, sampling, asked, state, own.sizes[0], shards)
 
   def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -656,10 +689,14 @@ class Bound:
     if self.own_rows:
       lead = (batch, sampling.count) if isinstance(sampling, Beams) else (self.options.slots or batch,)
       found = Rows(lead, [None] * len(caches))
-    elif args.lengths is not None and sizes and batch > 1:
-      length = args.prompts.shape[1] + self.options.max_new_tokens
+    elif args.prefix is not None or (args.lengths is not None and sizes and batch > 1):
       one_cache = "a group of rows has one cache"
-      found = one_cache if self.pipeline else self._rows_of_a_batch(others, caches, batch, length)
+      found = one_cache if self.pipeline else self._rows_of_a_batch(others, caches, batch, self._length(args))
+    if args.prefix is not None and isinstance(found, str):
+      raise DecodeError(
+        f"the cache of a prefix is read for one row and given to all, but {found}.",
+        fix="put the prefix before each prompt.",
+      )
     if isinstance(found, str):
       how += f", up to the shortest prompt, and then token by token: {found}"
     elif found is not None:

@@ -42,6 +42,7 @@ class Generator:
     lengths: AnyArray | None = None,
     key: AnyArray | None = None,
     requests: AnyArray | None = None,
+    prefix: AnyArray | None = None,
   ) -> Generated:
     """Continues each prompt.
 
@@ -56,6 +57,8 @@ class Generator:
       key: `jax.random.key(...)`; required for sampling.
       requests: a number for each row, `(batch,)`, which is folded into the key of the row. A row with the
         same number and prompt gets the same tokens in any batch. None uses the index of the row.
+      prefix: integers `(n,)`, the tokens ahead of each prompt. They are read once, for one row on each shard,
+        and each row begins with their cache.
 
     Returns:
       The new tokens of each row, and their number.
@@ -63,7 +66,7 @@ class Generator:
     Raises:
       DecodeError: the prompts, the lengths, the cache or the key do not fit the model or each other.
     """
-    bound, args = self._given(model, prompts, lengths, key, requests)
+    bound, args = self._given(model, prompts, lengths, key, requests, prefix)
     return bound(args)
 
   def stream(
@@ -74,6 +77,7 @@ class Generator:
     lengths: AnyArray | None = None,
     key: AnyArray | None = None,
     requests: AnyArray | None = None,
+    prefix: AnyArray | None = None,
     every: int = 1,
   ) -> Iterator[tuple[int, np.ndarray]]:
     """Continues each prompt, and gives the tokens to the host as they are made.
@@ -87,6 +91,7 @@ class Generator:
       lengths: as in a call.
       key: as in a call.
       requests: as in a call.
+      prefix: as in a call.
       every: the number of tokens of a row that are computed before the host gets them. A larger number takes
         less time in total, and more until a token arrives.
 
@@ -106,7 +111,7 @@ class Generator:
       )
     if every < 1:
       raise DecodeError(f"every={every!r} is out of range.", fix="every=1 or more.")
-    bound, args = self._given(model, prompts, lengths, key, requests)
+    bound, args = self._given(model, prompts, lengths, key, requests, prefix)
     return bound.stream(args, every)
 
   def _given(
@@ -116,14 +121,17 @@ class Generator:
     lengths: AnyArray | None,
     key: AnyArray | None,
     requests: AnyArray | None,
+    prefix: AnyArray | None,
   ) -> tuple[Bound, Args]:
     """The program, and its arguments."""
     prompts, lengths, requests = _checked(prompts, lengths, requests)
     sampling = self.options.sampling
     if key is None and isinstance(sampling, Sampling) and sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
-    bound = self._bound(model, prompts)
+    ahead = None if prefix is None else _checked_prefix(prefix)
+    bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
     given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
+    given.append(None if ahead is None else bound.place(ahead, by_row=False))
     defaults = bound.defaults(prompts.shape)
     return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
@@ -178,8 +186,8 @@ class Generator:
     bound = self._bound(model, prompts)
     return bound.of_arrays, tuple(bound.abstract_args(prompts.shape, padded=True))
 
-  def _bound(self, model: object, prompts: AnyArray | None = None) -> Bound:
-    """The program of a model, for prompts that fit it."""
+  def _bound(self, model: object, prompts: AnyArray | None = None, ahead: int = 0) -> Bound:
+    """The program of a model, for prompts that fit it, with so many tokens ahead of each."""
     if not isinstance(model, nnx.Pytree):
       raise DecodeError(
         f"the model is a {type(model).__name__}, not a live module.", fix="generate(model, prompts)"
@@ -189,7 +197,7 @@ class Generator:
       found = self._bounds[model] = Bound(self.options, self.layers, model)
     if prompts is not None:
       _check_prompts(prompts)
-      found.check(prompts.shape)
+      found.check(prompts.shape, ahead)
     return found
 
 
@@ -288,6 +296,16 @@ def _check_prompts(prompts: AnyArray) -> None:
       f"prompts are {dtype} of shape {shape}, not integers (batch, width).",
       fix="pad shorter prompts and give lengths=.",
     )
+
+
+def _checked_prefix(prefix: AnyArray) -> np.ndarray:
+  found = np.asarray(prefix)
+  if found.ndim != 1 or not found.size or not np.issubdtype(found.dtype, np.integer):
+    raise DecodeError(
+      f"the prefix is {found.dtype} of shape {found.shape}, not integers (n,).",
+      fix="the tokens ahead of all prompts, such as prefix=np.array([...]).",
+    )
+  return found.astype(np.int32)
 
 
 def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:

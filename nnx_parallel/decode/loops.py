@@ -108,6 +108,23 @@ class Loop:
       carry = jax.lax.while_loop(more, functools.partial(read, count), carry)
     return carry
 
+  def read_prefix(self, prefix: jax.Array, most: int, rows: tuple[int, ...], state: PyTree) -> PyTree:
+    """The state after some rows have read the tokens ahead of all prompts, `(n,)`, at most so many at once.
+
+    Their positions are below 0, where prompts begin.
+    """
+    (length,) = prefix.shape
+    part = min(most, length)
+
+    def read(count: int, start: jax.Array | int, state: PyTree) -> PyTree:
+      some = jax.lax.dynamic_slice_in_dim(prefix, start, count)
+      tokens = self.rows(jnp.broadcast_to(some, (*rows, count)))
+      return self.forward(tokens, jnp.asarray(start - length, jnp.int32), state)[1]
+
+    whole, rest = divmod(length, part)
+    state = jax.lax.fori_loop(0, whole, lambda n, state: read(part, n * part, state), state)
+    return read(rest, whole * part, state) if rest else state
+
   def read_some(self, rows: jax.Array, tokens: jax.Array, position: jax.Array, state: PyTree) -> PyTree:
     """The state after some of the rows, each with its own state, have read tokens at their positions."""
     new = self.forward(tokens, position, state)[1]

@@ -58,10 +58,10 @@ def test_the_first_token_arrives_before_the_last_is_computed():
   jax.effects_barrier()
   assert (row, tokens.shape) == (0, (1,))
   # The prompt but its last token, and the tokens of this block and of the next, which runs meanwhile.
-  assert calls.seen == [2, 1, 1, 1]
+  assert sorted(calls.seen) == [1, 1, 1, 2]
   assert len([*pairs]) == 2 * 30 - 1
   jax.effects_barrier()
-  assert calls.seen == [2, *[1] * 31]
+  assert sorted(calls.seen) == [*[1] * 31, 2]
 
 
 @pytest.mark.parametrize(
