@@ -184,7 +184,8 @@ class Generator:
       first two.
     """
     bound = self._bound(model, prompts)
-    return bound.of_arrays, tuple(bound.abstract_args(prompts.shape, padded=True))
+    args = bound.abstract_args(prompts.shape, padded=True)
+    return bound.of_arrays, (args.prompts, args.lengths, args.requests, args.key)
 
   def _bound(self, model: object, prompts: AnyArray | None = None, ahead: int = 0) -> Bound:
     """The program of a model, for prompts that fit it, with so many tokens ahead of each."""
