@@ -48,6 +48,15 @@ def test_tokens_are_those_of_whole_prompts(init, layout, options):
     assert texts == plain.rows(wanted)
 
 
+@pytest.mark.parametrize("options", [{}, {"slots": 8, "prefill": 4}], ids=str)
+def test_a_cache_that_is_an_argument_is_at_the_position_after_the_prefix(options):
+  model = nxp.create_sharded_model(ragged.windowed, nxp.make_mesh(fsdp=4, tensor=2), nxp.fsdp(min_size=64))
+  given = {"call": ragged.decoded, "cache": model.empty_cache}
+  wanted = nxp.generator(NEW, **given)(model, WHOLE, lengths=LENGTHS + len(PREFIX))
+  found = nxp.generator(NEW, **given, **options)(model, PROMPTS, lengths=LENGTHS, prefix=PREFIX)
+  np.testing.assert_array_equal(found.tokens, wanted.tokens)
+
+
 def test_a_prefix_is_read_once():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
