@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.decode.bound import Args, Bound, Call, Options, Used
+from nnx_parallel.decode.bound import Bound
 from nnx_parallel.decode.loops import Generated
+from nnx_parallel.decode.options import Args, Call, Options, Used
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayerOptions
