@@ -26,11 +26,9 @@ def loss_fn(model, x):
 
 
 def write_tiny_checkpoint():
+  script, cpu = Path(__file__).with_name("tiny_checkpoint.py"), {"JAX_PLATFORMS": "cpu"}
   if not Path("runs/tiny").exists():
-    script = Path(__file__).with_name("tiny_checkpoint.py")
-    subprocess.run(
-      [sys.executable, script, "runs/tiny"], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True
-    )
+    subprocess.run([sys.executable, script, "runs/tiny"], env=os.environ | cpu, check=True)
 
 
 def main():
