@@ -1,8 +1,9 @@
 """Builds the wheel and the sdist, checks what is in them, and tries the wheel in empty environments.
 
 Run by `make package`, in an environment that has `build` and `twine`. It publishes nothing. For each Python
-that `.ci/pythons` finds, it does what a new user does, outside of the checkout: it installs the wheel, with the
-newest versions of what the wheel needs, and runs the code of README.md, the demo, and examples of the sdist.
+that `.ci/pythons` finds, it does what a new user does, outside of the checkout: it installs the wheel, with
+the newest versions of what the wheel needs, and runs the code of README.md, the demo, and examples of the
+sdist.
 
   .venv/bin/python tools/package.py               every Python
   .venv/bin/python tools/package.py python3.13    this one
@@ -41,8 +42,7 @@ def run(command: list[str | Path], **options: object) -> str:
   output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 1800}
   done = subprocess.run(words, **output, **options)
   if done.returncode != 0:
-    sys.exit(f"{done.stdout}
-exit code {done.returncode} of: {' '.join(words)}")
+    sys.exit(f"{done.stdout}\nexit code {done.returncode} of: {' '.join(words)}")
   return done.stdout
 
 
