@@ -112,7 +112,7 @@ def first_minutes(python: str | Path, wheel: Path, sdist: Path, folder: Path) ->
   with tarfile.open(sdist) as archive:
     archive.extractall(folder, filter="data")
   python, examples = bin / "python", folder / sdist.name.removesuffix(".tar.gz") / "examples"
-  step("README.md", python, ROOT / "guides/run.py", "--here", ROOT / "README.md", show="^.*0.9404.*$")
+  step("README.md", python, ROOT / "guides/run.py", "--here", ROOT / "README.md", show=r"^\['0.*")
   step("tiny_checkpoint.py", python, examples / "tiny_checkpoint.py")
   step("finetune.py 20", python, examples / "finetune.py", "20", show=r"^step 20/20  loss [\d.]+")
   step("finetune.py 30", python, examples / "finetune.py", "30", show="^.*resumed from step 20")
