@@ -1,7 +1,7 @@
 """A large teacher on one half of the devices; on the other half, a small student that learns its outputs.
 
 JAX sends no arrays between the devices of several processes, so in such a job both models are on all devices.
-The images come with scikit-learn: pip install "nnx-parallel[digits]".
+The images come with scikit-learn: pip install scikit-learn
 
   export JAX_NUM_CPU_DEVICES=8    # simulates devices; leave it out on accelerators
   python distillation.py --steps 200

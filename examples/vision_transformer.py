@@ -1,7 +1,7 @@
 """A vision transformer with BatchNorm and dropout, on the handwritten digits of scikit-learn.
 
 The second run continues, with the batch statistics and the dropout masks of the first. The images come with
-scikit-learn: pip install "nnx-parallel[digits]".
+scikit-learn: pip install scikit-learn
 
   export JAX_NUM_CPU_DEVICES=8    # simulates devices; leave it out on accelerators
   python vision_transformer.py --steps 150
