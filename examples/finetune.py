@@ -22,11 +22,11 @@ def loss(model, x):
 
 
 nxp.init_distributed()  # on a cluster, joins the processes
-mesh, tokens = nxp.make_mesh(fsdp=-1), np.load("tokens.npy", mmap_mode="r")
-rules, adamw = nxp.fsdp(), optax.adamw(1e-4)
+steps, tokens = int(sys.argv[1]), np.load("tokens.npy", mmap_mode="r")
+mesh, rules, adamw = nxp.make_mesh(fsdp=-1), nxp.fsdp(), optax.adamw(1e-4)
 plan = nxp.plan(lambda: from_config("theirs", nnx.Rngs(0)), mesh, rules, optimizer=adamw)
 model, optimizer = import_safetensors("theirs", plan, weight_map_of("theirs"))
 step, batches = nxp.train_step(loss), lambda samples: nxp.batches(tokens, plan, batch=16, start=samples)
 with nxp.Checkpointer("run", max_to_keep=2) as saved:
   options = {"checkpointer": saved, "save_every": 100, "resume": "latest"}
-  nxp.fit(step, model, optimizer, batches, steps=int(sys.argv[1]), plan=plan, **options)
+  nxp.fit(step, model, optimizer, batches, steps=steps, plan=plan, **options)

@@ -33,7 +33,7 @@ def write_tiny_checkpoint():
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-  parser.add_argument("folder", nargs="?")
+  parser.add_argument("folder", nargs="?", help="a Hugging Face checkpoint")
   parser.add_argument("--tokens", default="runs/tiny/tokens.npy")
   parser.add_argument("--steps", type=int, default=100)
   parser.add_argument("--checkpoint", default="runs/lora")
@@ -59,7 +59,9 @@ def main():
   with nxp.Checkpointer(args.checkpoint) as saved:
     options = {"checkpointer": saved, "save_every": 50, "only": nnx.LoRAParam, "resume": "latest"}
     nxp.fit(nxp.train_step(loss_fn), model, optimizer, batches, steps=args.steps, plan=plan, **options)
-  nxp.interop.export_peft(f"{args.checkpoint}/peft-{args.steps}", model, args.folder)
+  adapters = Path(args.checkpoint, f"peft-{args.steps}")
+  if not adapters.exists():
+    nxp.interop.export_peft(adapters, model, args.folder)
 
 
 if __name__ == "__main__":

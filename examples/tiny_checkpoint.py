@@ -7,6 +7,7 @@ The folder theirs/ has random weights. For a real checkpoint: hf download Qwen/Q
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -25,15 +26,15 @@ CONFIG = {
 
 def main(folder="."):
   """Writes a model with random weights, and int32 tokens (samples, length): here, each byte is a token."""
-  theirs, source = Path(folder, "theirs"), Path(folder, "config")
-  source.mkdir(parents=True)
-  (source / "config.json").write_text(json.dumps(CONFIG))
-  model = nxp.interop.from_config(source, nnx.Rngs(0))
-  nxp.interop.export_safetensors(theirs, model, nxp.interop.weight_map_of(source))
-  (source / "config.json").rename(theirs / "config.json")
-  source.rmdir()
+  theirs, tokens = Path(folder, "theirs"), Path(folder, "tokens.npy")
+  with tempfile.TemporaryDirectory() as source:
+    Path(source, "config.json").write_text(json.dumps(CONFIG))
+    model = nxp.interop.from_config(source, nnx.Rngs(0))
+    nxp.interop.export_safetensors(theirs, model, nxp.interop.weight_map_of(source))
+  (theirs / "config.json").write_text(json.dumps(CONFIG))
   text = np.frombuffer("\n".join(topics.values()).encode(), np.uint8).astype(np.int32)
-  np.save(Path(folder, "tokens.npy"), text[: len(text) // 65 * 65].reshape(-1, 65))
+  np.save(tokens, text[: len(text) // 65 * 65].reshape(-1, 65))
+  print(f"wrote {theirs}/ and {tokens}")
 
 
 if __name__ == "__main__":
