@@ -197,6 +197,10 @@ WITH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
   "decoder, ring": ("of parts", {"attention": "ring"}),
   "decoder, Ulysses": ("of parts", {"attention": "ulysses"}),
   "decoder, pipeline": ("of stages", {"pipeline": "stage", "microbatches": 4}),
+  "decoder, 1F1B pipeline": (
+    "of stages",
+    {"pipeline": nxp.Pipeline("stage", order="1f1b"), "microbatches": 8},
+  ),
   "decoder, replicas reduce once": ("of replicas", {"microbatches": 2}),
 }
 

@@ -3,7 +3,8 @@
 A train step of a stack of layers on data x stage. Simulated devices share the processor, so the time of a
 step is the work of all stages, that of the bubbles included: by theory,
 `ticks / (microbatches * virtual_stages)`
-times that of the step on data alone. What is sent between stages is printed beside what must be.
+times that of the step on data alone. What is sent between stages is printed beside what must be. Then the
+temporaries of a small decoder as the number of microbatches grows, in the order of GPipe and in 1F1B.
 
   python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
 """
@@ -29,6 +30,7 @@ from nnx_parallel.report.topology import missing_compiler, read_machine
 
 Schedule = nxp.parallel.Schedule
 DEVICES, LAYERS, WIDTH, BATCH, MICROBATCHES = 8, 16, 256, 512, 16
+TOKENS, LENGTH = 1024, 256
 WAYS = {
   f"{stages} stages" + (f", {virtual_stages} virtual stages" if virtual_stages > 1 else ""): Schedule(
     stages, MICROBATCHES, LAYERS, virtual_stages
@@ -37,6 +39,8 @@ WAYS = {
 }
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
+  f"Temporaries by microbatches: a decoder of {LAYERS} such layers, {TOKENS} tokens and microbatches of 4 x"
+  f" {LENGTH} tokens, on data=2 x stage=4.",
   f"{LAYERS} layers of two products, width {WIDTH}; {BATCH} examples in {MICROBATCHES} microbatches, float32,"
   " sgd; 8 devices, data x stage; a tick keeps what its stages got. The baseline is"
   " the same step on data=8 with remat='full'. Ratios are below theory, because there each device also adds"
@@ -72,26 +76,42 @@ class Stacked(nnx.Module):
     return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+class Decoder(nnx.Module):
+  """The layers between an embedding and a head."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.embed = nnx.Embed(TOKENS, WIDTH, rngs=rngs)
+    self.body = Stacked(rngs)
+    self.head = nnx.Linear(WIDTH, TOKENS, rngs=rngs)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return self.head(self.body(self.embed(tokens)))
+
+
+def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
+  logits = model(tokens)[:, :-1]
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
 def loss(model: Stacked, x: jax.Array) -> jax.Array:
   return (model(x) ** 2).mean()
 
 
-def plan_of(mesh: Any) -> nxp.Plan:
+def plan_of(mesh: Any, kind: Any = Stacked) -> nxp.Plan:
   stage = "stage" if "stage" in mesh.shape else None
   rules = [
     nxp.LogicalRules(batch="data"),
-    nxp.PathRules({r"layers\..*": (stage, None, None)}),
+    nxp.PathRules({r"(body\.)?layers\..*": (stage, None, None)}),
     nxp.replicate(),
   ]
-  return nxp.plan(lambda: Stacked(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
+  return nxp.plan(lambda: kind(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
 
 
-def step_of(way: nxp.parallel.Schedule | None) -> Any:
+def step_of(way: nxp.parallel.Schedule | None, order: Any = "gpipe") -> Any:
   if way is None:
     return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
-  return nxp.train_step(
-    loss, microbatches=MICROBATCHES, pipeline=nxp.Pipeline("stage", virtual_stages=way.virtual_stages)
-  )
+  pipeline = nxp.Pipeline("stage", way.virtual_stages, order)
+  return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=pipeline)
 
 
 def sizes_of(way: nxp.parallel.Schedule | None) -> dict[str, int]:
@@ -102,6 +122,15 @@ def analytic(way: nxp.parallel.Schedule) -> int:
   """Bytes that a device sends by collective-permutes: of activations, forward and backward."""
   microbatch = BATCH // MICROBATCHES // (DEVICES // way.stages) * WIDTH * 4
   return 2 * (2 * way.ticks + 1 + way.groups + 1) * microbatch
+
+
+def temporaries(mesh: Any, microbatches: int, order: Any) -> float:
+  """MiB of temporaries of a device, for microbatches of 4 sequences."""
+  step = nxp.train_step(
+    next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", order=order)
+  )
+  batch = jax.ShapeDtypeStruct((4 * microbatches, LENGTH), jnp.int32)
+  return nxp.compile_report(step, plan_of(mesh, Decoder), batch=batch).memory.temporaries / 2**20
 
 
 def main() -> None:
@@ -121,7 +150,25 @@ def main() -> None:
     if way is not None:
       record.value(f"{name}: time by theory", way.ticks / (MICROBATCHES * way.virtual_stages), "x")
       record.value(f"{name}: bubble", 100 * way.bubble, "%")
+  way = WAYS["4 stages"]
+  plan = plan_of(nxp.make_mesh(sizes_of(way)))
+  model, optimizer = nxp.create_sharded_model(plan)
+  cases["4 stages, 1F1B"] = functools.partial(
+    step_of(way, "1f1b"), model, optimizer, nxp.shard_batch(x, plan)
+  )
   record.compare(measure(cases, rounds=15, warmup=2), baseline="no pipeline")
+  for text in MACHINES:
+    if missing_compiler(read_machine(text)):
+      continue
+    mesh = nxp.report.topology_mesh(text, data=2, stage=4)
+    for microbatches in (4, 16, 64):
+      for order in ("gpipe", "1f1b"):
+        found = temporaries(mesh, microbatches, order)
+        print(f"{text}: {microbatches} microbatches, {order}: {found:.2f} MiB", flush=True)
+        record.value(
+          f"{microbatches} microbatches: {'1F1B' if order == '1f1b' else 'GPipe'}", found, "MiB",
+          group=f"temporaries on {text}",
+        )  # fmt: skip
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
       continue

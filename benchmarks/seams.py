@@ -325,7 +325,7 @@ def check(case: Case) -> str:
     return "skipped: nnx.vmap under jit does not stack a plain array that a layer makes"
   options = dict(case.options)
   if "stage" in LAYOUTS[case.layout]:
-    options["pipeline"] = "stage"
+    options["pipeline"] = nxp.Pipeline("stage", order="1f1b" if case.seed % 2 else "gpipe")
   with contextlib.suppress(NnxParallelError):
     try:
       losses, found = trained(case, LAYOUTS[case.layout], options, case.zero)

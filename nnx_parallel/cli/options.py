@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from nnx_parallel.errors import MeshError, ReportError, ShardingError
+from nnx_parallel.errors import MeshError, ReportError, SchemeError, ShardingError
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
@@ -48,21 +48,28 @@ def attention(text: str) -> str | int:
 
 
 def pipeline(text: str) -> Pipeline:
-  """An axis, or an axis and the virtual stages of a circular schedule, for argparse.
+  """An axis, then the virtual stages of a circular schedule and the order, if they are given, for argparse.
 
   Example:
     >>> pipeline("stage"), pipeline("stage:2").virtual_stages
-    (Pipeline(axis='stage', virtual_stages=1), 2)
+    (Pipeline(axis='stage', virtual_stages=1, order='gpipe'), 2)
+    >>> pipeline("stage:2:1f1b") == Pipeline("stage", 2, "1f1b"), pipeline("stage:1f1b").order
+    (True, '1f1b')
   """
-  from nnx_parallel.layers.pipeline import Pipeline
+  from nnx_parallel.layers.pipeline import Order, Pipeline
 
-  axis, colon, virtual_stages = text.partition(":")
-  return Pipeline(axis, positive(virtual_stages) if colon else 1)
+  axis, *rest = text.split(":")
+  order = cast(Order, rest.pop()) if rest and not rest[-1].isdecimal() else "gpipe"
+  try:
+    return Pipeline(axis, *map(positive, rest), order=order)
+  except (SchemeError, TypeError) as error:
+    raise argparse.ArgumentTypeError("not AXIS, AXIS:VIRTUAL_STAGES or AXIS:VIRTUAL_STAGES:1f1b") from error
 
 
 def format_pipeline(found: Pipeline) -> str:
   """The inverse of `pipeline`."""
-  return found.axis if found.virtual_stages == 1 else f"{found.axis}:{found.virtual_stages}"
+  stages = f":{found.virtual_stages}" * (found.virtual_stages > 1)
+  return f"{found.axis}{stages}" + f":{found.order}" * (found.order != "gpipe")
 
 
 def parse_rules(text: str) -> Rules:
@@ -138,7 +145,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   },
   "--pipeline": {
     "type": pipeline,
-    "metavar": "AXIS[:REPEATS]",
+    "metavar": "AXIS[:VIRTUAL_STAGES][:1f1b]",
     "help": "run the layers as a pipeline over this mesh axis; --microbatches is a multiple of its size",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},

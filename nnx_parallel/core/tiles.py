@@ -256,8 +256,8 @@ def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> lis
   if eqn.primitive.name == "reshape":
     before, after = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
     placed = [moved(dim, factor, lengths[name], before, after) for name, dim, factor in labels]
-    if None in placed:
-      raise Untiled(eqn)
+    if None in placed or len({to[0] for to in placed if to is not None}) < len(placed):
+      raise Untiled(eqn)  # it splits a named dim, or a block would be a rectangle inside one dim
     return [ordered((name, *to) for (name, _, _), to in zip(labels, placed, strict=True) if to is not None)]
   found = _blocks(eqn, dims)
   result = found.results[0]

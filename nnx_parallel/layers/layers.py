@@ -55,6 +55,7 @@ from nnx_parallel.layers.mark import (
   scalars_as,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
 from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows, step_of_scan
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
@@ -355,7 +356,8 @@ def with_stages(
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     program, signature, tree = program_of(objective, (model, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
-    piped = TrainPipeline(program, signature, treatment_of(options), pipeline, microbatches, mesh)
+    kind = Pipeline1F1B if pipeline.order == "1f1b" else TrainPipeline
+    piped = kind(program, signature, treatment_of(options), pipeline, microbatches, mesh)
     used.done, used.schedule = (str(piped), *used.done), piped.schedule
     found = piped(arrays, jax.tree.leaves(parts))
     found = [join_batch(x) if n in signature.outputs else x for n, x in enumerate(found)]

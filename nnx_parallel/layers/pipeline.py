@@ -4,7 +4,7 @@ A *tick* is one scan step, in which each stage computes one *chunk* of its layer
 have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
 every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
 saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
-grows with the number of microbatches; with the schedule 1F1B it would not.
+grows with the number of microbatches; `pipeline_1f1b.py` has the order in which it does not.
 
 Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
 microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,10 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
+Order: TypeAlias = Literal["gpipe", "1f1b"]
+"""The order of forward and backward in a train step; see `Pipeline`."""
+GROUPS = 3
+"""How many groups are under way in 1F1B: one forward, one backward, the first microbatches of the next."""
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 """`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
 
@@ -46,16 +51,39 @@ class Pipeline:
 
   Attributes:
     axis: the mesh axis of the stages.
-    virtual_stages: the number of chunks of layers on each stage. 1 gives the GPipe schedule. More chunks give
-      a circular (interleaved) schedule, which has a smaller bubble and sends more.
+    virtual_stages: the number of chunks of layers on each stage. More than one chunk is a circular
+      (interleaved) schedule, which has a smaller bubble and sends more.
+    order: the order of forward and backward in a train step. `"gpipe"`: all microbatches forward, then all
+      backward, so a stage saves an input for each microbatch and chunk. `"1f1b"`: forward and backward in
+      turn, for groups of one microbatch for each stage, so a stage saves the inputs of at most
+      `3 * stages * virtual_stages` chunks, however many microbatches there are. Both have the same bubble.
+
+  Raises:
+    SchemeError: an unknown order.
+
+  Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473.
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> step = nxp.train_step(lambda model, x: model(x).sum(), microbatches=8, pipeline=nxp.Pipeline("stage"))
+    >>> stages = nxp.Pipeline("stage", order="1f1b")
+    >>> step = nxp.train_step(lambda model, x: model(x).sum(), microbatches=32, pipeline=stages)
   """
 
   axis: str = "stage"
   virtual_stages: int = 1
+  order: Order = "gpipe"
+
+  def __post_init__(self) -> None:
+    if self.order not in get_args(Order):
+      raise SchemeError(
+        f"order={self.order!r} is not an order of a pipeline.", fix='order="1f1b", or order="gpipe".'
+      )
+
+  def saved_inputs(self, schedule: Schedule) -> int:
+    """The number of inputs of chunks that each stage saves for the backward pass."""
+    if self.order == "1f1b":
+      return min(GROUPS, schedule.groups) * schedule.stages * schedule.virtual_stages
+    return schedule.ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +187,22 @@ def staged(x: jax.Array, mesh: AnyMesh | None, axis: Entry, dim: int = 0) -> jax
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
 
 
+class Belt(NamedTuple):
+  """What is under way in one direction of a pipeline; each array is `[stages, ...]`.
+
+  Attributes:
+    ring: the results of the previous stages in the last tick.
+    line: the inputs that wait for stage 0, followed by the results of the last stage.
+    last: the line when the last group entered: the first result of the group before it is on the last stage.
+    done: the line when the last result of a group was added to it.
+  """
+
+  ring: PyTree
+  line: PyTree
+  last: PyTree
+  done: PyTree
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineLoop:
   """A scan over layers, to be run as a pipeline.
@@ -192,43 +236,90 @@ class PipelineLoop:
       The results of the last layer, like `inputs`; the state; and the other results of each layer,
       `[microbatches, layers, ...]`.
     """
-    plan, active = self.schedule, self._active
+    plan, active = self.schedule, self.active
     stages = np.arange(plan.stages)
     first = jax.tree.map(lambda x: x[0], inputs)
     outputs = jax.tree.map(lambda x: jnp.zeros_like(jnp.concatenate([x, x[:1]])), inputs)
     # Weights are read inside the chunk: as inputs of the chunk they would be saved for each tick.
-    compute = self.by_stage(jax.checkpoint(self._chunk, prevent_cse=False))
-    read, put = self.by_stage(_at), self.by_stage(_put)
+    compute = self.by_stage(jax.checkpoint(self.chunk, prevent_cse=False))
+    read, write = self.by_stage(at), self.by_stage(put)
     shared, gathered = self.for_each_stage((shared, gathered))
-    rows, active = _swapped((rows, active))
+    rows, active = swapped((rows, active))
 
-    def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
-      ring, line, state, outputs = carry
-      works, microbatch, repeat = plan.item(t, stages)
-      group, place = t // (plan.stages * plan.virtual_stages), t % (plan.stages * plan.virtual_stages)
-      # Bubbles compute on real values: their results are unused and have gradient 0, but 0 * inf is not 0.
-      line = _where(place == 0, _at(inputs, jnp.minimum(group, plan.groups - 1)), line)
-      given = self._where((stages == 0) & (repeat == 0), line, ring)
-      given = self._where(works, given, first)
-      before = read(_swapped(state), repeat)
-      microbatch = jnp.clip(microbatch, 0, plan.microbatches - 1)
-      result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
-      result = _marked(result, works)
-      # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
-      changed = jax.lax.stop_gradient(self._where(works, changed, before))
-      state = _swapped(put(_swapped(state), repeat, changed))
-      moved = self._where(stages == plan.stages - 1, result, self._moved(line, -1))
-      pushes = (place < plan.stages - 1) | (place == plan.stages * plan.virtual_stages - 1)
-      line = _where(pushes, moved, line) if plan.virtual_stages > 1 else moved
-      return (self._moved(result, 1), line, state, _put(outputs, group, line)), made
+    def step(carry: PyTree, t: AnyArray) -> tuple[PyTree, PyTree]:
+      belt, state, outputs = carry
 
-    carry = (first, first, jax.lax.stop_gradient(state), outputs)
-    (_, line, state, outputs), made = jax.lax.scan(tick, carry, jnp.arange(plan.ticks))
+      def run(
+        given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
+      ) -> tuple[PyTree, PyTree]:
+        before = read(swapped(state), repeat)
+        result, changed, made = compute(given, before, rows, active, repeat, shared, gathered, microbatch)
+        # A gradient through state that an earlier microbatch changed would differ from gradient accumulation.
+        changed = jax.lax.stop_gradient(self._where(works, changed, before))
+        return result, (swapped(write(swapped(state), repeat, changed)), made)
+
+      group = t // (plan.stages * plan.virtual_stages)
+      entering = at(inputs, jnp.minimum(group, plan.groups - 1))
+      belt, (state, made) = self.tick(belt, t, entering, first, run)
+      return (belt, state, put(outputs, group, belt.line)), made
+
+    carry = (Belt(first, first, first, first), jax.lax.stop_gradient(state), outputs)
+    (belt, state, outputs), made = jax.lax.scan(step, carry, jnp.arange(plan.ticks))
     # The last group has one place to go.
-    outputs = self._moved(_put(outputs, plan.groups, self._moved(line, -1)), 1, 1)
+    outputs = self._moved(put(outputs, plan.groups, self._moved(belt.line, -1)), 1, 1)
     early, late = (jax.tree.map(lambda x, n=n: x[n : n + plan.groups], outputs) for n in (0, 1))
-    found = _swapped(self._where(stages == 0, _swapped(early), _swapped(late)))
+    found = swapped(self._where(stages == 0, swapped(early), swapped(late)))
     return found, state, self._of(made)
+
+  def tick(
+    self,
+    belt: Belt,
+    tick: AnyArray,
+    entering: PyTree,
+    idle: PyTree,
+    compute: Callable[[PyTree, AnyArray, AnyArray, AnyArray], tuple[PyTree, PyTree]],
+    *,
+    backwards: bool = False,
+  ) -> tuple[Belt, PyTree]:
+    """One tick of either direction.
+
+    Args:
+      belt: what is under way.
+      tick: the tick's number, in its direction.
+      entering: the inputs of the group that may enter, `[stages, ...]`.
+      idle: the inputs of stages that do not work.
+      compute: `(inputs, works, microbatch, chunk) -> (results, others)`; all arrays are `[stages, ...]`.
+      backwards: from the last stage to the first; a group then enters with its last microbatch.
+
+    Returns:
+      The new belt, and the others.
+    """
+    plan = self.schedule
+    stages, by = np.arange(plan.stages), 1
+    if backwards:
+      stages, by = stages[::-1].copy(), -1
+    works, microbatch, repeat = plan.item(tick, stages)
+    place = tick % (plan.stages * plan.virtual_stages)
+    last = where(place == 0, belt.line, belt.last)
+    line = where(place == 0, entering, belt.line)
+    given = self._where((stages == 0) & (repeat == 0), line, belt.ring)
+    # Bubbles compute on real values: their results are unused and have gradient 0, but 0 * inf is not 0.
+    given = self._where(works, given, idle)
+    if backwards:
+      microbatch = microbatch // plan.stages * plan.stages + plan.stages - 1 - microbatch % plan.stages
+      repeat = plan.virtual_stages - 1 - repeat
+    result, others = compute(given, works, jnp.clip(microbatch, 0, plan.microbatches - 1), repeat)
+    result = _marked(result, works)
+    moved = self._where(stages == plan.stages - 1, result, self._moved(line, -by))
+    pushes = (place < plan.stages - 1) | (place == plan.stages * plan.virtual_stages - 1)
+    line = where(pushes, moved, line) if plan.virtual_stages > 1 else moved
+    done = where(place == plan.stages - 2, line, belt.done)
+    return Belt(self._moved(result, by), line, last, done), others
+
+  def left(self, belt: Belt, *, backwards: bool = False) -> PyTree:
+    """The results of the last group that left, each on the stage of its microbatch, `[stages, ...]`."""
+    first = np.arange(self.schedule.stages) == (self.schedule.stages - 1 if backwards else 0)
+    return self._where(first, self._moved(belt.last, -1 if backwards else 1), belt.done)
 
   def turn(
     self, entering: PyTree, ring: PyTree, rows: PyTree, state: PyTree, tick: AnyArray, passes: PyTree = None
@@ -254,17 +345,17 @@ class PipelineLoop:
     item = tick - stages
     works = item >= 0 if passes is None else (item >= 0) & (item < passes * count)
     given = self._where(stages == 0, self.for_each_stage(entering), ring)
-    before = self.by_stage(_at)(state, item % count)
+    before = self.by_stage(at)(state, item % count)
     none = np.zeros(count, np.int32)
-    rows, active = _swapped((rows, self._active))
-    result, changed, _ = self.by_stage(self._chunk)(given, before, rows, active, none, {}, {}, none)
+    rows, active = swapped((rows, self.active))
+    result, changed, _ = self.by_stage(self.chunk)(given, before, rows, active, none, {}, {}, none)
     result = _marked(result, works)
-    state = self.by_stage(_put)(state, item % count, self._where(works, changed, before))
+    state = self.by_stage(put)(state, item % count, self._where(works, changed, before))
     leaving = jax.tree.map(lambda x: staged(x, self.mesh, None)[-1], result)
     return self._moved(result, 1), state, leaving
 
   @property
-  def _active(self) -> AnyArray:
+  def active(self) -> AnyArray:
     """Which layers of each chunk are real, `[virtual_stages, stages, chunk]`."""
     plan = self.schedule
     active = np.arange(plan.layers + plan.missing) < plan.layers
@@ -331,9 +422,9 @@ class PipelineLoop:
 
   def _where(self, mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
     """By the dim of stages."""
-    return self.by_stage(_where)(mask, a, b)
+    return self.by_stage(where)(mask, a, b)
 
-  def _chunk(
+  def chunk(
     self,
     carry: PyTree,
     state: PyTree,
@@ -345,14 +436,19 @@ class PipelineLoop:
     microbatch: AnyArray,
   ) -> tuple[PyTree, PyTree, PyTree]:
     """One chunk of layers of a stage, for one microbatch."""
-    rows, active = _at((rows, active), repeat)
-    gathered = _at(gathered, microbatch)
+    rows, active = at((rows, active), repeat)
+    return self.layers(carry, state, rows, active, shared, at(gathered, microbatch))
+
+  def layers(
+    self, carry: PyTree, state: PyTree, rows: PyTree, active: AnyArray, shared: PyTree, gathered: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree]:
+    """The layers of one chunk; `rows` and `active` are `[chunk, ...]`, `gathered` is for one microbatch."""
 
     def one(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
       row, old, active = given
       new, changed, made = self.layer(carry, row, old, shared, gathered)
       if self.schedule.missing:
-        new, changed = _where(active, (new, changed), (carry, old))
+        new, changed = where(active, (new, changed), (carry, old))
       return new, (changed, made)
 
     carry, (state, made) = jax.lax.scan(one, carry, (rows, state, active))
@@ -377,7 +473,7 @@ class PipelineLoop:
     stage, microbatch, repeat = np.ix_(*map(np.arange, (plan.stages, plan.microbatches, plan.virtual_stages)))
     group, place = microbatch // plan.stages, microbatch % plan.stages
     tick = group * plan.stages * plan.virtual_stages + repeat * plan.stages + place + stage
-    picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(_swapped(made), tick)
+    picked = self.by_stage(lambda made, tick: jax.tree.map(lambda x: x[tick], made))(swapped(made), tick)
 
     def ordered(x: jax.Array) -> jax.Array:
       x = staged(jnp.moveaxis(x, 0, 2), self.mesh, None, 2)
@@ -408,17 +504,21 @@ def _marked(result: PyTree, works: PyTree) -> PyTree:
   return result
 
 
-def _where(mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
+def where(mask: AnyArray, a: PyTree, b: PyTree) -> PyTree:
+  """`jnp.where` of the arrays of pytrees."""
   return jax.tree.map(lambda a, b: jnp.where(mask, a, b), a, b)
 
 
-def _at(tree: PyTree, n: AnyArray) -> PyTree:
+def at(tree: PyTree, n: AnyArray) -> PyTree:
+  """Entry `n` on dim 0 of each array."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), tree)
 
 
-def _put(tree: PyTree, n: AnyArray, new: PyTree) -> PyTree:
+def put(tree: PyTree, n: AnyArray, new: PyTree) -> PyTree:
+  """The arrays with another entry `n` on dim 0."""
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, n, 0), tree, new)
 
 
-def _swapped(tree: PyTree) -> PyTree:
+def swapped(tree: PyTree) -> PyTree:
+  """The arrays with dims 0 and 1 swapped."""
   return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)

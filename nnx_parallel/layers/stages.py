@@ -86,7 +86,7 @@ class AroundLayers:
     Raises:
       TrainError: each layer reads a different value that depends on the batch.
     """
-    made = {*self.stack.final, *(var for some in self.stack.made.values() for var in each_of(some))}
+    made = {*self.stack.final, *self.made_variables}
     after, self.varies = dependents(self.eqns, made), dependents(self.eqns, varying)
     self.fixed: list[int] = []
     self.before: list[int] = []
@@ -101,6 +101,16 @@ class AroundLayers:
         details=", ".join(str(var.aval) for var in wrong[:4]),
         fix="give all layers the same array, or compute theirs inside of them.",
       )
+
+  @property
+  def made_variables(self) -> list[Var]:
+    """The results of the layers besides the carry."""
+    return [var for some in self.stack.made.values() for var in each_of(some)]
+
+  @property
+  def made_outside(self) -> list[Key]:
+    """Those of them that are read outside of the layers."""
+    return [key for key, some in self.stack.made.items() if not self.read.isdisjoint(each_of(some))]
 
   @property
   def same(self) -> dict[Key, Var]:
@@ -187,10 +197,11 @@ class TrainPipeline(AroundLayers):
   def __str__(self) -> str:
     stack, plan = self.stack, self.schedule
     size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in self.travels)))
+    saved, way = self.options.saved_inputs(plan), " 1F1B" * (self.options.order == "1f1b")
     each = f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
-      f"{stack.name}: a pipeline over {self.options.axis}, {plan}; keeps {format_bytes(plan.ticks * size)}"
-      f" for each stage, the inputs of its ticks; weights of {format_bytes(stack.nbytes)},"
+      f"{stack.name}: a{way} pipeline over {self.options.axis}, {plan}; keeps {format_bytes(saved * size)}"
+      f" for each stage, the inputs of {saved} chunks; weights of {format_bytes(stack.nbytes)},"
       f" {format_bytes(stack.nbytes // plan.stages)} on each stage{each}{self._outside()}"
     )
 
@@ -217,9 +228,8 @@ class TrainPipeline(AroundLayers):
     self.evaluate(self.fixed, fixed)
     apart = {*self.travels, *self.gathered, *self.shared}
     known = {key: read(var, fixed) for key, var in stack.same.items() if key not in apart}
-    kept = [key for key, some in stack.made.items() if not self.read.isdisjoint(each_of(some))]
-    piped = PipelineLoop(self.schedule, self.options.axis, self.mesh, self.layer(known, kept))
-    starts, ends = self._count(model)
+    piped = PipelineLoop(self.schedule, self.options.axis, self.mesh, self.layer(known, self.made_outside))
+    starts, ends = self.count(model)
     varying: Values = dict(zip(self.inputs[count:], parts, strict=True)) | starts
     varying = {var: piped.split_microbatches(x) for var, x in varying.items()}
     wanted = {*stack.inputs, *self.reads(self.after), *variables(self.outputs)}
@@ -228,7 +238,7 @@ class TrainPipeline(AroundLayers):
     varying |= made
     varying |= self._of_each(piped, self.after, wanted, fixed, varying, recompute=True)
     ends |= changed
-    return [self._result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
+    return [self.result(o, piped, model, fixed, varying, ends) for o in range(len(self.outputs))]
 
   def _run_layers(self, piped: PipelineLoop, fixed: Values, varying: Values) -> tuple[Values, Values]:
     """The results of the layers for each microbatch, and the final values of the arrays that they change."""
@@ -252,13 +262,17 @@ class TrainPipeline(AroundLayers):
       some = stack.made[key]
       of = enumerate(some) if isinstance(some, list) else [(slice(None), some)]
       found |= {var: piped.split_microbatches(x[:, u]) for u, var in of}
+    return found, self.changed_by_layers(piped, state)
+
+  def changed_by_layers(self, piped: PipelineLoop, state: dict[Key, jax.Array]) -> Values:
+    """The final values of the arrays that the layers change."""
     changed: Values = {}
     for key, new in state.items():
-      new, out = piped.joined_layers(new), stack.made[self.of_layers[key]]
+      new, out = piped.joined_layers(new), self.stack.made[self.of_layers[key]]
       changed |= {var: new[u] for u, var in enumerate(out)} if isinstance(out, list) else {out: new}
-    return found, changed
+    return changed
 
-  def _result(
+  def result(
     self,
     o: int,
     piped: PipelineLoop,
@@ -307,7 +321,7 @@ class TrainPipeline(AroundLayers):
       )
     return operations_behind(body.eqns, [body.outvars[o] for o in self.alone])
 
-  def _count(self, model: Sequence[jax.Array]) -> tuple[Values, Values]:
+  def count(self, model: Sequence[jax.Array]) -> tuple[Values, Values]:
     """The initial values of each microbatch, `[microbatches, ...]`, and the final values after the last."""
     if not self.alone:
       return {}, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -105,8 +106,14 @@ def differentiable(
 
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
   chosen = with_options(objective, options.layers, used)
-  if options.layers.pipeline is not None:
-    chosen = _pipelined(objective, options, len(train), len(others), used)
+  sequential, pipeline = chosen, options.layers.pipeline
+  if pipeline is not None:
+    chosen = sequential = _pipelined(objective, options, len(train), len(others), used)
+    if pipeline.order == "1f1b":
+      _check_unscaled(scale)
+      gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
+      plain = dataclasses.replace(options, layers=gpipe)
+      sequential = _pipelined(objective, plain, len(train), len(others), LayersUsed())
 
   def inspect(part: PyTree) -> tuple[Jaxpr, set[int]]:
     traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
@@ -131,7 +138,8 @@ def differentiable(
     template=template,
     order=order,
     inspect=inspect,
-    gradient=_gradient(chosen, train, others),
+    # The sums of 1F1B mix microbatches, groups and stages; its gradients are the gradients of GPipe.
+    gradient=_gradient(sequential, train, others),
     layers=used,
     parts=options.microbatches // options.turns,
   )
@@ -176,6 +184,15 @@ def _pipelined(
 
   staged = with_stages(of_model, options.layers, options.microbatches, ends, used)
   return lambda train, others, batch: staged((train, others), batch)
+
+
+def _check_unscaled(scale: jax.Array | None) -> None:
+  if scale is not None:
+    raise TrainError(
+      'Pipeline(order="1f1b") computes gradients before the loss scale multiplies the loss, so they would'
+      " underflow.",
+      fix='nxp.Pipeline("stage"), which is GPipe; or bfloat16, which needs no loss scale.',
+    )
 
 
 def _scaled(objective: Objective) -> Objective:

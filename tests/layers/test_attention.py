@@ -94,6 +94,10 @@ def relative(q, k, v, table):
   return attend(q, k, v, lambda s: s + table[distance].transpose(2, 0, 1)[None])
 
 
+def bias_in_one_dim(q, k, v, bias):
+  return attend(q, k, v, lambda s: s + bias.reshape(HEADS, QUERIES, KEYS))
+
+
 def softmax_first_dim(q, k, v):
   w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->kbhq", q, k), axis=0)
   return jnp.einsum("kbhq,bkhd->bqhd", w, v)
@@ -121,6 +125,7 @@ def window(s):
 CASES = {
   "plain": (attend, Q, K, V),
   "relative bias": (relative, Q, K, V, TABLE),
+  "bias with rows and columns in one dim": (bias_in_one_dim, Q, K, V, BIAS.reshape(HEADS, -1)),
   "by hand": (functools.partial(attend, softmax=by_hand), Q, K, V),
   "reciprocal": (functools.partial(attend, softmax=reciprocal), Q, K, V),
   "mask after": (functools.partial(attend, weights=lambda w: jnp.where(causal(), w, 0.0)), Q, K, V),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from typing import Any
 
@@ -17,6 +18,7 @@ import nnx_parallel as nxp
 from benchmarks import pipeline as benchmark
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
+from nnx_parallel.layers.pipeline import Schedule
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
@@ -215,6 +217,30 @@ class Memories(Model):
     self.blocks = nnx.List([Remembering(8, rngs) for _ in range(4)])
 
 
+class Routed(Block):
+  """Its second result is for the loss."""
+
+  def __call__(self, x: Any, mask: Any) -> Any:
+    y = super().__call__(x, mask)
+    return y, (y**2).mean()
+
+
+class Tied(Model):
+  """Each layer has a term of the loss; the head is the embedding, and reads what the embedding made."""
+
+  def __init__(self, rngs: Any):
+    super().__init__(0, rngs)
+    self.blocks = nnx.List([Routed(8, rngs) for _ in range(5)])
+
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    first, terms = x, []
+    for block in self.blocks:
+      x, term = block(x, mask)
+      terms.append(term)
+    return (x + first) @ self.embed.embedding[...].T * (1 + sum(terms))
+
+
 class Stacked(nnx.Module):
   def __init__(self, depth: int = 4, rngs: Any = None):
     self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -233,13 +259,15 @@ def loss(model: Any, batch: Any) -> Any:
   return nxp.weighted((losses * counted.astype(losses.dtype)).sum(), counted.sum()), {"all": losses.mean()}
 
 
-def trained(make: Any, mesh: Any, pipeline: Any, rules: Any = None, **options: Any) -> tuple[Any, Any]:
+def trained(
+  make: Any, mesh: Any, pipeline: Any, rules: Any = None, microbatches: int = 4, **options: Any
+) -> tuple[Any, Any]:
   plan = nxp.plan(make, mesh, rules or nxp.replicate(), optimizer=optax.adam(1e-2))
   model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss, microbatches=4, pipeline=pipeline, **options)
+  step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline, **options)
   found = []
   for n in range(3):
-    tokens = jax.random.randint(jax.random.key(n), (16, 6), 0, 16)
+    tokens = jax.random.randint(jax.random.key(n), (4 * microbatches, 6), 0, 16)
     metrics = step(model, optimizer, nxp.shard_batch({"x": tokens, "y": (tokens * 7 + 3) % 16}, plan))
     found.append([metrics["loss"], metrics["all"]])
   keys = nnx.state(model, nnx.Not(nnx.RngKey))
@@ -251,6 +279,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "dropout": (lambda rngs: Model(drop=0.3, rngs=rngs), {"data": 2, "stage": 4}, {"remat": "full"}),
   "statistics": (lambda rngs: Model(4, norm=True, rngs=rngs), {"data": 2, "stage": 2}, {}),
   "memory": (Memories, {"data": 2, "stage": 4}, {}),
+  "tied": (Tied, {"data": 2, "stage": 4}, {}),
   "stacked": (Stacked, {"data": 2, "stage": 4}, {"remat": "full"}),
   "circular": (
     lambda rngs: Model(8, rngs=rngs),
@@ -272,24 +301,72 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def on_one_device(case: str, microbatches: int) -> Any:
+  kind, _, options = CASES[case]
+  options = {key: value for key, value in options.items() if key not in ("virtual_stages", "rules")}
+  mesh = nxp.make_mesh(data=1, devices=jax.devices()[:1])
+  return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
+
+
+@pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8)])
 @pytest.mark.parametrize("case", CASES)
-def test_a_train_step_is_that_of_its_microbatches(case: str) -> None:
+def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
-  pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1))
+  pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1), order)
   rules = options.pop("rules", None)
-
-  def make() -> Any:
-    return kind(rngs=nnx.Rngs(0))
-
-  count = int(np.prod([*sizes.values()]))
-  mesh = nxp.make_mesh(**sizes, devices=jax.devices()[:count])
-  found, step = trained(make, mesh, pipeline, rules, **options)
-  wanted, _ = trained(make, nxp.make_mesh(data=1, devices=jax.devices()[:1]), None, **options)
-  close(found, wanted)
-  assert "a pipeline over stage" in str(step.layers)
+  mesh = nxp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+  found, step = trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, pipeline, rules, microbatches, **options)
+  close(found, on_one_device(case, microbatches))
+  assert f"a{' 1F1B' * (order == '1f1b')} pipeline over stage" in str(step.layers)
   if case in ("uneven", "stacked", "circular", "tensor"):
     assert step.reduction == "once, after the last tick, over data"
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages: int) -> None:
+  plan = benchmark.plan_of(nxp.make_mesh(data=2, stage=4))
+
+  def temporaries(order: Any, microbatches: int) -> int:
+    pipeline = nxp.Pipeline("stage", virtual_stages, order)
+    step = nxp.train_step(benchmark.loss, microbatches=microbatches, pipeline=pipeline)
+    batch = jax.ShapeDtypeStruct((32 * microbatches, benchmark.WIDTH), jnp.float32)
+    report = nxp.compile_report(step, plan, batch=batch)
+    stage = Schedule(4, microbatches, benchmark.LAYERS, virtual_stages)
+    if order == "1f1b":
+      # Two microbatches in each tick, in each direction; and the first result of each group that leaves. The
+      # model has nothing before its layers, so no gradient leaves.
+      sent = sum(c.total_bytes for c in report.collectives if "ppermute" in c.op)
+      assert sent == (4 * stage.ticks + stage.groups) * 32 // 2 * benchmark.WIDTH * 4
+    return report.memory.temporaries
+
+  # The batch itself, split for the stages, is 0.25 MiB of 64 microbatches.
+  few, many = temporaries("1f1b", 8), temporaries("1f1b", 64)
+  assert many - few < 2**19
+  assert temporaries("gpipe", 64) - temporaries("gpipe", 8) > 3 * (many - few)
+
+
+def test_1f1b_trains_only_what_is_trained() -> None:
+  def adapted(pipeline: Any, mesh: Any) -> Any:
+    wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
+    plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), wrt=wrt)
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss, microbatches=8, pipeline=pipeline)
+    tokens = jax.random.randint(jax.random.key(1), (16, 6), 0, 16)
+    batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
+    losses = [step(model, optimizer, batch)["loss"] for _ in range(2)]
+    return (
+      losses,
+      jax.device_get(jax.tree.leaves(nnx.state(model, nnx.Param))),
+      nxp.compile_report(step, plan, batch=batch),
+    )
+
+  *found, report = adapted(nxp.Pipeline(order="1f1b"), nxp.make_mesh(data=2, stage=4))
+  *wanted, _ = adapted(None, nxp.make_mesh(data=1, devices=jax.devices()[:1]))
+  close(found, wanted)
+  *_, everything = adapted(nxp.Pipeline(order="gpipe"), nxp.make_mesh(data=2, stage=4))
+  assert report.cost.flops <= everything.cost.flops
 
 
 class Straight(Model):
@@ -325,13 +402,15 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
     nxp.eval_step(squares, microbatches=12, pipeline="stage")(model, batch)
 
 
-def test_forward_mode_has_the_same_gradients() -> None:
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_forward_mode_has_the_same_gradients(order: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
   model, optimizer = nxp.create_sharded_model(plan)
   tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
   batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
-  found = nxp.train_step(loss, microbatches=4, pipeline="stage").check_gradients(model, optimizer, batch)
+  pipeline = nxp.Pipeline("stage", order=order)
+  found = nxp.train_step(loss, microbatches=4, pipeline=pipeline).check_gradients(model, optimizer, batch)
   assert found, str(found)
   assert "a stage of a pipeline" in str(found)
 
@@ -405,3 +484,12 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
       trained(lambda make=make: make(nnx.Rngs(0)), mesh, "stage", **options)
   with pytest.raises(TrainError, match="pipeline=True is not an axis"):
     nxp.train_step(loss, pipeline=True)
+  with pytest.raises(SchemeError, match="'1F1B' is not an order"):
+    nxp.Pipeline("stage", order="1F1B")  # pyright: ignore[reportArgumentType]
+  with pytest.raises(SchemeError, match="2 stages at least"):
+    trained(lambda: Model(4, nnx.Rngs(0)), nxp.make_mesh(data=8, stage=1), nxp.Pipeline(order="1f1b"))
+  plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), stages, optimizer=nxp.with_loss_scale(optax.adam(1e-2)))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss, microbatches=4, pipeline=nxp.Pipeline(order="1f1b"))
+  with pytest.raises(TrainError, match="underflow"):
+    step(model, optimizer, {"x": np.ones((16, 6), np.int32), "y": np.ones((16, 6), np.int32)})

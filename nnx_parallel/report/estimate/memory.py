@@ -39,6 +39,7 @@ class MemoryPlan(Shown):
     largest: the largest leaves of the state in device memory: (name, bytes per device).
     host_bytes: the optimizer state in host memory, in bytes per device; `need_bytes` does not include it.
     schedule: the schedule of the pipeline, or None.
+    saved_inputs: the number of inputs of chunks that each of its stages saves for the backward pass.
     microbatches: the number of microbatches of the batch.
     remat: the remat policy: which activations the layers save for the backward pass.
     chip: the chip with whose memory the plan is compared, or None.
@@ -51,6 +52,7 @@ class MemoryPlan(Shown):
   chip: Chip | None
   host_bytes: int = 0
   schedule: Schedule | None = None
+  saved_inputs: int = 0
 
   @property
   def need_bytes(self) -> int:
@@ -75,7 +77,8 @@ class MemoryPlan(Shown):
     low, high = (format_bytes(self.need_bytes * edge) for edge in ERROR_BAND)
     text += f"In {CASES} test cases {BAND_TEXT}: here {low} to {high}.\n"
     if self.schedule is not None:
-      text += f"{self.schedule}. Kept are the inputs of its ticks; layers are recomputed.\n"
+      kept = f"Each stage keeps the inputs of {self.saved_inputs} chunks; layers are recomputed."
+      text += f"{self.schedule}. {kept}\n"
       text += "Not counted: buffers of microbatches between stages, and weights on their way to them.\n"
     if self.host_bytes:
       text += f"Host memory: {format_bytes(self.host_bytes)} per device.\n"
@@ -163,6 +166,7 @@ def memory_plan(
     chip=chip_named(chip) if chip is not None else None,
     host_bytes=round(per_device(work.on_host, sizes)),
     schedule=work.staged.schedule if work.staged is not None else None,
+    saved_inputs=work.staged.saved_inputs if work.staged is not None else 0,
   )
 
 
@@ -175,13 +179,15 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   gathered weights, and the gradients so far. At the update, no activation is left, and state in host memory
   passes through the device. With several microbatches, the sum of their gradients is kept too.
   """
+  under_way = 1.0
   if work.staged is not None:
     microbatches = 1  # the trace has all of them
+    under_way = work.staged.saved_inputs / work.staged.schedule.ticks
   wide = per_device(work.gradients, sizes)
   accumulators = per_device(work.sums, sizes) if microbatches > 1 else 0.0
   gradients = wide - per_device(work.narrowed, sizes)
-  kept = per_device(work.kept, sizes) / microbatches
-  outside = per_device(work.kept_outside, sizes) / microbatches
+  kept = per_device(work.kept, sizes) / microbatches * under_way
+  outside = per_device(work.kept_outside, sizes) / microbatches * under_way
   largest, is_logits = _largest(work, sizes)
   layer = per_device(work.layer, sizes) / microbatches
   moments: list[dict[str, float]] = [

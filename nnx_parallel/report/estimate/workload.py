@@ -80,6 +80,7 @@ class StagedWork:
 
   Attributes:
     schedule: which stage computes which microbatch in which tick; with the microbatches of the step.
+    saved_inputs: the number of inputs of chunks that each stage saves; the trace saves one for each tick.
     useful: matrix products of the forward pass without the pipeline: no bubbles.
     hops: activations that go to the next stage.
     reordered: weights that move to their stages, or whose gradients come from there, once per step.
@@ -87,6 +88,7 @@ class StagedWork:
   """
 
   schedule: Schedule
+  saved_inputs: int
   useful: tuple[Product, ...]
   hops: tuple[LayoutChange, ...]
   reordered: tuple[LayoutChange, ...]
@@ -234,7 +236,9 @@ def trace_step(
     loss = with_layers(loss, remat=remat, layers=layers)
   else:
     check_divides(batch, microbatches)
-    options = LayerOptions(remat, pattern=layers, pipeline=pipeline)
+    # 1F1B computes gradients in its forward pass, which an estimate does not read.
+    gpipe = dataclasses.replace(pipeline, order="gpipe")
+    options = LayerOptions(remat, pattern=layers, pipeline=gpipe)
     plain = jax.make_jaxpr(_flat_loss(plan, loss, batch))(*_structs(plan, batch))
   flat = _flat_loss(plan, loss, batch, options)
   if options is not None:
@@ -331,7 +335,7 @@ def workload_of(
     uncounted=dict(seen.uncounted),
     stage=(2 if scattered else 1) if further else 0,
     scattered=scattered,
-    staged=None if pipeline is None else _staged(trace, seen, flows, pipeline.axis),
+    staged=None if pipeline is None else _staged(trace, seen, flows, pipeline),
   )
 
 
@@ -393,14 +397,15 @@ def check_batch(plan: Plan, batch: PyTree, microbatches: int = 1) -> None:
       )
 
 
-def _staged(trace: StepTrace, seen: Propagation, flows: Sequence[Flow], axis: str) -> StagedWork:
+def _staged(trace: StepTrace, seen: Propagation, flows: Sequence[Flow], pipeline: Pipeline) -> StagedWork:
   """The work of a pipeline, from its trace and the trace of the loss without it."""
   assert trace.schedule is not None
   whole = Propagation()
   whole.run(trace.plain, flows)
   return StagedWork(
     schedule=trace.schedule,
-    useful=tuple(dataclasses.replace(p, split=p.split | {axis}) for p in whole.products),
+    saved_inputs=pipeline.saved_inputs(trace.schedule),
+    useful=tuple(dataclasses.replace(p, split=p.split | {pipeline.axis}) for p in whole.products),
     hops=tuple(seen.hops),
     reordered=tuple(seen.reordered),
     copied=tuple(seen.copied),
