@@ -81,7 +81,7 @@ def main():
 
   def train(name, loss_fn, model, optimizer, batches, steps):
     with nxp.Checkpointer(f"{args.checkpoint}/{name}", max_to_keep=2) as saved:
-      options = {"checkpointer": saved, "save_every": 50, "resume": "latest"}
+      options = {"plan": plans[name], "checkpointer": saved, "save_every": 50, "resume": "latest"}
       nxp.fit(nxp.train_step(loss_fn), model, optimizer, batches, steps=steps, **options)
 
   train("teacher", of_labels, teacher, teacher_optimizer, labelled, 100)
