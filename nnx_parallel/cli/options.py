@@ -72,6 +72,11 @@ def format_pipeline(found: Pipeline) -> str:
   return f"{found.axis}{stages}" + f":{found.order}" * (found.order != "gpipe")
 
 
+def axis_alone(found: Pipeline | None) -> Pipeline | str | None:
+  """The axis of a pipeline if nothing else was given, so that a search chooses the order."""
+  return found.axis if found is not None and format_pipeline(found) == found.axis else found
+
+
 def parse_rules(text: str) -> Rules:
   """Reads `expert=expert,batch=data+expert` as name -> axes, for argparse.
 

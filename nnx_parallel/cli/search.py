@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     optimizer=recipe.optimizer() if recipe.optimizer is not None else None,
     compile_best=args.compile_best,
     layers=args.layers,
-    pipeline=args.pipeline,
+    pipeline=options.axis_alone(args.pipeline),
     remat=args.remat,
     zero=args.zero,
     optimizer_memory="pinned_host" if args.offload else None,

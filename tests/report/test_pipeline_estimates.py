@@ -124,12 +124,14 @@ class Named(benchmark.Stacked):
 @pytest.mark.parametrize("kind", [separate, stacked])
 def test_search_proposes_stages(kind):
   _, loss, batch, _, pipeline = kind(4, 1)
+  axis = pipeline if isinstance(pipeline, str) else pipeline.axis
   init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: Named(nnx.Rngs(0))}[kind]
   rules = [nxp.LogicalRules(batch="data", layers="stage"), nxp.replicate()]
-  options = {"remat": ["none"], "pipeline": pipeline, "optimizer": optax.adam(1e-3), "compile_best": 0}
+  options = {"remat": ["none"], "pipeline": axis, "optimizer": optax.adam(1e-3), "compile_best": 0}
   result = nxp.search(init, loss, "cpu:8", batch=batch, rules=rules, **options)
   piped = [c for c in result.fitting if c.pipeline is not None]
   assert {c.sizes["stage"] for c in piped} == {2, 4, 8}
+  assert {c.pipeline.order for c in piped} == {"1f1b"}
   assert len(piped) < len(result.fitting)
   for c in piped:
     layers = DEPTH if kind is separate else benchmark.LAYERS
@@ -142,6 +144,6 @@ def test_search_proposes_stages(kind):
   exec(best.code(), scope)
   given = nxp.shard_batch(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batch), scope["plan"])
   assert float(scope["step"](scope["model"], scope["state"], given)["loss"]) > 0
-  assert "a pipeline over stage" in str(scope["step"].layers)
+  assert "a 1F1B pipeline over stage" in str(scope["step"].layers)
   if kind is stacked:
     assert all(x.spec[0] == "stage" for x in scope["plan"].leaves if x.name.startswith("layers."))
