@@ -132,6 +132,16 @@ class _Gradients:
     model: the arrays of the model.
     parts: arrays `[microbatches, ...]`.
     trained: the positions of the arrays of the model whose gradients are wanted.
+
+  Attributes:
+    fixed: the values that do not depend on the batch.
+    outer: those of them that have gradients and are read once, not by layer: of the embedding, of the head,
+      and the values that are the same for all layers.
+    trains: the rows of the layers that have gradients; `rows` has the others.
+    sent: the inputs that all layers of a microbatch read, and that depend on the batch: they travel with it.
+    shared: the inputs that all layers read and that are in `outer`, by their position there.
+    wanted: the results of the program that differ by microbatch.
+    bridge: the values that are computed before the layers, and read after them.
   """
 
   def __init__(
@@ -201,6 +211,7 @@ class _Gradients:
     return Weights(rows, self.loop.for_each_stage({n: fixed[var] for n, var in enumerate(self.outer)}))
 
   def _all_groups(self, weights: Weights) -> tuple[Under, list[jax.Array]]:
+    """Runs the schedule; returns the sums, and the wanted results, `[groups, stages, ...]`."""
     plan, loop = self.of.schedule, self.loop
     length = plan.stages * plan.virtual_stages
     fill, full = jnp.arange(plan.stages - 1), jnp.arange(length)
@@ -226,6 +237,7 @@ class _Gradients:
     return self._embedding(under, weights, plan.groups - 1), results
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
+    """The carry before the first tick. Slots hold real values: a bubble may compute on them."""
     plan, loop = self.of.schedule, self.loop
     slots = self.groups * plan.stages * plan.virtual_stages
     stages = np.arange(plan.stages)
@@ -260,6 +272,7 @@ class _Gradients:
   def _forward(
     self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree, idle: PyTree
   ) -> Under:
+    """Some ticks forward."""
     loop = self.loop
 
     def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, None]:
@@ -285,6 +298,7 @@ class _Gradients:
     return under._replace(forward=forward, state=state, saved=saved, made=made)
 
   def _backward(self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree) -> Under:
+    """Some ticks backward: a chunk is computed again from its saved inputs, and differentiated."""
     loop = self.loop
     idle = jax.tree.map(jnp.zeros_like, entering)
 
@@ -360,7 +374,7 @@ class _Gradients:
     carry: PyTree,
     made: dict[Key, jax.Array],
   ) -> tuple[list[jax.Array], PyTree]:
-    """The wanted results, and the gradients of the loss: of the weights, the bridge, the layers' results."""
+    """The wanted results, and the gradients of the loss, for the arguments but the batch."""
 
     def leave(outer: PyTree, *floats: PyTree) -> PyTree:
       given = [_with(tree, some) for tree, some in zip((bridge, carry, made), floats, strict=True)]
