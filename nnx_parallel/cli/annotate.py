@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     init=entry if place.endswith(".py") else "init",
     modules=args.module,
   )
+  if args.output is not None and any(args.output.resolve() == Path(name).resolve() for name in found.texts):
+    raise RecipeError(f"--output {args.output} is a file that the patch changes.", fix="--output model.patch")
   if args.output is None:
     print(found.patch, end="")
   else:

@@ -15,7 +15,6 @@ import itertools
 import math
 import operator
 import os
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ from nnx_parallel.core.nodes import is_key, path_str, value_of, variables
 from nnx_parallel.core.text import few, listed
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree
 from nnx_parallel.errors import RecipeError, TrainError
-from nnx_parallel.interop.source import Change, Place, Program
+from nnx_parallel.interop.source import LIBRARIES, Change, Place, Program
 from nnx_parallel.layout.constrain import scoped
 from nnx_parallel.layout.planning import plan
 from nnx_parallel.rules.ruleset import Rules
@@ -50,7 +49,7 @@ _MARK = "nnx_parallel annotate "
 _RESHARDS = (jax.sharding.reshard, jax.reshard)
 _UNFIT = (NotImplementedError, TypeError, ValueError)
 _LIBRARIES = (
-  *(sysconfig.get_path(name) for name in ("platlib", "purelib", "stdlib")),
+  *LIBRARIES,
   *(str(Path(str(package.__file__)).parent) for package in (jax, nnx, optax)),
   str(Path(__file__).parents[1]),
 )
@@ -138,10 +137,12 @@ def annotate(
 
 def _patch(before: Program, after: Program) -> str:
   """The differences as `git apply` and `patch` read them."""
-  folder = before.sources[0].path.parent if before.sources[0].path.is_absolute() else Path()
+  paths = [source.path for source in before.sources]
+  folder = Path(os.path.commonpath([path.parent for path in paths])) if paths[0].is_absolute() else Path()
   lines = list[str]()
   for one, other in zip(before.sources, after.sources, strict=True):
     name = Path(os.path.relpath(one.path, folder)).as_posix()
+    name += "\t" * (" " in name)  # as git writes it: else patch takes the first word
     was, now = one.text.splitlines(keepends=True), other.text.splitlines(keepends=True)
     lines += difflib.unified_diff(was, now, f"a/{name}", f"b/{name}")
   return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
@@ -289,7 +290,7 @@ class _Finder:
     """The result on Auto axes, which refuse the shardings that a model states already."""
     for place in self._program.of(site).operands(site):
       _mark(_operand(place, function, args), site, place)
-    stated = {key: x for key, x in kwargs.items() if key not in _STATED}
+    stated = {key: x for key, x in kwargs.items() if key not in _STATED or _is_users(function)}
     return _mark(args[0] if any(function is x for x in _RESHARDS) else function(*args, **stated), site)
 
   def _stated(self, site: int, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -398,7 +399,17 @@ class _Finder:
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.inputs)
     self._mode = "auto"
     with scoped(traced.plan.activation_rules.on_auto_axes()):
-      program = jax.make_jaxpr(traced.loss)(*plain)
+      try:
+        program = jax.make_jaxpr(traced.loss)(*plain)
+      except Exception as error:
+        if "of type Auto" not in str(error):
+          raise
+        where, _, fix = _elsewhere(error).partition("\n  Fix: ")
+        raise RecipeError(
+          "the model states a sharding where it is not seen, so it cannot be traced on Auto axes.",
+          details=str(error).split("\n")[0] + where.replace("\n  ", "\n"),
+          fix=fix or "state it in the call, not in a functools.partial.",
+        ) from error
     self._mode, sizes = "", axis_sizes(traced.plan.mesh)
     self._batch, self._axes = frozenset(traced.plan.batch_axes), frozenset(sizes)
     marked: dict[tuple[int, int], Axes] = {}
@@ -439,6 +450,12 @@ class _Finder:
     finally:
       self._mode = ""
     return ()
+
+
+def _is_users(function: Any) -> bool:
+  """Whether a function is not of a library, which is called without shardings on Auto axes."""
+  found = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+  return found is not None and not found.co_filename.startswith(_LIBRARIES)
 
 
 def _said(where: str, error: BaseException) -> str:

@@ -14,7 +14,9 @@ import importlib.abc
 import io
 import itertools
 import operator
+import re
 import sys
+import sysconfig
 import tokenize
 import traceback
 import types
@@ -23,6 +25,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from nnx_parallel.errors import RecipeError
+
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("platlib", "purelib", "stdlib"))
+"""The folders of installed code."""
 Hook = Callable[..., Any]
 """`(number of the site, function, *arguments, **keywords) -> result`."""
 Place = tuple[int, ...]
@@ -37,7 +43,9 @@ _OPERATORS: dict[type[ast.operator], str] = {
 }
 _OF_THE_FRAME = frozenset(("dir", "eval", "exec", "globals", "locals", "super", "vars"))
 """Functions that read the frame of their caller: a hook between them would be the caller."""
-_HOOK, _OPERATOR = "__annotated_site__", "__annotated_operator__"
+_HOOK, _OPERATOR, _SLICE = "__annotated_site__", "__annotated_operator__", "__annotated_slice__"
+_BREAKS = re.compile("[\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
+"""Characters that end a line for some readers of a patch, and not for others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Source:
 
   def __init__(self, path: Path, text: str | None = None, first: int = 0):
     self.path = path
-    self.text = path.read_text() if text is None else text
+    self.text = _read(path) if text is None else text
     self.sites: dict[int, ast.expr] = dict(_numbered(ast.parse(self.text, str(path)), first))
     self._first = first
 
@@ -112,7 +120,7 @@ class Source:
     if hook is not None:
       numbers = {node: n for n, node in _numbered(tree, self._first)}
       tree = ast.fix_missing_locations(_Hooked(numbers).visit(tree))
-    module.__dict__.update({_HOOK: hook, _OPERATOR: operator})
+    module.__dict__.update({_HOOK: hook, _OPERATOR: operator, _SLICE: slice})
     exec(compile(tree, str(self.path), "exec"), module.__dict__)
 
   def names(self) -> dict[str, str]:
@@ -189,10 +197,20 @@ class Program:
 
   @classmethod
   def read(cls, paths: Iterable[Path]) -> Program:
-    """Reads files; their sites have different numbers."""
+    """Reads files; their sites have different numbers.
+
+    Raises:
+      RecipeError: a file cannot be read, or not patched.
+    """
     sources = list[Source]()
     for path in paths:
       sources.append(Source(path, first=max(itertools.chain(*(x.sites for x in sources)), default=-1) + 1))
+    nodes = ast.walk(ast.parse(sources[0].text))
+    if any(isinstance(node, ast.ImportFrom) and node.level for node in nodes):
+      raise RecipeError(
+        f"{sources[0].path} has relative imports, so it does not run alone.",
+        fix="from package.module import ..., with the names of the package.",
+      )
     return cls(sources)
 
   def of(self, site: int) -> Source:
@@ -210,6 +228,7 @@ class Program:
     main, *others = self.sources
     module = types.ModuleType(f"nnx_parallel_annotated_{main.path.stem}")
     module.__file__ = str(main.path)
+    before, path = {*sys.modules}, [*sys.path]
     sys.modules[module.__name__] = module
     folder = str(main.path.parent.resolve())
     sys.path.insert(0, folder)
@@ -218,8 +237,11 @@ class Program:
         main.run(module, hook)
         yield module
     finally:
-      sys.path.remove(folder)
-      del sys.modules[module.__name__]
+      sys.path[:] = path
+      for name in {*sys.modules} - before:  # another call may import other files by the same names
+        file = str(getattr(sys.modules[name], "__file__", None) or "")
+        if name == module.__name__ or (file.startswith(folder) and not file.startswith(LIBRARIES)):
+          del sys.modules[name]
 
   def is_inside(self, error: BaseException) -> bool:
     """Whether an error came from these files, below the function that caught it."""
@@ -285,6 +307,20 @@ class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
   def exec_module(self, module: types.ModuleType) -> None:
     self._sources[Path(str(module.__file__)).resolve()].run(module, self._hook)
+
+
+def _read(path: Path) -> str:
+  try:
+    text = path.read_bytes().decode()
+    ast.parse(text, str(path))
+  except (OSError, SyntaxError, UnicodeDecodeError) as error:
+    raise RecipeError(f"{path} cannot be read.", details=str(error), fix="a Python file in UTF-8.") from error
+  if found := _BREAKS.search(text):
+    raise RecipeError(
+      f"{path} has the character {found.group()!r}, and a patch of it would not apply.",
+      fix="save it with lines that end with \\n only.",
+    )
+  return text
 
 
 def _numbered(tree: ast.AST, first: int) -> Iterator[tuple[int, ast.expr]]:
@@ -356,7 +392,7 @@ def _index(node: ast.expr) -> ast.expr:
     return ast.Tuple([_index(x) for x in node.elts], ast.Load())
   if isinstance(node, ast.Slice):
     parts = [x or ast.Constant(None) for x in (node.lower, node.upper, node.step)]
-    return ast.Call(ast.Name("slice", ast.Load()), parts, [])
+    return ast.Call(ast.Name(_SLICE, ast.Load()), parts, [])
   return node
 
 
@@ -442,7 +478,7 @@ def _with_imports(text: str, imports: Sequence[str]) -> str:
   first = (
     body[0] if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else None
   )
-  # Next to other imports of jax, as tools that sort imports have it.
+  # Next to other imports of jax, if there are any.
   own = [node for node in found if ast.unparse(node).split()[1].split(".")[0] == "jax"]
   last = own[-1] if own else found[-1] if found else first
   at = 0 if last is None else last.end_lineno or 0

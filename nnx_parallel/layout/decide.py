@@ -129,13 +129,14 @@ def _stacked(leaf: Leaf, source: Source, where: str) -> Generator[None]:
 def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
   """The names from the metadata of a Variable, or from the first path rule that matches; None without.
 
-  A rule comes first if the metadata is shorter than the array, as in layers that `nnx.vmap` has stacked.
+  A rule comes first if the metadata is shorter than the array, as in layers that `nnx.vmap` has stacked, and
+  the rule gives the same names to the last dims.
   """
   where, logical = path_str(paths[0]), given.rules.logical
   names, own_rules = declared(leaf, where=where)
-  short = None if names is None else short_names(leaf)
+  short = None if names is None else tuple(short_names(leaf) or ()) or None
   matched = matching_rule(paths, given.rules) if names is None or short is not None else None
-  if names is not None and (matched is None or matched[0].optional):
+  if names is not None and (matched is None or tuple(matched[1].names or ())[-len(short or ()) :] != short):
     step = f"from its metadata: {names}" + (f" with its own sharding_rules {own_rules}" if own_rules else "")
     own = logical.replace(own_rules) if own_rules else logical
     return Named(names, own, "metadata", f"names {_shown(names)}", step)

@@ -209,11 +209,15 @@ def shifted(names: Iterable[tuple[str, Sequence[Any]]], ndims: Mapping[str, int]
     >>> shifted([("h.0.up.kernel", ("embed", "mlp"))], {"h.0.up.kernel": 3})
     "nxp.PathRules([('h.*.up.kernel', (None, 'embed', 'mlp'))], strict=False)"
   """
-  rows: dict[str, str] = {}
+  by_path: dict[str, str] = {}
   for path, some in names:
     front = [None] * (ndims[path] - len(some) + (ANY_DIMS in some))
-    entries = [*front, *(name for name in some if name != ANY_DIMS)]
-    rows[number_pattern(path).replace("_*", "_.*")] = show_names(entries)
+    by_path[path] = show_names([*front, *(name for name in some if name != ANY_DIMS)])
+  rows: dict[str, str] = {}
+  for path, row in by_path.items():
+    if rows.setdefault(number_pattern(path).replace("_*", "_.*"), row) != row:
+      rows = by_path  # layers of one pattern have different names
+      break
   return f"nxp.PathRules([{', '.join(f'({path!r}, {row})' for path, row in rows.items())}], strict=False)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -311,7 +312,7 @@ class Net(nnx.Module):
 """
 
 
-def test_a_model_in_a_file_of_its_own_is_named_and_changed(tmp_path):
+def test_a_model_in_a_file_of_its_own_is_named_and_changed(tmp_path, monkeypatch):
   (main := tmp_path / "main.py").write_text(MAIN)
   (file := tmp_path / "nets" / "model.py").parent.mkdir()
   (tmp_path / "nets" / "__init__.py").touch()
@@ -323,7 +324,8 @@ def test_a_model_in_a_file_of_its_own_is_named_and_changed(tmp_path):
   assert text.endswith(
     f"for model.py, line 11: return jnp.dot(\n  Fix: change that file too: modules=[{str(file)!r}]"
   )
-  before = sys.modules["nets.model"]
+  monkeypatch.syspath_prepend(tmp_path)
+  before = importlib.import_module("nets.model")
   found = nxp.interop.annotate(*given, modules=[file])
   assert sys.modules["nets.model"] is before
   assert not found.missing
@@ -389,3 +391,58 @@ def test_missing_functions_and_padding_are_errors(tmp_path):
   rules = nxp.LogicalRules({"batch": "fsdp", "rows": "fsdp"}, uneven={"rows": "pad"})
   with pytest.raises(nxp.errors.TrainError, match="the plan pads table"):
     nxp.interop.annotate(file, nxp.abstract_mesh(fsdp=8), rules, ROWS)
+
+
+def test_files_that_a_patch_would_not_fit_are_errors(tmp_path):
+  text = LINES.replace("CODE", "x @ w")
+  for name, content, message in (
+    ("crlf.py", text.replace("\n", "\r\n").encode(), r"has the character '\\r'"),
+    ("latin.py", f"# -*- coding: latin-1 -*-\n# \xe4\n{text}".encode("latin-1"), "cannot be read"),
+    ("relative.py", f"from .other import x\n{text}".encode(), "has relative imports"),
+    ("none.py", None, "cannot be read"),
+  ):
+    if content is not None:
+      (tmp_path / name).write_bytes(content)
+    with pytest.raises(nxp.errors.RecipeError, match=message):
+      nxp.interop.annotate(tmp_path / name, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), ROWS)
+
+
+def test_names_of_a_file_are_its_own(tmp_path):
+  code = "(lambda slice: x[:, 0:8])(3)\n  y = mm(y, w[:8], out_sharding=jax.P('fsdp', None))"
+  own = "def mm(a, b, *, out_sharding):\n  return jnp.matmul(a, b, out_sharding=out_sharding)\n\n\ndef init"
+  (file := tmp_path / "a file.py").write_text(LINES.replace("CODE", code).replace("def init", own))
+  found = nxp.interop.annotate(file, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), ROWS)
+  assert not found.missing, found.missing
+  if found.patch:
+    assert found.patch.startswith("--- a/a file.py\t\n")
+
+
+def test_each_call_imports_the_files_of_its_folder(tmp_path):
+  batch = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+  before = {*sys.modules}, [*sys.path]
+  for name in ("one", "two"):
+    (folder := tmp_path / name).mkdir()
+    (folder / "net_of_folder.py").write_text(NET)
+    (folder / "train.py").write_text(MAIN.replace("nets.model", "net_of_folder").replace("nets", "os"))
+    file = folder / "train.py"
+    file.write_text(file.read_text().replace("from os import model\n", ""))
+    (text,) = nxp.interop.annotate(file, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), batch).notes
+    assert str(folder / "net_of_folder.py") in text
+  assert ({*sys.modules} - before[0], sys.path) == (set(), before[1])
+
+
+def test_a_stated_sharding_that_is_not_seen_is_named(tmp_path):
+  code = "mm(x, w)"
+  own = "import functools\nmm = functools.partial(jnp.matmul, out_sharding=jax.P('fsdp', None))\n\n\ndef init"
+  (file := tmp_path / "partial.py").write_text(LINES.replace("CODE", code).replace("def init", own))
+  with pytest.raises(nxp.errors.RecipeError, match=r"where it is not seen(.|\n)*not in a functools\.partial"):
+    nxp.interop.annotate(file, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), ROWS)
+
+
+def test_the_command_does_not_write_over_its_recipe(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert main(["new", "mine.py"]) == 0
+  text = Path("mine.py").read_text()
+  assert main(["annotate", "mine.py", "--mesh", "fsdp=8", "--batch", "32", "--output", "mine.py"]) == 1
+  assert "is a file that the patch changes" in capsys.readouterr().err
+  assert Path("mine.py").read_text() == text

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
+from nnx_parallel.rules.paths import shifted
 
 DEPTH = 4
 
@@ -182,3 +183,21 @@ def test_a_trained_stack_keeps_its_layout():
   forward(model, jnp.ones((2, 8)))
   assert model.up.kernel.get_raw_value().sharding == plan["up.kernel"].sharding
   assert model.up.kernel.out_sharding == ("layers", "embed", "mlp")
+
+
+def test_only_a_rule_that_shifts_the_names_comes_before_them():
+  class Short(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed",))
+
+  for rule in (None, (None, "tensor")):
+    rules = [nxp.LogicalRules(embed="fsdp"), nxp.PathRules([(".*", rule)])]
+    found = nxp.plan(Short, nxp.abstract_mesh(fsdp=4, tensor=2), rules)
+    assert found["w"].spec == jax.P("fsdp", None)
+    assert any("fewer names than dims" in note for note in found.notes)
+
+
+def test_offered_rules_are_exact_where_layers_differ():
+  names = [("layers.0.w", ("embed", "mlp")), ("layers.1.w", ("mlp", "embed"))]
+  rule = shifted(names, {name: 3 for name, _ in names})
+  assert "('layers.0.w', (None, 'embed', 'mlp')), ('layers.1.w', (None, 'mlp', 'embed'))" in rule
