@@ -62,8 +62,8 @@ def pipeline(text: str) -> Pipeline:
   order = cast(Order, rest.pop()) if rest and not rest[-1].isdecimal() else "gpipe"
   try:
     return Pipeline(axis, *map(positive, rest), order=order)
-  except (SchemeError, TypeError) as error:
-    raise argparse.ArgumentTypeError("not AXIS, AXIS:VIRTUAL_STAGES or AXIS:VIRTUAL_STAGES:1f1b") from error
+  except (SchemeError, TypeError, ValueError) as error:
+    raise argparse.ArgumentTypeError(f"{text!r} is not AXIS[:VIRTUAL_STAGES][:1f1b]") from error
 
 
 def format_pipeline(found: Pipeline) -> str:
@@ -72,9 +72,9 @@ def format_pipeline(found: Pipeline) -> str:
   return f"{found.axis}{stages}" + f":{found.order}" * (found.order != "gpipe")
 
 
-def axis_alone(found: Pipeline | None) -> Pipeline | str | None:
-  """The axis of a pipeline if nothing else was given, so that a search chooses the order."""
-  return found.axis if found is not None and format_pipeline(found) == found.axis else found
+def axis_or_pipeline(text: str) -> Pipeline | str:
+  """An axis, for which a search chooses the order; or a `pipeline`, for argparse."""
+  return pipeline(text) if ":" in text else text
 
 
 def parse_rules(text: str) -> Rules:

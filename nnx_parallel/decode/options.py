@@ -65,6 +65,11 @@ class Options:
         f"with pipeline={pipeline.axis!r} a group of rows has one cache, and {each} need one for each row.",
         fix="leave pipeline= out, and let the axis split the batch.",
       )
+    if pipeline.order != "gpipe":
+      raise DecodeError(
+        f"order={pipeline.order!r} is the order of a train step: generation has no backward pass.",
+        fix=f"pipeline={pipeline.axis!r}",
+      )
     if pipeline.virtual_stages > 1:
       raise DecodeError(
         f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, but generation has no bubble.",

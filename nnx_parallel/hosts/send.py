@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar, overload
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import array_leaves, path_str
@@ -74,9 +73,12 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     2304
   """
   if isinstance(to, Plan) and not isinstance(source, nnx.Module):
-    if isinstance(to.mesh, Mesh):
-      _check_processes(jax.tree.leaves(source), {*to.mesh.devices.flat})
-    placed = shard_batch(source, to)
+    try:
+      placed = shard_batch(source, to)
+    except ValueError as error:
+      if jax.process_count() == 1 or isinstance(error, ShardingError):
+        raise
+      raise _across_processes(str(error).split("\n")[0]) from error
     pairs = zip(jax.tree.leaves(source), jax.tree.leaves(placed), strict=True)
     return Sent(placed, sum(_arriving_bytes(before, after) for before, after in pairs))
   if not isinstance(to, nnx.Module) or not isinstance(source, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -98,10 +100,11 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
       details=listed(wrong),
       fix="send between modules of one class and one configuration.",
     )
-  values = [mine[path].get_raw_value() for path in theirs]
-  _check_processes(
-    values, {device for x in theirs.values() for device in x.get_raw_value().sharding.device_set}
-  )
+  held, wanted = ({d for path in theirs for d in x[path].get_raw_value().devices()} for x in (mine, theirs))
+  if jax.process_count() > 1 and held != wanted:
+    raise _across_processes(
+      f"from {len(held)} devices to {len(wanted)}, {len(held & wanted)} of them the same"
+    )
   count = 0
   with no_mesh():
     for path, goal in theirs.items():
@@ -115,16 +118,12 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
   return Sent(to, count)
 
 
-def _check_processes(source: Sequence[AnyArray], devices: set[jax.Device]) -> None:  # pyright: ignore[reportInvalidTypeForm]
-  """Refuses to send arrays from one set of devices to another in a job of several processes."""
-  arrays = [x for x in source if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-  held = {device for x in arrays for device in x.devices()}
-  if jax.process_count() > 1 and held and held != devices:
-    raise ShardingError(
-      f"JAX moves no array to other devices in a job of {jax.process_count()} processes.",
-      details=f"from {len(held)} devices to {len(devices)}, {len(held & devices)} of them the same",
-      fix="put both models on all devices; or save a checkpoint, and restore it on the other mesh.",
-    )
+def _across_processes(details: str) -> ShardingError:
+  return ShardingError(
+    f"JAX moves no array to other devices in a job of {jax.process_count()} processes.",
+    details=details,
+    fix="put both models on all devices; or save a checkpoint, and restore it on the other mesh.",
+  )
 
 
 def _variables(module: nnx.Module) -> Mapping[tuple[object, ...], Variable]:

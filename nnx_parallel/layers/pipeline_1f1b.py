@@ -35,6 +35,9 @@ from nnx_parallel.layers.pipeline import GROUPS, Belt, Pipeline, PipelineLoop, a
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 
+PIPELINE_RULE = "pipeline_1f1b"
+"""The name of the function that has the rule."""
+
 
 class Weights(NamedTuple):
   """Arrays that have gradients and do not depend on the batch.
@@ -103,9 +106,11 @@ class Pipeline1F1B(TrainPipeline):
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
     """As in `TrainPipeline`."""
 
-    @jax.custom_vjp
     def run(model: list[jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
       return super(Pipeline1F1B, self).__call__(model, parts)
+
+    run.__name__ = PIPELINE_RULE
+    rule = jax.custom_vjp(run)
 
     def forward(model: list[Any], parts: list[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
       trained = [n for n, x in enumerate(model) if x.perturbed and is_inexact(x.value)]
@@ -117,8 +122,8 @@ class Pipeline1F1B(TrainPipeline):
       scaled = {n: (x * factor).astype(x.dtype) for n, x in gradients.items()}
       return [scaled.get(n) for n in range(len(model))], [None] * len(parts)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run([*model], [*parts])
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    return rule([*model], [*parts])
 
   def _is_loss(self, var: Var, gradient: Any) -> bool:
     return var is self.outputs[0] and not isinstance(gradient, jax.custom_derivatives.SymbolicZero)
@@ -154,7 +159,8 @@ class _Gradients:
     self.fixed = values_of(of.program.jaxpr, model)
     of.evaluate(of.fixed, self.fixed)
     moving = dependents(of.eqns, [of.inputs[n] for n in trained])
-    reads = (*of.reads([*of.before, *of.after]), *variables((*self.stack.same.values(), *self.stack.carried)))
+    others = (*self.stack.same.values(), *self.stack.carried, of.outputs[0])  # a loss of weights alone
+    reads = (*of.reads([*of.before, *of.after]), *variables(others))
     self.outer = [
       var for var in dict.fromkeys(reads) if var in self.fixed and var in moving and is_inexact(var.aval)
     ]
