@@ -180,7 +180,8 @@ def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
   except NEEDS_VALUES:  # abstract parameters do not give its shapes
     return
   held = _shapes(nnx.as_pure(optimizer.opt_state))
-  padded = any(map(is_padded, variables(model).values()))  # then the two may count the padding differently
+  # Where arrays are padded, the two may count the padding differently.
+  padded = any(map(is_padded, (*variables(model).values(), *variables(optimizer).values())))
   absent = [path for path in needed if path not in held]
   left = [path for path in held if path not in needed]
   other = [p for p in needed if not padded and p in held and held[p] != needed[p]]
