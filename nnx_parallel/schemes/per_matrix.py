@@ -23,7 +23,7 @@ from nnx_parallel.core.axes import axes_by_dim, axes_in, entry_of
 from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import Path, path_str, plain_path
-from nnx_parallel.core.shards import on_shards
+from nnx_parallel.core.shards import on_shards, pinned
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.optimizer_layout import PerMatrixState, matrix_axes
@@ -104,6 +104,9 @@ def per_matrix(
     scalars = {name: x for name, x in extra.items() if isinstance(x, jax.typing.ArrayLike) and not np.ndim(x)}
     groups, rest = _sorted(grads, dims, mesh, specs)
     leaves, structure = jax.tree.flatten(grads)
+    if placement is not None:
+      paths = [plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+      leaves = [pinned(x, placement.model.get(path)) for path, x in zip(paths, leaves, strict=True)]
     weights = None if params is None else structure.flatten_up_to(params)
     updates, states = [*leaves], dict[str, PyTree]()
     for key, group in groups.items():
@@ -345,8 +348,7 @@ def _kind(path: Path, shape: tuple[int, ...], numbers: MuonDimensionNumbers, spe
   order = (*counted, *rows, *columns)
   if len(order) != len(shape) or not rows or not columns:
     raise SchemeError(
-      f"{path_str(path)} is no array of matrices: its rows are the dims {rows}, its columns {columns}.",
-      details=f"shape {shape}",
+      f"an array of shape {shape} cannot be read as matrices whose rows are dims {rows}, columns {columns}.",
       fix="dims that name each dim at most once, such as MuonDimensionNumbers(-2, -1).",
     )
   split = [tuple(a for a in axes if a in sizes) for axes in axes_by_dim(spec, len(shape))]
