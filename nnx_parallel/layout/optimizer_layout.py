@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import Path
@@ -28,13 +31,24 @@ class PerMatrixState(NamedTuple):
   """State of `parallel.per_matrix`.
 
   Attributes:
-    groups: for each size and dtype of matrices, such as `64x128_float32`, the state of the transformation for
-      all of them: dim 0 of each array counts the matrices, in the order of the parameters.
+    groups: by `group_name`, the state of the transformation for equal matrices: dim 0 of each array counts
+      the matrices, in the order of the parameters.
     rest: the state of the transformation for the parameters that are not matrices.
   """
 
   groups: dict[str, PyTree]
   rest: PyTree
+
+
+def group_name(rows: int, columns: int, dtype: DTypeLike) -> str:
+  """The name of the matrices of one size and dtype: `64x128_float32`."""
+  return f"{rows}x{columns}_{np.dtype(dtype).name}"
+
+
+def bytes_of_matrix(group: str) -> int:
+  """The bytes of each matrix of a group, by the name of the group."""
+  rows, columns, dtype = re.split("[x_]", group, maxsplit=2)
+  return int(rows) * int(columns) * np.dtype(dtype).itemsize
 
 
 def matrix_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:

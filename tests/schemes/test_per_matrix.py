@@ -128,14 +128,13 @@ LAYOUTS = {
 }
 
 
-def plan_on(sizes, tx, init=Net, explicit=False, **options):
+def plan_on(sizes, tx, init=Net, explicit=False, rules=RULES, **options):
   mesh = nxp.make_mesh(
     dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)),
     devices=jax.devices()[: math.prod(sizes)],
     explicit=explicit,
   )
-  rules = RULES.replace(layers=None)
-  return nxp.plan(init, mesh, rules, optimizer=tx, **options)
+  return nxp.plan(init, mesh, rules.replace(layers=None), optimizer=tx, **options)
 
 
 def batch_of(plan, width=16, seed=0):
@@ -171,7 +170,11 @@ def alone(name):
 
 @pytest.mark.parametrize(
   ("name", "layout"),
-  [*(("muon", layout) for layout in LAYOUTS), ("muon with decay and adam", "zero"), ("shampoo and adam", "fsdp")],
+  [
+    *(("muon", layout) for layout in LAYOUTS),
+    ("muon with decay and adam", "zero"),
+    ("shampoo and adam", "fsdp"),
+  ],
 )
 def test_the_numbers_are_those_of_one_device(name, layout):
   sizes, options = LAYOUTS[layout]
@@ -224,7 +227,8 @@ def test_microbatches_offload_and_wrappers_go_with_it():
 
 @pytest.mark.parametrize(("sizes", "explicit"), [((2, 2, 2), False), ((8, 1, 1), True)], ids=str)
 def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
-  plan = plan_on(sizes, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), explicit=explicit)
+  rules = nxp.LogicalRules(batch="data", embed=None, mlp=None) if explicit else RULES
+  plan = plan_on(sizes, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), explicit=explicit, rules=rules)
   model, optimizer = nxp.create_sharded_model(plan)
 
   @nnx.jit
