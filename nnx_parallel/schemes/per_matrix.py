@@ -1,7 +1,7 @@
 """Optimizers of whole matrices (Muon, Shampoo, SOAP) on any layout of the parameters.
 
-Such an optimizer multiplies or factors each gradient as a whole, but a layout gives each device a part of each
-matrix. `per_matrix` exchanges the parts, so that each device holds some matrices as a whole.
+Such an optimizer multiplies or factors each gradient as a whole, but a layout gives each device a part of it.
+`per_matrix` exchanges the parts, so that each device holds some matrices as a whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def per_matrix(
 ) -> optax.GradientTransformationExtraArgs:
   """Gives whole matrices to an optimizer such as Muon or Shampoo, and spreads them over all devices.
 
-  Muon, Shampoo and SOAP multiply or factor the gradient of each matrix as a whole. On a layout that shards the
+  Muon, Shampoo and SOAP multiply or factor the gradient of each matrix as a whole. If a layout shards the
   matrices, the compiler gathers them, and all devices compute the same products. With this wrapper, matrices
   of equal size and dtype form a group, and each device computes an equal number of whole matrices of the
   group. One all-to-all per group brings the parts of the gradients to these devices, and another one returns
@@ -294,7 +294,7 @@ def _update(
   def run(grads: list[jax.Array], state: PyTree, params: PyTree, extra: PyTree) -> PyTree:
     whole = group.gather(grads), state, None if params is None else group.gather(params)
     updates, state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(*whole)
-    return group.scatter(updates), state
+    return group.scatter(cast(Any, updates)), state
 
   if mesh is None or not group.sizes:
     return run(grads, state, params, extra)
@@ -306,7 +306,8 @@ def _update(
   grads = [pinned(x, array.where) for array, x in zip(group.arrays, grads, strict=True)]
   rows = group.table.size - group.count
   state = jax.tree.map(lambda x: jnp.pad(x, [(0, rows), *[(0, 0)] * (x.ndim - 1)]), state)
-  specs, stacked = [array.spec for array in group.arrays], PartitionSpec((*group.sizes,))
+  specs: Any = [array.spec for array in group.arrays]
+  stacked = PartitionSpec((*group.sizes,))
   on_devices = on_shards(run, mesh_inside(mesh), (specs, stacked, specs, PartitionSpec()), (specs, stacked))
   new, state = on_devices(padded(grads), state, None if params is None else padded(params), extra)
   new = [x[tuple(map(slice, array.shape))] for array, x in zip(group.arrays, new, strict=True)]
