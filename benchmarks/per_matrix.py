@@ -38,10 +38,10 @@ CASES = {
 NOTES = [
   f"{DEPTH} blocks with two kernels of {WIDTH} x {WIDTH}, one of {WIDTH} x {HIDDEN} and one of {HIDDEN} x"
   f" {WIDTH}, float32, {ROWS} rows; all kernels are matrices. Five Newton-Schulz steps.",
-  "FLOPs: of the update on a device, over an eighth of the products of all matrices. Sent: bytes of a step on a"
-  " device, over those of Adam on the same layout. Exchange: bytes beyond Adam's, over twice a device's share of"
-  " the parameters; replicas (data) on simulated devices also gather the updates there, which on the TPU takes"
-  " the place of half an all-reduce. No compiler for H100 was installed.",
+  "FLOPs: of the update on a device, over an eighth of the products of all matrices. Sent: bytes of a step on"
+  " a device, over those of Adam on the same layout. Exchange: bytes beyond Adam's, over twice the share of a"
+  " device of all matrices. On simulated devices, replicas (data) sum all gradients and also gather the"
+  " updates; for the TPU, a reduce-scatter and a gather of the updates take the place of the sum.",
 ]
 
 
@@ -91,11 +91,12 @@ def report(machine: str, sizes: dict[str, int], tx: optax.GradientTransformation
 def main() -> None:
   """Measures and writes the record."""
   title = __doc__.split("\n", 1)[0]
-  record = Record("per_matrix", title, command="python -m benchmarks per_matrix", notes=NOTES)
+  record = Record("per_matrix", title, command="python -m benchmarks per_matrix", notes=[*NOTES])
   least = DEPTH * (2 * products(WIDTH, WIDTH) + 2 * products(WIDTH, HIDDEN)) / DEVICES
   share = 4 * DEPTH * (2 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN) / DEVICES
   for machine in MACHINES:
-    if missing_compiler(read_machine(machine)):
+    if why := missing_compiler(read_machine(machine)):
+      record.notes.append(f"{machine} is left out: {why}.")
       continue
     for name, sizes in MESHES.items():
       of = functools.partial(report, machine, sizes)
