@@ -95,8 +95,8 @@ def main() -> None:
   least = DEPTH * (2 * products(WIDTH, WIDTH) + 2 * products(WIDTH, HIDDEN)) / DEVICES
   share = 4 * DEPTH * (2 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN) / DEVICES
   for machine in MACHINES:
-    if why := missing_compiler(read_machine(machine)):
-      record.notes.append(f"{machine} is left out: {why}.")
+    if missing_compiler(read_machine(machine)):
+      record.notes.append(f"{machine} is left out: its compiler was not installed.")
       continue
     for name, sizes in MESHES.items():
       of = functools.partial(report, machine, sizes)
