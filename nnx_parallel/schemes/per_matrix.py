@@ -97,7 +97,8 @@ def per_matrix(
     placement = placement_in_use()
     mesh = None if placement is None else next(where.mesh for where in placement.model.values())
     extra = {name: x for name, x in extra.items() if isinstance(x, jax.Array | float) and not jnp.ndim(x)}
-    groups = _groups(grads, dims, placement)
+    # A parameter may have another dtype than its gradient; `init` knew the parameters only.
+    groups = _groups(grads if params is None else params, dims, placement)
     updates, weights = jax.tree.leaves(grads), None if params is None else jax.tree.leaves(params)
     states: dict[str, PyTree] = {}
     for name, group in groups.items():

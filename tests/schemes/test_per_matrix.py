@@ -241,6 +241,16 @@ def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
   assert_equal(model, alone("muon"))
 
 
+def test_gradients_may_have_another_dtype():
+  tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE))
+  params = {"a": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(3)}
+  grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), params)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  plain = optax.contrib.muon(RATE)
+  wanted, _ = plain.update(grads, plain.init(params), params)
+  jax.tree.map(np.testing.assert_allclose, updates, wanted)
+
+
 def test_without_a_plan_nothing_travels():
   with nnx.use_eager_sharding(False):
     model = Net()
