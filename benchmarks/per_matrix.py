@@ -41,8 +41,8 @@ NOTES = [
   "FLOPs: of the update on a device, over an eighth of the products of all matrices. Sent: bytes of a step on"
   " a device, over those of Adam on the same layout. Exchange: bytes beyond Adam's, over twice the share of a"
   " device of all matrices. Over replicas (data), a reduce-scatter of the gradients and a gather of the"
-  " updates take the place of a sum of all gradients, where the compiler makes a reduce-scatter. It did not for"
-  " simulated devices, nor for v5p with data 8.",
+  " updates take the place of a sum of all gradients, where the compiler makes a reduce-scatter. It did not"
+  " for simulated devices, nor for v5p with data 8.",
 ]
 
 
