@@ -91,6 +91,19 @@ def creation() -> list[Row]:
   return [Row(group, tuple(figure("creation", group, case) for case in cases)) for group in groups]
 
 
+def matrices() -> list[Row]:
+  """Products and bytes of Muon."""
+  meshes = ("fsdp 8", "fsdp 4 x tensor 2", "data 2 x fsdp 4", "data 8")
+  cases = [
+    f"{case}: {what}" for what in ("FLOPs", "sent") for case in ("optax.contrib.muon", "per_matrix(muon)")
+  ]
+
+  def ratio(mesh: str, case: str) -> str:
+    return f"{float(figure('per_matrix', f'tpu:v5e:2x4, {mesh}', case).split()[0]):.2f}"
+
+  return [Row(mesh, tuple(ratio(mesh, case) for case in cases)) for mesh in meshes]
+
+
 def decoder() -> list[Row]:
   """Memory and bytes of an 8B decoder."""
   where = "tpu:v5e:4x4, fsdp 16, depth 32, "
@@ -196,6 +209,14 @@ HEADLINES = (
     "plain_8b",
     ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
     decoder,
+  ),
+  Headline(
+    "Muon on sharded matrices, compiled for 8 TPU v5e",
+    "The first two columns are the FLOPs of the update on a device, as a ratio to an eighth of the products"
+    " of all matrices. The last two columns are the bytes that a step sends, as a ratio to Adam.",
+    "per_matrix",
+    ("", "FLOPs, muon", "FLOPs, per_matrix(muon)", "sent, muon", "sent, per_matrix(muon)"),
+    matrices,
   ),
   Headline(
     "Checkpoints",

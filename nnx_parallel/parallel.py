@@ -14,6 +14,7 @@ with epy.lazy_api_imports(globals()):
   )
   from nnx_parallel.schemes.context import context_attention, zigzag
   from nnx_parallel.schemes.experts import experts
+  from nnx_parallel.schemes.per_matrix import per_matrix
   from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
@@ -34,6 +35,7 @@ __all__ = [
   "map_kernel",
   "map_shards",
   "matmul_reduce_scatter",
+  "per_matrix",
   "pipeline",
   "route",
   "send",

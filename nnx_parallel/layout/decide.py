@@ -211,6 +211,12 @@ def optimizer_rows(
   """
   by_path = {row.path: row for row in model}
   for path, leaf in optimizer.made.leaves.items():
+    if path in optimizer.matrices:
+      spec, padding, why = optimizer_layout.layout_of_matrices(value_of(leaf).shape, given.sizes)
+      decision = Decision("parameter", why, (f"state of parallel.per_matrix: {why}",))
+      row = _row("optimizer", path, leaf, given, decision, found=Resolution(spec, padding, ()))
+      yield dataclasses.replace(row, memory_kind=memory_kind)
+      continue
     parameter = by_path.get(optimizer.origins.get(path, ()))
     if parameter is None:
       yield _row("optimizer", path, leaf, given, Decision("replicated", "not parameter state"))

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import Path
+from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.resolve import add_axes
 
@@ -21,6 +25,47 @@ if TYPE_CHECKING:
   from nnx_parallel.layout.leaf import LeafPlan
 
 Shape = tuple[int, ...]
+
+
+class PerMatrixState(NamedTuple):
+  """State of `parallel.per_matrix`.
+
+  Attributes:
+    groups: by `group_name`, the state of the transformation for equal matrices: dim 0 of each array counts
+      the matrices, in the order of the parameters.
+    rest: the state of the transformation for the parameters that are not matrices.
+  """
+
+  groups: dict[str, PyTree]
+  rest: PyTree
+
+
+def group_name(rows: int, columns: int, dtype: DTypeLike) -> str:
+  """The name of the matrices of one size and dtype: `64x128_float32`."""
+  return f"{rows}x{columns}_{np.dtype(dtype).name}"
+
+
+def bytes_of_matrix(group: str) -> int:
+  """The bytes of each matrix of a group, by the name of the group."""
+  rows, columns, dtype = re.split("[x_]", group, maxsplit=2)
+  return int(rows) * int(columns) * np.dtype(dtype).itemsize
+
+
+def matrix_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes over which whole matrices are split, major to minor: all that have several devices."""
+  return tuple(axis for axis, size in mesh.items() if size > 1)
+
+
+def layout_of_matrices(shape: Shape, mesh: Mapping[str, int]) -> tuple[PartitionSpec, Shape, str]:
+  """The layout of an array of `PerMatrixState.groups`: `(spec, padding, why)`."""
+  axes, rest = matrix_axes(mesh), len(shape) - 1
+  devices = math.prod(mesh.values())
+  padding = -shape[0] % devices
+  why = f"{shape[0]} whole {'matrix' if shape[0] == 1 else 'matrices'}"
+  why += f" on {devices} devices" if devices > 1 else ""
+  idle = devices - -(-shape[0] // -(-shape[0] // devices))
+  why += f", {idle} of them without any" if idle else ""
+  return PartitionSpec(axes or None, *[None] * rest), (padding, *[0] * rest), why
 
 
 def copies(shapes: Mapping[Path, Shape | None], parameters: Mapping[Path, Shape]) -> dict[Path, Path]:

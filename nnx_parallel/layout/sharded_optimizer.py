@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +18,7 @@ from nnx_parallel.core.nodes import Path, array_leaves
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.optimizer_layout import PerMatrixState
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -47,6 +50,29 @@ class Placement:
           kept = _kept(array, table[path])
           if kept is not array:
             leaf.set_raw_value(kept)
+
+
+_PLACEMENT: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
+
+
+def placement_in_use() -> Placement | None:
+  """The shardings of the plan whose optimizer is being updated; None without a plan."""
+  return _PLACEMENT.get()
+
+
+@contextlib.contextmanager
+def _in_use(placement: Placement | None) -> Generator[None]:
+  token = _PLACEMENT.set(placement)
+  try:
+    yield
+  finally:
+    _PLACEMENT.reset(token)
+
+
+def per_matrix_states(state: PyTree) -> Iterator[PerMatrixState]:
+  """The states of `parallel.per_matrix` in the state of an optimizer."""
+  nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PerMatrixState))
+  return (node for node in nodes if isinstance(node, PerMatrixState))
 
 
 class ShardedOptimizer(nnx.Optimizer[M]):
@@ -118,16 +144,22 @@ def plain_update(
 
 
 def _update(optimizer: Optimizer, model: Model, grads: PyTree, extra: Mapping[str, Any]) -> optax.Updates:
-  if isinstance(optimizer, ShardedOptimizer):
-    return nnx.Optimizer.update(optimizer, model, grads, **extra)
-  return optimizer.update(model, grads, **extra)
+  with _in_use(placement_of(optimizer)):
+    if isinstance(optimizer, ShardedOptimizer):
+      return nnx.Optimizer.update(optimizer, model, grads, **extra)
+    return optimizer.update(model, grads, **extra)
 
 
 def _is_split_further(optimizer: Optimizer, model: Model, grads: PyTree) -> bool:
-  """Whether state on an Explicit mesh is sharded unlike its parameter (ZeRO), to which optax adds it."""
+  """Whether state on an Explicit mesh is sharded unlike its parameter (ZeRO), to which optax adds it.
+
+  The state of `parallel.per_matrix` is, too.
+  """
   params: list[Any] = [jax.typeof(x) for x in jax.tree.leaves(nnx.state(model, optimizer.wrt))]
   if not any(AxisType.Explicit in kind.sharding.mesh.axis_types for kind in params):
     return False
+  if any(per_matrix_states(optimizer.opt_state)):
+    return True
   known = {(kind.shape, kind.sharding.spec) for kind in params}
   shapes = {kind.shape for kind in params}
   state: list[Any] = [jax.typeof(x) for x in jax.tree.leaves((grads, optimizer.opt_state))]

@@ -34,7 +34,7 @@ from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, per_matrix_states
 
 NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
@@ -92,6 +92,7 @@ class Trace:
     input_paths: for each input of `program`, its path in the state of the argument.
     output_paths: for each output of `program`, its path in the state of the result.
     origins: of an optimizer, the paths of its arrays that optax made of a parameter -> the parameter's path.
+    matrices: of an optimizer, the paths of its arrays whose dim 0 counts matrices (`PerMatrixState.groups`).
   """
 
   made: Abstract
@@ -99,6 +100,7 @@ class Trace:
   input_paths: tuple[Path, ...]
   output_paths: tuple[Path, ...]
   origins: Mapping[Path, Path] = dataclasses.field(default_factory=dict[Path, Path])
+  matrices: frozenset[Path] = frozenset()
 
 
 def why_one_program(traces: Iterable[Trace]) -> str:
@@ -365,6 +367,8 @@ def check_transformation(tx: object) -> None:
 
 _ORIGIN = "path_of_the_parameter"
 """Metadata key of a traced parameter, which optax copies to the Variables that it makes from it."""
+_MATRICES = "counts_matrices"
+"""Metadata key of traced state whose dim 0 counts matrices."""
 
 
 def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.filterlib.Filter) -> Trace:
@@ -378,6 +382,7 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.
   if not jax.tree.leaves(model.chosen(wrt)):
     raise nothing_selected(wrt, model)
   origins: dict[Path, Path] = {}
+  matrices: set[Path] = set()
 
   # The model is an argument so that optimizers that compute with parameters see arrays, not shapes.
   def build(traced: Any) -> Any:
@@ -385,8 +390,14 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.
       if isinstance(leaf, nnx.Variable):
         leaf.set_metadata(_ORIGIN, path)
     optimizer = make_optimizer(traced, tx, wrt)
+    for state in per_matrix_states(optimizer.opt_state):
+      for leaf in jax.tree.leaves(state.groups, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        leaf.set_metadata(_MATRICES, True)
     for path, leaf in variables(optimizer).items():
-      if isinstance(leaf, nnx.Variable) and leaf.has_metadata(_ORIGIN):
+      if isinstance(leaf, nnx.Variable) and leaf.has_metadata(_MATRICES):
+        matrices.add(path)
+        leaf.del_metadata(_MATRICES)
+      elif isinstance(leaf, nnx.Variable) and leaf.has_metadata(_ORIGIN):
         origins[path] = leaf.get_metadata(_ORIGIN)
         leaf.del_metadata(_ORIGIN)
     return optimizer
@@ -395,7 +406,8 @@ def trace_optimizer(model: Abstract, tx: optax.GradientTransformation, wrt: nnx.
   chosen = nnx.to_flat_state(model.chosen(wrt))
   trained: dict[Path, Leaf] = {path: value_of(x).shape for path, x in chosen}
   plain = {p: None if p in origins else value_of(x).shape or None for p, x in found.made.leaves.items()}
-  return dataclasses.replace(found, origins=optimizer_layout.copies(plain, trained) | origins)
+  origins = optimizer_layout.copies(plain, trained) | origins
+  return dataclasses.replace(found, origins=origins, matrices=frozenset(matrices))
 
 
 def nothing_selected(wrt: nnx.filterlib.Filter, model: Abstract) -> PlanError:

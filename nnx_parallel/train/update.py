@@ -14,10 +14,10 @@ from flax import nnx
 
 from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
 from nnx_parallel.core.padding import is_padded
-from nnx_parallel.core.types import Model, Optimizer, Optimizers, PyTree
+from nnx_parallel.core.types import Leaf, Model, Optimizer, Optimizers, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
-from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, plain_update
+from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 from nnx_parallel.train.gradients import Layout, Total, in_microbatches, loss_of, whole_batch
 from nnx_parallel.train.loss_scale import common_scale, find_scale, rescaled, scaled_in_backward
@@ -174,13 +174,16 @@ def _update_once(
 def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
   """Refuses an optimizer whose state is for other parameters: before an edit, or of another model."""
   parameters = nnx.as_pure(nnx.state(model, optimizer.wrt))
+  if placement_of(optimizer) is not None:  # made at the shapes without padding
+    parameters = nnx.as_pure(nnx.map_state(_struct, nnx.state(model, optimizer.wrt)))
   try:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
   except NEEDS_VALUES:  # abstract parameters do not give its shapes
     return
   held = _shapes(nnx.as_pure(optimizer.opt_state))
-  padded = any(map(is_padded, variables(model).values()))  # then the two may count the padding differently
+  # Where arrays are padded, the two may count the padding differently.
+  padded = any(map(is_padded, (*variables(model).values(), *variables(optimizer).values())))
   absent = [path for path in needed if path not in held]
   left = [path for path in held if path not in needed]
   other = [p for p in needed if not padded and p in held and held[p] != needed[p]]
@@ -202,6 +205,10 @@ def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
     details="\n".join([*lines[:5], *more]),
     fix=fix,
   )
+
+
+def _struct(_: Path, leaf: Leaf) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:

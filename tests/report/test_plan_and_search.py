@@ -25,6 +25,7 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import ERROR_BAND, memory_categories, memory_plan
 from nnx_parallel.report.estimate.roofline import (
   EXPOSED,
+  LATENCY,
   Links,
   compiled_time,
   predict_time,
@@ -469,6 +470,24 @@ def test_the_products_of_an_optimizer_count():
   assert more[0] == more[2] > 0
   cpu = chip("cpu")
   assert more[1] * cpu.link_bandwidth * cpu.links == pytest.approx(more[3], rel=0.15)
+
+
+def test_matrices_that_per_matrix_exchanges_count():
+  """Each device multiplies its own matrices once; they travel to it and back."""
+  init = lambda: nnx.List([nnx.Linear(64, 128, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(8)])
+  loss = lambda layers, x: sum((layer(x) ** 2).mean() for layer in layers)
+  batch, times = jax.ShapeDtypeStruct((64, 64), jnp.float32), []
+  for optimizer in (optax.adam(1e-3), nxp.parallel.per_matrix(optax.contrib.muon(1e-3))):
+    made = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optimizer)
+    time = predict_time(made, loss, batch, chip="cpu")
+    report = compile_report(nxp.train_step(loss), made, batch=batch)
+    times.append((time.flops, sum(time.waiting.values()), report.cost.flops, report.sent().per_device))
+  more = [b - a for a, b in zip(*times, strict=True)]
+  assert more[0] == more[2] == 5 * 2 * (2 * 64 * 64 * 128 + 64**3)
+  cpu = chip("cpu")
+  latency = 2 * LATENCY * 3
+  sent = (more[1] - latency) * cpu.link_bandwidth * cpu.links
+  assert sent == pytest.approx(more[3]) == pytest.approx(2 * 4 * 64 * 128 * 7 / 8)
 
 
 def test_stage_two_splits_gradients_as_the_state_of_their_shape():

@@ -345,7 +345,9 @@ def _send_parameters(work: Workload, links: Links, microbatches: int) -> None:
 
 
 def _send_update(work: Workload, links: Links) -> None:
-  """The traffic of the optimizer's products: sums of partial results, and gathered operands."""
+  """The traffic of the optimizer's products: partial sums, gathered operands, exchanged matrices."""
+  for part in work.exchanged:
+    links.ring(part.split, part, 2, passes=2, hidden=False)
   for p in work.update:
     links.ring(p.summed, p.out, p.times, passes=2 * p.times, hidden=False)
     for move in p.gathers:

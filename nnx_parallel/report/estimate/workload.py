@@ -35,8 +35,10 @@ from nnx_parallel.layers.layers import (
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.leaf import LeafPlan
+from nnx_parallel.layout.optimizer_layout import bytes_of_matrix, matrix_axes
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.resolve import shard_counts
+from nnx_parallel.layout.sharded_optimizer import per_matrix_states
 from nnx_parallel.layout.tracing import state_paths
 from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import (
@@ -132,6 +134,7 @@ class Workload:
     products: matrix products of the forward pass.
     recomputed: matrix products that recomputation repeats.
     update: matrix products of the optimizer.
+    exchanged: groups of matrices that `per_matrix` sends to other devices, and back.
     uncounted: operation -> runs, of operations that compute and are not among the products.
     stage: ZeRO stage, 0 if it splits nothing.
     scattered: whether gradients have the layout of their update.
@@ -161,6 +164,7 @@ class Workload:
   products: tuple[Product, ...]
   recomputed: tuple[Product, ...]
   update: tuple[Product, ...]
+  exchanged: tuple[Sharded, ...]
   uncounted: Mapping[str, int]
   stage: int
   scattered: bool
@@ -332,6 +336,7 @@ def workload_of(
     products=tuple(seen.products),
     recomputed=tuple(product for _, products in again for product in products),
     update=_update_products(plan, trace.update),
+    exchanged=_exchanged(plan),
     uncounted=dict(seen.uncounted),
     stage=(2 if scattered else 1) if further else 0,
     scattered=scattered,
@@ -501,6 +506,19 @@ def _update_products(plan: Plan, update: ClosedJaxpr | None) -> tuple[Product, .
   seen = Propagation(batch_axes=plan.batch_axes)
   seen.run(update, [unsplit(var.aval) if leaf is None else _flow(leaf) for var, leaf in given])
   return tuple(seen.products)
+
+
+def _exchanged(plan: Plan) -> tuple[Sharded, ...]:
+  """The matrices that travel in an update of `per_matrix`, on the layout of their state."""
+  if "optimizer" not in plan.abstract:
+    return ()
+  found: list[Sharded] = []
+  axes = frozenset(matrix_axes(axis_sizes(plan.mesh)))
+  for state in per_matrix_states(plan.abstract["optimizer"].node.opt_state):
+    for name, group in state.groups.items():
+      counts = [x.shape[0] for x in jax.tree.leaves(nnx.as_pure(group))]
+      found += [Sharded(count * bytes_of_matrix(name), axes) for count in counts[:1]]
+  return tuple(found)
 
 
 def _flow(leaf: LeafPlan, number: int | None = None) -> Flow:

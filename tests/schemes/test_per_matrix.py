@@ -1,0 +1,340 @@
+"""Optimizers of whole matrices: equal to one device on every layout, each product once, two exchanges."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+import nnx_parallel as nxp
+from layout.models import named
+from nnx_parallel.core.nodes import path_str, variables
+
+RATE = 1e-2
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
+
+
+class Net(nnx.Module):
+  """Square and long kernels in both orders of their axes, and biases."""
+
+  def __init__(self, depth=3, width=16, hidden=32, use_bias=True):
+    linear = functools.partial(nnx.Linear, rngs=nnx.Rngs(0), use_bias=use_bias)
+    down = named("mlp", "embed")
+    blocks = [
+      {
+        "a": linear(width, width, kernel_metadata=named("embed", "mlp")),
+        "b": linear(width, width, kernel_metadata=down),
+        "up": linear(width, hidden, kernel_metadata=named("embed", "mlp")),
+        "down": linear(hidden, width, kernel_metadata=down),
+      }
+      for _ in range(depth)
+    ]
+    self.blocks = nnx.List([nnx.Dict(block) for block in blocks])
+
+  def __call__(self, x):
+    for block in self.blocks:
+      x = x + block.b(jnp.tanh(block.a(x)))
+      x = x + block.down(jnp.tanh(block.up(x)))
+    return x
+
+
+class Stacked(nnx.Module):
+  """Layers in one array, and an attention kernel whose columns are two dims."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    init = nnx.initializers.lecun_normal()
+    self.layers = nnx.Param(init(rngs.params(), (3, 16, 32)), out_sharding=("layers", "embed", "mlp"))
+    self.query = nnx.Param(init(rngs.params(), (16, 4, 8)), out_sharding=("embed", "mlp", None))
+    self.out = nnx.Param(init(rngs.params(), (16, 32)), out_sharding=("mlp", "embed"))
+    self.norm = nnx.RMSNorm(16, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.norm(x)
+    for layer in self.layers[...]:
+      x = x + jnp.tanh(x @ layer) @ self.out[...].T
+    return x + jnp.einsum("be,ehd->bhd", x, self.query[...]).reshape(len(x), -1) @ self.out[...].T
+
+
+def loss_fn(model, x):
+  return ((model(x) - x[:, ::-1]) ** 2).mean()
+
+
+def dims(params):
+  kinds = {2: MuonDimensionNumbers(), 3: MuonDimensionNumbers(-2, -1)}
+
+  def of(path, x):
+    return MuonDimensionNumbers(0, (1, 2)) if "query" in str(path) else kinds.get(x.ndim)
+
+  return jax.tree_util.tree_map_with_path(of, params)
+
+
+class ShampooState(NamedTuple):
+  left: optax.Params
+  right: optax.Params
+
+
+def shampoo(rate):
+  """Shampoo with exact roots: state of other shapes than the parameter's."""
+
+  def init(params):
+    eye = lambda dim: jax.tree.map(lambda x: 1e-3 * jnp.eye(x.shape[dim]), params)
+    return ShampooState(eye(0), eye(1))
+
+  def root(x):
+    values, vectors = jnp.linalg.eigh(x)
+    return (vectors * jnp.maximum(values, 1e-6) ** -0.25) @ vectors.T
+
+  def update(grads, state, params=None):
+    left = jax.tree.map(lambda s, g: s + g @ g.T, state.left, grads)
+    right = jax.tree.map(lambda s, g: s + g.T @ g, state.right, grads)
+    new = jax.tree.map(lambda a, g, b: -rate * root(a) @ g @ root(b), left, grads, right)
+    return new, ShampooState(left, right)
+
+  return optax.GradientTransformation(init, update)
+
+
+def parts(wrap, name="muon"):
+  """A transformation for matrices, another for the rest."""
+  kernels = shampoo(RATE) if name == "shampoo" else optax.contrib.muon(RATE, weight_decay=0.1)
+  labels = lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", params)
+  return optax.chain(
+    optax.clip_by_global_norm(0.5),
+    optax.partition({"matrix": wrap(kernels), "rest": optax.adam(RATE)}, labels),
+  )
+
+
+TRANSFORMATIONS = {
+  "muon": lambda wrap: wrap(optax.contrib.muon(RATE)),
+  "muon with decay and adam": parts,
+  "shampoo and adam": functools.partial(parts, name="shampoo"),
+}
+LAYOUTS = {
+  "fsdp": ((1, 8, 1), {}),
+  "tensor": ((1, 1, 8), {}),
+  "data": ((8, 1, 1), {}),
+  "data x fsdp x tensor": ((2, 2, 2), {}),
+  "explicit": ((2, 2, 2), {"explicit": True}),
+  "zero": ((2, 4, 1), {"zero": 1}),
+}
+
+
+def plan_on(sizes, tx, init=Net, explicit=False, rules=RULES, **options):
+  mesh = nxp.make_mesh(
+    dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)),
+    devices=jax.devices()[: math.prod(sizes)],
+    explicit=explicit,
+  )
+  return nxp.plan(init, mesh, rules.replace(layers=None), optimizer=tx, **options)
+
+
+def batch_of(plan, width=16, seed=0):
+  return nxp.shard_batch(np.random.default_rng(seed).normal(size=(32, width)).astype(np.float32), plan)
+
+
+def arrays(module):
+  return {path_str(path): np.asarray(leaf[...]) for path, leaf in variables(module).items()}
+
+
+def trained(plan, steps=3, width=16, **options):
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss_fn, **options)
+  for seed in range(steps):
+    step(model, optimizer, batch_of(plan, width, seed))
+  assert len(step.compiles) == 1
+  nxp.check_layout(model, plan, optimizer=optimizer)
+  return model, optimizer
+
+
+def assert_equal(model, other):
+  left, right = arrays(model), arrays(other)
+  assert left.keys() == right.keys()
+  for name, value in left.items():
+    np.testing.assert_allclose(value, right[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@functools.cache
+def alone(name):
+  """Trained on one device, without the wrapper."""
+  return trained(plan_on((1, 1, 1), TRANSFORMATIONS[name](lambda tx: tx)))[0]
+
+
+SLOW = ("tensor", "data")
+CASES = [
+  *(pytest.param("muon", layout, marks=[pytest.mark.slow] * (layout in SLOW)) for layout in LAYOUTS),
+  ("muon with decay and adam", "zero"),
+  ("shampoo and adam", "fsdp"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_numbers_are_those_of_one_device(name, layout):
+  sizes, options = LAYOUTS[layout]
+  plan = plan_on(sizes, TRANSFORMATIONS[name](nxp.parallel.per_matrix), **options)
+  assert_equal(trained(plan)[0], alone(name))
+
+
+@functools.cache
+def stacked_alone():
+  """`Stacked` on one device."""
+  tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE), dims)
+  return trained(plan_on((1, 1, 1), tx, Stacked))[0]
+
+
+@pytest.mark.parametrize(("sizes", "layers"), [((1, 8, 1), None), ((2, 2, 2), None), ((1, 4, 2), "fsdp")])
+def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
+  plain = optax.contrib.muon(RATE, muon_weight_dimension_numbers=dims)
+  assert_equal(trained(plan_on((1, 1, 1), plain, Stacked))[0], stacked_alone())
+  tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE), dims)
+  mesh = nxp.make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+  rules = RULES.replace(layers=layers) if layers is None else RULES.replace(layers=layers, embed=None)
+  plan = nxp.plan(Stacked, mesh, rules, optimizer=tx, uneven="pad")
+  model, optimizer = trained(plan)
+  assert_equal(model, stacked_alone())
+  groups = optimizer.opt_state.groups
+  assert {*groups} == {"16x32_float32"}
+  assert {x.shape[0] for x in jax.tree.leaves(nnx.as_pure(groups))} == {8}  # 3 + 1 + 1, padded
+
+
+@pytest.mark.parametrize("name", [pytest.param("muon", marks=pytest.mark.slow), "shampoo and adam"])
+def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
+  init = functools.partial(Net, 3, 15, 30)
+  one = trained(plan_on((1, 1, 1), TRANSFORMATIONS[name](lambda tx: tx), init), width=15)[0]
+  plan = plan_on((2, 2, 2), TRANSFORMATIONS[name](nxp.parallel.per_matrix), init, uneven="pad")
+  assert any(plan["blocks.0.a.kernel"].padding)
+  assert_equal(trained(plan, width=15)[0], one)
+
+
+def test_microbatches_offload_and_wrappers_go_with_it():
+  wrap = lambda tx: nxp.with_ema(nxp.skip_nonfinite(nxp.parallel.per_matrix(tx)), 0.9)
+  tx = lambda wrap: wrap(optax.contrib.muon(RATE))
+  plan = plan_on((2, 2, 2), tx(wrap), optimizer_memory="pinned_host")
+  (momentum, *_) = [leaf for leaf in plan.leaves if "groups.16x16" in leaf.name and len(leaf.shape) == 3]
+  assert momentum.on_host
+  model, optimizer = trained(plan, microbatches=4)
+  assert_equal(model, alone("muon"))
+  one, its_optimizer = trained(plan_on((1, 1, 1), nxp.with_ema(optax.contrib.muon(RATE), 0.9)))
+  assert_equal(nxp.ema_of(optimizer, model), nxp.ema_of(its_optimizer, one))
+
+
+@pytest.mark.parametrize(("sizes", "explicit"), [((2, 2, 2), False), ((8, 1, 1), True)], ids=str)
+def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
+  rules = nxp.LogicalRules(batch="data", embed=None, mlp=None) if explicit else RULES
+  plan = plan_on(sizes, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), explicit=explicit, rules=rules)
+  model, optimizer = nxp.create_sharded_model(plan)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(loss_fn)(model, x))
+
+  for seed in range(3):
+    step(model, optimizer, batch_of(plan, seed=seed))
+  nxp.check_layout(model, plan, optimizer=optimizer)
+  assert_equal(model, alone("muon"))
+
+
+def test_gradients_may_have_another_dtype():
+  tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE))
+  params = {"a": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(3)}
+  grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), params)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  plain = optax.contrib.muon(RATE)
+  wanted, _ = plain.update(grads, plain.init(params), params)
+  jax.tree.map(np.testing.assert_allclose, updates, wanted)
+
+
+def test_without_a_plan_nothing_travels():
+  with nnx.use_eager_sharding(False):
+    model = Net()
+    optimizer = nnx.Optimizer(model, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), wrt=nnx.Param)
+  step = nxp.train_step(loss_fn)
+  for seed in range(3):
+    step(model, optimizer, np.random.default_rng(seed).normal(size=(32, 16)).astype(np.float32))
+  assert_equal(model, alone("muon"))
+
+
+def test_a_checkpoint_goes_on_on_another_layout(tmp_path):
+  make = lambda sizes, **options: plan_on(sizes, parts(nxp.parallel.per_matrix, "shampoo"), **options)
+  model, optimizer = trained(make((1, 8, 1)), steps=2)
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, model, optimizer)
+  for sizes in ((2, 2, 2), (1, 2, 3), (1, 1, 1)):
+    plan = make(sizes, uneven="pad")
+    with nxp.Checkpointer(tmp_path) as checkpointer:
+      model, optimizer = checkpointer.restore(plan)
+    nxp.train_step(loss_fn)(model, optimizer, batch_of(plan, seed=2))
+    assert_equal(model, alone("shampoo and adam"))
+
+
+def test_the_plan_says_where_the_matrices_are():
+  plan = plan_on((2, 2, 2), nxp.parallel.per_matrix(shampoo(RATE)), functools.partial(Net, 3, use_bias=False))
+  rows = {leaf.name.partition("groups.")[2]: leaf for leaf in plan.leaves if "groups." in leaf.name}
+  square, long = rows["16x16_float32.left"], rows["16x32_float32.right"]
+  assert (square.shape, square.padding) == ((6, 16, 16), (2, 0, 0))
+  assert (long.shape, long.padding) == ((3, 32, 32), (5, 0, 0))
+  assert square.spec == jax.P(("data", "fsdp", "tensor"), None, None)
+  assert square.decision.reason == "6 whole matrices on 8 devices, 2 of them without any"
+  assert square.bytes_per_device == 16 * 16 * 4
+  again = nxp.Plan.from_json(plan.to_json(), mesh=plan.mesh, init=plan.init, optimizer=plan.tx)
+  assert again[square.name].spec == square.spec
+  assert_equal(trained(again)[0], trained(plan)[0])
+
+
+def report(plan, batch):
+  step = nxp.train_step(loss_fn)
+  return nxp.compile_report(step, plan, batch=jax.ShapeDtypeStruct(batch, jnp.float32))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 4, 2)], ids=str)
+def test_each_product_runs_once_and_each_gradient_travels_twice(sizes):
+  init = functools.partial(Net, 8, 64, 128, use_bias=False)
+  muon, adam = (
+    report(plan_on(sizes, tx, init), (64, 64))
+    for tx in (nxp.parallel.per_matrix(optax.contrib.muon(RATE)), optax.adam(RATE))
+  )
+  # Five times x @ x.T, a @ a and b @ x, of the smaller side: by hand.
+  square, long = 3 * 64**3, 64 * 64 * 128 * 2 + 64**3
+  least = 5 * 2 * 8 * (2 * square + 2 * long) / 8
+  assert muon.cost.flops - adam.cost.flops == pytest.approx(least, rel=1e-3)
+  share = 4 * 8 * (2 * 64 * 64 + 2 * 64 * 128) / 8
+  extra = muon.sent().per_device - adam.sent().per_device
+  assert extra == pytest.approx(2 * share * 7 / 8, rel=1e-3)
+  assert [c.kind for c in muon.collectives].count("all-to-all") == 6
+
+
+def test_replicas_gather_the_updates_once():
+  init = functools.partial(Net, 8, 64, 128, use_bias=False)
+  muon, adam = (
+    report(plan_on((8, 1, 1), tx, init), (64, 64))
+    for tx in (nxp.parallel.per_matrix(optax.contrib.muon(RATE)), optax.adam(RATE))
+  )
+  state = 4 * 8 * (2 * 64 * 64 + 2 * 64 * 128)
+  assert muon.sent().per_device - adam.sent().per_device <= 1.1 * state
+
+
+def test_vectors_alone_are_an_error():
+  with pytest.raises(nxp.errors.SchemeError, match="per_matrix got no matrix"):
+    plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.adam(RATE)), lambda: nnx.RMSNorm(16, rngs=nnx.Rngs(0)))
+
+
+def test_dims_that_are_named_twice_are_an_error():
+  wrong = lambda params: jax.tree.map(lambda x: MuonDimensionNumbers(0, 0) if x.ndim > 1 else None, params)
+  with pytest.raises(nxp.errors.SchemeError, match="cannot be read as matrices"):
+    plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE), wrong))
+
+
+def test_inside_shard_map_is_an_error():
+  plan = plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE)))
+  model, optimizer = nxp.create_sharded_model(plan)
+  update = lambda model, optimizer: optimizer.update(model, nnx.state(model, nnx.Param))
+  with pytest.raises(nxp.errors.SchemeError, match="called in a shard_map"):
+    nnx.jit(nxp.parallel.map_shards(update, plan))(model, optimizer)
