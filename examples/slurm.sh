@@ -3,8 +3,8 @@
 #
 #   sbatch slurm.sh text_lm --mesh data=16 --checkpoint /shared/run --save-every 100 --resume
 #
-# The arguments after `slurm.sh` are the arguments of `nnx-parallel train`. The checkpoints must be on a disk
-# that all nodes can reach.
+# After `slurm.sh` comes a recipe with the arguments of `nnx-parallel train`, or a script with its own.
+# The checkpoints must be on a disk that all nodes can reach.
 #SBATCH --job-name=nnx-parallel
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -14,7 +14,7 @@ from flax import nnx
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
 from nnx_parallel.decode.loops import Generated
-from nnx_parallel.decode.options import Args, Call, Options, Used
+from nnx_parallel.decode.options import Args, Call, Options, Used, check_count
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layers.layers import LayerOptions
@@ -110,8 +110,7 @@ class Generator:
         "beams change until the end, so no token can be given earlier." if beams else moved,
         fix="generate(model, prompts)" + ("." if beams else "; or leave pipeline= out."),
       )
-    if every < 1:
-      raise DecodeError(f"every={every!r} is out of range.", fix="every=1 or more.")
+    check_count("every", every)
     bound, args = self._given(model, prompts, lengths, key, requests, prefix)
     return bound.stream(args, every)
 
@@ -255,7 +254,7 @@ def generator(
     layers: dotted paths of the layers of a pipeline, as in `train_step`.
 
   Returns:
-    A callable `(model, prompts, *, lengths, key, requests) -> Generated`.
+    A callable `(model, prompts, *, lengths, key, requests, prefix) -> Generated`.
 
   Raises:
     DecodeError: an option has an invalid value, or two options cannot be combined.

@@ -36,9 +36,8 @@ class Options:
 
   def __post_init__(self) -> None:
     for name in ("max_new_tokens", "prefill", "slots"):
-      count = getattr(self, name)
-      if count is not None and count < 1:
-        raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more.")
+      if (count := getattr(self, name)) is not None:
+        check_count(name, count)
     wrong = [x for x in self.stop if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
     if wrong:
       raise DecodeError(
@@ -75,6 +74,12 @@ class Options:
         f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, but generation has no bubble.",
         fix=f"pipeline={pipeline.axis!r}",
       )
+
+
+def check_count(name: str, count: object) -> None:
+  """Raises a `DecodeError` unless a number is a positive integer."""
+  if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+    raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more, an integer.")
 
 
 class Args(NamedTuple):
