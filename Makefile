@@ -8,13 +8,14 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 SEEDS ?= 0:100
+UPGRADES ?= JAX_REMAT3 JAX_CUSTOM_VJP3 JAX_CUSTOM_JVP3
 
 SHELL := /bin/sh
 bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick guides site store lint format types bench torture soak fuzz seams nightly setup setup-lint setup-site setup-store clean
+.PHONY: help demo test quick guides site package store lint format types bench torture soak fuzz seams upgrades nightly setup setup-lint setup-site setup-package setup-store clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,6 +36,9 @@ site: setup-site  ## the site, build/site/guides/index.html, from the guides and
 	@$(bin)/python -m sphinx -q -W --keep-going -c guides -d build/site-doctrees . build/site
 	@$(bin)/python -m pytest -q tests/guides/test_site.py
 	@echo "build/site/guides/index.html"
+
+package: setup-package  ## builds the wheel and sdist, checks them, and tries them in empty environments; publishes nothing
+	@$(bin)/python tools/package.py
 
 store: setup-store  ## checkpoints on an emulated object store: its tests, and their time at 40 ms a request
 	@$(bin)/python -m pytest tests/checkpoint/test_emulated_store.py $(PYTEST_ARGS)
@@ -66,6 +70,11 @@ fuzz: setup  ## searches for programs that a step gets wrong: random models unde
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
 	@$(bin)/python benchmarks/seams.py --seeds $(SEEDS)
 
+upgrades: setup  ## the tests that are not slow, with each flag of jax that is to become its default (15 minutes each)
+	@failed=; for flag in $(UPGRADES); do \
+	  echo "== $$flag=1"; env $$flag=1 $(pytest) -q -m "not slow" $(PYTEST_ARGS) || failed="$$failed $$flag"; \
+	done; test -z "$$failed" || { echo "tests fail with$$failed" >&2; exit 1; }
+
 nightly:  ## every test and guide on each Python here, then the long searches (4 hours)
 	@.ci/run --nightly
 
@@ -83,6 +92,10 @@ setup-lint:
 setup-store:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make store PYTHON=/path/to/python3.13" >&2; exit 1; }
 	@$(PYTHON) tools/setup_venv.py $(VENV) test store
+
+setup-package:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make package PYTHON=/path/to/python3.13" >&2; exit 1; }
+	@$(PYTHON) tools/setup_venv.py $(VENV) test package
 
 setup-site:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found. Fix: make site PYTHON=/path/to/python3.13" >&2; exit 1; }

@@ -172,9 +172,9 @@ class Transformer(nnx.Module):
     return self.head(self.norm(x))
 
 
-def transformer(width: int, heads: int, layers: int, batch: int, length: int) -> Job:
-  """A decoder on random `tokens` (batch, length + 1) of 256 kinds."""
-  tokens = np.random.default_rng(0).integers(0, 256, (batch, length + 1)).astype(np.int32)
+def transformer(width: int, heads: int, layers: int, batch: int, length: int, vocabulary: int = 256) -> Job:
+  """A decoder on random `tokens` (batch, length + 1)."""
+  tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1)).astype(np.int32)
 
   def loss(model: Transformer, batch: Arrays) -> jax.Array:
     return _nats(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
@@ -185,7 +185,7 @@ def transformer(width: int, heads: int, layers: int, batch: int, length: int) ->
       x = _block_by_hand({name: p[f"layers.{i}.{name}"] for name in _PARTS}, x, heads)
     return _nats(_norm(x, p["norm.scale"]) @ p["head.kernel"], batch["tokens"][:, 1:])
 
-  return Job(lambda: Transformer(256, width, heads, layers), loss, by_hand, {"tokens": tokens})
+  return Job(lambda: Transformer(vocabulary, width, heads, layers), loss, by_hand, {"tokens": tokens})
 
 
 _PARTS = (

@@ -150,6 +150,49 @@ def options(record: Record, model: nnx.Module, mesh: jax.sharding.Mesh) -> None:
   record.value(f"slots={BATCH}, at least", -(-int(ends.sum()) // BATCH), "passes", group=title)
 
 
+def ragged(record: Record) -> None:
+  """Prompts of 1 and of 256 tokens in one batch, on one device; each row alone is the baseline."""
+  width, new, chunk = 256, 32, 32
+  lengths = np.array([1, width])
+  text = np.random.default_rng(3).integers(0, VOCABULARY, (2, width)).astype(np.int32)
+
+  def long(batch: int) -> nnx.Module:
+    model = Model(batch)
+    for block in model.blocks:
+      block.attention.init_cache((batch, width + new, FEATURES))
+    return model
+
+  both, one = nxp.unsharded(lambda: long(2)), nxp.unsharded(lambda: long(1))
+  calls: list[int] = []
+
+  def counted(model: Any, tokens: jax.Array, position: jax.Array) -> jax.Array:
+    jax.debug.callback(lambda: calls.append(tokens.shape[1]))
+    return model(tokens)
+
+  def cases(call: Any = None) -> dict[str, Callable[[], Any]]:
+    by_one, chunks = nxp.generator(new, call=call), nxp.generator(new, prefill=chunk, call=call)
+
+    def alone() -> Any:
+      return [chunks(one, text[n : n + 1, :length]).tokens for n, length in enumerate(lengths)]
+
+    return {
+      f"each row alone, prefill={chunk}": alone,
+      "one batch, token by token": lambda: by_one(both, text, lengths=lengths).tokens,
+      f"one batch, prefill={chunk}": lambda: chunks(both, text, lengths=lengths).tokens,
+    }
+
+  title = f"prompts of 1 and of {width} tokens, {new} new ones, on one device"
+  found = [np.asarray(case()).reshape(2, new) for case in cases().values()]
+  assert all((tokens == found[0]).all() for tokens in found)
+  timed = measure(cases(), rounds=15, warmup=2)
+  record.compare(timed, baseline=next(iter(timed)), group=title)
+  for name, case in cases(counted).items():
+    calls.clear()
+    jax.block_until_ready(case())
+    jax.effects_barrier()
+    record.value(f"{name}: calls of the model", len(calls), "calls", group=title)
+
+
 class Counted(Model):
   """The same layers; its tokens count down to 0."""
 
@@ -290,6 +333,7 @@ def main() -> None:
   memory = generate.lower(model, prompts).compile().memory_analysis()
   record.value("aliased by donation", memory.alias_size_in_bytes / 2**10, "KiB", group="memory")
   options(record, model, mesh)
+  ragged(record)
   on_stages(record)
   if "--chips" in sys.argv[1:]:
     compiled(record)

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "nnx_parallel"
 PUBLIC = dict(public_objects(nnx_parallel))
 GUIDES = sorted((ROOT / "guides").glob("*.md"))
 EXPLAINING = [guide for guide in GUIDES if guide.name != "95-reference.md"]  # that one lists all names
-PAGES = [*GUIDES, *ROOT.glob("*.md")]
+PAGES = [*GUIDES, *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
 WITH_EXAMPLES = sorted(
   ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
   for path in PACKAGE.rglob("*.py")

@@ -762,30 +762,61 @@ class _Counting(_Layers):
     return super().__call__(x)
 
 
-def test_modules_as_trees(tmp_path):
-  """With `nnx_graph_mode=False` of flax, plan, create, train, remat and restore work too."""
-  if "nnx_graph_mode" not in getattr(flax.config, "_values", ()):
-    pytest.skip("this flax has no such mode")
+MODES = {
+  "trees": {"nnx_graph_mode": False},
+  "trees without updates": {"nnx_graph_mode": False, "nnx_graph_updates": False},
+  "hijax Variables": {"flax_hijax_variable": True},
+}
+
+
+@pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
+def test_the_next_defaults_of_flax(flags, tmp_path):
+  """Plan, create, train, remat, restore and a step of one's own by `nnx.compat` compute what they do now."""
 
   def trained(folder):
     plan = nxp.plan(_Counting, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.adam(0.1))
     batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
     found = []
-    step = nxp.train_step(lambda model, x: (model(x) ** 2).mean(), remat="dots", scan_layers=True)
+    loss = lambda model, x: (model(x) ** 2).mean()
+    step = nxp.train_step(loss, remat="dots", scan_layers=True)
     model, optimizer = nxp.create_sharded_model(plan)
     found += [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
     found += [float(model.calls[...]), str(step.layers)]
     keeper = nxp.Checkpointer(folder)
     keeper.save(1, model, optimizer)
     model, optimizer = keeper.restore(plan)
-    return [*found, float(step(model, optimizer, batch)["loss"])]
+    found.append(float(step(model, optimizer, batch)["loss"]))
 
-  with_graphs = trained(tmp_path / "graphs")
-  flax.config.update("nnx_graph_mode", False)
+    @nnx.compat.jit
+    def own(model, optimizer, x):
+      value, grads = nnx.compat.value_and_grad(loss)(model, x)
+      optimizer.update(model, grads)
+      return value
+
+    return [*found, float(own(model, optimizer, batch)), float(step(model, optimizer, batch)["loss"])]
+
+  now = trained(tmp_path / "now")
+  before = {name: getattr(flax.config, name) for name in flags}
   try:
-    assert trained(tmp_path / "trees") == with_graphs
+    for name, value in flags.items():
+      flax.config.update(name, value)
+    assert trained(tmp_path / "next") == now
   finally:
-    flax.config.update("nnx_graph_mode", True)
+    for name, value in before.items():
+      flax.config.update(name, value)
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_flax_cannot_make_other_variables_in_a_trace(kind):
+  """`layout/tracing.py:plain_variables`: when this passes, let plans keep these kinds."""
+  with nnx.var_defaults(**{kind: True}):
+    with pytest.raises((AttributeError, ValueError, flax.errors.ImmutableVariableError)):
+      nnx.jit(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))()
+    plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
+  assert plan.notes == (
+    f"Variables are made without {kind}, the default here, which flax cannot trace in init",
+  )
+  assert isinstance(nxp.create_sharded_model(plan).kernel, nnx.Param)
 
 
 def test_tensorstore_tells_a_missing_chunk(tmp_path):

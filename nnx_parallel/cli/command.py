@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from nnx_parallel.cli import checkpoints, compile, demo, launch, new, plan, search, train
+from nnx_parallel.cli import annotate, checkpoints, compile, demo, launch, new, plan, search, train
 from nnx_parallel.errors import NnxParallelError
 
 OK, FAILED, INTERRUPTED, CUT_SHORT = 0, 1, 130, 141  # argparse ends with 2; options.NO is 3
@@ -25,7 +25,8 @@ def make_parser() -> argparse.ArgumentParser:
     prog="nnx-parallel",
     description="Parallelism for Flax NNX: any module, any mesh, one plan.",
     epilog="Start here: nnx-parallel plan text_lm --mesh data=2,fsdp=2,tensor=2\n"
-    "Exit codes: 0 done, 1 error, 2 wrong usage, 3 the answer is no (does not fit, differs, damaged).",
+    "Exit codes: 0 done, 1 error, 2 wrong usage, 3 the answer is no (does not fit, differs, damaged),\n"
+    "75 stopped by SIGTERM and saved, 130 Ctrl-C, 141 the reader of the output ended.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   try:
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     number = "(not installed)"
   parser.add_argument("--version", action="version", version=f"%(prog)s {number}")
   commands = parser.add_subparsers(metavar="COMMAND", required=True)
-  for module in (plan, compile, search, train, launch, new, demo, checkpoints):
+  for module in (plan, compile, search, train, launch, new, demo, annotate, checkpoints):
     module.register(commands)
   return parser
 

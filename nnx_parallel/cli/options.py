@@ -53,8 +53,8 @@ def pipeline(text: str) -> Pipeline:
   Example:
     >>> pipeline("stage"), pipeline("stage:2").virtual_stages
     (Pipeline(axis='stage', virtual_stages=1, order='gpipe'), 2)
-    >>> pipeline("stage:2:1f1b") == Pipeline("stage", 2, "1f1b"), pipeline("stage:1f1b").order
-    (True, '1f1b')
+    >>> pipeline("stage:2:1f1b")
+    Pipeline(axis='stage', virtual_stages=2, order='1f1b')
   """
   from nnx_parallel.layers.pipeline import Order, Pipeline
 
@@ -62,14 +62,19 @@ def pipeline(text: str) -> Pipeline:
   order = cast(Order, rest.pop()) if rest and not rest[-1].isdecimal() else "gpipe"
   try:
     return Pipeline(axis, *map(positive, rest), order=order)
-  except (SchemeError, TypeError) as error:
-    raise argparse.ArgumentTypeError("not AXIS, AXIS:VIRTUAL_STAGES or AXIS:VIRTUAL_STAGES:1f1b") from error
+  except (SchemeError, TypeError, ValueError) as error:
+    raise argparse.ArgumentTypeError(f"{text!r} is not AXIS[:VIRTUAL_STAGES][:1f1b]") from error
 
 
 def format_pipeline(found: Pipeline) -> str:
   """The inverse of `pipeline`."""
   stages = f":{found.virtual_stages}" * (found.virtual_stages > 1)
   return f"{found.axis}{stages}" + f":{found.order}" * (found.order != "gpipe")
+
+
+def axis_or_pipeline(text: str) -> Pipeline | str:
+  """An axis, for which a search chooses the order; or a `pipeline`, for argparse."""
+  return pipeline(text) if ":" in text else text
 
 
 def parse_rules(text: str) -> Rules:

@@ -21,12 +21,18 @@ def register(commands: options.Commands) -> None:
     commands,
     "search",
     run,
-    *("recipe", "--rules", "--zero", "--offload", "--layers", "--pipeline", "--batch", "--html", "--json"),
+    *("recipe", "--rules", "--zero", "--offload", "--layers", "--batch", "--html", "--json"),
     help="find a fast layout of a recipe that fits on a machine",
     description="Tries about a dozen meshes with microbatches and remat policies. The memory plan rejects too"
     " large layouts, and a compiler decides. Prints the winner as code. Exit code 3: nothing fits.",
   )
   add = parser.add_argument
+  add(
+    "--pipeline",
+    type=options.axis_or_pipeline,
+    metavar="AXIS[:VIRTUAL_STAGES][:ORDER]",
+    help="also try pipelines over this mesh axis, in the order 1f1b unless another one is given (gpipe)",
+  )
   add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
   add(
     "--compile-best",

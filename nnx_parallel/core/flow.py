@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
 from nnx_parallel.core.dims import PRODUCTS, DimMap, dim_map, same_majors
+from nnx_parallel.core.interpret import Facts
 from nnx_parallel.core.types import JaxprEqn
 
 DimAxes = tuple[str, ...]
@@ -207,3 +209,19 @@ def constraint(eqn: JaxprEqn, before: Axes) -> Axes:
   free = [n < len(spec) and spec[n] is PartitionSpec.UNCONSTRAINED for n in range(len(before))]
   asked = axes_by_dim(spec, len(before))
   return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
+
+
+def flow_facts(follow: Callable[[JaxprEqn, list[Flow]], Any]) -> Facts[Flow]:
+  """How layouts propagate through operations (`follow`), loops and branches."""
+  return Facts(
+    constant=lambda x: Flow(((),) * jax.numpy.ndim(x), data=False),
+    follow=follow,
+    join=_either,
+    row=lambda _, flow: Flow(flow.axes[1:], flow.data, flow.weight),
+    stack=lambda _, flow: Flow(((), *flow.axes), flow.data, flow.weight),
+  )
+
+
+def _either(one: Flow, other: Flow) -> Flow:
+  """The common layout of two values: a carry that starts as zeros takes the layout of the body's result."""
+  return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)

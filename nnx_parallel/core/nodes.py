@@ -234,6 +234,14 @@ def annotation(variable: Variable) -> tuple[str, Any] | None:
   return found if found is None or not isinstance(found[1], NamedSharding) else (found[0], found[1].spec)
 
 
+def short_names(leaf: Leaf) -> Sequence[Any] | None:
+  """The names of a Variable, if they are a tuple of fewer names than dims; in a spec, None is left out."""
+  found = annotation(leaf) if isinstance(leaf, nnx.Variable) else None
+  names: Any = () if found is None else found[1]
+  short = isinstance(names, (tuple, list)) and 0 < len(names) < len(value_of(leaf).shape)
+  return names if short and not isinstance(names, PartitionSpec) else None
+
+
 def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
   # flax ignores a key that it does not know, so an array with a misspelt annotation would be replicated.
   for key in metadata.keys() - _FLAX_KEYS:

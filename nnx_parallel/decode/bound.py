@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
@@ -20,12 +21,24 @@ from nnx_parallel.core.mesh import axis_sizes, is_explicit
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
-from nnx_parallel.decode.loops import Asked, Generated, Loop, by_batch, by_beams, by_slots, by_stages
+from nnx_parallel.decode.loops import (
+  Asked,
+  Generated,
+  Loop,
+  Steps,
+  Written,
+  by_batch,
+  by_beams,
+  by_slots,
+  by_stages,
+  sizes_of,
+)
+from nnx_parallel.decode.options import Args, Options, Used
 from nnx_parallel.decode.prefill import read_several
+from nnx_parallel.decode.rows import dims_of_rows
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.decode.turns import Turns, lost
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed
 from nnx_parallel.layers.pipeline import size_along
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
@@ -33,74 +46,20 @@ from nnx_parallel.train.axes import places_inside, places_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 from nnx_parallel.train.hold import held
 
-Call = Callable[..., Any]
 State = tuple[list[Any], Any]
 """The arrays of the model's `nnx.Cache` Variables, and the cache that is an argument."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """The options of a generator; see `generator`.
+class Rows(NamedTuple):
+  """How rows with separate caches and positions lie in the arrays of the state.
 
-  Raises:
-    DecodeError: options that do not fit.
+  Attributes:
+    sizes: the sizes of the dims of the rows: of slots, of the batch, or of batch and beams.
+    dims: for each cache of the model, its dim that holds the rows; None: rows are stacked ahead of its dims.
   """
 
-  max_new_tokens: int
-  sampling: Sampling | Beams
-  stop: tuple[Any, ...]
-  padding: str
-  call: Call
-  cache: Callable[[int, int], PyTree] | None
-  prefill: int
-  slots: int | None
-  layer_options: LayerOptions
-
-  def __post_init__(self) -> None:
-    for name in ("max_new_tokens", "prefill", "slots"):
-      count = getattr(self, name)
-      if count is not None and count < 1:
-        raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more.")
-    wrong = [x for x in self.stop if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
-    if wrong:
-      raise DecodeError(
-        f"the stop token {wrong[0]!r} is a {type(wrong[0]).__name__}, and tokens are integers.",
-        fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
-      )
-    if self.padding not in ("right", "left"):
-      raise DecodeError(f"padding={self.padding!r} is not a side.", fix='padding="right" or padding="left".')
-    beams, pipeline = isinstance(self.sampling, Beams), self.layer_options.pipeline
-    if beams and self.slots is not None:
-      raise DecodeError(
-        "beams of a row are computed together, and slots are for rows that end at different times.",
-        fix="leave slots= out, and give as many prompts at a time as fit in memory.",
-      )
-    if pipeline is None:
-      if self.layer_options.pattern is not None:
-        raise DecodeError(
-          f"layers={self.layer_options.pattern!r} names the stages of a pipeline.", fix='pipeline="stage"'
-        )
-      return
-    if beams or self.slots is not None:
-      each = "beams" if beams else "slots"
-      raise DecodeError(
-        f"with pipeline={pipeline.axis!r} a group of rows has one cache, and {each} need one for each row.",
-        fix="leave pipeline= out, and let the axis split the batch.",
-      )
-    if pipeline.virtual_stages > 1:
-      raise DecodeError(
-        f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, but generation has no bubble.",
-        fix=f"pipeline={pipeline.axis!r}",
-      )
-
-
-class Args(NamedTuple):
-  """The values that differ between calls: global arrays; None for missing arguments."""
-
-  prompts: AnyArray
-  lengths: AnyArray
-  requests: AnyArray
-  key: AnyArray
+  sizes: tuple[int, ...]
+  dims: list[int | None]
 
 
 class Bound:
@@ -110,7 +69,7 @@ class Bound:
   position. The model's caches are then caches of one row, and only their shapes are used.
   """
 
-  def __init__(self, options: Options, used: LayersUsed, model: Model):
+  def __init__(self, options: Options, used: Used, model: Model):
     self.options, self._used = options, used
     self.binding = Binding({"model": model})
     self.outside = places_outside(self.binding)
@@ -137,16 +96,15 @@ class Bound:
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
-    self._of_caches, own = self._divided(self.shardings)
+    self._of_caches, self._weights = self._divided(self.shardings)
     if self.pipeline is not None:
-      self._check_weights(own, "a stage")
+      self._check_weights("a stage")
       if self.pipeline.axis in self.axes:
         raise DecodeError(
           f"{self.pipeline.axis} splits the batch, so it cannot have the stages of a pipeline.",
           details=f"batch over {self.axes}",
           fix='nxp.LogicalRules(batch="data") for the plan; or leave pipeline= out.',
         )
-    self._weights = own
     self.jitted: Any = jax.jit(
       self._typed,
       donate_argnums=0 if self.keeps_caches else (),
@@ -154,32 +112,42 @@ class Bound:
       out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
     )
 
+    self._begins: Any = jax.jit(self._begin)
+    self._blocks: dict[PyTree, Any] = {}
+
   @property
   def explicit(self) -> bool:
     """Whether the program has types: the model states shardings."""
     return self.places.mesh is not None and is_explicit(self.places.mesh)
 
-  def place(self, x: AnyArray) -> PyTree:
-    """Numbers of the host in the layout of the arguments."""
-    where = self._of_argument(np.ndim(x))
+  def place(self, x: AnyArray, *, by_row: bool = True) -> PyTree:
+    """Numbers of the host in the layout of the arguments; replicated, if their dim 0 is not the rows."""
+    where = self._of_argument(np.ndim(x) if by_row else 0)
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
   def defaults(self, prompts: tuple[int, ...]) -> Args:
     """The default values of missing arguments; placed once, since placing takes longer than a token."""
     batch, width = prompts
     if prompts not in self._defaults:
-      numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32), jax.random.key(0)
-      self._defaults[prompts] = Args(None, *map(self.place, numbers))
+      lengths, numbers = np.full((batch,), width, np.int32), np.arange(batch, dtype=np.int32)
+      given = (None if self._knows_equal else lengths), numbers, jax.random.key(0)
+      self._defaults[prompts] = Args(None, *(None if x is None else self.place(x) for x in given))
     return self._defaults[prompts]
 
-  def abstract_args(self, prompts: tuple[int, ...]) -> Args:
-    """Those for prompts of a shape, without values."""
+  def abstract_args(self, prompts: tuple[int, ...], *, padded: bool) -> Args:
+    """Arguments for prompts of a shape, without values; with or without lengths."""
 
     def struct(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=self._of_argument(len(shape)))
 
     rows, key = struct(prompts[:1], jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-    return Args(struct(prompts, jnp.int32), rows, rows, struct((), key.dtype))
+    lengths = rows if padded or not self._knows_equal else None
+    return Args(struct(prompts, jnp.int32), lengths, rows, struct((), key.dtype))
+
+  @property
+  def _knows_equal(self) -> bool:
+    """Whether prompts of equal length have a program of their own; token by token they need none."""
+    return self.options.prefill > 1
 
   def argument_names(self) -> dict[str, str]:
     """Names an array of the program, as JAX does -> the label of the Variable."""
@@ -222,10 +190,10 @@ class Bound:
     fields = {name: x for name, x in found._asdict().items() if x is not None}
     return fields, dict(zip(self.caches, after, strict=False))
 
-  def check(self, prompts: tuple[int, ...]) -> None:
-    """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit."""
-    slots, parts = self.options.slots, math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
-    rows, parts = slots or prompts[0], parts * self.stages
+  def check(self, prompts: tuple[int, ...], ahead: int = 0) -> None:
+    """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit, after a prefix."""
+    slots, parts = self.options.slots, self._shards * self.stages
+    rows = slots or prompts[0]
     if rows % parts:
       fitting = -(-rows // parts) * parts
       more = f"add prompts, of length 1 and to be thrown away, up to {fitting}."
@@ -236,20 +204,36 @@ class Bound:
         fix=f"slots={fitting}" if slots else more,
       )
     if self.capacity is not None:
-      group = (prompts[0] // self.stages, prompts[1])
+      group = (prompts[0] // self.stages, ahead + prompts[1])
       _check_capacity(self.capacity, group, self.options.max_new_tokens, bool(self.own_rows))
 
-  def _check_weights(self, shardings: list[Any], what: str) -> None:
-    """A weight that is split like the batch would have to be gathered before the rows are told apart."""
-    for i, sharding in zip(self.others, shardings, strict=True):
+  def _split_like_the_batch(self) -> list[tuple[str, Any, list[str]]]:
+    """The weights that mesh axes of the batch split: their label, sharding, and these axes."""
+    found: list[tuple[str, Any, list[str]]] = []
+    for i, sharding in zip(self.others, self._weights, strict=True):
       shared = {*self.axes} & {axis for entry in getattr(sharding, "spec", ()) for axis in axes_of(entry)}
       if shared:
-        raise DecodeError(
-          f"{what} cannot use {self.labels[i]}, which is sharded over {few(sorted(shared))} like the batch.",
-          details=f"spec {sharding.spec}, batch over {self.axes}",
-          fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
-          "or a mesh with Auto axes, and no pipeline=.",
-        )
+        found.append((self.labels[i], sharding, sorted(shared)))
+    return found
+
+  def _check_weights(self, what: str) -> None:
+    """A weight that is split like the batch would have to be gathered before the rows are told apart."""
+    for label, sharding, shared in self._split_like_the_batch():
+      raise DecodeError(
+        f"{what} cannot use {label}, which is sharded over {few(shared)} like the batch.",
+        details=f"spec {sharding.spec}, batch over {self.axes}",
+        fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
+        "or a mesh with Auto axes, and no pipeline=.",
+      )
+
+  @property
+  def _shards(self) -> int:
+    """The number of parts into which the axes of the batch split it."""
+    return math.prod(axis_sizes(self.binding.mesh)[axis] for axis in self.axes)
+
+  def _length(self, args: Args) -> int:
+    """The number of positions of a row, and one."""
+    return args.ahead + args.prompts.shape[1] + self.options.max_new_tokens
 
   def _batch_entry(self) -> Entry:
     """The entry of the batch in a spec."""
@@ -290,23 +274,26 @@ class Bound:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
-  def _pinned(self, caches: list[jax.Array]) -> list[jax.Array]:
-    pairs = zip(caches, self._of_caches, strict=True)
-    if not self.own_rows:
-      return [pinned(x, where) for x, where in pairs]
-    return [self._of_rows(x, getattr(where, "spec", ()), None) for x, where in pairs]
+  def _pinned(self, caches: list[jax.Array], own: Rows | None) -> list[jax.Array]:
+    if own is None:
+      return [pinned(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
+    return [
+      self._of_rows(x, getattr(where, "spec", ()), None, len(own.sizes)) if d is None else pinned(x, where)
+      for x, where, d in zip(caches, self._of_caches, own.dims, strict=True)
+    ]
 
-  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
+  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object, count: int) -> jax.Array:
     """Caches of all rows, with rows in the layout of the batch, and each row in the layout of its own dims.
 
     Args:
       x: the caches; their first dims are the rows.
       own: entries of the spec of a row; batch axes among them are left out.
       rest: the entry of all later dims.
+      count: the number of dims of the rows.
     """
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
-    entries += [rest] * (x.ndim - self.own_rows - len(entries))
-    return self._pin(x, entry_of(self.axes), *[None] * (self.own_rows - 1), *entries)
+    entries += [rest] * (x.ndim - count - len(entries))
+    return self._pin(x, entry_of(self.axes), *[None] * (count - 1), *entries)
 
   def _called(
     self,
@@ -371,7 +358,7 @@ class Bound:
       tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
       return self._rows(tokens), self._pin(position)
 
-    state = self._empty(caches, rows, length)
+    state = self._empty(caches, rows, length, None)
     names = zip(self.others, others, strict=True)
     labels = [self.labels[i] for i, x in names for _ in jax.tree.leaves(x)]
     specs = [getattr(where, "spec", None) for where in self._of_caches]
@@ -379,20 +366,51 @@ class Bound:
     layers, mesh = self.options.layer_options, self.places.mesh
     return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
 
-  def _over_rows(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
+  def _rows_of_a_batch(
+    self, others: list[jax.Array], caches: list[jax.Array], batch: int, length: int
+  ) -> Rows | str:
+    """How the rows of a batch lie in the model's caches; or why the rows cannot have separate positions."""
+    shared = self._split_like_the_batch()
+    if self.explicit and shared:
+      return f"on Explicit axes a row cannot use {shared[0][0]}, which is sharded like the batch"
+    tokens, position = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((), jnp.int32)
+
+    def after(tokens: jax.Array, caches: list[jax.Array]) -> list[jax.Array]:
+      own = None if self.options.cache is None else self.options.cache(batch, length)
+      return self._called(others, self._rows(tokens), position, caches, own)[2]
+
+    rows = Rows((batch,), dims_of_rows(after, tokens, caches) if caches else [])
+    before = jax.eval_shape(lambda: self._empty(caches, batch, length, rows))
+
+    def call(state: State) -> PyTree:
+      given = self._rows(tokens), self._rows(tokens[:, 0])
+      return self._over_rows(self._one_call, rows)(others, *given, *state)
+
+    try:
+      _, *state = jax.eval_shape(call, before)
+    except (TypeError, ValueError, DecodeError) as error:
+      return f"one row is not computed alone ({str(error).splitlines()[0]})"
+    same = jax.tree.map(lambda x: (x.shape, x.dtype), (before, tuple(state)))
+    return rows if same[0] == same[1] else "the caches of one row change their shape"
+
+  def _over_rows(self, call: Callable[..., PyTree], rows: Rows | None) -> Callable[..., PyTree]:
     """`call` for each row separately, if rows have separate caches."""
-    if not self.own_rows:
+    if rows is None:
       return call
 
     def one(
       others: list[jax.Array], tokens: jax.Array, position: jax.Array, caches: list[jax.Array], own: PyTree
     ) -> PyTree:
-      logits, caches, own = call(others, tokens[None], position, caches, own)
-      return logits[0], caches, own
+      places = [*zip(caches, rows.dims, strict=True)]
+      whole = [x if d is None else jnp.expand_dims(x, d) for x, d in places]
+      logits, caches, own = call(others, tokens[None], position, whole, own)
+      pairs = zip(caches, rows.dims, strict=True)
+      return logits[0], [x if d is None else jnp.squeeze(x, d) for x, d in pairs], own
 
-    dims = (None, 0, 0, 0, 0)
-    inner = one if self.own_rows == 1 else jax.vmap(one, dims)
-    mapped = jax.vmap(inner, dims, spmd_axis_name=None if self.explicit or not self.axes else self.axes)
+    dims = [d or 0 for d in rows.dims]
+    inner = one if len(rows.sizes) == 1 else jax.vmap(one, (None, 0, 0, 0, 0))
+    axes = None if self.explicit or not self.axes else self.axes
+    mapped = jax.vmap(inner, (None, 0, 0, dims, 0), (0, dims, 0), spmd_axis_name=axes)
 
     def all_rows(*args: PyTree) -> PyTree:
       with mapped_axes(self.axes):
@@ -400,25 +418,44 @@ class Bound:
 
     return all_rows
 
-  def _empty(self, caches: list[jax.Array], batch: int, length: int) -> State:
+  def _fresh(self, loop: Loop, own: Rows | None, caches: list[jax.Array], args: Args) -> State:
+    """The state before the prompts: empty, or after the prefix, which one row on each shard reads for all."""
+    batch, length = args.prompts.shape[0], self._length(args)
+    if own is None or args.prefix is None:
+      return self._empty(caches, batch, length, own)
+    few_rows = Rows((self._shards, *[1] * (len(own.sizes) - 1)), own.dims)
+    empty = self._empty(caches, batch, length, few_rows)
+    whole = loop.read_prefix(args.prefix, self.options.prefill, few_rows.sizes, empty)
+
+    def for_all(x: jax.Array, dim: int) -> jax.Array:
+      for n, size in enumerate(own.sizes):
+        x = jnp.repeat(x, size // few_rows.sizes[n], dim + n)
+      return x
+
+    caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
+    return self._pinned(caches, own), made
+
+  def _empty(self, caches: list[jax.Array], batch: int, length: int, rows: Rows | None) -> State:
     """The state before the first token."""
     make = self.options.cache
-    if not self.own_rows:
-      own = None if make is None else make(batch, length)
-      return self._pinned([jnp.zeros_like(x) for x in caches]), own
-    sampling = self.options.sampling
-    sizes = (batch, sampling.count) if isinstance(sampling, Beams) else (batch,)
-    zeros = self._pinned([jnp.zeros((*sizes, *x.shape), x.dtype) for x in caches])
+    if rows is None:
+      return self._pinned([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
+    sizes = rows.sizes
+    shapes = [
+      (*sizes, *x.shape) if d is None else (*x.shape[:d], *sizes, *x.shape[d + 1 :])
+      for x, d in zip(caches, rows.dims, strict=True)
+    ]
+    zeros = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, caches, strict=True)]
     if make is None:
-      return zeros, None
+      return self._pinned(zeros, rows), None
     with mapped_axes(self.axes):
       one = make(1, length)
 
     def repeated(x: jax.Array) -> jax.Array:
       own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
-      return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest)
+      return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest, len(sizes))
 
-    return zeros, jax.tree.map(repeated, one)
+    return self._pinned(zeros, rows), jax.tree.map(repeated, one)
 
   def _typed(self, caches: PyTree, others: PyTree, args: Args) -> PyTree:
     """The program on Auto axes, or with types if the model states shardings; its results have types."""
@@ -433,43 +470,161 @@ class Bound:
     self.places = places_inside(self.outside, self._program, caches, others, args)
     self._used.axes = self.places.note
     if self.explicit and self.own_rows:
-      self._check_weights(self._weights, "on Explicit axes a row")
+      self._check_weights("on Explicit axes a row")
     return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
   def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
-    options, sampling, rows = self.options, self.options.sampling, self._rows
-    held_forward = held(self._over_rows(self._one_call), self.places.mesh, self.places.scope, self._weights)
+    batch, sampling = args.prompts.shape[0], self.options.sampling
+    with default_scope(self.places.scope):
+      loop, asked, own = self._loop(caches, others, args)
+      if self.pipeline is not None and isinstance(sampling, Sampling):
+        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, self._length(args))
+        found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
+        return [], Generated(*(self._rows(join_batch(x)) for x in found[:2]))
+      if isinstance(sampling, Beams):
+        return [], by_beams(loop, sampling, asked, self._fresh(loop, own, caches, args))
+      (after, _), found = self._steps(loop, asked, own, caches, args).all()
+      if own is None or self.own_rows:
+        return after if own is None else [], found
+      # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
+      most = jnp.argmax(asked.lengths + found.lengths)
+      places = zip(after, own.dims, self._of_caches, strict=True)
+      after = [x if d is not None else pinned(x[most], where) for x, d, where in places]
+      return after, Generated(*map(self._rows, found[:2]))
+
+  def _loop(
+    self, caches: list[jax.Array], others: list[jax.Array], args: Args
+  ) -> tuple[Loop, Asked, Rows | None]:
+    """What all loops need, the prompts, and how rows with separate positions lie in the state."""
+    options, rows = self.options, self._rows
+    equal = args.lengths is None and args.prefix is None and options.slots is None
+    sizes = sizes_of(options.prefill, args.prompts.shape[1], equal=equal)
+    own = self._separate_rows(caches, others, args, sizes)
+    called = self._over_rows(self._one_call, own)
+    held_forward = held(called, self.places.mesh, self.places.scope, self._weights)
 
     def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
-      if self.own_rows:
+      if own is not None:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
-      logits, caches, own = held_forward(others, tokens, position, *state)
-      return logits, (self._pinned(caches), own)
+      logits, caches, made = held_forward(others, tokens, position + args.ahead, *state)
+      return logits, (self._pinned(caches, own), made)
 
+    in_slots = own is not None and not isinstance(options.sampling, Beams)
+    dims = None if own is None else ([d or 0 for d in own.dims], 0)
+    stops, kept = tuple(map(int, options.stop)), self._pin if in_slots else rows
+    loop = Loop(options.max_new_tokens, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
+    return loop, self._asked(args), own
+
+  def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: list[jax.Array], args: Args) -> Steps:
+    """The loop over a batch, or over rows with separate positions."""
+    sampling, state = self.options.sampling, self._fresh(loop, own, caches, args)
+    assert isinstance(sampling, Sampling)
+    if own is None:
+      return by_batch(loop, sampling, asked, state)
+    # With types, a split dim of the slots cannot become two dims.
+    shards = None if self.explicit or not self.own_rows else self._shards
+    return by_slots(loop, sampling, asked, state, own.sizes[0], shards)
+
+  def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
+    arrays = self.arrays()
+    self.places = places_inside(self.outside, self._program, *arrays, args)
+    self._used.axes = self.places.note
+    arrays, args = self.places.placed((arrays, args))
+    carry = self._begins(*arrays, args)
+    advance = self._advances(every, carry)
+    block = advance(carry, *arrays, args)
+    more = True
+    while more:
+      carry, written, goes_on = block
+      block = advance(carry, *arrays, args)
+      rows, tokens = map(np.asarray, written)
+      for row in dict.fromkeys(rows[tokens >= 0].tolist()):
+        yield row, tokens[(rows == row) & (tokens >= 0)]
+      more = bool(goes_on)
+
+  def _advances(self, every: int, carry: PyTree) -> Any:
+    """The compiled `_advance`, which keeps the layout of the carry: another one would be another program."""
+    layout = jax.tree.map(lambda x: x.sharding, carry)
+    key = every, *jax.tree.leaves(layout)
+    if key not in self._blocks:
+      run = functools.partial(self._advance, every)
+      self._blocks[key] = jax.jit(run, donate_argnums=0, out_shardings=(layout, None, None))
+    return self._blocks[key]
+
+  def _begin(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+    """The carry of the loop before its first step."""
+    with self._inside():
+      return self._steps(*self._loop(caches, others, args), caches, args).begin()
+
+  def _advance(
+    self, every: int, carry: PyTree, caches: list[jax.Array], others: list[jax.Array], args: Args
+  ) -> tuple[PyTree, Written, jax.Array]:
+    """The carry after so many steps, what each row has written in them, and whether a step is left."""
+    with self._inside():
+      steps = self._steps(*self._loop(caches, others, args), caches, args)
+
+      def one(number: jax.Array, carry: PyTree, written: Written) -> PyTree:
+        carry, new = steps.one(carry)
+        return number + 1, carry, Written(*(x.at[number].set(y) for x, y in zip(written, new, strict=True)))
+
+      shapes = jax.eval_shape(steps.one, carry)[1]
+      none = Written(*(self._pin(jnp.full((every, *x.shape), -1, x.dtype)) for x in shapes))
+      _, carry, written = jax.lax.while_loop(
+        lambda all_: (all_[0] < every) & steps.more(all_[1]),
+        lambda all_: one(*all_),
+        (jnp.zeros((), jnp.int32), carry, none),
+      )
+      return carry, Written(*map(self._pin, written)), self._pin(steps.more(carry))
+
+  @contextlib.contextmanager
+  def _inside(self) -> Generator[None]:
+    """The scope of a program, on the axes that it computes on, which its arguments have already."""
+    mesh = None if self.places.mesh is self.outside.mesh else self.places.mesh
+    on_axes = contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh)
+    with on_axes, default_scope(self.places.scope):
+      yield
+
+  def _separate_rows(
+    self, caches: list[jax.Array], others: list[jax.Array], args: Args, sizes: tuple[int, ...]
+  ) -> Rows | None:
+    """How rows with separate positions lie in the state; None if all rows have the same position.
+
+    They have separate positions over slots and beams, and where prompts of different lengths are read several
+    tokens at once.
+    """
+    batch, sampling = args.prompts.shape[0], self.options.sampling
+    how = f"{', '.join(map(str, sizes))} tokens at once"
+    found: Rows | str | None = None
+    if self.own_rows:
+      lead = (batch, sampling.count) if isinstance(sampling, Beams) else (self.options.slots or batch,)
+      found = Rows(lead, [None] * len(caches))
+    elif args.prefix is not None or (args.lengths is not None and sizes and batch > 1):
+      one_cache = "a group of rows has one cache"
+      found = one_cache if self.pipeline else self._rows_of_a_batch(others, caches, batch, self._length(args))
+    if args.prefix is not None and isinstance(found, str):
+      raise DecodeError(
+        f"the cache of a prefix is read for one row and given to all, but {found}.",
+        fix="put the prefix before each prompt.",
+      )
+    if isinstance(found, str):
+      how += f", up to the shortest prompt, and then token by token: {found}"
+    elif found is not None:
+      how += ", each row at its own position"
+    self._used.prompts = how if sizes else ""
+    return None if isinstance(found, str) else found
+
+  def _asked(self, args: Args) -> Asked:
+    """The prompts, padded on the right, and a key for each row."""
     batch, width = args.prompts.shape
-    limit = options.max_new_tokens
-    prompts = args.prompts if options.slots else rows(args.prompts)
-    if options.padding == "left":
-      moved = (jnp.arange(width)[None] + width - args.lengths[:, None]) % width
-      prompts = jnp.take_along_axis(prompts, moved, axis=1)
-      prompts = prompts if options.slots else rows(prompts)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests)
-    kept = self._pin if options.slots else rows
-    stops = tuple(map(int, options.stop))
-    loop = Loop(limit, stops, options.prefill, forward, rows, self._pin, kept, self._logits)
-    asked = Asked(prompts, args.lengths, keys)
-    with default_scope(self.places.scope):
-      if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, width + limit)
-        found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
-        return [], Generated(*(rows(join_batch(x)) for x in found[:2]))
-      state = self._empty(caches, options.slots or batch, width + limit)
-      if isinstance(sampling, Beams):
-        return [], by_beams(loop, sampling, asked, state)
-      if options.slots is not None:
-        return [], by_slots(loop, sampling, asked, state)
-      (after, _), found = by_batch(loop, sampling, asked, state)
-      return after, found
+    laid = (lambda x: x) if self.options.slots else self._rows
+    prompts, lengths = laid(args.prompts), args.lengths
+    if lengths is None:
+      lengths = jnp.full((batch,), width, jnp.int32)
+    elif self.options.padding == "left":
+      moved = (jnp.arange(width)[None] + width - lengths[:, None]) % width
+      prompts = laid(jnp.take_along_axis(prompts, moved, axis=1))
+    return Asked(prompts, lengths, jax.vmap(jax.random.fold_in, (None, 0))(args.key, args.requests))
 
 
 def _check_logits(logits: jax.Array, tokens: jax.Array) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,11 +12,12 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.decode.bound import Args, Bound, Call, Options
+from nnx_parallel.decode.bound import Bound
 from nnx_parallel.decode.loops import Generated
+from nnx_parallel.decode.options import Args, Call, Options, Used
 from nnx_parallel.decode.sampling import Beams, Sampling
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed
+from nnx_parallel.layers.layers import LayerOptions
 from nnx_parallel.layers.pipeline import Pipeline
 
 
@@ -25,12 +26,13 @@ class Generator:
 
   Attributes:
     options: the options of the generator.
-    layers: a text to print. It describes the work of each pipeline stage and, on a mesh with Explicit axes,
-      the axes on which the program computes, as last compiled or lowered.
+    layers: a text to print. It says how prompts are read with `prefill`, and describes the work of each
+      pipeline stage and, on a mesh with Explicit axes, the axes on which the program computes, as last
+      compiled or lowered.
   """
 
   def __init__(self, options: Options):
-    self.options, self.layers = options, LayersUsed()
+    self.options, self.layers = options, Used()
     self._bounds: weakref.WeakKeyDictionary[nnx.Pytree, Bound] = weakref.WeakKeyDictionary()
 
   def __call__(
@@ -41,6 +43,7 @@ class Generator:
     lengths: AnyArray | None = None,
     key: AnyArray | None = None,
     requests: AnyArray | None = None,
+    prefix: AnyArray | None = None,
   ) -> Generated:
     """Continues each prompt.
 
@@ -55,6 +58,8 @@ class Generator:
       key: `jax.random.key(...)`; required for sampling.
       requests: a number for each row, `(batch,)`, which is folded into the key of the row. A row with the
         same number and prompt gets the same tokens in any batch. None uses the index of the row.
+      prefix: integers `(n,)`, the tokens ahead of each prompt. They are read once, for one row on each shard,
+        and each row begins with their cache.
 
     Returns:
       The new tokens of each row, and their number.
@@ -62,22 +67,85 @@ class Generator:
     Raises:
       DecodeError: the prompts, the lengths, the cache or the key do not fit the model or each other.
     """
+    bound, args = self._given(model, prompts, lengths, key, requests, prefix)
+    return bound(args)
+
+  def stream(
+    self,
+    model: nnx.Module,
+    prompts: AnyArray,
+    *,
+    lengths: AnyArray | None = None,
+    key: AnyArray | None = None,
+    requests: AnyArray | None = None,
+    prefix: AnyArray | None = None,
+    every: int = 1,
+  ) -> Iterator[tuple[int, np.ndarray]]:
+    """Continues each prompt, and gives the tokens to the host as they are made.
+
+    The tokens are those of a call. The caches of the model do not change: the program makes its own. While
+    the host reads some tokens, the devices compute the next.
+
+    Args:
+      model: as in a call.
+      prompts: as in a call.
+      lengths: as in a call.
+      key: as in a call.
+      requests: as in a call.
+      prefix: as in a call.
+      every: the number of tokens of a row that are computed before the host gets them. A larger number takes
+        less time in total, and more until a token arrives.
+
+    Returns:
+      An iterator of pairs: the index of a prompt, and new tokens of it, an int32 array `(n,)` on the host. In
+      several processes, each gets all pairs.
+
+    Raises:
+      DecodeError: as in a call; or the generator has beams or a pipeline, which do not give tokens in order.
+    """
+    if isinstance(self.options.sampling, Beams) or self.options.layer_options.pipeline is not None:
+      beams = isinstance(self.options.sampling, Beams)
+      moved = "the weights of a pipeline move to their stages in each program, so one makes all tokens."
+      raise DecodeError(
+        "beams change until the end, so no token can be given earlier." if beams else moved,
+        fix="generate(model, prompts)" + ("." if beams else "; or leave pipeline= out."),
+      )
+    if every < 1:
+      raise DecodeError(f"every={every!r} is out of range.", fix="every=1 or more.")
+    bound, args = self._given(model, prompts, lengths, key, requests, prefix)
+    return bound.stream(args, every)
+
+  def _given(
+    self,
+    model: nnx.Module,
+    prompts: AnyArray,
+    lengths: AnyArray | None,
+    key: AnyArray | None,
+    requests: AnyArray | None,
+    prefix: AnyArray | None,
+  ) -> tuple[Bound, Args]:
+    """The program, and its arguments."""
     prompts, lengths, requests = _checked(prompts, lengths, requests)
     sampling = self.options.sampling
     if key is None and isinstance(sampling, Sampling) and sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
-    bound = self._bound(model, prompts)
+    ahead = None if prefix is None else _checked_prefix(prefix)
+    bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
     given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
+    given.append(None if ahead is None else bound.place(ahead, by_row=False))
     defaults = bound.defaults(prompts.shape)
-    return bound(Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True))))
+    return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
-  def lower(self, model: nnx.Module, prompts: AnyArray) -> jax.stages.Lowered:
+  def lower(
+    self, model: nnx.Module, prompts: AnyArray, lengths: AnyArray | None = None
+  ) -> jax.stages.Lowered:
     """Lowers the program for prompts of this shape, without running it.
 
     Args:
       model: a module, whose arrays may be abstract. `nxp.compile_report(generate, plan, batch=prompts)` makes
         such a module from a plan, also for a machine that you do not have.
       prompts: as in a call, or a `ShapeDtypeStruct`.
+      lengths: as in a call, or a `ShapeDtypeStruct`: with `prefill`, they take another program.
 
     Returns:
       A `jax.stages.Lowered`; `.compile()` gives its text, memory and cost.
@@ -86,7 +154,8 @@ class Generator:
       DecodeError: as in a call.
     """
     bound = self._bound(model, prompts)
-    return bound.jitted.lower(*bound.arrays(), bound.abstract_args(prompts.shape))
+    args = bound.abstract_args(prompts.shape, padded=lengths is not None)
+    return bound.jitted.lower(*bound.arrays(), args)
 
   def argument_names(self, model: nnx.Module) -> dict[str, str]:
     """Names the arrays that the program takes.
@@ -116,10 +185,11 @@ class Generator:
       first two.
     """
     bound = self._bound(model, prompts)
-    return bound.of_arrays, tuple(bound.abstract_args(prompts.shape))
+    args = bound.abstract_args(prompts.shape, padded=True)
+    return bound.of_arrays, (args.prompts, args.lengths, args.requests, args.key)
 
-  def _bound(self, model: object, prompts: AnyArray | None = None) -> Bound:
-    """The program of a model, for prompts that fit it."""
+  def _bound(self, model: object, prompts: AnyArray | None = None, ahead: int = 0) -> Bound:
+    """The program of a model, for prompts that fit it, with so many tokens ahead of each."""
     if not isinstance(model, nnx.Pytree):
       raise DecodeError(
         f"the model is a {type(model).__name__}, not a live module.", fix="generate(model, prompts)"
@@ -129,7 +199,7 @@ class Generator:
       found = self._bounds[model] = Bound(self.options, self.layers, model)
     if prompts is not None:
       _check_prompts(prompts)
-      found.check(prompts.shape)
+      found.check(prompts.shape, ahead)
     return found
 
 
@@ -165,14 +235,19 @@ def generator(
     cache: for a model that takes its cache as an argument, a function `cache(batch, length)` that returns the
       empty cache, a pytree. Call `nxp.constrain` in this function to shard the cache.
       `call(model, tokens, position, cache)` then returns `(logits, cache)`.
-    prefill: the maximum number of prompt tokens that one step reads; the `n` of `call` is this number or 1.
-      The prompts of a batch are read in such steps up to the length of the shortest prompt, and then token by
-      token. `nnx.MultiHeadAttention` needs no changes; other attention layers must mask later tokens.
-    slots: the number of rows that are computed at a time, each with a separate cache and position (continuous
-      batching). When a row ends, its slot takes the next prompt, so there may be any number of prompts, and
-      no row waits for the longest row. The model is called for one row, under `jax.vmap`, so its caches must
-      be for a batch of 1. With beams, the model is also called for one row. Beams and slots cannot be
-      combined.
+    prefill: the maximum number of prompt tokens that one call of the model reads (a chunk); the `n` of
+      `call` is at most this number. Without `lengths`, prompts are read in chunks of this number and a rest.
+      With `lengths`, chunks have this number of tokens, an eighth of it, and so on, and each row has its own
+      position: the model is called for one row, under `jax.vmap`, with its part of the cache. If the rows of
+      a cache cannot be told apart, or on pipeline stages, chunks are read up to the length of the shortest
+      prompt, and the rest token by token. `layers` of the generator says how. `nnx.MultiHeadAttention` needs
+      no changes; other attention layers must mask later tokens.
+    slots: the number of rows that are computed at a time, each with a separate cache and position
+      (continuous batching). When a row ends, its slot takes the next prompt, so there may be any number of
+      prompts, and no row waits for the longest row. With `prefill`, one slot on each shard of the slots
+      reads a chunk of its prompt between two tokens of the others. The model is called for one row, under
+      `jax.vmap`, so its caches must be for a batch of 1. With beams, the model is also called for one row.
+      Beams and slots cannot be combined.
     pipeline: the mesh axis of the pipeline stages, each of which holds some of the layers and their caches.
       The batch is divided into as many groups as there are stages. The groups circulate, so that each stage
       always works on one group. The model is called for one group, so its caches must be for a batch of that
@@ -223,6 +298,16 @@ def _check_prompts(prompts: AnyArray) -> None:
       f"prompts are {dtype} of shape {shape}, not integers (batch, width).",
       fix="pad shorter prompts and give lengths=.",
     )
+
+
+def _checked_prefix(prefix: AnyArray) -> np.ndarray:
+  found = np.asarray(prefix)
+  if found.ndim != 1 or not found.size or not np.issubdtype(found.dtype, np.integer):
+    raise DecodeError(
+      f"the prefix is {found.dtype} of shape {found.shape}, not integers (n,).",
+      fix="the tokens ahead of all prompts, such as prefix=np.array([...]).",
+    )
+  return found.astype(np.int32)
 
 
 def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:

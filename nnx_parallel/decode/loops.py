@@ -59,26 +59,28 @@ class Generated(NamedTuple):
 class Loop:
   """Common to all loops.
 
-  limit: the maximum number of new tokens of a row.
-    limit: the most new tokens of a row.
+  Attributes:
+    limit: the maximum number of new tokens of a row.
     stops: tokens that end a row.
-    prefill: the maximum number of prompt tokens that are read at once.
+    sizes: the numbers of prompt tokens, above 1, that are read at once, the largest first.
     forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last
-      token, `(rows, vocabulary)`. Over slots, `position` has an entry for each row.
+      token, `(rows, vocabulary)`. If rows have separate states, `position` has an entry for each row.
     rows: lays out an array whose dim 0 is the batch.
     whole: replicates an array.
     kept: lays out the stored results of each row: its tokens, and their number.
     logits: lays out logits `(rows, ..., vocabulary)`.
+    dims: if rows have separate states, the dim of the rows in each array of the state, for `jax.vmap`.
   """
 
   limit: int
   stops: tuple[int, ...]
-  prefill: int
+  sizes: tuple[int, ...]
   forward: Callable[[jax.Array, jax.Array, PyTree], tuple[jax.Array, PyTree]]
   rows: Callable[[PyTree], PyTree]
   whole: Callable[[PyTree], PyTree]
   kept: Callable[[PyTree], PyTree]
   logits: Callable[[PyTree], PyTree]
+  dims: PyTree
 
   def stopped(self, tokens: jax.Array) -> jax.Array:
     """Which of the tokens end a row."""
@@ -92,34 +94,104 @@ class Loop:
     return ~jnp.all(rows.ended) if self.stops else step < last
 
   def read_together(self, prompts: jax.Array, lengths: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-    """Reads the positions that all prompts share, `prefill` at once, except the last of the shortest."""
-    position = jnp.zeros((), jnp.int32)
-    part = min(self.prefill, prompts.shape[-1] - 1)
-    if part <= 1:
-      return position, state
-    end = (lengths.min() - 1) // part * part
+    """Reads the positions that all prompts share, several at once, except the last of the shortest."""
+    last = lengths.min() - 1
 
-    def read(carry: PyTree) -> PyTree:
+    def read(count: int, carry: PyTree) -> PyTree:
       position, state = carry
-      tokens = self.rows(jax.lax.dynamic_slice_in_dim(prompts, position, part, -1))
-      return position + part, self.forward(tokens, position, state)[1]
+      tokens = self.rows(jax.lax.dynamic_slice_in_dim(prompts, position, count, -1))
+      return position + count, self.forward(tokens, position, state)[1]
 
-    return jax.lax.while_loop(lambda carry: carry[0] < end, read, (position, state))
+    carry = jnp.zeros((), jnp.int32), state
+    for count in self.sizes:
+      more = functools.partial(lambda count, carry: carry[0] + count <= last, count)
+      carry = jax.lax.while_loop(more, functools.partial(read, count), carry)
+    return carry
+
+  def read_prefix(self, prefix: jax.Array, most: int, rows: tuple[int, ...], state: PyTree) -> PyTree:
+    """The state after some rows have read the tokens ahead of all prompts, `(n,)`, at most so many at once.
+
+    Their positions are below 0, where prompts begin.
+    """
+    (length,) = prefix.shape
+    part = min(most, length)
+
+    def read(count: int, start: jax.Array | int, state: PyTree) -> PyTree:
+      some = jax.lax.dynamic_slice_in_dim(prefix, start, count)
+      tokens = self.rows(jnp.broadcast_to(some, (*rows, count)))
+      return self.forward(tokens, jnp.asarray(start - length, jnp.int32), state)[1]
+
+    whole, rest = divmod(length, part)
+    state = jax.lax.fori_loop(0, whole, lambda n, state: read(part, n * part, state), state)
+    return read(rest, whole * part, state) if rest else state
+
+  def read_some(self, rows: jax.Array, tokens: jax.Array, position: jax.Array, state: PyTree) -> PyTree:
+    """The state after some of the rows, each with its own state, have read tokens at their positions."""
+    new = self.forward(tokens, position, state)[1]
+    rows = self.rows(rows)
+    return jax.lax.cond(rows.all(), lambda: new, lambda: self.chosen(rows, new, state))
+
+  def chosen(self, rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """For each row, the new state or the old state."""
+    return _chosen(rows, new, old, self.dims)
 
 
-def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> tuple[PyTree, Generated]:
+class Written(NamedTuple):
+  """What rows have written in a step, `(rows,)`: the number of the prompt, and the token; -1 for nothing."""
+
+  row: jax.Array
+  token: jax.Array
+
+
+class Steps(NamedTuple):
+  """A loop, in parts."""
+
+  begin: Callable[[], PyTree]
+  """The carry before the first step; the prompts may have been read."""
+  more: Callable[[PyTree], jax.Array]
+  """Whether a step is left."""
+  one: Callable[[PyTree], tuple[PyTree, Written]]
+  """The carry after a step, which calls the model with a token of each row, and what it has written."""
+  end: Callable[[PyTree], tuple[PyTree, Generated]]
+  """The state, and the results."""
+
+  def all(self) -> tuple[PyTree, Generated]:
+    """The state and the results after all steps."""
+    return self.end(jax.lax.while_loop(self.more, lambda carry: self.one(carry)[0], self.begin()))
+
+
+def sizes_of(most: int, width: int, *, equal: bool) -> tuple[int, ...]:
+  """The numbers of prompt tokens that are read at once; the last token of a prompt is read for its logits.
+
+  Prompts of equal length are read in parts and a rest. For other prompts, each size is an eighth of the one
+  before, so that few single tokens remain after few calls.
+  """
+  last = width - 1
+  part = min(most, last)
+  sizes = [part, last % max(part, 1)] if equal else [part // 8**n for n in range(16)]
+  return tuple(size for size in sizes if size > 1)
+
+
+def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Steps:
   """Continues all prompts at once; `position` is the same for all rows."""
   last = asked.lengths.max() + loop.limit - 1
 
-  def one(carry: PyTree) -> PyTree:
+  def begin() -> PyTree:
+    position, read = loop.read_together(asked.prompts, asked.lengths, state)
+    return position, _begun(loop, asked, position), read
+
+  def one(carry: PyTree) -> tuple[PyTree, Written]:
     position, rows, state = carry
     logits, state = loop.forward(rows.token[:, None], position, state)
-    return position + 1, _advanced(loop, sampling, asked, position, rows, logits), state
+    after = _advanced(loop, sampling, asked, position, rows, logits)
+    return (position + 1, after, state), _written(jnp.arange(rows.token.shape[0]), rows, after)
 
-  position, state = loop.read_together(asked.prompts, asked.lengths, state)
-  begun = position, _begun(loop, asked, position), state
-  _, rows, state = jax.lax.while_loop(lambda carry: loop.unfinished(carry[1], carry[0], last), one, begun)
-  return state, Generated(rows.found, rows.counts)
+  return Steps(
+    begin,
+    lambda carry: loop.unfinished(carry[1], carry[0], last),
+    one,
+    lambda carry: (carry[2], Generated(carry[1].found, carry[1].counts)),
+  )
 
 
 def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Generated:
@@ -131,23 +203,23 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
   groups = asked.prompts.shape[0]
   first = jnp.zeros((), jnp.int32)
   going = None
-  part = min(loop.prefill, asked.prompts.shape[-1] - 1)
-  if part > 1:
-    passes = (asked.lengths.min() - 1) // part
-    first = passes * part
 
+  def read(start: jax.Array, count: int, passes: jax.Array, carry: PyTree) -> PyTree:
     def tokens_of(group: jax.Array | int, number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-      position = loop.whole(number * part)
-      return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, part, -1), position
+      position = loop.whole(start + number * count)
+      return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, count, -1), position
 
-    def read(carry: PyTree) -> PyTree:
-      tick, going = carry
-      entering, leaving = _in_and_out(tick, groups)
-      return tick + 1, turns(going, tick, tokens_of(*entering), tokens_of(*leaving), passes)[1]
+    tick, going = carry
+    entering, leaving = _in_and_out(tick, groups)
+    return tick + 1, turns(going, tick, tokens_of(*entering), tokens_of(*leaving), passes)[1]
 
+  for count in loop.sizes:
+    passes = (asked.lengths.min() - 1 - first) // count
     ticks = jnp.where(passes > 0, passes * groups + groups - 1, 0)
-    going = turns.begin(part, None)
-    _, going = jax.lax.while_loop(lambda carry: carry[0] < ticks, read, (jnp.zeros((), jnp.int32), going))
+    carry = jnp.zeros((), jnp.int32), turns.begin(count, going)
+    more = functools.partial(lambda ticks, carry: carry[0] < ticks, ticks)
+    _, going = jax.lax.while_loop(more, functools.partial(read, first, count, passes), carry)
+    first += passes * count
   last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
   begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
 
@@ -201,6 +273,10 @@ def _advanced(
   )
 
 
+def _written(row: jax.Array, before: _Rows, after: _Rows) -> Written:
+  return Written(row, jnp.where(after.counts > before.counts, after.token, -1))
+
+
 def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
   """The tokens at one position, or at a position for each row; no row reads past the widest prompt."""
   column = jnp.minimum(position, prompts.shape[1] - 1)
@@ -210,7 +286,7 @@ def _column(prompts: jax.Array, position: jax.Array) -> jax.Array:
 
 
 class _Slots(NamedTuple):
-  """The loop over slots. All but the state is small, and replicated."""
+  """The loop over rows with separate states. All but the state is small, and replicated."""
 
   request: jax.Array
   """The prompt that a slot works on; the number of prompts, if no prompt is left."""
@@ -224,12 +300,17 @@ class _Slots(NamedTuple):
   """The next request that no slot has begun."""
 
 
-def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Generated:
-  """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts."""
-  asked = Asked(loop.whole(asked.prompts), loop.whole(asked.lengths), asked.keys)
-  requests, width = asked.prompts.shape
-  slots = jax.tree.leaves(fresh)[0].shape[0]
-  part = min(loop.prefill, width - 1)
+def by_slots(
+  loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree, slots: int, shards: int | None
+) -> Steps:
+  """Continues any number of prompts in as many slots as `fresh` has rows; free slots take new prompts.
+
+  In a step, slots with a long prompt first read a part of it in one call, if any can: all of them, or one
+  slot on each of the `shards` of the slots, the one with the oldest request. Then each slot reads one token,
+  of its prompt or its own. So a new prompt delays a token of the other slots by one call at most.
+  """
+  asked = jax.tree.map(loop.whole, asked)
+  requests = asked.prompts.shape[0]
 
   def of(request: jax.Array) -> Asked:
     return jax.tree.map(lambda x: x[jnp.minimum(request, requests - 1)], asked)
@@ -238,20 +319,29 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Gen
     rows = _begun(loop, of(request), jnp.zeros((), jnp.int32))
     return rows._replace(ended=request >= requests)
 
-  def can_read(s: _Slots) -> jax.Array:
-    return ~s.rows.ended & (s.position + part < of(s.request).lengths)
+  def can_read(s: _Slots, count: int) -> jax.Array:
+    return ~s.rows.ended & (s.position + count < of(s.request).lengths)
 
-  def read(s: _Slots) -> _Slots:
-    here, prompts = can_read(s), of(s.request).prompts
-    tokens = _column(prompts, s.position[:, None] + jnp.arange(part)[None])
-    _, state = loop.forward(loop.rows(tokens), loop.rows(s.position), s.state)
-    position = jnp.where(here, s.position + part, s.position)
-    rows = s.rows._replace(token=jnp.where(here, _column(prompts, position), s.rows.token))
-    return s._replace(position=position, rows=rows, state=_chosen(loop.rows(here), state, s.state))
+  def read(count: int, s: _Slots) -> _Slots:
+    here, some = can_read(s, count), _Some(None)
+    if shards is not None and shards < slots:
+      waiting = jnp.where(here, s.request, requests).reshape(shards, -1)
+      some = _Some(jnp.argmin(waiting, 1))
+      here &= some.put(jnp.zeros_like(here), jnp.ones((shards,), bool))
+    prompts, position = of(some.of(s.request)).prompts, some.of(s.position)
+    tokens = loop.rows(_column(prompts, position[:, None] + jnp.arange(count)[None]))
+    before = jax.tree.map(some.of, s.state)
+    after = loop.read_some(some.of(here), tokens, loop.rows(position), before)
+    position = jnp.where(here, s.position + count, s.position)
+    token = jnp.where(here, _column(of(s.request).prompts, position), s.rows.token)
+    state = jax.tree.map(some.put, s.state, after)
+    return s._replace(position=position, rows=s.rows._replace(token=token), state=state)
 
-  def one(s: _Slots) -> _Slots:
-    if part > 1:
-      s = jax.lax.while_loop(lambda s: can_read(s).any(), read, s)
+  def one(s: _Slots) -> tuple[_Slots, Written]:
+    if loop.sizes:
+      able = jnp.stack([can_read(s, count).any() for count in loop.sizes] + [jnp.ones((), bool)])
+      reads = [functools.partial(read, count) for count in loop.sizes]
+      s = jax.lax.switch(jnp.argmax(able), [*reads, lambda s: s], s)
     logits, state = loop.forward(loop.rows(s.rows.token[:, None]), loop.rows(s.position), s.state)
     rows = _advanced(loop, sampling, of(s.request), s.position, s.rows, logits)
     ends = rows.ended & (s.request < requests)
@@ -259,30 +349,54 @@ def by_slots(loop: Loop, sampling: Sampling, asked: Asked, fresh: PyTree) -> Gen
     row = jnp.where(ends, s.request, requests)
     news = zip(s.done[:2], (rows.found, rows.counts), strict=True)
     request = jnp.where(ends, jnp.minimum(s.following + jnp.cumsum(ends) - 1, requests), s.request)
-    return _Slots(
+    if requests > slots:  # only where a slot begins anew: it takes a pass over all caches
+      begins = ends & (request < requests)
+      state = jax.lax.cond(begins.any(), lambda: loop.chosen(loop.rows(begins), fresh, state), lambda: state)
+    after = _Slots(
       request=request,
       position=jnp.where(ends, 0, s.position + 1),
       rows=_chosen(ends, begun(request), rows),
-      # Only where a slot begins anew: it takes a pass over all caches.
-      state=jax.lax.cond(
-        ends.any(), lambda state: _chosen(loop.rows(ends), fresh, state), lambda state: state, state
-      ),
+      state=state,
       done=Generated(*(x.at[row].set(new, mode="drop") for x, new in news)),
       following=s.following + ends.sum(dtype=jnp.int32),
     )
+    return after, _written(s.request, s.rows, rows)
 
-  first = jnp.minimum(loop.whole(jnp.arange(slots, dtype=jnp.int32)), requests)
-  none = Generated(jnp.zeros((requests, loop.limit), jnp.int32), jnp.zeros((requests,), jnp.int32))
-  following = jnp.asarray(min(slots, requests), jnp.int32)
-  begin = _Slots(first, first * 0, begun(first), fresh, jax.tree.map(loop.whole, none), following)
-  return jax.lax.while_loop(lambda s: (s.request < requests).any(), one, begin).done
+  def begin() -> _Slots:
+    first = jnp.minimum(loop.whole(jnp.arange(slots, dtype=jnp.int32)), requests)
+    none = Generated(jnp.zeros((requests, loop.limit), jnp.int32), jnp.zeros((requests,), jnp.int32))
+    following = jnp.asarray(min(slots, requests), jnp.int32)
+    return _Slots(first, first * 0, begun(first), fresh, jax.tree.map(loop.whole, none), following)
+
+  return Steps(begin, lambda s: (s.request < requests).any(), one, lambda s: (s.state, s.done))
 
 
-def _chosen(rows: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-  """For each row, the new state or the old state."""
-  return jax.vmap(lambda row, *states: jax.tree.map(functools.partial(jnp.where, row), *states))(
-    rows, new, old
-  )
+class _Some(NamedTuple):
+  """One slot on each shard; or all slots."""
+
+  which: jax.Array | None
+
+  def of(self, x: jax.Array) -> jax.Array:
+    """Their entries."""
+    return x if self.which is None else _taken(self._split(x), self.which)
+
+  def put(self, x: jax.Array, new: jax.Array) -> jax.Array:
+    """The entries of all slots, with theirs replaced."""
+    if self.which is None:
+      return new
+    return jax.vmap(lambda x, n, new: x.at[n].set(new))(self._split(x), self.which, new).reshape(x.shape)
+
+  def _split(self, x: jax.Array) -> jax.Array:
+    return x if self.which is None else x.reshape(self.which.shape[0], -1, *x.shape[1:])
+
+
+def _chosen(rows: jax.Array, new: PyTree, old: PyTree, dims: PyTree = 0) -> PyTree:
+  """For each row, the new state or the old state; `dims` has the dim of the rows in each array."""
+
+  def choose(row: jax.Array, *states: PyTree) -> PyTree:
+    return jax.tree.map(functools.partial(jnp.where, row), *states)
+
+  return jax.vmap(choose, (0, dims, dims), dims)(rows, new, old)
 
 
 class _Hypotheses(NamedTuple):
@@ -306,11 +420,23 @@ def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated
   """
   prompts, lengths = asked.prompts, asked.lengths
   batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
-  position, state = loop.read_together(_repeated(prompts, kept), lengths, state)
+
+  def read(count: int, carry: PyTree) -> PyTree:
+    position, state = carry
+    here = position + count < lengths
+    tokens = _repeated(_column(prompts, position[:, None] + jnp.arange(count)[None]), kept)
+    return jnp.where(here, position + count, position), loop.read_some(here, tokens, position[:, None], state)
+
+  start = jnp.zeros((batch,), jnp.int32)
+  going = rows(start), state
+  for count in (*loop.sizes, 1):
+    more = functools.partial(lambda count, carry: (carry[0] + count < lengths).any(), count)
+    going = jax.lax.while_loop(more, functools.partial(read, count), going)
+  position, state = going
 
   def one(carry: PyTree) -> PyTree:
     position, tokens, alive, done, counts, ended, state = carry
-    logits, state = loop.forward(tokens[..., None], position, state)
+    logits, state = loop.forward(tokens[..., None], position[:, None], state)
     chances = rows(jax.nn.log_softmax(loop.logits(logits).astype(jnp.float32), axis=-1))
     vocabulary = chances.shape[-1]
     candidates = rows((alive.scores[..., None] + chances).reshape(batch, kept * vocabulary))
@@ -327,26 +453,18 @@ def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated
     after_done, _ = _Hypotheses(*(jnp.concatenate(pair, 1) for pair in pairs)).best(kept)
     after, which = _Hypotheses(jnp.where(ends, -jnp.inf, scores), text, length).best(kept)
 
-    following = position + 1
-    reads = following < lengths
-    writes = ~reads & ~ended
-    first = jnp.broadcast_to(jnp.arange(kept), (batch, kept))
-    parent = jnp.where(writes[:, None], _taken(parent, which), first)
-    alive, done = _chosen(writes, (after, after_done), (alive, done))
-    tokens = jnp.where(writes[:, None], _taken(token, which), tokens)
-    tokens = jnp.where(reads[:, None], _column(prompts, following)[:, None], tokens)
+    parent, tokens = _taken(parent, which), _taken(token, which)
+    alive, done = _chosen(~ended, (after, after_done), (alive, done))
     state = jax.tree.map(lambda x: _taken(x, parent), state)
-    counts = counts + writes.astype(jnp.int32)
     bound = alive.scores.max(1) / float(limit) ** beams.length_penalty
-    ended = ended | (writes & (bound <= done.scores.min(1)))
-    return following, rows(tokens), *jax.tree.map(rows, (alive, done, counts, ended)), state
+    counts, ended = counts + (~ended).astype(jnp.int32), ended | (bound <= done.scores.min(1))
+    return position + 1, rows(tokens), *jax.tree.map(rows, (alive, done, counts, ended)), state
 
   zeros = jnp.zeros((batch, kept), jnp.int32)
   none = jnp.full((batch, kept), -jnp.inf)
   empty = _Hypotheses(none, jnp.zeros((batch, kept, limit), jnp.int32), zeros)
   # The beams of a row are equal until its first own token, so only one of them may continue.
   alive = empty._replace(scores=none.at[:, 0].set(0.0))
-  start = jnp.zeros((batch,), jnp.int32)
   tokens = _repeated(_column(prompts, position)[:, None], kept)[..., 0]
   carry = (position, rows(tokens), *jax.tree.map(rows, (alive, empty, start, start != 0)), state)
   *_, done, _, _, _ = jax.lax.while_loop(lambda carry: ~jnp.all(carry[5]), one, carry)

@@ -59,7 +59,8 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
 
   Raises:
     ShardingError: a Variable of `to` has no counterpart of its shape in `source`; the mesh axes do not divide
-      a batch; `to` is neither a plan nor a module; or the call is inside a compiled program.
+      a batch; `to` is neither a plan nor a module; the call is inside a compiled program; or several
+      processes would send to other devices, which JAX does not do.
 
   Example:
     >>> import jax, nnx_parallel as nxp
@@ -72,7 +73,12 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
     2304
   """
   if isinstance(to, Plan) and not isinstance(source, nnx.Module):
-    placed = shard_batch(source, to)
+    try:
+      placed = shard_batch(source, to)
+    except ValueError as error:
+      if jax.process_count() == 1 or isinstance(error, ShardingError):
+        raise
+      raise _across_processes(str(error).split("\n")[0]) from error
     pairs = zip(jax.tree.leaves(source), jax.tree.leaves(placed), strict=True)
     return Sent(placed, sum(_arriving_bytes(before, after) for before, after in pairs))
   if not isinstance(to, nnx.Module) or not isinstance(source, nnx.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -94,6 +100,11 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
       details=listed(wrong),
       fix="send between modules of one class and one configuration.",
     )
+  held, wanted = ({d for path in theirs for d in x[path].get_raw_value().devices()} for x in (mine, theirs))
+  if jax.process_count() > 1 and held != wanted:
+    raise _across_processes(
+      f"from {len(held)} devices to {len(wanted)}, {len(held & wanted)} of them the same"
+    )
   count = 0
   with no_mesh():
     for path, goal in theirs.items():
@@ -105,6 +116,14 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
       count += _arriving_bytes(ready, new)
       goal.set_raw_value(new)
   return Sent(to, count)
+
+
+def _across_processes(details: str) -> ShardingError:
+  return ShardingError(
+    f"JAX moves no array to other devices in a job of {jax.process_count()} processes.",
+    details=details,
+    fix="put both models on all devices; or save a checkpoint, and restore it on the other mesh.",
+  )
 
 
 def _variables(module: nnx.Module) -> Mapping[tuple[object, ...], Variable]:

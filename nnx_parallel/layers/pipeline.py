@@ -80,7 +80,20 @@ class Pipeline:
       )
 
   def saved_inputs(self, schedule: Schedule) -> int:
-    """The number of inputs of chunks that each stage saves for the backward pass."""
+    """The number of inputs of chunks that each stage saves for the backward pass.
+
+    Args:
+      schedule: the timetable.
+
+    Returns:
+      A number of inputs; each is the activations of one microbatch.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> schedule = nxp.parallel.Schedule(stages=4, microbatches=64, layers=8)
+      >>> nxp.Pipeline().saved_inputs(schedule), nxp.Pipeline(order="1f1b").saved_inputs(schedule)
+      (67, 12)
+    """
     if self.order == "1f1b":
       return min(GROUPS, schedule.groups) * schedule.stages * schedule.virtual_stages
     return schedule.ticks

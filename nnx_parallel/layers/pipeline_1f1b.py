@@ -35,6 +35,9 @@ from nnx_parallel.layers.pipeline import GROUPS, Belt, Pipeline, PipelineLoop, a
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 
+PIPELINE_RULE = "pipeline_1f1b"
+"""The name of the function that has the rule."""
+
 
 class Weights(NamedTuple):
   """Arrays that have gradients and do not depend on the batch.
@@ -103,9 +106,11 @@ class Pipeline1F1B(TrainPipeline):
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
     """As in `TrainPipeline`."""
 
-    @jax.custom_vjp
     def run(model: list[jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
       return super(Pipeline1F1B, self).__call__(model, parts)
+
+    run.__name__ = PIPELINE_RULE
+    rule = jax.custom_vjp(run)
 
     def forward(model: list[Any], parts: list[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
       trained = [n for n, x in enumerate(model) if x.perturbed and is_inexact(x.value)]
@@ -117,8 +122,8 @@ class Pipeline1F1B(TrainPipeline):
       scaled = {n: (x * factor).astype(x.dtype) for n, x in gradients.items()}
       return [scaled.get(n) for n in range(len(model))], [None] * len(parts)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run([*model], [*parts])
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    return rule([*model], [*parts])
 
   def _is_loss(self, var: Var, gradient: Any) -> bool:
     return var is self.outputs[0] and not isinstance(gradient, jax.custom_derivatives.SymbolicZero)
@@ -132,6 +137,16 @@ class _Gradients:
     model: the arrays of the model.
     parts: arrays `[microbatches, ...]`.
     trained: the positions of the arrays of the model whose gradients are wanted.
+
+  Attributes:
+    fixed: the values that do not depend on the batch.
+    outer: those of them that have gradients and are read once, not by layer: of the embedding, of the head,
+      and the values that are the same for all layers.
+    trains: the rows of the layers that have gradients; `rows` has the others.
+    sent: the inputs that all layers of a microbatch read, and that depend on the batch: they travel with it.
+    shared: the inputs that all layers read and that are in `outer`, by their position there.
+    wanted: the results of the program that differ by microbatch.
+    bridge: the values that are computed before the layers, and read after them.
   """
 
   def __init__(
@@ -144,7 +159,8 @@ class _Gradients:
     self.fixed = values_of(of.program.jaxpr, model)
     of.evaluate(of.fixed, self.fixed)
     moving = dependents(of.eqns, [of.inputs[n] for n in trained])
-    reads = (*of.reads([*of.before, *of.after]), *variables((*self.stack.same.values(), *self.stack.carried)))
+    others = (*self.stack.same.values(), *self.stack.carried, of.outputs[0])  # a loss of weights alone
+    reads = (*of.reads([*of.before, *of.after]), *variables(others))
     self.outer = [
       var for var in dict.fromkeys(reads) if var in self.fixed and var in moving and is_inexact(var.aval)
     ]
@@ -201,6 +217,7 @@ class _Gradients:
     return Weights(rows, self.loop.for_each_stage({n: fixed[var] for n, var in enumerate(self.outer)}))
 
   def _all_groups(self, weights: Weights) -> tuple[Under, list[jax.Array]]:
+    """Runs the schedule; returns the sums, and the wanted results, `[groups, stages, ...]`."""
     plan, loop = self.of.schedule, self.loop
     length = plan.stages * plan.virtual_stages
     fill, full = jnp.arange(plan.stages - 1), jnp.arange(length)
@@ -226,6 +243,7 @@ class _Gradients:
     return self._embedding(under, weights, plan.groups - 1), results
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
+    """The carry before the first tick. Slots hold real values: a bubble may compute on them."""
     plan, loop = self.of.schedule, self.loop
     slots = self.groups * plan.stages * plan.virtual_stages
     stages = np.arange(plan.stages)
@@ -260,6 +278,7 @@ class _Gradients:
   def _forward(
     self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree, idle: PyTree
   ) -> Under:
+    """Some ticks forward."""
     loop = self.loop
 
     def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, None]:
@@ -285,6 +304,7 @@ class _Gradients:
     return under._replace(forward=forward, state=state, saved=saved, made=made)
 
   def _backward(self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree) -> Under:
+    """Some ticks backward: a chunk is computed again from its saved inputs, and differentiated."""
     loop = self.loop
     idle = jax.tree.map(jnp.zeros_like, entering)
 
@@ -360,7 +380,7 @@ class _Gradients:
     carry: PyTree,
     made: dict[Key, jax.Array],
   ) -> tuple[list[jax.Array], PyTree]:
-    """The wanted results, and the gradients of the loss: of the weights, the bridge, the layers' results."""
+    """The wanted results, and the gradients of the loss, for the arguments but the batch."""
 
     def leave(outer: PyTree, *floats: PyTree) -> PyTree:
       given = [_with(tree, some) for tree, some in zip((bridge, carry, made), floats, strict=True)]

@@ -196,8 +196,10 @@ class TrainPipeline(AroundLayers):
 
   def __str__(self) -> str:
     stack, plan = self.stack, self.schedule
-    size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in self.travels)))
-    saved, way = self.options.saved_inputs(plan), " 1F1B" * (self.options.order == "1f1b")
+    saved, way, sent = self.options.saved_inputs(plan), "", self.travels
+    if self.options.order == "1f1b":
+      way, sent = " 1F1B", [*self.travels, *self.gathered]
+    size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in sent)))
     each = f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
       f"{stack.name}: a{way} pipeline over {self.options.axis}, {plan}; keeps {format_bytes(saved * size)}"

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of, entry_of
-from nnx_parallel.core.nodes import OTHER_KEYS, Names, annotation, iter_nodes, path_str
+from nnx_parallel.core.nodes import OTHER_KEYS, Names, annotation, iter_nodes, path_str, short_names
 from nnx_parallel.core.text import few, listed
 from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
@@ -18,6 +18,7 @@ from nnx_parallel.layout.decide import ROWS, Given, matching_rule, nearest, tabl
 from nnx_parallel.layout.known_faults import convolutions
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.tracing import Abstract
+from nnx_parallel.rules.paths import shifted
 from nnx_parallel.rules.ruleset import RuleSet
 
 
@@ -164,11 +165,16 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list
   by_rule = [row for row in rows if row.decision.source == "path rule"]
   matched = [(row, matching_rule((row.path, *row.aliases), rules)) for row in by_rule]
   notes: list[str] = []
-  short = [row.name for row, leaf in zip(rows, leaves, strict=True) if _is_short(row, leaf)]
+  pairs = zip(rows, leaves, strict=True)
+  short = [
+    (row.name, found) for row, x in pairs if row.decision.source == "metadata" and (found := short_names(x))
+  ]
   if short:
+    rule = shifted(short, {row.name: len(row.shape) for row in rows})
     notes.append(
-      f"fewer names than dims, the last dims are replicated: {few(short)} (a layer stacked by nnx.vmap"
-      " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})"
+      f"fewer names than dims, the last dims are replicated: {few([name for name, _ in short])}. For layers"
+      f" stacked by nnx.vmap, add {rule}, or name the new dim by nnx.transform_metadata(partition='layers')"
+      " below nnx.vmap, or by its transform_metadata={nnx.PARTITION_NAME: 'layers'}"
     )
   if any(table.optional for table in rules.paths):
     matrices = [row for row in rows if row.is_parameter and len(row.shape) > 1]
@@ -188,14 +194,6 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list
   fired = {id(pair[1]) for _, pair in matched if pair is not None}
   required = [rule for table in rules.paths if not table.optional for rule in table.rules]
   return notes + [f"path rule {rule.pattern!r} matches nothing" for rule in required if id(rule) not in fired]
-
-
-def _is_short(row: LeafPlan, leaf: Leaf) -> bool:
-  """Whether the user wrote fewer names than dims, in a tuple; missing entries of a spec mean None."""
-  if row.decision.source != "metadata" or not isinstance(leaf, nnx.Variable):
-    return False
-  names = leaf.get_metadata("out_sharding", None)
-  return isinstance(names, (tuple, list)) and 0 < len(names) < len(row.shape)
 
 
 def _other_keys(leaf: Leaf) -> list[str]:

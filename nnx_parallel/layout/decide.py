@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax import nnx
@@ -22,17 +23,18 @@ from nnx_parallel.core.nodes import (
   iter_nodes,
   kind_of,
   path_str,
+  short_names,
   value_of,
 )
 from nnx_parallel.core.types import AnyArray, Leaf
-from nnx_parallel.errors import PlanError
+from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.tracing import Abstract, Trace
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.logical import LogicalRules, Uneven
-from nnx_parallel.rules.paths import PathRule, PathRules
+from nnx_parallel.rules.paths import PathRule, PathRules, shifted, show_names
 from nnx_parallel.rules.ruleset import RuleSet
 
 ROWS = -2
@@ -91,7 +93,8 @@ def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given
   if names is None:
     return _row("model", paths[0], leaf, given, Decision(source, reason, (step,)))
   where = path_str(paths[0])
-  found = resolve_spec(names, value.shape, given.sizes, logical, path=where, uneven=given.uneven)
+  with _stacked(leaf, source, where):
+    found = resolve_spec(names, value.shape, given.sizes, logical, path=where, uneven=given.uneven)
   if any(found.padding) and not isinstance(leaf, nnx.Variable):
     found = _unpadded(names, value.shape, found)
   steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
@@ -109,15 +112,34 @@ def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given
   return _row("model", paths[0], leaf, given, decision, names, found)
 
 
+@contextlib.contextmanager
+def _stacked(leaf: Leaf, source: Source, where: str) -> Generator[None]:
+  """Adds to an error how names that are fewer than dims go to the last dims."""
+  try:
+    yield
+  except ShardingError as error:
+    short = short_names(leaf) if source == "metadata" else None
+    if short is None:
+      raise
+    rule = shifted([(where, short)], {where: len(value_of(leaf).shape)})
+    fix = f"{error.fix}\nIf the layer is stacked, its names belong to the last dims: {rule}"
+    raise type(error)(error.what, details=error.details, fix=fix) from error
+
+
 def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
-  """The names from the metadata of a Variable, or from the first path rule that matches; None without."""
+  """The names from the metadata of a Variable, or from the first path rule that matches; None without.
+
+  A rule comes first if the metadata is shorter than the array, as in layers that `nnx.vmap` has stacked, and
+  the rule gives the same names to the last dims.
+  """
   where, logical = path_str(paths[0]), given.rules.logical
   names, own_rules = declared(leaf, where=where)
-  if names is not None:
+  short = None if names is None else tuple(short_names(leaf) or ()) or None
+  matched = matching_rule(paths, given.rules) if names is None or short is not None else None
+  if names is not None and (matched is None or tuple(matched[1].names or ())[-len(short or ()) :] != short):
     step = f"from its metadata: {names}" + (f" with its own sharding_rules {own_rules}" if own_rules else "")
     own = logical.replace(own_rules) if own_rules else logical
     return Named(names, own, "metadata", f"names {_shown(names)}", step)
-  matched = matching_rule(paths, given.rules)
   if matched is None:
     return None
   table, rule = matched
@@ -126,7 +148,8 @@ def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
     unknown = unknown_names(names, given)
     names = tuple(None if name in unknown else name for name in names)
   reason = f"rule {abbreviated(rule.pattern)!r}: {'replicated' if names is None else _shown(names)}"
-  step = f"no annotation; path rule {rule.pattern!r}: {names or 'replicated'}"
+  before = "no annotation" if short is None else f"its metadata {show_names(short)} names not all dims"
+  step = f"{before}; path rule {rule.pattern!r}: {names or 'replicated'}"
   return Named(names, logical, "path rule", reason, step)
 
 
@@ -225,7 +248,8 @@ def _own_layout(
   if not isinstance(leaf, nnx.OptVariable) or shape != parameter.shape:
     return None
   names, own_rules = declared(leaf, where=parameter.name)
-  if names is None or (parameter.decision.source == "metadata" and names == parameter.names):
+  source, by_rule = parameter.decision.source, parameter.decision.source == "path rule"
+  if names is None or (source == "metadata" and names == parameter.names) or (by_rule and short_names(leaf)):
     return None
   logical = given.rules.logical.replace(own_rules) if own_rules else given.rules.logical
   where = f"the state of {parameter.name}"

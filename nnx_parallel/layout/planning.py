@@ -39,6 +39,7 @@ from nnx_parallel.layout.tracing import (
   placements,
   trace_module,
   trace_optimizer,
+  variable_notes,
   why_one_program,
 )
 from nnx_parallel.rules.logical import UNEVEN, Uneven, check_axes
@@ -162,6 +163,7 @@ def plan_with_traces(
   batch = batch_axes(ruleset, given.sizes)
   traces: dict[Root, Trace] = {"model": trace_module(init, mesh)}
   model = traces["model"].made
+  notes += variable_notes()
   notes += check_attention(model.node, given.sizes)  # says more than the error for wrong names
   rows = model_rows(model, given)
   check_complete(rows, ruleset)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from nnx_parallel.core.nodes import (
   value_of,
   variables,
 )
+from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
@@ -189,7 +191,12 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
   sizes = axis_sizes(mesh) if mesh is not None else {}
   auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   try:
-    with _quick_errors(), nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(auto):
+    with (
+      _quick_errors(),
+      plain_variables(),
+      nnx.use_eager_sharding(False),
+      jax.sharding.use_abstract_mesh(auto),
+    ):
       module = init()
   except TraceContextError as error:
     raise PlanError(
@@ -203,6 +210,11 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
       details=str(error).split("\n")[0],
       fix="compute values that init needs as numbers with numpy, for example np.sqrt in place of jnp.sqrt.",
     ) from error
+  except ValueError as error:
+    found = _STATIC.search(str(error))
+    if found is None:
+      raise
+    raise _of_static_attribute(str(error).split(". ")[0].split("\n")[0], *found.groups()) from error
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
@@ -217,6 +229,46 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
       for path, node, name in loose:
         _adopt_array(path, node, name, data)
   return module
+
+
+def plain_variables() -> contextlib.AbstractContextManager[object]:
+  """Makes Variables of the plain kind, also where flax's defaults are hijax Variables or references.
+
+  Flax cannot return either of them from a trace, not even from `nnx.jit`: see tests/test_upstream.py.
+  """
+  return nnx.var_defaults(hijax=False, ref=False)
+
+
+def variable_notes() -> list[str]:
+  """A note if flax's defaults are other Variables than a plan makes."""
+  defaults = nnx.var_defaults()
+  kinds = [kind for kind in ("hijax", "ref") if getattr(defaults, kind)]
+  if not kinds:
+    return []
+  return [f"Variables are made without {', '.join(kinds)}, the default here, which flax cannot trace in init"]
+
+
+_STATIC = re.compile(
+  r"value of type '?<class '(?:[^']*[.])?([^'.]+)'>.* attribute '(\w+)' of Pytree type '<class '([^']+)'>"
+)
+"""Flax's errors for modules and arrays in an attribute where it does not look for any."""
+_CONTAINERS = {"list": "nnx.List([...])", "tuple": "nnx.List([...])", "dict": "nnx.Dict({...})"}
+
+
+def _of_static_attribute(said: str, kind: str, name: str, owner: str) -> PlanError:
+  owner = owner.split(".")[-1]
+  made = _CONTAINERS.get(kind)
+  if made is None:
+    return PlanError(
+      f"{owner}.{name} got {with_article(kind)}, after another value that flax takes for a static attribute.",
+      details=said,
+      fix=f"self.{name} = nnx.data(...) in {owner}, also where it is None or a number first.",
+    )
+  return PlanError(
+    f"{owner}.{name} is a {kind} that holds modules, Variables or arrays, and flax does not look into it.",
+    details=said,
+    fix=f"self.{name} = {made}, or nnx.data(...), in {owner}.",
+  )
 
 
 def _arrays_in(value: object) -> list[object]:
@@ -245,12 +297,13 @@ def make_optimizer(
   flax puts the full state of a parameter into one Variable, which may then hold a list of arrays (SM3) or no
   array (a masked parameter). Such a Variable becomes a list of Variables, or nothing.
   """
-  optimizer = ShardedOptimizer(model, tx, wrt=wrt)
 
   def is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
-  optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
+  with plain_variables():
+    optimizer = ShardedOptimizer(model, tx, wrt=wrt)
+    optimizer.opt_state = nnx.data(jax.tree.map(_one_each, optimizer.opt_state, is_leaf=is_variable))
   return optimizer
 
 

@@ -283,6 +283,7 @@ def fit(
 
   host = iter(batches(at.samples) if callable(batches) else batches)
   source = host if plan is None else placed(host, plan)
+  mesh_of_caller = jax.sharding.get_mesh()
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignals())
     stack.enter_context(_compilations(programs))
@@ -297,7 +298,8 @@ def fit(
     recorder.clock.start()
     while steps is None or at.step < steps:
       began = time.perf_counter()
-      batch = next(source, _END)
+      with jax.set_mesh(mesh_of_caller):  # batches may be results of another model on another mesh
+        batch = next(source, _END)
       # Nothing was lost if the devices were busy during that time.
       goodput.add("step" if _busy(metrics) else "data", time.perf_counter() - began)
       if batch is _END:

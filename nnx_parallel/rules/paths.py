@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.nodes import Names, Path, path_str
+from nnx_parallel.core.text import number_pattern
 from nnx_parallel.errors import ShardingError
 
 ANY_DIMS = "..."
@@ -158,11 +159,12 @@ class PathRule:
       names[at : at + 1] = [None] * (ndim - len(names) + 1)
     if len(names) != ndim:
       given = len(self.names) - self.names.count(ANY_DIMS)
+      stacked = f": {shifted([(where, self.names)], {where: ndim})}" if given < ndim else ""
       raise ShardingError(
         f"path rule {self.pattern!r} gives {given} names to {where}, an array of {ndim} dims.",
         details=f"names {show_names(self.names)}",
         fix="write one entry for each dim (None: not split; ... stands for any number of these), or put a"
-        " rule for it in front of this one.",
+        f" rule for it in front of this one{stacked or '.'}",
       )
     return tuple(names)
 
@@ -194,6 +196,29 @@ def _entries_that_work(entries: tuple[Any, ...], names: Any) -> str:
   if isinstance(names, str):
     return f"({names!r}, None)"
   return show_names([entry if _is_path_entry(entry) else None for entry in entries] or [None])
+
+
+def shifted(names: Iterable[tuple[str, Sequence[Any]]], ndims: Mapping[str, int]) -> str:
+  """Path rules, as Python code, that give names to the last dims: of arrays that are stacked along new dims.
+
+  Args:
+    names: pairs of a dotted path and its names.
+    ndims: the number of dims of the array at each path.
+
+  Example:
+    >>> shifted([("h.0.up.kernel", ("embed", "mlp"))], {"h.0.up.kernel": 3})
+    "nxp.PathRules([('h.*.up.kernel', (None, 'embed', 'mlp'))], strict=False)"
+  """
+  by_path: dict[str, str] = {}
+  for path, some in names:
+    front = [None] * (ndims[path] - len(some) + (ANY_DIMS in some))
+    by_path[path] = show_names([*front, *(name for name in some if name != ANY_DIMS)])
+  rows: dict[str, str] = {}
+  for path, row in by_path.items():
+    if rows.setdefault(number_pattern(path).replace("_*", "_.*"), row) != row:
+      rows = by_path  # layers of one pattern have different names
+      break
+  return f"nxp.PathRules([{', '.join(f'({path!r}, {row})' for path, row in rows.items())}], strict=False)"
 
 
 def show_names(names: Sequence[Any] | None) -> str:

@@ -75,7 +75,7 @@ def is_plain(variable: Leaf) -> bool:
 
 
 def _count_when_alone() -> int:
-  probe: Any = nnx.Variable(0)
+  probe: Any = nnx.Variable(0, hijax=False, ref=False)
   probe.set_raw_value(object())
   (count,) = [getrefcount(array) for variable in [probe] for array in [variable.get_raw_value()]]
   return count

@@ -29,8 +29,17 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
-from nnx_parallel.core.flow import Axes, Flow, Meeting, constraint, meeting, result_axes, shard_map_axes
-from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter
+from nnx_parallel.core.flow import (
+  Axes,
+  Flow,
+  Meeting,
+  constraint,
+  flow_facts,
+  meeting,
+  result_axes,
+  shard_map_axes,
+)
+from nnx_parallel.core.interpret import DEFAULT, Interpreter
 from nnx_parallel.core.jaxprs import (
   HELD,
   bind,
@@ -219,7 +228,7 @@ class _Rewriting(Interpreter[Flow]):
     self._tables: dict[tuple[int, ...], Axes] = {}
     self._kernels: set[tuple[int, ...]] = set()
     self._own: set[Var] = set()
-    super().__init__(self._run, Facts(_unsplit, self._followed, _either, _of_row, _of_rows))
+    super().__init__(self._run, flow_facts(self._followed))
 
   def __call__(
     self, jaxpr: Program, inputs: Sequence[jax.Array], facts: Flows
@@ -447,19 +456,6 @@ def _unsplit_along(flow: Flow, dims: Sequence[int]) -> Flow:
   return dataclasses.replace(flow, axes=tuple(() if d in dims else own for d, own in enumerate(flow.axes)))
 
 
-def _either(one: Flow, other: Flow) -> Flow:
-  """The common layout of two values: a carry that starts as zeros takes the layout of the body's result."""
-  return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
-
-
-def _of_row(_: object, flow: Flow) -> Flow:
-  return Flow(flow.axes[1:], flow.data, flow.weight)
-
-
-def _of_rows(_: object, flow: Flow) -> Flow:
-  return Flow(((), *flow.axes), flow.data, flow.weight)
-
-
 def _summed(product: Meeting, flows: Flows, *, of_data: bool = False) -> set[str]:
   """Axes of the dims that a product sums over: of both operands, or of operands that depend on the batch."""
   pairs = zip(flows, product.summed, strict=False)
@@ -488,11 +484,6 @@ def _is_plain(eqn: JaxprEqn) -> bool:
       fix="take the convolution out of it, or give it arrays as arguments.",
     )
   return False
-
-
-def _unsplit(x: jax.Array) -> Flow:
-  """The layout of a constant, which depends neither on the batch nor on parameters."""
-  return Flow(((),) * jax.numpy.ndim(x), data=False)
 
 
 def _constrained(body: Jaxpr) -> set[Var]:

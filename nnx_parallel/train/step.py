@@ -470,6 +470,8 @@ def eval_step(
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  if isinstance(stages, Pipeline):  # there is no backward pass to order
+    stages = Pipeline(stages.axis, stages.virtual_stages)
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   options = StepOptions(
     loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs, compiler_options=compiler_options

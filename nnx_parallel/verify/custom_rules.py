@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from nnx_parallel.core.interpret import DEFAULT, rewritten
 from nnx_parallel.core.jaxprs import as_function, bind, called, equations, inner_equations, opened
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, PyTree, Value
+from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 
 
 def own_rules(jaxpr: Program) -> dict[str, bool]:
@@ -18,20 +19,21 @@ def own_rules(jaxpr: Program) -> dict[str, bool]:
   for eqn in equations(jaxpr):
     if eqn.primitive.name.startswith(_RULE):
       name = opened(called(eqn)).debug_info.func_name
-      found[name] = found.get(name, False) or rounds(eqn)
+      found[name] = found.get(name, False) or _is_kept(eqn)
   return found
 
 
 def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
   """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
 
-  The rule of a function that rounds is kept, because it differs from the derivative on purpose.
+  The rule of a function that rounds is kept, because it differs from the derivative on purpose. The rule of
+  a pipeline is not: it is the rule to check, and the layers in it may round.
   """
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if not eqn.primitive.name.startswith(_RULE):
       return DEFAULT
-    function = _at_its_word(eqn) if rounds(eqn) else as_function(without_own_rules(called(eqn)))
+    function = _at_its_word(eqn) if _is_kept(eqn) else as_function(without_own_rules(called(eqn)))
     return function(*inputs)
 
   return rewritten(jaxpr, rule)
@@ -70,6 +72,10 @@ def without_stops(jaxpr: Program) -> ClosedJaxpr:
     return [jnp.positive(*inputs)] if eqn.primitive.name == "stop_gradient" else DEFAULT
 
   return rewritten(jaxpr, rule)
+
+
+def _is_kept(eqn: JaxprEqn) -> bool:
+  return opened(called(eqn)).debug_info.func_name != PIPELINE_RULE and rounds(eqn)
 
 
 def rounds(eqn: JaxprEqn) -> bool:

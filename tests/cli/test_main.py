@@ -7,13 +7,15 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jax
 import pytest
 
 import nnx_parallel as nxp
 from nnx_parallel import cli
-from nnx_parallel.cli import command
+from nnx_parallel.cli import command, options
+from nnx_parallel.hosts.heartbeat import STOPPED
 
 
 def run(*arguments, cwd=None):
@@ -34,6 +36,7 @@ COMMANDS = [
   "launch",
   "new",
   "demo",
+  "annotate",
   "diff",
   "export",
   "import",
@@ -52,6 +55,15 @@ def test_every_command_has_help(capsys):
       cli.main([name, "--help"])
     assert caught.value.code == 0
     assert f"nnx-parallel {name}" in capsys.readouterr().out
+
+
+def test_help_and_the_guide_list_each_exit_code(capsys):
+  codes = {command.OK, command.FAILED, 2, options.NO, STOPPED, command.INTERRUPTED, command.CUT_SHORT}
+  guide = (Path(__file__).parents[2] / "guides/02-recipes.md").read_text()
+  assert {int(code) for code in re.findall(r"^\| (\d+) \|", guide, re.MULTILINE)} == codes
+  cli.main([])
+  listed = capsys.readouterr().out.partition("Exit codes: ")[2]
+  assert {int(code) for code in re.findall(r"\b\d+\b", listed)} == codes
 
 
 def test_help_does_not_import_jax():

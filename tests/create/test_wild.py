@@ -142,6 +142,55 @@ def test_a_list_of_arrays_names_the_attribute_and_the_mend():
   )
 
 
+class Attributes(nnx.Module):
+  """Modules where flax does not look for any."""
+
+  def __init__(self, kind: str):
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    match kind:
+      case "list":
+        self.blocks = [linear]
+      case "dict":
+        self.blocks = {"first": linear}
+      case "appended":
+        self.blocks = []
+        self.blocks.append(linear)
+      case "later":
+        self.head = None
+        self.head = linear
+
+
+STATIC = {
+  "list": ("a list that holds", "blocks = nnx.List([...]), or nnx.data(...)"),
+  "dict": ("a dict that holds", "blocks = nnx.Dict({...}), or nnx.data(...)"),
+  "appended": ("a list that holds", "blocks = nnx.List([...]), or nnx.data(...)"),
+}
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_modules_in_a_static_attribute_are_an_error_with_the_mend(kind):
+  what, fix = STATIC[kind]
+  with pytest.raises(nxp.errors.PlanError) as caught:
+    nxp.plan(lambda: Attributes(kind), nxp.make_mesh(data=8))
+  text = str(caught.value)
+  assert text.startswith(
+    f"Attributes.blocks is {what} modules, Variables or arrays, and flax does not look into"
+  )
+  assert "static attribute 'blocks'" in text
+  assert text.endswith(f"Fix: self.{fix}, in Attributes.")
+
+
+def test_a_module_after_none_is_an_error_with_the_mend():
+  with pytest.raises(nxp.errors.PlanError) as caught:
+    nxp.create_sharded_model(lambda: Attributes("later"), nxp.make_mesh(data=8))
+  assert str(caught.value) == (
+    "Attributes.head got a Linear, after another value that flax takes for a static attribute.\n"
+    "  Cannot assign data value of type '<class 'flax.nnx.nn.linear.Linear'>' to static attribute 'head' of"
+    f" Pytree type '<class '{__name__}.Attributes'>'\n"
+    "  Fix: self.head = nnx.data(...) in Attributes, also where it is None or a number first."
+  )
+
+
 class Constrained(nnx.Module):
   """Its constructor constrains a value to mesh axes."""
 

@@ -195,15 +195,22 @@ def test_beams_of_a_model_with_caches(layout):
 
 @pytest.mark.parametrize(
   ("init", "options"),
-  [(plain.Model, {}), (One, {"slots": 8}), (One, {"sampling": nxp.Beams(2)})],
-  ids=["batch", "slots", "beams"],
+  [
+    (plain.Model, {}),
+    (plain.Model, {"prefill": 3}),
+    (One, {"slots": 8}),
+    (One, {"slots": 8, "prefill": 3}),
+    (One, {"sampling": nxp.Beams(2)}),
+  ],
+  ids=["batch", "ragged", "slots", "slots and chunks", "beams"],
 )
 def test_no_whole_cache_is_gathered(init, options):
   generate = nxp.generator(NEW, **options)
-  text = generate.lower(sharded(init, "both"), plain.PROMPTS).compile().as_text()
+  text = generate.lower(sharded(init, "both"), plain.PROMPTS, plain.LENGTHS).compile().as_text()
   gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
   assert gathered, "the weights are sharded over fsdp"
   assert not [line for line in gathered if f",{LENGTH}," in line]
+  assert ("own position" in str(generate.layers)) == ("prefill" in options)
 
 
 def test_a_report_on_a_plan_names_the_caches():

@@ -14,7 +14,7 @@ import nnx_parallel as nxp
 from nnx_parallel.hosts.launch import free_port
 
 ROOT = Path(__file__).parents[2]
-CLUSTERS = ROOT / "guides" / "clusters"
+EXAMPLES = ROOT / "examples"
 TRAIN = ["digits", "--mesh", "data=4", "--steps", "3", "--save-every", "2"]
 
 # Starts a command twice, with the variables of two tasks, as `srun` does; and as `gcloud`, with those that
@@ -121,7 +121,7 @@ def run(command, tmp_path, environment):
 
 @pytest.mark.slow
 def test_slurm(tmp_path, node):
-  file = CLUSTERS / "train.sbatch"
+  file = EXAMPLES / "slurm.sh"
   asked = [line.split(maxsplit=1)[1] for line in file.read_text().splitlines() if line.startswith("#SBATCH ")]
   assert {"--ntasks-per-node=1", "--signal=TERM@300"} < set(asked)
   check(tmp_path, run(["bash", str(file)], tmp_path, node))
@@ -132,15 +132,15 @@ def test_slurm_queues_a_job_again_that_was_asked_to_stop(tmp_path, node, code, q
   for name, body in {"srun": f"exit {code}", "scontrol": 'echo "$@"'}.items():
     (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
     (tmp_path / "bin" / name).chmod(0o755)
-  done = run(["bash", str(CLUSTERS / "train.sbatch")], tmp_path, node | {"SLURM_JOB_ID": "7"})
+  done = run(["bash", str(EXAMPLES / "slurm.sh")], tmp_path, node | {"SLURM_JOB_ID": "7"})
   assert (done.returncode, done.stdout.strip()) == (code, queued)
 
 
 @pytest.mark.slow
 def test_cloud_tpu(tmp_path, node):
   variables = {"TPU": "slice", "ZONE": "here"}
-  check(tmp_path, run(["bash", str(CLUSTERS / "cloud_tpu.sh")], tmp_path, node | variables))
-  wrong = run(["bash", str(CLUSTERS / "cloud_tpu.sh")], tmp_path, node)
+  check(tmp_path, run(["bash", str(EXAMPLES / "cloud_tpu.sh")], tmp_path, node | variables))
+  wrong = run(["bash", str(EXAMPLES / "cloud_tpu.sh")], tmp_path, node)
   assert "the name of the slice" in wrong.stdout
 
 
@@ -152,13 +152,13 @@ def test_ray(tmp_path, node):
   (package / "util/__init__.py").write_text(RAY_UTIL)
   (package / "util/placement_group.py").write_text(RAY_GROUP)
   (package / "util/scheduling_strategies.py").write_text(RAY_STRATEGY)
-  command = [sys.executable, str(CLUSTERS / "ray_actors.py"), "--nodes", "2", "--"]
+  command = [sys.executable, str(EXAMPLES / "ray_actors.py"), "--nodes", "2", "--"]
   check(tmp_path, run(command, tmp_path, node))
 
 
 @pytest.mark.slow
 def test_kubernetes(tmp_path, node):
-  job_set = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
+  job_set = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
   assert (job_set["kind"], job_set["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
   (workers,) = job_set["spec"]["replicatedJobs"]
   job = workers["template"]["spec"]
@@ -196,6 +196,5 @@ def test_kubernetes(tmp_path, node):
 
 def test_the_guide_shows_the_templates():
   guide = (ROOT / "guides/51-on-a-cluster.md").read_text()
-  assert {f"clusters/{file.name}" for file in CLUSTERS.iterdir()} == {
-    word for word in guide.replace("(", " ").replace(")", " ").split() if word.startswith("clusters/")
-  }
+  for file in ("slurm.sh", "kubernetes.yaml", "ray_actors.py", "cloud_tpu.sh"):
+    assert f"](../examples/{file})" in guide

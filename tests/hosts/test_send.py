@@ -89,6 +89,23 @@ def test_predictions_of_a_teacher_train_a_student_on_other_devices():
   assert losses[-1] < losses[0] / 2
 
 
+def test_the_batches_of_a_loop_may_be_results_of_a_model_on_another_mesh():
+  first = nxp.make_mesh(data=4, devices=FIRST)
+  plan = nxp.plan(lambda: Net(8, 1), nxp.make_mesh(data=4, devices=LAST), optimizer=optax.adam(0.01))
+  teacher = nxp.create_sharded_model(lambda: Net(64, 0), first)
+  model, optimizer = nxp.create_sharded_model(plan)
+  predict = nnx.jit(lambda model, x: model(x))
+
+  def batches():
+    for _ in range(3):
+      x = nxp.shard_batch(X, nxp.plan(lambda: Net(64, 0), first))
+      yield {"x": X, "y": nxp.parallel.send(predict(teacher, x), plan).value}
+
+  step = nxp.train_step(lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
+  found = nxp.fit(step, model, optimizer, batches(), steps=3, plan=plan, progress=False)
+  assert found.step == 3
+
+
 def test_what_a_device_holds_already_is_not_counted():
   mesh = nxp.make_mesh(data=8)
   plan = nxp.plan(lambda: Net(8, 0), mesh)
@@ -126,6 +143,15 @@ def test_bytes_are_the_elements_that_a_device_did_not_hold(data, rows, columns):
   assert sent.nbytes == 4 * wanted
   np.testing.assert_array_equal(target.x.get_value(), before)
   assert target.x.get_value().sharding == after.sharding
+
+
+def test_several_processes_cannot_send_to_other_devices(monkeypatch):
+  here, there = (nxp.make_mesh(data=4, devices=devices) for devices in (FIRST, LAST))
+  one, same, other = (nxp.create_sharded_model(lambda: Net(8, 0), mesh) for mesh in (here, here, there))
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(ShardingError, match=r"of 2 processes.\n  from 4 devices to 4, 0 of them the same"):
+    nxp.parallel.send(one, other)
+  assert nxp.parallel.send(one, same).nbytes == 0
 
 
 def test_errors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as Spec
@@ -12,18 +13,19 @@ from jax.sharding import PartitionSpec as Spec
 import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
+from nnx_parallel.rules.paths import shifted
 
 DEPTH = 4
 
 
-def stacked(name="layers", transform_metadata=True):
+def stacked(name="layers", transform_metadata=True, depth=DEPTH):
   metadata = {"transform_metadata": {nnx.PARTITION_NAME: name}} if transform_metadata else {}
 
   @nnx.vmap(in_axes=0, out_axes=0, **metadata)
   def make(key):
     return Block(8, nnx.Rngs(key))
 
-  return lambda: make(jax.random.split(jax.random.key(0), DEPTH))
+  return lambda: make(jax.random.split(jax.random.key(0), depth))
 
 
 def scan(model, x, name):
@@ -78,13 +80,95 @@ def test_a_stack_without_a_name_is_carried_as_whole():
   np.testing.assert_allclose(nnx.jit(lambda m, x: scan(m, x, None))(model, x), expected, atol=1e-6)
 
 
-def test_a_stack_whose_names_did_not_follow_is_noted_with_the_way_to_carry_them():
+SHIFTED = "nxp.PathRules([('down.kernel', {}), ('up.kernel', {})], strict=False)".format(
+  (None, "mlp", "embed"), (None, "embed", "mlp")
+)
+UNNAMED = nxp.LogicalRules(embed="fsdp", mlp="tensor", batch="fsdp")
+
+
+def test_a_stack_whose_names_did_not_follow_is_noted_with_the_rules_that_shift_them():
   rules = nxp.LogicalRules(embed=None, mlp=None)
   plan = nxp.plan(stacked(transform_metadata=False), nxp.make_mesh(fsdp=2, tensor=4), rules)
   assert plan.notes == (
-    "fewer names than dims, the last dims are replicated: down.kernel, up.kernel (a layer stacked by nnx.vmap"
-    " needs transform_metadata={nnx.PARTITION_NAME: 'layers'})",
+    "fewer names than dims, the last dims are replicated: down.kernel, up.kernel. For layers stacked by"
+    f" nnx.vmap, add {SHIFTED}, or name the new dim by nnx.transform_metadata(partition='layers') below"
+    " nnx.vmap, or by its transform_metadata={nnx.PARTITION_NAME: 'layers'}",
   )
+
+
+def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer():
+  mesh, init = nxp.make_mesh(fsdp=2, tensor=4), stacked(transform_metadata=False)
+  plan = nxp.plan(init, mesh, [UNNAMED, eval(SHIFTED)], optimizer=optax.adam(1e-2))
+  assert plan["up.kernel"].spec == Spec(None, "fsdp", "tensor")
+  assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == Spec(None, "fsdp", "tensor")
+  assert plan.notes == ()
+  assert "its metadata ('embed', 'mlp') names not all dims; path rule 'up.kernel'" in plan.explain(
+    "up.kernel"
+  )
+
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+  def run(x, layer):
+    return layer(x)
+
+  def loss(model, x):
+    return (run(x, model) ** 2).mean()
+
+  losses = []
+  for made in (
+    plan,
+    nxp.plan(
+      init, nxp.make_mesh(fsdp=1, tensor=1, devices=jax.devices()[:1]), UNNAMED, optimizer=optax.adam(1e-2)
+    ),
+  ):
+    model, optimizer = nxp.create_sharded_model(made)
+    step = nxp.train_step(loss)
+    batch = nxp.shard_batch(np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), made)
+    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(3)])
+    nxp.check_layout(model, made, optimizer=optimizer)
+  np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_stack_that_does_not_divide_is_an_error_with_the_rule_that_shifts():
+  rules = nxp.LogicalRules(embed="tensor", mlp=None)
+  with pytest.raises(nxp.errors.ShardingError) as caught:
+    nxp.plan(stacked(transform_metadata=False, depth=3), nxp.make_mesh(fsdp=2, tensor=4), rules)
+  assert "cannot shard up.kernel: dim 0 ('embed') has length 3" in str(caught.value)
+  assert str(caught.value).endswith(
+    "If the layer is stacked, its names belong to the last dims: nxp.PathRules([('up.kernel', (None, 'embed',"
+    " 'mlp'))], strict=False)"
+  )
+
+
+def test_a_rule_of_a_family_that_lacks_the_stacked_dim_shows_the_rule_that_has_it():
+  rules = [nxp.PathRules([(("up", "kernel"), ("embed", "mlp"))]), UNNAMED]
+  with pytest.raises(nxp.errors.ShardingError) as caught:
+    nxp.plan(plain_stack, nxp.make_mesh(fsdp=2, tensor=4), rules)
+  assert (
+    "put a rule for it in front of this one: nxp.PathRules([('up.kernel', (None, 'embed', 'mlp'))]"
+    in str(caught.value)
+  )
+
+
+class Plain(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(8, 16, rngs=rngs)
+
+
+def plain_stack():
+  return nnx.vmap(Plain)(nnx.Rngs(0).split(DEPTH))
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_metadata_of_flax_for_trees_names_the_stacked_dim(graph):
+  """`nnx.transform_metadata`, which replaces the argument of `nnx.vmap`."""
+
+  def init():
+    make = nnx.transform_metadata(lambda key: Block(8, nnx.Rngs(key)), partition="layers", graph=graph)
+    return nnx.vmap(make, graph=graph)(jax.random.split(jax.random.key(0), DEPTH))
+
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=2, tensor=4), RULES["layers split"])
+  assert plan["up.kernel"].names == ("layers", "embed", "mlp")
+  assert nxp.create_sharded_model(plan).up.kernel.out_sharding == ("layers", "embed", "mlp")
 
 
 def test_a_trained_stack_keeps_its_layout():
@@ -99,3 +183,21 @@ def test_a_trained_stack_keeps_its_layout():
   forward(model, jnp.ones((2, 8)))
   assert model.up.kernel.get_raw_value().sharding == plan["up.kernel"].sharding
   assert model.up.kernel.out_sharding == ("layers", "embed", "mlp")
+
+
+def test_only_a_rule_that_shifts_the_names_comes_before_them():
+  class Short(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=("embed",))
+
+  for rule in (None, (None, "tensor")):
+    rules = [nxp.LogicalRules(embed="fsdp"), nxp.PathRules([(".*", rule)])]
+    found = nxp.plan(Short, nxp.abstract_mesh(fsdp=4, tensor=2), rules)
+    assert found["w"].spec == jax.P("fsdp", None)
+    assert any("fewer names than dims" in note for note in found.notes)
+
+
+def test_offered_rules_are_exact_where_layers_differ():
+  names = [("layers.0.w", ("embed", "mlp")), ("layers.1.w", ("mlp", "embed"))]
+  rule = shifted(names, {name: 3 for name, _ in names})
+  assert "('layers.0.w', (None, 'embed', 'mlp')), ('layers.1.w', (None, 'mlp', 'embed'))" in rule

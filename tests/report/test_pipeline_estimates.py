@@ -85,6 +85,18 @@ def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
   assert moved in ((reordered,) if kind is separate or virtual_stages == 1 else (reordered, 2 * reordered))
 
 
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_the_memory_plan_follows_the_order(order):
+  plan, loss, *_ = separate(4, 1)
+  batch = jax.ShapeDtypeStruct((256, 128), jnp.int32)
+  options = {"microbatches": 64, "pipeline": nxp.Pipeline("stage", order=order)}
+  memory = nxp.memory_plan(plan, loss, batch, **options)
+  report = nxp.compile_report(nxp.train_step(loss, **options), plan, batch=batch)
+  ratio = report.need_bytes / memory.need_bytes
+  assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {memory.categories}"
+  assert f"the inputs of {12 if order == '1f1b' else 67} chunks" in str(memory)
+
+
 def test_layers_of_a_stage_compute_in_bubbles_too():
   plan, loss, batch, microbatches, pipeline = stacked(4, 1)
   time = nxp.report.predict_time(plan, loss, batch, chip="cpu", microbatches=microbatches, pipeline=pipeline)
@@ -126,10 +138,11 @@ def test_search_proposes_stages(kind):
   _, loss, batch, _, pipeline = kind(4, 1)
   init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: Named(nnx.Rngs(0))}[kind]
   rules = [nxp.LogicalRules(batch="data", layers="stage"), nxp.replicate()]
-  options = {"remat": ["none"], "pipeline": pipeline, "optimizer": optax.adam(1e-3), "compile_best": 0}
+  options = {"remat": ["none"], "pipeline": pipeline.axis, "optimizer": optax.adam(1e-3), "compile_best": 0}
   result = nxp.search(init, loss, "cpu:8", batch=batch, rules=rules, **options)
   piped = [c for c in result.fitting if c.pipeline is not None]
   assert {c.sizes["stage"] for c in piped} == {2, 4, 8}
+  assert {c.pipeline.order for c in piped} == {"1f1b"}
   assert len(piped) < len(result.fitting)
   for c in piped:
     layers = DEPTH if kind is separate else benchmark.LAYERS
@@ -142,6 +155,6 @@ def test_search_proposes_stages(kind):
   exec(best.code(), scope)
   given = nxp.shard_batch(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batch), scope["plan"])
   assert float(scope["step"](scope["model"], scope["state"], given)["loss"]) > 0
-  assert "a pipeline over stage" in str(scope["step"].layers)
+  assert "a 1F1B pipeline over stage" in str(scope["step"].layers)
   if kind is stacked:
     assert all(x.spec[0] == "stage" for x in scope["plan"].leaves if x.name.startswith("layers."))

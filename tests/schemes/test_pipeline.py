@@ -18,6 +18,7 @@ import nnx_parallel as nxp
 from benchmarks import pipeline as benchmark
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
+from nnx_parallel.layers import pipeline_1f1b
 from nnx_parallel.layers.pipeline import Schedule
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -367,6 +368,92 @@ def test_1f1b_trains_only_what_is_trained() -> None:
   close(found, wanted)
   *_, everything = adapted(nxp.Pipeline(order="gpipe"), nxp.make_mesh(data=2, stage=4))
   assert report.cost.flops <= everything.cost.flops
+
+
+def two_steps(loss: Any, make: Any, pipeline: Any, mesh: Any, microbatches: int = 8) -> Any:
+  plan = nxp.plan(make, mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline)
+  tokens = jax.random.randint(jax.random.key(1), (2 * microbatches, 6), 0, 16)
+  batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
+  losses = [step(model, optimizer, batch)["loss"] for _ in range(2)]
+  return losses, jax.device_get(jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def of_weights(model: Any) -> Any:
+  kernels = sum((block.up.kernel[...] ** 2).sum() for block in model.blocks)
+  return (model.embed.embedding[...] ** 2).sum() + kernels
+
+
+def weights_alone(model: Any, batch: Any) -> Any:
+  return of_weights(model), {"logits": model(batch["x"]).mean()}
+
+
+def both(model: Any, batch: Any) -> Any:
+  losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  return of_weights(model) + losses.mean()
+
+
+@pytest.mark.parametrize("loss", [weights_alone, both])
+def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:
+  def make() -> Any:
+    return Model(4, nnx.Rngs(0))
+
+  found = two_steps(loss, make, nxp.Pipeline(order="1f1b"), nxp.make_mesh(data=2, stage=4))
+  close(found, two_steps(loss, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1])))
+
+
+def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any) -> None:
+  def make() -> Any:
+    return Model(7, nnx.Rngs(0))
+
+  wanted = two_steps(both, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1]), 10)
+
+  def poisoned(result: Any, works: Any) -> Any:
+    def nan(x: Any) -> Any:
+      return (
+        jnp.where(jnp.reshape(works, (-1, *[1] * (x.ndim - 1))), x, jnp.nan) if x.dtype.kind == "f" else x
+      )
+
+    return jax.tree.map(nan, result)
+
+  monkeypatch.setattr(schedule, "_marked", poisoned)
+  mesh = nxp.make_mesh(stage=2, data=1, devices=jax.devices()[:2])
+  close(two_steps(both, make, nxp.Pipeline("stage", 3, "1f1b"), mesh, 10), wanted)
+
+
+class Rounded(Block):
+  def __call__(self, x: Any, mask: Any) -> Any:
+    y = super().__call__(x, mask)
+    return y + 0.1 * jnp.floor(y)
+
+
+class Roundings(Model):
+  def __init__(self, rngs: Any):
+    super().__init__(0, rngs)
+    self.blocks = nnx.List([Rounded(8, rngs) for _ in range(4)])
+
+
+def test_wrong_gradients_of_1f1b_are_found_where_layers_round(monkeypatch: Any) -> None:
+  mesh = nxp.make_mesh(data=2, stage=4)
+  plan = nxp.plan(lambda: Roundings(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
+  batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
+
+  def checked() -> Any:
+    step = nxp.train_step(loss, microbatches=4, pipeline=nxp.Pipeline(order="1f1b"))
+    return step.check_gradients(model, optimizer, batch)
+
+  assert checked()
+  right = pipeline_1f1b._Gradients.run
+
+  def negated(self: Any) -> Any:
+    found, gradients = right(self)
+    return found, jax.tree.map(jnp.negative, gradients)
+
+  monkeypatch.setattr(pipeline_1f1b._Gradients, "run", negated)
+  assert not checked()
 
 
 class Straight(Model):

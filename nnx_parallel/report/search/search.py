@@ -145,8 +145,7 @@ class SearchResult(Paged):
       step += f', remat="{best.remat}"' if isinstance(best.remat, str) else f", remat=nxp.{best.remat!r}"
       step += f', layers="{self.layers}"' if self.layers else ""
     if best.pipeline is not None:
-      axis, parts = best.pipeline.axis, best.pipeline.virtual_stages
-      step += f', pipeline="{axis}"' if parts == 1 else f", pipeline=nxp.{best.pipeline!r}"
+      step += f", pipeline=nxp.{best.pipeline!r}"
     return (
       f"mesh = nxp.make_mesh({best.mesh_text})\n"
       f"plan = nxp.plan(init, mesh, rules, optimizer=optimizer{layout})\n"
@@ -242,9 +241,10 @@ def search(
     zero: the ZeRO stage; as in `plan`.
     optimizer_memory: where the optimizer's state is stored between steps; as in `plan`.
     max_microbatches: the largest number of microbatches to try; the search tries powers of two.
-    pipeline: the mesh axis of pipeline stages. If given, the search also tries 2, 4 and 8 stages over this
-      axis, and traces the loss again for each of them. Stacked layers stay on their stages if the rules shard
-      them over this axis.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`. If given, the search also tries 2, 4 and 8
+      stages over this axis, and traces the loss again for each of them. Given an axis, it tries the order
+      1F1B, which saves the fewest activations. Stacked layers stay on their stages if the rules shard them
+      over this axis.
     compile_best: the maximum number of layouts to compile, in the order of their rank. The search uses the
       compiler of the machine; if it is not installed, the search compiles for simulated CPU devices, if this
       process has enough of them. The first layout that fits and computes the right results (`report.faults`)
@@ -276,7 +276,7 @@ def search(
       fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
-  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
+  stages = Pipeline(pipeline, order="1f1b") if isinstance(pipeline, str) else pipeline
   named = searched_axes(rules)
   place: Any = {"optimizer": optimizer, "zero": zero, "optimizer_memory": optimizer_memory}
   probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate", **place)

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Slurm: one process on each node, with all of its GPUs.
 #
-#   sbatch train.sbatch text_lm --mesh data=16 --checkpoint /shared/run --save-every 100 --resume
+#   sbatch slurm.sh text_lm --mesh data=16 --checkpoint /shared/run --save-every 100 --resume
 #
-# The arguments after `train.sbatch` are the arguments of `nnx-parallel train`. The checkpoints must be on a disk
+# The arguments after `slurm.sh` are the arguments of `nnx-parallel train`. The checkpoints must be on a disk
 # that all nodes can reach.
 #SBATCH --job-name=nnx-parallel
 #SBATCH --nodes=2

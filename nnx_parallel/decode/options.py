@@ -1,0 +1,109 @@
+"""The options of a generator, the arguments of its program, and how it reads prompts, as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.errors import DecodeError
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed
+
+Call = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """The options of a generator; see `generator`.
+
+  Raises:
+    DecodeError: options that do not fit.
+  """
+
+  max_new_tokens: int
+  sampling: Sampling | Beams
+  stop: tuple[Any, ...]
+  padding: str
+  call: Call
+  cache: Callable[[int, int], PyTree] | None
+  prefill: int
+  slots: int | None
+  layer_options: LayerOptions
+
+  def __post_init__(self) -> None:
+    for name in ("max_new_tokens", "prefill", "slots"):
+      count = getattr(self, name)
+      if count is not None and count < 1:
+        raise DecodeError(f"{name}={count!r} is out of range.", fix=f"{name}=1 or more.")
+    wrong = [x for x in self.stop if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
+    if wrong:
+      raise DecodeError(
+        f"the stop token {wrong[0]!r} is a {type(wrong[0]).__name__}, and tokens are integers.",
+        fix="stop=tokenizer.eos_token_id, or a sequence of such numbers.",
+      )
+    if self.padding not in ("right", "left"):
+      raise DecodeError(f"padding={self.padding!r} is not a side.", fix='padding="right" or padding="left".')
+    beams, pipeline = isinstance(self.sampling, Beams), self.layer_options.pipeline
+    if beams and self.slots is not None:
+      raise DecodeError(
+        "beams of a row are computed together, and slots are for rows that end at different times.",
+        fix="leave slots= out, and give as many prompts at a time as fit in memory.",
+      )
+    if pipeline is None:
+      if self.layer_options.pattern is not None:
+        raise DecodeError(
+          f"layers={self.layer_options.pattern!r} names the stages of a pipeline.", fix='pipeline="stage"'
+        )
+      return
+    if beams or self.slots is not None:
+      each = "beams" if beams else "slots"
+      raise DecodeError(
+        f"with pipeline={pipeline.axis!r} a group of rows has one cache, and {each} need one for each row.",
+        fix="leave pipeline= out, and let the axis split the batch.",
+      )
+    if pipeline.order != "gpipe":
+      raise DecodeError(
+        f"order={pipeline.order!r} is the order of a train step: generation has no backward pass.",
+        fix=f"pipeline={pipeline.axis!r}",
+      )
+    if pipeline.virtual_stages > 1:
+      raise DecodeError(
+        f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, but generation has no bubble.",
+        fix=f"pipeline={pipeline.axis!r}",
+      )
+
+
+class Args(NamedTuple):
+  """The values that differ between calls: global arrays.
+
+  `lengths` is None if no prompt is padded, and `prefix` if there is none.
+  """
+
+  prompts: AnyArray
+  lengths: AnyArray | None
+  requests: AnyArray
+  key: AnyArray
+  prefix: AnyArray | None = None
+
+  @property
+  def ahead(self) -> int:
+    """The number of tokens ahead of each prompt."""
+    return 0 if self.prefix is None else self.prefix.shape[0]
+
+
+@dataclasses.dataclass
+class Used(LayersUsed):
+  """How the layers of a generator were computed, and its prompts read; print it.
+
+  Attributes:
+    prompts: how many tokens of the prompts are read at once, and why not more; empty for one by one.
+  """
+
+  prompts: str = ""
+
+  def __str__(self) -> str:
+    return (f"prompts: {self.prompts}\n" if self.prompts else "") + super().__str__()

@@ -1,0 +1,77 @@
+"""Tokens that the host gets as they are made: the tokens of a call, some of them early."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+
+import nnx_parallel as nxp
+from tests.decode import test_generate as plain
+from tests.decode import test_ragged as ragged
+from tests.decode.test_rows import Calls
+
+NEW, PROMPTS, LENGTHS = ragged.NEW, ragged.PROMPTS, ragged.LENGTHS
+
+
+def joined(pairs, count):
+  found = collections.defaultdict(list)
+  for row, tokens in pairs:
+    assert tokens.size
+    found[row] += tokens.tolist()
+  return [found[row] for row in range(count)]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("options", [{}, {"prefill": 8}, {"prefill": 8, "slots": 8}], ids=str)
+def test_streamed_tokens_are_those_of_each_row_alone(options, explicit):
+  axes = ragged.LAYOUTS["both"]
+  rules = plain.rules_for(axes)
+  rows = 1 if "slots" in options else ragged.BATCH
+  if rows == 1:
+    rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, None, "heads", None))])
+  mesh = nxp.make_mesh(axes, explicit=explicit)
+  model = nxp.create_sharded_model(lambda: ragged.Listed(rows), mesh, rules)
+  expected = ragged.alone(ragged.Listed, plain.DRAWN)
+  stop = (expected[1][1], expected[0][2])
+  generate = nxp.generator(NEW, sampling=plain.DRAWN, stop=stop, **options)
+  order = [*range(ragged.BATCH), *(range(ragged.BATCH)[::-1] if rows == 1 else ())]
+  given = {"lengths": LENGTHS[order], "requests": np.array(order), "key": jax.random.key(7)}
+  expected = [ragged.alone(ragged.Listed, plain.DRAWN, stop)[n] for n in order]
+  for every in (1, 3):
+    found = joined(generate.stream(model, PROMPTS[order], every=every, **given), len(order))
+    assert found == expected
+  found = generate(model, PROMPTS[order], **given)  # the model is as it was
+  assert plain.rows(found) == expected
+  blocks = generate._bound(model)._blocks
+  assert [block._cache_size() for block in blocks.values()] == [1, 1]  # one program for each `every`
+
+
+def test_the_first_token_arrives_before_the_last_is_computed():
+  calls = Calls()
+  generate = nxp.generator(30, prefill=2, call=calls)
+  pairs = generate.stream(nxp.unsharded(lambda: ragged.Listed(2)), PROMPTS[:2, :4])
+  assert calls.seen == []  # nothing runs before the first pair is asked for
+  row, tokens = next(pairs)
+  jax.effects_barrier()
+  assert (row, tokens.shape) == (0, (1,))
+  # The prompt but its last token, and the tokens of this block and of the next, which runs meanwhile.
+  assert sorted(calls.seen) == [1, 1, 1, 2]
+  assert len([*pairs]) == 2 * 30 - 1
+  jax.effects_barrier()
+  assert sorted(calls.seen) == [*[1] * 31, 2]
+
+
+@pytest.mark.parametrize(
+  ("options", "every", "message"),
+  [
+    ({"sampling": nxp.Beams(2)}, 1, "beams change until the end"),
+    ({"pipeline": "stage"}, 1, "the weights of a pipeline move"),
+    ({}, 0, "every=0 is out of range"),
+  ],
+)
+def test_errors(options, every, message):
+  with pytest.raises(nxp.errors.DecodeError, match=message):
+    nxp.generator(1, **options).stream(plain.Counting(), plain.ONES, every=every)
