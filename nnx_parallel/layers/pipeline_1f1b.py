@@ -28,12 +28,10 @@ import numpy as np
 
 from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import among, dependents, is_inexact
-from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.types import AnyArray, PyTree, Var
-from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.pipeline import GROUPS, Belt, Pipeline, PipelineLoop, at, put, staged, swapped, where
-from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
-from nnx_parallel.layers.stages import Signature, TrainPipeline
+from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swapped, where
+from nnx_parallel.layers.stacks import Key, each_of, variables
+from nnx_parallel.layers.stages import TrainPipeline
 
 PIPELINE_RULE = "pipeline_1f1b"
 """The name of the function that has the rule."""
@@ -81,27 +79,7 @@ class Pipeline1F1B(TrainPipeline):
   """A traced loss of one microbatch as a pipeline whose saved arrays do not grow with the microbatches.
 
   The first result of the program is the loss. Only the loss has a gradient, in reverse mode.
-
-  Raises:
-    SchemeError: besides the errors of `TrainPipeline`, there is only one stage.
   """
-
-  def __init__(
-    self,
-    program: Stacks,
-    signature: Signature,
-    how: Treatment,
-    options: Pipeline,
-    microbatches: int,
-    mesh: AnyMesh | None,
-  ):
-    super().__init__(program, signature, how, options, microbatches, mesh)
-    if self.schedule.stages == 1:
-      raise SchemeError(
-        'order="1f1b" needs 2 stages at least.',
-        details=f"the mesh axis {options.axis!r} has size 1",
-        fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
-      )
 
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
     """As in `TrainPipeline`."""

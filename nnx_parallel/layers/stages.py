@@ -26,7 +26,7 @@ from nnx_parallel.core.jaxprs import among, dependents, is_call, is_inexact, nby
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
-from nnx_parallel.errors import TrainError
+from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
 from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
 from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
@@ -171,7 +171,7 @@ class TrainPipeline(AroundLayers):
 
   Raises:
     TrainError: there are no equal layers, or a Variable changes in a way that a pipeline cannot follow.
-    SchemeError: no such axis, or the number of microbatches does not fit it.
+    SchemeError: no such axis, the number of microbatches does not fit it, or 1F1B has only one stage.
   """
 
   def __init__(
@@ -186,6 +186,12 @@ class TrainPipeline(AroundLayers):
     super().__init__(program, signature, how)
     self.options, self.mesh = options, mesh
     stages = size_along(mesh, options.axis)
+    if options.order == "1f1b" and stages == 1:
+      raise SchemeError(
+        'order="1f1b" needs 2 stages at least.',
+        details=f"the mesh axis {options.axis!r} has size 1",
+        fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
+      )
     self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
     self._steps = self._count_steps()
     self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
