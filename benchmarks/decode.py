@@ -151,7 +151,7 @@ def options(record: Record, model: nnx.Module, mesh: jax.sharding.Mesh) -> None:
 
 
 def ragged(record: Record) -> None:
-  """Prompts of 1 and of 256 tokens in one batch, on one device; each row alone is the baseline."""
+  """Compares prompts of 1 and of 256 tokens in one batch with each row alone, on one device."""
   width, new, chunk = 256, 32, 32
   lengths = np.array([1, width])
   text = np.random.default_rng(3).integers(0, VOCABULARY, (2, width)).astype(np.int32)

@@ -1,9 +1,9 @@
 """One accelerator: a decoder of about 1B parameters through `train_step`, against a hand-written step.
 
-Each row is the time of one step divided by the time of the hand-written step (`by_hand.py`: `jax.jit`,
-donated arrays, parameters in float32 that the loss casts to bfloat16), interleaved in one run; then tokens
-per second, the model FLOP utilisation, and the memory of the compiled program. Nothing is claimed where no
-accelerator is: on CPUs only `--size tiny` runs, which shows that the script works.
+Each row has the time of one step divided by the time of the hand-written step (`by_hand.py`: `jax.jit`,
+donated arrays, parameters in float32 that the loss casts to bfloat16), with both interleaved in one run. The
+record also has the tokens per second, the model FLOP utilisation, and the memory of the compiled program. On
+CPUs, only `--size tiny` runs, which only shows that the script works.
 
     python benchmarks/gpu.py                  one GPU, or one TPU
     python benchmarks/gpu.py --size tiny      anywhere; writes no record
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
   @property
   def flops(self) -> float:
-    """FLOPs of the products of a step; of attention, the half that a causal mask leaves."""
+    """FLOPs of the matrix products of a step. A causal mask halves the FLOPs of attention."""
     tokens = self.batch * self.length
     attention = 2 * self.layers * tokens * self.length * self.width
     return 3 * (2 * tokens * (self.parameters - self.vocabulary * self.width) + attention)
@@ -71,7 +71,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 
 def job_of(size: Size) -> by_hand.Job:
-  """The decoder, as a module and by hand: the loss by hand casts the parameters to bfloat16."""
+  """The decoder, as a module and by hand. The hand-written loss casts the parameters to bfloat16."""
   job = by_hand.transformer(*size)
 
   def cast(parameters: by_hand.Arrays, batch: by_hand.Arrays) -> jax.Array:
@@ -141,7 +141,7 @@ def main() -> None:
   record = Record(f"gpu_{device.platform}", title, command="python benchmarks/gpu.py", notes=[str(size)])
   job, tokens = job_of(size), size.batch * size.length
   for name, options in WAYS.items():
-    # One way at a time beside the hand-written step: two copies of the state fit, ten do not.
+    # Each way runs alone with the hand-written step, because two copies of the state fit and ten do not.
     call, report = step_of(job, **options)
     timings = measure({HAND: hand_of(job), name: call}, rounds=args.rounds)
     record.compare(timings, baseline=HAND, group=name)

@@ -212,8 +212,9 @@ HEADLINES = (
   ),
   Headline(
     "Muon on sharded matrices, compiled for 8 TPU v5e",
-    "The first two columns are the FLOPs of the update on a device, as a ratio to an eighth of the products"
-    " of all matrices. The last two columns are the bytes that a step sends, as a ratio to Adam.",
+    "The first two columns are the FLOPs of the update on a device, as a ratio to one eighth of the FLOPs"
+    " of the products of all matrices. The last two columns are the bytes that a step sends, as a ratio to a"
+    " step with Adam.",
     "per_matrix",
     ("", "FLOPs, muon", "FLOPs, per_matrix(muon)", "sent, muon", "sent, per_matrix(muon)"),
     matrices,

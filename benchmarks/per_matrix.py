@@ -1,7 +1,7 @@
-"""Muon on sharded matrices: products and bytes with `per_matrix`, against the compiler's way and the least.
+"""Muon on sharded matrices: FLOPs and bytes with `per_matrix`, without it, and the smallest possible.
 
-One train step of square and long kernels, compiled for simulated devices and for TPUs. What Muon adds to a
-step with Adam is compared with what it must add.
+One train step of a model with square and long kernels is compiled for simulated devices and for TPUs. The
+FLOPs and bytes that Muon adds to a step with Adam are compared with the least that it must add.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ CASES = {
 NOTES = [
   f"{DEPTH} blocks with two kernels of {WIDTH} x {WIDTH}, one of {WIDTH} x {HIDDEN} and one of {HIDDEN} x"
   f" {WIDTH}, float32, {ROWS} rows; all kernels are matrices. Five Newton-Schulz steps.",
-  "FLOPs: of the update on a device, over an eighth of the products of all matrices. Sent: bytes of a step on"
-  " a device, over those of Adam on the same layout. Exchange: bytes beyond Adam's, over twice the share of a"
-  " device of all matrices. Over replicas (data), a reduce-scatter of the gradients and a gather of the"
-  " updates take the place of a sum of all gradients, where the compiler makes a reduce-scatter. It did not"
-  " for simulated devices, nor for v5p with data 8.",
+  "FLOPs are the FLOPs of the update on a device, divided by one eighth of the matrix products of all"
+  " matrices. Sent is the bytes that a device sends in a step, divided by the bytes with Adam on the same"
+  " layout. Exchange is the bytes that Muon adds to Adam's, divided by twice the share of a device of all"
+  " matrices. On meshes with data > 1, a reduce-scatter of the gradients and a gather of the updates replace"
+  " the all-reduce of the gradients if the compiler makes a reduce-scatter. It did not do so for simulated"
+  " devices, nor for v5p with data 8.",
 ]
 
 

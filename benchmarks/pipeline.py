@@ -1,10 +1,11 @@
 """Layers as a pipeline against the same microbatches without one, as the number of stages grows.
 
-A train step of a stack of layers on data x stage. Simulated devices share the processor, so the time of a
-step is the work of all stages, that of the bubbles included: by theory,
+A train step of a stack of layers runs on data x stage. Simulated devices share the processor, so the time of
+a step is the work of all stages, bubbles included. By theory, this time is
 `ticks / (microbatches * virtual_stages)`
-times that of the step on data alone. What is sent between stages is printed beside what must be. Then the
-temporaries of a small decoder as the number of microbatches grows, in the order of GPipe and in 1F1B.
+times the time of the step on data alone. The bytes sent between stages are printed beside the bytes that must
+be sent. The record also has the temporaries of a small decoder as the number of microbatches grows, in the
+order of GPipe and in 1F1B.
 
   python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
 """

@@ -1,6 +1,6 @@
-"""A large teacher on one half of the devices; on the other half, a small student that learns its outputs.
+"""Trains a large teacher on half of the devices, and a small student of its outputs on the other half.
 
-JAX sends no arrays between the devices of several processes, so in such a job both models are on all devices.
+In a job of several processes, JAX moves no arrays to other devices, so there both models use all devices.
 The images come with scikit-learn: pip install scikit-learn
 
   export JAX_NUM_CPU_DEVICES=8    # simulates devices; leave it out on accelerators
@@ -47,7 +47,7 @@ def predict(model, x):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-  parser.add_argument("--steps", type=int, default=200, help="of the student")
+  parser.add_argument("--steps", type=int, default=200, help="the steps of the student")
   parser.add_argument("--checkpoint", default="runs/distillation")
   args = parser.parse_args()
 
@@ -65,7 +65,7 @@ def main():
   pixels, labels = load_digits(return_X_y=True)
   pixels, labels = (pixels / 16).astype(np.float32), labels.astype(np.int32)
 
-  def digits(samples):  # endless; a batch is a function of the number of samples before it
+  def digits(samples):  # endless; each batch depends only on the number of samples before it
     while True:
       rows = np.random.default_rng(samples).integers(len(labels), size=BATCH)
       yield {"pixels": pixels[rows], "labels": labels[rows]}

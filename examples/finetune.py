@@ -1,7 +1,7 @@
-"""Trains a Hugging Face checkpoint on all devices. The next run continues where this one was saved.
+"""Trains a Hugging Face checkpoint on all devices. The next run continues from the last saved step.
 
 It reads theirs/ (config.json, *.safetensors) and tokens.npy, int32 (samples, length). tiny_checkpoint.py
-writes small ones, to try it with:
+writes small files to try it with:
 
   python tiny_checkpoint.py
   python finetune.py 100

@@ -1,4 +1,4 @@
-"""A transformer that predicts the bytes of Python's manual, and continues on another mesh.
+"""Trains a transformer to predict the bytes of Python's manual, and continues on another mesh.
 
 The second run continues at step 60, with tensor parallelism:
 
@@ -47,7 +47,7 @@ class LanguageModel(nnx.Module):
 
 
 class Windows:
-  """Random windows of the text, by their index: a run can continue at any window, on any mesh."""
+  """Random windows of the text. A window depends only on its index, so a run can continue on any mesh."""
 
   def __len__(self):
     return 10**9
@@ -65,7 +65,7 @@ def loss_fn(model, x):
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
   parser.add_argument("--steps", type=int, default=60)
-  parser.add_argument("--tensor", type=int, default=1, help="devices of tensor parallelism (1)")
+  parser.add_argument("--tensor", type=int, default=1, help="devices for tensor parallelism (default: 1)")
   parser.add_argument("--checkpoint", default="runs/language_model")
   args = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Trains LoRA adapters on a Hugging Face checkpoint, and writes them in the format of PEFT.
 
-Without a folder, the script writes a tiny checkpoint and uses that. The tokens are int32 (samples, length):
+Without a folder, the script writes a tiny checkpoint and uses it. The tokens are int32 (samples, length):
 
   export JAX_NUM_CPU_DEVICES=8    # simulates devices; leave it out on accelerators
   python lora.py

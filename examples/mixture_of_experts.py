@@ -1,6 +1,6 @@
-"""A transformer with a mixture of experts, on the bytes of Python's manual.
+"""Trains a transformer with a mixture of experts on the bytes of Python's manual.
 
-The largest load of an expert falls while the model trains; an even load is 512 tokens:
+During the training, the largest load of an expert falls towards 512 tokens, which is an even load:
 
   export JAX_NUM_CPU_DEVICES=8    # simulates devices; leave it out on accelerators
   python mixture_of_experts.py --steps 60
@@ -68,7 +68,7 @@ def loss_fn(model, x):
 
 
 def windows(samples):
-  """Endless random windows of the text; a batch is a function of the number of samples before it."""
+  """Endless random windows of the text; each batch depends only on the number of samples before it."""
   while True:
     starts = np.random.default_rng(samples).integers(len(TEXT) - LENGTH, size=(BATCH, 1))
     yield TEXT[starts + np.arange(LENGTH + 1)].astype(np.int32)

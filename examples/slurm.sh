@@ -3,7 +3,7 @@
 #
 #   sbatch slurm.sh text_lm --mesh data=16 --checkpoint /shared/run --save-every 100 --resume
 #
-# After `slurm.sh` comes a recipe with the arguments of `nnx-parallel train`, or a script with its own.
+# After `slurm.sh`, pass a recipe with the arguments of `nnx-parallel train`, or a script with its own arguments.
 # The checkpoints must be on a disk that all nodes can reach.
 #SBATCH --job-name=nnx-parallel
 #SBATCH --nodes=2

@@ -1,7 +1,7 @@
-"""A vision transformer with BatchNorm and dropout, on the handwritten digits of scikit-learn.
+"""Trains a vision transformer with BatchNorm and dropout on the handwritten digits of scikit-learn.
 
-The second run continues, with the batch statistics and the dropout masks of the first. The images come with
-scikit-learn: pip install scikit-learn
+The second run continues with the batch statistics and the random state of dropout of the first. The images
+come with scikit-learn: pip install scikit-learn
 
   export JAX_NUM_CPU_DEVICES=8    # simulates devices; leave it out on accelerators
   python vision_transformer.py --steps 150
@@ -75,14 +75,14 @@ def main():
   order = np.random.default_rng(0).permutation(len(labels))
   held_out, trained = order[: 2 * BATCH].reshape(2, BATCH), order[2 * BATCH :]
 
-  def batches(samples):  # endless; the batches that follow after so many samples
+  def batches(samples):  # endless; starts after this number of samples
     rows = (np.random.default_rng(i).choice(trained, BATCH) for i in itertools.count(samples // BATCH))
     return place(rows)
 
   def place(rows):
     return nxp.batches(({"image": images[r], "label": labels[r]} for r in rows), plan, global_batch=True)
 
-  # The same Variables, without dropout, and with the running statistics of the batches.
+  # The same Variables, but without dropout and with the running batch statistics.
   frozen = nnx.view(model, deterministic=True, use_running_average=True)
   step, eval_step = nxp.train_step(loss_fn), nxp.eval_step(loss_fn, pairs=True)
 

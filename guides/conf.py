@@ -139,7 +139,7 @@ def link_notebook(app: Sphinx, name: str, source: list[str]) -> None:
   file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(json.dumps(made, indent=1))
   title, rest = source[0].split("\n", 1)
-  note = "; it sets the 8 devices that the code needs" if first else ""
+  note = "; the notebook simulates the 8 devices that the code needs" if first else ""
   link = f'```{{raw}} html\n<p><a href="{file.name}" download>This page as a notebook</a>{note}</p>\n```'
   source[0] = f"{title}\n\n{link}\n{rest}"
 

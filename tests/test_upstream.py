@@ -814,7 +814,7 @@ def test_flax_cannot_make_other_variables_in_a_trace(kind):
       nnx.jit(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))()
     plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
   assert plan.notes == (
-    f"Variables are made without {kind}, the default here, which flax cannot trace in init",
+    f"Variables are made without {kind}, the default here, because flax cannot trace it in init",
   )
   assert isinstance(nxp.create_sharded_model(plan).kernel, nnx.Param)
 

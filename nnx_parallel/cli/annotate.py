@@ -1,4 +1,4 @@
-"""`nnx-parallel annotate`: the shardings that a recipe's model has to state on Explicit axes, as a patch."""
+"""`nnx-parallel annotate`: a patch with the shardings that a recipe's model needs on Explicit axes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def register(commands: options.Commands) -> None:
     run,
     *("recipe", "--mesh", "--rules", "--batch"),
     help="write a patch that makes a recipe's model run on Explicit axes",
-    description="Prints a unified diff of the recipe's file with the out_sharding= arguments and"
-    " jax.sharding.reshard calls that its model and loss need on Explicit axes (the axes of jax.make_mesh),"
-    " without jax.sharding.auto_axes. Changes no file; apply it with git apply or patch -p1. Exit code 3: a"
-    " place remains, which is named on standard error.",
+    description="Prints a patch (a unified diff) for the recipe's file. The patch adds the out_sharding="
+    " arguments and the jax.sharding.reshard calls that the model and the loss need on Explicit axes (the"
+    " axes of jax.make_mesh) without jax.sharding.auto_axes. The command does not change the file; apply the"
+    " patch with git apply or patch -p1. The exit code is 3 if a place could not be annotated; standard error"
+    " names this place.",
   )
   parser.add_argument(
     "--module",
@@ -32,11 +33,11 @@ def register(commands: options.Commands) -> None:
     metavar="FILE",
     help="also change this file, which the recipe imports; may be repeated",
   )
-  parser.add_argument("--output", type=Path, metavar="FILE", help="write the patch here")
+  parser.add_argument("--output", type=Path, metavar="FILE", help="write the patch to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the patch; exit code 3: it is not complete."""
+  """Prints the patch; the exit code is 3 if the patch is not complete."""
   import nnx_parallel as nxp
   from nnx_parallel.loop.loader import load_recipe
 

@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     description="Parallelism for Flax NNX: any module, any mesh, one plan.",
     epilog="Start here: nnx-parallel plan text_lm --mesh data=2,fsdp=2,tensor=2\n"
     "Exit codes: 0 done, 1 error, 2 wrong usage, 3 the answer is no (does not fit, differs, damaged),\n"
-    "75 stopped by SIGTERM and saved, 130 Ctrl-C, 141 the reader of the output ended.",
+    "75 stopped by SIGTERM and saved, 130 Ctrl-C, 141 the program that reads the output ended.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   try:

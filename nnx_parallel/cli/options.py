@@ -48,7 +48,7 @@ def attention(text: str) -> str | int:
 
 
 def pipeline(text: str) -> Pipeline:
-  """An axis, then the virtual stages of a circular schedule and the order, if they are given, for argparse.
+  """An axis, and optionally the virtual stages of a circular schedule and the order, for argparse.
 
   Example:
     >>> pipeline("stage"), pipeline("stage:2").virtual_stages
@@ -73,7 +73,7 @@ def format_pipeline(found: Pipeline) -> str:
 
 
 def axis_or_pipeline(text: str) -> Pipeline | str:
-  """An axis, for which a search chooses the order; or a `pipeline`, for argparse."""
+  """An axis (the search chooses the order), or a `pipeline`, for argparse."""
   return pipeline(text) if ":" in text else text
 
 

@@ -31,7 +31,7 @@ def register(commands: options.Commands) -> None:
     "--pipeline",
     type=options.axis_or_pipeline,
     metavar="AXIS[:VIRTUAL_STAGES][:ORDER]",
-    help="also try pipelines over this mesh axis, in the order 1f1b unless another one is given (gpipe)",
+    help="also try pipelines over this mesh axis; with AXIS alone, the order is 1f1b",
   )
   add("--topology", required=True, metavar="NAME", help="e.g. tpu:v5p:4x4x8, gpu:h100:4x8")
   add(

@@ -223,7 +223,7 @@ class Bound:
         f"{what} cannot use {label}, which is sharded over {few(shared)} like the batch.",
         details=f"spec {sharding.spec}, batch over {self.axes}",
         fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
-        "or a mesh with Auto axes, and no pipeline=.",
+        "or use a mesh with Auto axes and no pipeline=.",
       )
 
   @property

@@ -26,9 +26,9 @@ class Generator:
 
   Attributes:
     options: the options of the generator.
-    layers: a text to print. It says how prompts are read with `prefill`, and describes the work of each
-      pipeline stage and, on a mesh with Explicit axes, the axes on which the program computes, as last
-      compiled or lowered.
+    layers: a text to print, about the program that was compiled or lowered last. It says how the program
+      reads prompts with `prefill`, what each pipeline stage does, and, on a mesh with Explicit axes, on which
+      axes the program computes.
   """
 
   def __init__(self, options: Options):
@@ -58,8 +58,8 @@ class Generator:
       key: `jax.random.key(...)`; required for sampling.
       requests: a number for each row, `(batch,)`, which is folded into the key of the row. A row with the
         same number and prompt gets the same tokens in any batch. None uses the index of the row.
-      prefix: integers `(n,)`, the tokens ahead of each prompt. They are read once, for one row on each shard,
-        and each row begins with their cache.
+      prefix: integers `(n,)`, the tokens that come before each prompt. One row on each shard reads them once,
+        and every row starts with the resulting cache.
 
     Returns:
       The new tokens of each row, and their number.
@@ -81,10 +81,10 @@ class Generator:
     prefix: AnyArray | None = None,
     every: int = 1,
   ) -> Iterator[tuple[int, np.ndarray]]:
-    """Continues each prompt, and gives the tokens to the host as they are made.
+    """Continues each prompt, and yields the tokens on the host as they are generated.
 
-    The tokens are those of a call. The caches of the model do not change: the program makes its own. While
-    the host reads some tokens, the devices compute the next.
+    The tokens are the same as the tokens of a call. The caches of the model do not change, because the
+    program makes its own caches. While the host reads some tokens, the devices compute the next ones.
 
     Args:
       model: as in a call.
@@ -93,21 +93,22 @@ class Generator:
       key: as in a call.
       requests: as in a call.
       prefix: as in a call.
-      every: the number of tokens of a row that are computed before the host gets them. A larger number takes
-        less time in total, and more until a token arrives.
+      every: the number of tokens of a row that are computed before the host gets them. With a larger number,
+        all tokens take less time in total, but the first tokens arrive later.
 
     Returns:
-      An iterator of pairs: the index of a prompt, and new tokens of it, an int32 array `(n,)` on the host. In
-      several processes, each gets all pairs.
+      An iterator of pairs: the index of a prompt, and its new tokens as an int32 array `(n,)` on the host. In
+      a job of several processes, each process gets all pairs.
 
     Raises:
-      DecodeError: as in a call; or the generator has beams or a pipeline, which do not give tokens in order.
+      DecodeError: as in a call; or the generator uses beam search or a pipeline, which cannot return tokens
+        before the end.
     """
     if isinstance(self.options.sampling, Beams) or self.options.layer_options.pipeline is not None:
       beams = isinstance(self.options.sampling, Beams)
       moved = "the weights of a pipeline move to their stages in each program, so one makes all tokens."
       raise DecodeError(
-        "beams change until the end, so no token can be given earlier." if beams else moved,
+        "beams change until the end, so no token can be returned earlier." if beams else moved,
         fix="generate(model, prompts)" + ("." if beams else "; or leave pipeline= out."),
       )
     check_count("every", every)
@@ -144,7 +145,8 @@ class Generator:
       model: a module, whose arrays may be abstract. `nxp.compile_report(generate, plan, batch=prompts)` makes
         such a module from a plan, also for a machine that you do not have.
       prompts: as in a call, or a `ShapeDtypeStruct`.
-      lengths: as in a call, or a `ShapeDtypeStruct`: with `prefill`, they take another program.
+      lengths: as in a call, or a `ShapeDtypeStruct`. With `prefill`, prompts with lengths need another
+        program.
 
     Returns:
       A `jax.stages.Lowered`; `.compile()` gives its text, memory and cost.
@@ -234,19 +236,20 @@ def generator(
     cache: for a model that takes its cache as an argument, a function `cache(batch, length)` that returns the
       empty cache, a pytree. Call `nxp.constrain` in this function to shard the cache.
       `call(model, tokens, position, cache)` then returns `(logits, cache)`.
-    prefill: the maximum number of prompt tokens that one call of the model reads (a chunk); the `n` of
-      `call` is at most this number. Without `lengths`, prompts are read in chunks of this number and a rest.
-      With `lengths`, chunks have this number of tokens, an eighth of it, and so on, and each row has its own
-      position: the model is called for one row, under `jax.vmap`, with its part of the cache. If the rows of
-      a cache cannot be told apart, or on pipeline stages, chunks are read up to the length of the shortest
-      prompt, and the rest token by token. `layers` of the generator says how. `nnx.MultiHeadAttention` needs
-      no changes; other attention layers must mask later tokens.
-    slots: the number of rows that are computed at a time, each with a separate cache and position
-      (continuous batching). When a row ends, its slot takes the next prompt, so there may be any number of
-      prompts, and no row waits for the longest row. With `prefill`, one slot on each shard of the slots
-      reads a chunk of its prompt between two tokens of the others. The model is called for one row, under
-      `jax.vmap`, so its caches must be for a batch of 1. With beams, the model is also called for one row.
-      Beams and slots cannot be combined.
+    prefill: the maximum number of prompt tokens that one call of the model reads (a chunk); the `n` of `call`
+      is at most this number. Without `lengths`, prompts are read in chunks of this size, and the remaining
+      tokens in one smaller chunk. With `lengths`, each row has its own position, and chunks have this size,
+      an eighth of it, and so on: the model is called for one row, under `jax.vmap`, with its part of the
+      cache. If the generator cannot find the rows of a cache, or on pipeline stages, it reads chunks up to
+      the length of the shortest prompt, and then token by token. The attribute `layers` of the generator says
+      how prompts are read. `nnx.MultiHeadAttention` needs no changes; other attention layers must mask later
+      tokens.
+    slots: the number of rows that are computed at a time, each with a separate cache and position (continuous
+      batching). When a row ends, its slot takes the next prompt, so there may be any number of prompts, and
+      no row waits for the longest row. With `prefill`, one slot on each shard reads a chunk of its prompt
+      between two tokens of the other slots. The model is called for one row, under `jax.vmap`, so its caches
+      must be for a batch of 1. With beams, the model is also called for one row. Beams and slots cannot be
+      combined.
     pipeline: the mesh axis of the pipeline stages, each of which holds some of the layers and their caches.
       The batch is divided into as many groups as there are stages. The groups circulate, so that each stage
       always works on one group. The model is called for one group, so its caches must be for a batch of that
@@ -304,7 +307,7 @@ def _checked_prefix(prefix: AnyArray) -> np.ndarray:
   if found.ndim != 1 or not found.size or not np.issubdtype(found.dtype, np.integer):
     raise DecodeError(
       f"the prefix is {found.dtype} of shape {found.shape}, not integers (n,).",
-      fix="the tokens ahead of all prompts, such as prefix=np.array([...]).",
+      fix="pass the tokens that come before all prompts, such as prefix=np.array([...]).",
     )
   return found.astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""The options of a generator, the arguments of its program, and how it reads prompts, as text."""
+"""The options of a generator, the arguments of its program, and a text about how it reads prompts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Options:
       )
     if pipeline.order != "gpipe":
       raise DecodeError(
-        f"order={pipeline.order!r} is the order of a train step: generation has no backward pass.",
+        f"order={pipeline.order!r} is an order for train steps, and generation has no backward pass.",
         fix=f"pipeline={pipeline.axis!r}",
       )
     if pipeline.virtual_stages > 1:
@@ -102,13 +102,15 @@ class Args(NamedTuple):
 
 @dataclasses.dataclass
 class Used(LayersUsed):
-  """How the layers of a generator were computed, and its prompts read; print it.
+  """How a generator computed its layers and read its prompts; print it.
 
   Attributes:
-    prompts: how many tokens of the prompts are read at once, and why not more; empty for one by one.
+    prompts: how many tokens of a prompt are read at once, and why not more; empty if prompts are read token
+      by token.
   """
 
   prompts: str = ""
 
   def __str__(self) -> str:
-    return (f"prompts: {self.prompts}\n" if self.prompts else "") + super().__str__()
+    layers = super().__str__()
+    return f"prompts: {self.prompts}\nlayers: {layers}" if self.prompts else layers

@@ -59,8 +59,8 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
 
   Raises:
     ShardingError: a Variable of `to` has no counterpart of its shape in `source`; the mesh axes do not divide
-      a batch; `to` is neither a plan nor a module; the call is inside a compiled program; or several
-      processes would send to other devices, which JAX does not do.
+      a batch; `to` is neither a plan nor a module; the call is inside a compiled program; or a job of several
+      processes would send arrays to other devices, which JAX does not support.
 
   Example:
     >>> import jax, nnx_parallel as nxp
@@ -120,9 +120,9 @@ def send(source: PyTree, to: nnx.Module | Plan) -> Sent[PyTree]:
 
 def _across_processes(details: str) -> ShardingError:
   return ShardingError(
-    f"JAX moves no array to other devices in a job of {jax.process_count()} processes.",
+    f"JAX cannot move arrays to other devices in a job of {jax.process_count()} processes.",
     details=details,
-    fix="put both models on all devices; or save a checkpoint, and restore it on the other mesh.",
+    fix="put both models on all devices, or save a checkpoint and restore it on the other mesh.",
   )
 
 

@@ -62,10 +62,11 @@ class Annotation:
   """What `annotate` found.
 
   Attributes:
-    patch: the changes, as a unified diff; empty if the model needs none.
+    patch: the changes as a unified diff; empty if the model needs no changes.
     texts: the changed text of each file.
-    missing: the places that could not be annotated, with the reason: jax stops at the first one.
-    notes: what the patch costs: the places where it gathers the batch.
+    missing: the place that could not be annotated, with the reason. There is at most one, because jax stops
+      there.
+    notes: the places where the patch gathers the batch, which costs communication and memory.
   """
 
   patch: str
@@ -88,27 +89,27 @@ def annotate(
   loss: str = "loss",
   modules: Iterable[str | os.PathLike[str]] = (),
 ) -> Annotation:
-  """Writes the shardings that a model has to state on Explicit axes, as a patch of its file.
+  """Writes a patch that adds to a model's file the shardings that Explicit axes require.
 
-  The patch adds `out_sharding=` arguments and calls of `jax.sharding.reshard`. A model with these runs on
-  Explicit axes in plain jax and flax, and needs no `jax.sharding.auto_axes`; on Auto axes, jax refuses it.
-  Nothing is written to the file.
+  The patch adds `out_sharding=` arguments and calls of `jax.sharding.reshard`. The patched model runs on
+  Explicit axes in plain jax and flax, without `jax.sharding.auto_axes`; on Auto axes, jax refuses it. The
+  function itself does not change the file.
 
   Args:
-    file: the Python file that defines `init` and `loss`, which is changed.
+    file: the Python file that defines `init` and `loss`. The patch changes this file.
     mesh: a mesh, real or abstract, with axes of any type.
     rules: how names or paths map to mesh axes, as for `nxp.plan`.
     batch: a batch of arrays or `ShapeDtypeStruct`s.
     init: the name of the function that makes the model.
     loss: the name of the function `loss(model, batch)`.
-    modules: other files to change, which the file imports, such as the file of the model.
+    modules: other files that the patch may change and that the file imports, such as the file of the model.
 
   Returns:
-    The patch, and the places that it leaves open.
+    The patch, and the places that could not be annotated.
 
   Raises:
     RecipeError: the file does not define the functions.
-    TrainError: the plan pads an array, which no type can say.
+    TrainError: the plan pads an array, which is not possible on Explicit axes.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -164,7 +165,7 @@ class _Traced:
     for row in rows.values():
       if any(row.padding):
         raise TrainError(
-          f"the plan pads {row.name}, and on Explicit axes an array has no hidden padding.",
+          f"the plan pads {row.name}, and arrays on Explicit axes cannot have hidden padding.",
           details=f"shape {row.shape}, stored as {row.storage_shape}",
           fix='uneven="next" or "replicate" instead of "pad".',
         )
@@ -325,7 +326,7 @@ class _Finder:
       return result
     where = self._program.of(site).where(site)
     more = (
-      self._why(function) + _elsewhere(refusal) or "\n  Fix: rules that leave the arrays of this line whole"
+      self._why(function) + _elsewhere(refusal) or "\n  Fix: use rules that replicate the arrays of this line"
     )
     raise _Refused(_said(where, refusal) + more) from refusal
 
@@ -445,7 +446,7 @@ class _Finder:
       refusal = error.__cause__ if isinstance(error, TrainError) and error.__cause__ else error
       if not _is_refusal(refusal):
         raise
-      fix = "Fix: rules that leave the arrays of this line whole; or x = x @ w in place of x @= w"
+      fix = "Fix: use rules that replicate the arrays of this line; or x = x @ w in place of x @= w"
       return (f"{_said((program or self._program).on_stack(refusal), refusal)}\n  {fix}",)
     finally:
       self._mode = ""

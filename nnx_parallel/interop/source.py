@@ -209,7 +209,7 @@ class Program:
     if any(isinstance(node, ast.ImportFrom) and node.level for node in nodes):
       raise RecipeError(
         f"{sources[0].path} has relative imports, so it does not run alone.",
-        fix="from package.module import ..., with the names of the package.",
+        fix="write absolute imports: from package.module import ...",
       )
     return cls(sources)
 

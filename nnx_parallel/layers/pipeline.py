@@ -4,7 +4,7 @@ A *tick* is one scan step, in which each stage computes one *chunk* of its layer
 have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
 every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
 saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
-grows with the number of microbatches; `pipeline_1f1b.py` has the order in which it does not.
+grows with the number of microbatches. In the order of `pipeline_1f1b.py`, memory does not grow with it.
 
 Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
 microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
@@ -38,9 +38,9 @@ from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
 Order: TypeAlias = Literal["gpipe", "1f1b"]
-"""The order of forward and backward in a train step; see `Pipeline`."""
+"""The order of the forward and backward passes in a train step; see `Pipeline`."""
 GROUPS = 3
-"""How many groups are under way in 1F1B: one forward, one backward, the first microbatches of the next."""
+"""The number of groups under way in 1F1B: one forward, one backward, and the start of the next group."""
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 """`(carry, rows, state, shared arrays, gathered arrays) -> (carry, state, results)`."""
 
@@ -53,13 +53,14 @@ class Pipeline:
     axis: the mesh axis of the stages.
     virtual_stages: the number of chunks of layers on each stage. More than one chunk is a circular
       (interleaved) schedule, which has a smaller bubble and sends more.
-    order: the order of forward and backward in a train step. `"gpipe"`: all microbatches forward, then all
-      backward, so a stage saves an input for each microbatch and chunk. `"1f1b"`: forward and backward in
-      turn, for groups of one microbatch for each stage, so a stage saves the inputs of at most
-      `3 * stages * virtual_stages` chunks, however many microbatches there are. Both have the same bubble.
+    order: the order of the forward and backward passes in a train step. With `"gpipe"`, all microbatches pass
+      forward before the first one passes backward, so a stage saves one input for each microbatch and chunk.
+      With `"1f1b"`, groups of microbatches (one for each stage) pass forward and backward in turn, so a stage
+      saves the inputs of at most `3 * stages * virtual_stages` chunks, however many microbatches there are.
+      Both orders have the same bubble.
 
   Raises:
-    SchemeError: an unknown order.
+    SchemeError: the order is unknown.
 
   Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473.
 
@@ -80,13 +81,13 @@ class Pipeline:
       )
 
   def saved_inputs(self, schedule: Schedule) -> int:
-    """The number of inputs of chunks that each stage saves for the backward pass.
+    """Returns the number of chunk inputs that each stage saves for the backward pass.
 
     Args:
       schedule: the timetable.
 
     Returns:
-      A number of inputs; each is the activations of one microbatch.
+      The number of inputs. Each input is the activations of one microbatch.
 
     Example:
       >>> import nnx_parallel as nxp

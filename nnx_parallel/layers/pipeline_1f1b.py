@@ -1,4 +1,4 @@
-"""A loss as a pipeline that computes gradients while later microbatches are still on their way (1F1B).
+"""Computes a loss in a pipeline, and its gradients while later microbatches still pass forward (1F1B).
 
 `TrainPipeline` computes all microbatches forward and then all backward, so each stage saves an input for each
 of them. Here, forward and backward alternate, group by group (a group has one microbatch for each stage):
@@ -11,7 +11,7 @@ of them. Here, forward and backward alternate, group by group (a group has one m
     drain:       the last `stages - 1` ticks backward
 
 At most three groups are under way, so a stage saves the inputs of `3 * stages * virtual_stages` chunks,
-however many microbatches there are. The ticks, and so the bubble, are the ticks of GPipe.
+however many microbatches there are. GPipe has the same number of ticks, and so the same bubble.
 
 The rule of `jax.custom_vjp` that is defined here computes the gradients in the forward pass: the loss is a
 sum over microbatches, so the gradients wait only for a factor.
@@ -76,7 +76,7 @@ class Under(NamedTuple):
 
 
 class Pipeline1F1B(TrainPipeline):
-  """A traced loss of one microbatch as a pipeline whose saved arrays do not grow with the microbatches.
+  """A traced loss as a pipeline whose saved arrays do not grow with the number of microbatches.
 
   The first result of the program is the loss. Only the loss has a gradient, in reverse mode.
   """

@@ -188,7 +188,7 @@ class TrainPipeline(AroundLayers):
     stages = size_along(mesh, options.axis)
     if options.order == "1f1b" and stages == 1:
       raise SchemeError(
-        'order="1f1b" needs 2 stages at least.',
+        'order="1f1b" needs at least 2 stages.',
         details=f"the mesh axis {options.axis!r} has size 1",
         fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
       )

@@ -148,7 +148,7 @@ def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
     unknown = unknown_names(names, given)
     names = tuple(None if name in unknown else name for name in names)
   reason = f"rule {abbreviated(rule.pattern)!r}: {'replicated' if names is None else _shown(names)}"
-  before = "no annotation" if short is None else f"its metadata {show_names(short)} names not all dims"
+  before = "no annotation" if short is None else f"its metadata {show_names(short)} does not name all dims"
   step = f"{before}; path rule {rule.pattern!r}: {names or 'replicated'}"
   return Named(names, logical, "path rule", reason, step)
 

@@ -64,7 +64,7 @@ def layout_of_matrices(shape: Shape, mesh: Mapping[str, int]) -> tuple[Partition
   why = f"{shape[0]} whole {'matrix' if shape[0] == 1 else 'matrices'}"
   why += f" on {devices} devices" if devices > 1 else ""
   idle = devices - -(-shape[0] // -(-shape[0] // devices))
-  why += f", {idle} of them without any" if idle else ""
+  why += f", {idle} of them without a matrix" if idle else ""
   return PartitionSpec(axes or None, *[None] * rest), (padding, *[0] * rest), why
 
 

@@ -240,12 +240,14 @@ def plain_variables() -> contextlib.AbstractContextManager[object]:
 
 
 def variable_notes() -> list[str]:
-  """A note if flax's defaults are other Variables than a plan makes."""
+  """A note if flax makes other Variables by default than a plan does."""
   defaults = nnx.var_defaults()
   kinds = [kind for kind in ("hijax", "ref") if getattr(defaults, kind)]
   if not kinds:
     return []
-  return [f"Variables are made without {', '.join(kinds)}, the default here, which flax cannot trace in init"]
+  return [
+    f"Variables are made without {', '.join(kinds)}, the default here, because flax cannot trace it in init"
+  ]
 
 
 _STATIC = re.compile(
@@ -262,7 +264,7 @@ def _of_static_attribute(said: str, kind: str, name: str, owner: str) -> PlanErr
     return PlanError(
       f"{owner}.{name} got {with_article(kind)}, after another value that flax takes for a static attribute.",
       details=said,
-      fix=f"self.{name} = nnx.data(...) in {owner}, also where it is None or a number first.",
+      fix=f"self.{name} = nnx.data(...) in {owner}, also where it is first set to None or a number.",
     )
   return PlanError(
     f"{owner}.{name} is a {kind} that holds modules, Variables or arrays, and flax does not look into it.",

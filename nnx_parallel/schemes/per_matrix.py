@@ -1,7 +1,7 @@
 """Optimizers of whole matrices (Muon, Shampoo, SOAP) on any layout of the parameters.
 
-Such an optimizer multiplies or factors each gradient as a whole, but a layout gives each device a part of it.
-`per_matrix` exchanges the parts, so that each device holds some matrices as a whole.
+Such an optimizer multiplies or factors each gradient as a whole, but a layout may shard the gradient.
+`per_matrix` exchanges the shards, so that each device holds some whole matrices.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ from nnx_parallel.layout.sharded_optimizer import Placement, placement_in_use
 def per_matrix(
   tx: optax.GradientTransformation, dims: Callable[[PyTree], PyTree] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Gives whole matrices to an optimizer such as Muon or Shampoo, and spreads them over all devices.
+  """Gives whole matrices to an optimizer such as Muon or Shampoo, and distributes them over all devices.
 
   Muon, Shampoo and SOAP multiply or factor the gradient of each matrix as a whole. If a layout shards the
   matrices, the compiler gathers them, and all devices compute the same products. With this wrapper, matrices
   of equal size and dtype form a group, and each device computes an equal number of whole matrices of the
-  group. One all-to-all per group brings the parts of the gradients to these devices, and another one returns
-  the updates. The state of a matrix stays on its device: the plan shards the state over all mesh axes, with
-  padding. If a group has fewer matrices than the mesh has devices, the plan says how many devices have none.
+  group. One all-to-all per group brings the parts of the gradients to these devices, and a second all-to-all
+  returns the updates. The state of a matrix stays on the device that computes it: the plan shards the state
+  over all mesh axes, with padding. If a group has fewer matrices than the mesh has devices, the plan says how
+  many devices have no matrix.
 
-  `tx` gets each matrix alone. So a norm in it is the norm of one matrix; put `optax.clip_by_global_norm`
-  around the wrapper. Counts, schedules and random keys in it exist once for each matrix. If it reads the
-  parameters (weight decay), these travel too; `optax.add_decayed_weights` after the wrapper avoids this.
-  Without a plan, or on one device, nothing travels.
+  `tx` gets one matrix at a time. A norm in `tx` is therefore the norm of one matrix; put
+  `optax.clip_by_global_norm` around the wrapper. Counts, schedules and random keys in `tx` exist once for
+  each matrix. If `tx` reads the parameters (weight decay), the parameters are exchanged too;
+  `optax.add_decayed_weights` after the wrapper avoids this. Without a plan, or on one device, nothing is
+  exchanged.
 
   Args:
-    tx: the transformation. It also gets the parameters that are not matrices, in their own layout. With
-      `optax.partition`, other parameters and embeddings can have a different one.
+    tx: the transformation. It also gets the parameters that are not matrices, in their own layout. To use
+      another transformation for these parameters or for embeddings, put `optax.partition` around the wrapper.
     dims: a function from the parameters to a tree with an `optax.contrib.MuonDimensionNumbers` for each array
       of matrices, and None for every other array, as in `optax.contrib.muon`. Dims that are neither rows nor
       columns count matrices. By default, arrays with two dims are matrices.
@@ -58,7 +60,7 @@ def per_matrix(
     A transformation for `plan(optimizer=...)`.
 
   Raises:
-    SchemeError: there is no matrix, `dims` does not fit an array, or `update` is called in a `shard_map`.
+    SchemeError: there is no matrix, `dims` does not fit an array, or `update` is called inside a `shard_map`.
 
   Example:
     >>> import optax, nnx_parallel as nxp
@@ -80,7 +82,7 @@ def per_matrix(
       raise SchemeError(
         "per_matrix got no matrix.",
         details=f"shapes {[jnp.shape(x) for x in leaves][:5]}",
-        fix="use the transformation without per_matrix, or dims= for matrices in arrays of more dims.",
+        fix="use the transformation without per_matrix, or pass dims= for matrices in arrays of more dims.",
       )
     states = {name: jax.vmap(inner.init)(group.gather(group.of(leaves))) for name, group in groups.items()}
     rest = _rest(params, groups)

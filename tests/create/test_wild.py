@@ -187,7 +187,7 @@ def test_a_module_after_none_is_an_error_with_the_mend():
     "Attributes.head got a Linear, after another value that flax takes for a static attribute.\n"
     "  Cannot assign data value of type '<class 'flax.nnx.nn.linear.Linear'>' to static attribute 'head' of"
     f" Pytree type '<class '{__name__}.Attributes'>'\n"
-    "  Fix: self.head = nnx.data(...) in Attributes, also where it is None or a number first."
+    "  Fix: self.head = nnx.data(...) in Attributes, also where it is first set to None or a number."
   )
 
 

@@ -281,7 +281,9 @@ def test_a_place_that_cannot_be_annotated_is_named(code, tmp_path):
   (text,) = found.missing
   for part in OPEN[code]:
     assert part in text
-  assert text.endswith("Fix: rules that leave the arrays of this line whole; or x = x @ w in place of x @= w")
+  assert text.endswith(
+    "Fix: use rules that replicate the arrays of this line; or x = x @ w in place of x @= w"
+  )
 
 
 MAIN = """from nets import model

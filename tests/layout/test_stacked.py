@@ -102,7 +102,7 @@ def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer(
   assert plan["up.kernel"].spec == Spec(None, "fsdp", "tensor")
   assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == Spec(None, "fsdp", "tensor")
   assert plan.notes == ()
-  assert "its metadata ('embed', 'mlp') names not all dims; path rule 'up.kernel'" in plan.explain(
+  assert "its metadata ('embed', 'mlp') does not name all dims; path rule 'up.kernel'" in plan.explain(
     "up.kernel"
   )
 

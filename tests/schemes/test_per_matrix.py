@@ -282,7 +282,7 @@ def test_the_plan_says_where_the_matrices_are():
   assert (square.shape, square.padding) == ((6, 16, 16), (2, 0, 0))
   assert (long.shape, long.padding) == ((3, 32, 32), (5, 0, 0))
   assert square.spec == jax.P(("data", "fsdp", "tensor"), None, None)
-  assert square.decision.reason == "6 whole matrices on 8 devices, 2 of them without any"
+  assert square.decision.reason == "6 whole matrices on 8 devices, 2 of them without a matrix"
   assert square.bytes_per_device == 16 * 16 * 4
   again = nxp.Plan.from_json(plan.to_json(), mesh=plan.mesh, init=plan.init, optimizer=plan.tx)
   assert again[square.name].spec == square.spec

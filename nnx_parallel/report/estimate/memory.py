@@ -39,7 +39,7 @@ class MemoryPlan(Shown):
     largest: the largest leaves of the state in device memory: (name, bytes per device).
     host_bytes: the optimizer state in host memory, in bytes per device; `need_bytes` does not include it.
     schedule: the schedule of the pipeline, or None.
-    saved_inputs: the number of inputs of chunks that each of its stages saves for the backward pass.
+    saved_inputs: the number of chunk inputs that each stage of the pipeline saves for the backward pass.
     microbatches: the number of microbatches of the batch.
     remat: the remat policy: which activations the layers save for the backward pass.
     chip: the chip with whose memory the plan is compared, or None.

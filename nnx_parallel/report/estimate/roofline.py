@@ -112,14 +112,14 @@ class StepTime(Shown):
 
   @property
   def binds(self) -> str:
-    """The term that sets the time, which is `compute`, `memory`, or the axis that is waited for."""
+    """The term that sets the time (`compute`, `memory`, or the axis that is waited for)."""
     terms = self.terms()
     terms |= {f"{axis} (waiting)": seconds for axis, seconds in self.waiting.items()}
     return max(terms, key=lambda name: terms[name])
 
   @property
   def mfu(self) -> float:
-    """The model FLOP utilisation, which is `model_flops` divided by the peak FLOPs in that time."""
+    """The model FLOP utilisation (`model_flops` divided by the peak FLOPs in the time of the step)."""
     return self.model_flops / (self.peak * self.seconds) if self.seconds else 0.0
 
   def table(self) -> Table:
