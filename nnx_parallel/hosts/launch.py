@@ -277,18 +277,24 @@ class _Attempt:
       self.end_by = time.monotonic() + 1
 
   def _ended(self) -> Worker | None:
-    """The first process that was not known to have ended, with an error."""
-    first: Worker | None = None
+    """The first process that was not known to have ended, with an error.
+
+    Several may have ended since the last look. Then a process that was killed comes first: the others fail
+    within a tenth of a second, because it no longer answers.
+    """
+    ended: list[Worker] = []
     for worker in self.workers:
-      if worker.code is not None or (code := worker.supervisor.poll()) is None:
-        continue
-      worker.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
-      worker.signal(signal.SIGKILL)  # processes that it started and left behind
-      while self._show(worker, hold=first is not None):
+      if worker.code is None and (code := worker.supervisor.poll()) is not None:
+        worker.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
+        worker.signal(signal.SIGKILL)  # processes that it started and left behind
+        ended.append(worker)
+    first = min((worker for worker in ended if worker.code), key=_order_of_failure, default=None)
+    ended.sort(key=lambda worker: worker is not first)
+    for worker in ended:
+      hold = first is not None and worker is not first
+      while self._show(worker, hold=hold):
         pass
-      self._show_later(worker, hold=first is not None)
-      if worker.code and (first is None or first.code == STOPPED):
-        first = worker
+      self._show_later(worker, hold=hold)
     return first
 
   def _fail(self, worker: Worker, code: int, how: str) -> None:
@@ -425,6 +431,16 @@ def free_port() -> int:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     return probe.getsockname()[1]
+
+
+def _order_of_failure(worker: Worker) -> int:
+  """Sorts processes that ended at the same time: killed, failed, aborted by JAX, stopped in order."""
+  code = worker.code or 0
+  if code == STOPPED:
+    return 3
+  if code == 128 + signal.SIGABRT:
+    return 2
+  return int(code <= 128)
 
 
 def describe(code: int) -> str:

@@ -101,6 +101,26 @@ def test_a_killed_process_is_named():
   assert describe(255) == "exit code 255"
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_comes_before_its_peers_that_end_at_the_same_time(killed):
+  lines: list[str] = []
+
+  def write(line):
+    lines.append(line)
+    time.sleep(2 if "both end" in line else 0)  # so that both have ended at the next look
+
+  body = f"""
+    if rank != {killed}:
+      print("both end", flush=True)
+      sys.exit(1)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+  """
+  code = launch(Job(python(body), processes=2), write)
+  assert code == 137
+  assert any(line.startswith(f"-- process {killed} failed first: killed by SIGKILL") for line in lines)
+
+
 def test_a_program_that_does_not_exist():
   lines: list[str] = []
   assert launch(Job(["/no/such/program"]), lines.append) == 127
