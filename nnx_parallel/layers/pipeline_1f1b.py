@@ -30,7 +30,7 @@ from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import among, dependents, is_inexact
 from nnx_parallel.core.types import AnyArray, PyTree, Var
 from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swapped, where
-from nnx_parallel.layers.stacks import Key, each_of, variables
+from nnx_parallel.layers.stacks import Key, by_variable, each_of, variables
 from nnx_parallel.layers.stages import TrainPipeline
 
 PIPELINE_RULE = "pipeline_1f1b"
@@ -120,7 +120,9 @@ class _Gradients:
     fixed: the values that do not depend on the batch.
     outer: those of them that have gradients and are read once, not by layer: of the embedding, of the head,
       and the values that are the same for all layers.
-    trains: the rows of the layers that have gradients; `rows` has the others.
+    trains: the rows of the layers that have gradients.
+    state: the rows of the layers that the layers change, `[stages, virtual_stages, chunk, ...]`.
+    rows: the remaining rows, with the same dims.
     sent: the inputs that all layers of a microbatch read, and that depend on the batch: they travel with it.
     shared: the inputs that all layers read and that are in `outer`, by their position there.
     wanted: the results of the program that differ by microbatch.
@@ -168,11 +170,10 @@ class _Gradients:
     self.loop = PipelineLoop(of.schedule, of.options.axis, of.mesh, of.layer(known, of.made_outside))
     self.batch_variables = [*varying]
     self.batch = [self.loop.split_microbatches(x) for x in varying.values()]
-    self.rows = {
-      key: swapped(of.split_row(self.loop, key, self.fixed))
-      for key in self.stack.rows
-      if key not in self.trains
-    }
+    still = [key for key in self.stack.rows if key not in self.trains]
+    rows = {key: swapped(of.split_row(self.loop, key, self.fixed)) for key in still}
+    self.state = {key: rows.pop(key) for key in of.of_layers}
+    self.rows = rows
     self.active = np.swapaxes(self.loop.active, 0, 1)
 
   def run(self) -> tuple[list[jax.Array], dict[int, jax.Array]]:
@@ -207,7 +208,7 @@ class _Gradients:
       of_next = at(self.batch, jnp.minimum(g + 1, plan.groups - 1))
       entering, bridge = loop.by_stage(self._enter)(weights.outer, of_next)
       under = self._forward(under, weights, g * length + plan.stages - 1 + full, entering, idle)
-      results, (outer, of_bridge, of_carry, of_made) = loop.by_stage(self._leave_and_return)(
+      results, (outer, of_bridge, of_carry, of_made) = loop.by_stage(self._leave)(
         weights.outer, at(self.batch, g), under.bridge, loop.left(under.forward), self._made_of(under, g)
       )
       under = self._with_made_gradients(under, g, of_made)._replace(gradients=_added(under.gradients, outer))
@@ -225,8 +226,7 @@ class _Gradients:
     plan, loop = self.of.schedule, self.loop
     slots = self.groups * plan.stages * plan.virtual_stages
     stages = np.arange(plan.stages)
-    state = {key: self.rows[key] for key in self.of.of_layers}
-    first = loop.by_stage(at)(state, 0 * stages)
+    first = loop.by_stage(at)(self.state, 0 * stages)
     _, _, made = jax.eval_shape(self._chunks, weights, idle, first, 0 * stages)
 
     def in_slots(x: jax.Array) -> jax.Array:
@@ -238,7 +238,7 @@ class _Gradients:
     return Under(
       forward=Belt(idle, idle, idle, idle),
       backward=Belt(*[zeros[0]] * 4),
-      state=state,
+      state=self.state,
       saved=jax.tree.map(in_slots, (idle, first)),
       made=made,
       made_gradients=zeros[1],
@@ -294,9 +294,8 @@ class _Gradients:
       ) -> tuple[PyTree, PyTree]:
         slot = self._slot(microbatch, repeat)
         saved, of_made = loop.by_stage(at)((under.saved, under.made_gradients), slot)
-        rest = {key: x for key, x in self.rows.items() if key not in self.of.of_layers}
         result, rows, outer = loop.by_stage(self._chunk_back)(
-          given, of_made, saved, weights, rest, self.active, repeat
+          given, of_made, saved, weights, self.rows, self.active, repeat
         )
         outer = _added(gradients, loop.by_stage(_where_else_zero)(works, outer)).outer
         return result, Weights(loop.by_stage(_add_where)(gradients.rows, repeat, works, rows), outer)
@@ -340,29 +339,17 @@ class _Gradients:
     bridge: list[jax.Array],
     carry: PyTree,
     made: dict[Key, jax.Array],
-  ) -> tuple[jax.Array, list[jax.Array]]:
-    """The loss, and all wanted results, from the results of the layers."""
-    values = self._values(outer, batch) | dict(zip(self.bridge, bridge, strict=True))
-    values |= {var: carry[0][n] for var, n in self.stack.final.items()}
-    for key, x in made.items():
-      some = self.stack.made[key]
-      values |= {var: x[u] for u, var in enumerate(some)} if isinstance(some, list) else {some: x}
-    self.of.evaluate(self.of.after, values)
-    return read(self.of.outputs[0], values), [read(var, values) for var in self.wanted]
-
-  def _leave_and_return(
-    self,
-    outer: dict[int, jax.Array],
-    batch: list[jax.Array],
-    bridge: list[jax.Array],
-    carry: PyTree,
-    made: dict[Key, jax.Array],
   ) -> tuple[list[jax.Array], PyTree]:
     """The wanted results, and the gradients of the loss, for the arguments but the batch."""
 
-    def leave(outer: PyTree, *floats: PyTree) -> PyTree:
-      given = [_with(tree, some) for tree, some in zip((bridge, carry, made), floats, strict=True)]
-      return self._leave(outer, batch, *given)
+    def leave(outer: PyTree, *floats: PyTree) -> tuple[jax.Array, list[jax.Array]]:
+      parts = [_with(tree, some) for tree, some in zip((bridge, carry, made), floats, strict=True)]
+      values = self._values(outer, batch) | dict(zip(self.bridge, parts[0], strict=True))
+      values |= {var: parts[1][0][n] for var, n in self.stack.final.items()}
+      for key, x in parts[2].items():
+        values |= by_variable(self.stack.made[key], x)
+      self.of.evaluate(self.of.after, values)
+      return read(self.of.outputs[0], values), [read(var, values) for var in self.wanted]
 
     floats = map(_floats, (bridge, carry, made))
     loss, pull, results = jax.vjp(leave, outer, *floats, has_aux=True)
@@ -395,7 +382,7 @@ class _Gradients:
   ) -> tuple[PyTree, PyTree, PyTree]:
     """The chunks of all stages, `[stages, ...]`: results, changed state, and the layers' other results."""
     shared = {key: weights.outer[n] for key, n in self.shared.items()}
-    rows = weights.rows | {key: x for key, x in self.rows.items() if key not in self.of.of_layers}
+    rows = weights.rows | self.rows
     none = np.zeros(self.of.schedule.stages, np.int32)
     return self.loop.by_stage(self.loop.chunk)(given, state, rows, self.active, repeat, shared, {}, none)
 

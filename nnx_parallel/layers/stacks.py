@@ -454,6 +454,11 @@ def each_of(some: EachLayer) -> list[Var]:
   return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
 
 
+def by_variable(some: EachLayer, x: jax.Array) -> Values:
+  """A result of all layers, `[layers, ...]`, as the values of its variables."""
+  return {var: x[u] for u, var in enumerate(some)} if isinstance(some, list) else {some: x}
+
+
 def variables(some: Iterable[Var]) -> Iterator[Var]:
   """The variables that are not constants."""
   return (var for var in some if not is_literal(var))

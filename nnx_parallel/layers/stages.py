@@ -29,7 +29,7 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
 from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
-from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of, variables
+from nnx_parallel.layers.stacks import Key, Stacks, Treatment, by_variable, each_of, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,8 +276,7 @@ class TrainPipeline(AroundLayers):
     """The final values of the arrays that the layers change."""
     changed: Values = {}
     for key, new in state.items():
-      new, out = piped.joined_layers(new), self.stack.made[self.of_layers[key]]
-      changed |= {var: new[u] for u, var in enumerate(out)} if isinstance(out, list) else {out: new}
+      changed |= by_variable(self.stack.made[self.of_layers[key]], piped.joined_layers(new))
     return changed
 
   def result(

@@ -13,6 +13,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 from tests.decode import test_generate as plain
+from tests.decode import test_stages as stages
 from tests.decode.test_rows import Calls
 
 NEW, WIDTH, BATCH, VOCABULARY, FEATURES = 5, 41, 8, plain.VOCABULARY, plain.FEATURES
@@ -30,36 +31,11 @@ class Listed(plain.Model):
       block.attention.init_cache((rows, WIDTH + NEW, FEATURES))
 
 
-class Stacked(nnx.Module):
-  """Stacked layers, whose caches have their rows in dim 1, and learned positions, counted in a cache."""
+class Stacked(stages.Stacked):
+  """Two stacked layers; `rows` is the batch of the caches."""
 
   def __init__(self, rows):
-    rngs = nnx.Rngs(2)
-    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
-    self.places = nnx.Param(jax.random.normal(rngs.params(), (WIDTH + NEW, FEATURES)))
-    self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
-
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def make(rngs):
-      block = plain.Block(rngs)
-      block.attention.init_cache((rows, WIDTH + NEW, FEATURES))
-      return block
-
-    self.blocks = make(rngs)
-    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs, kernel_init=nnx.initializers.normal(1.0))
-
-  def __call__(self, tokens):
-    count = tokens.shape[1]
-    places = jax.lax.dynamic_slice_in_dim(self.places[...], self.seen[...], count)
-    x = self.embed(tokens) + places[None]
-    self.seen[...] += count
-
-    @nnx.scan
-    def run(x, block):
-      return block(x), None
-
-    return self.head(run(x, self.blocks)[0])
+    super().__init__(rows, 2, WIDTH + NEW)
 
 
 class Recurrent(nnx.Module):

@@ -44,19 +44,19 @@ class Listed(plain.Model):
 
 
 class Stacked(nnx.Module):
-  """Stacked layers, and a count of tokens outside of them."""
+  """Stacked layers, whose caches have their rows in dim 1, and a count of tokens outside of them."""
 
-  def __init__(self, rows, depth):
+  def __init__(self, rows, depth, length=LENGTH):
     rngs = nnx.Rngs(2)
     self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
-    self.places = nnx.Param(jax.random.normal(rngs.params(), (LENGTH, FEATURES)))
+    self.places = nnx.Param(jax.random.normal(rngs.params(), (length, FEATURES)))
     self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
 
     @nnx.split_rngs(splits=depth)
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
     def make(rngs):
       block = plain.Block(rngs)
-      block.attention.init_cache((rows, LENGTH, FEATURES))
+      block.attention.init_cache((rows, length, FEATURES))
       return block
 
     self.blocks = make(rngs)
