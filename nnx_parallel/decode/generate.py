@@ -129,10 +129,12 @@ class Generator:
     sampling = self.options.sampling
     if key is None and isinstance(sampling, Sampling) and sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
+    if key is not None and not isinstance(key, jax.Array):
+      raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
     ahead = None if prefix is None else _checked_prefix(prefix)
     bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
-    given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests, key)]
-    given.append(None if ahead is None else bound.place(ahead, by_row=False))
+    given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests)]
+    given += [None if x is None else bound.place(x, by_row=False) for x in (key, ahead)]
     defaults = bound.defaults(prompts.shape)
     return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 

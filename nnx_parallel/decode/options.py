@@ -35,9 +35,10 @@ class Options:
   layer_options: LayerOptions
 
   def __post_init__(self) -> None:
-    for name in ("max_new_tokens", "prefill", "slots"):
-      if (count := getattr(self, name)) is not None:
-        check_count(name, count)
+    check_count("max_new_tokens", self.max_new_tokens)
+    check_count("prefill", self.prefill)
+    if self.slots is not None:
+      check_count("slots", self.slots)
     wrong = [x for x in self.stop if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
     if wrong:
       raise DecodeError(

@@ -74,6 +74,8 @@ def per_matrix(
 
   Sources: "Muon is Scalable for LLM Training", arXiv:2502.16982; Distributed Shampoo, arXiv:2309.06497.
   """
+  if dims is not None and not callable(dims):
+    raise SchemeError(f"dims={dims!r} is not a function of the parameters.", fix=_DIMS)
   inner = accept_extra(tx)
 
   def init(params: PyTree) -> PerMatrixState:
@@ -119,6 +121,9 @@ def per_matrix(
     return jax.tree.unflatten(jax.tree.structure(grads), updates), PerMatrixState(states, other)
 
   return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+_DIMS = "dims=lambda parameters: jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1), parameters)"
 
 
 class _Cut(NamedTuple):
@@ -346,6 +351,8 @@ def _cut(
   sizes: Mapping[str, int],
 ) -> tuple[tuple[int, ...], _Cut]:
   """The order of the dims of an array of matrices, and how each matrix is cut."""
+  if not isinstance(numbers, MuonDimensionNumbers):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise SchemeError(f"dims gave {numbers!r} for an array of shape {shape}.", fix=_DIMS)
   rows, columns = ([dim % len(shape) for dim in np.atleast_1d(dims).tolist()] for dims in numbers)
   matrix = (*rows, *columns)
   order = (*(dim for dim in range(len(shape)) if dim not in matrix), *matrix)

@@ -328,6 +328,9 @@ WRONG = {
   ),
   "module": (lambda: nxp.generator(1)(nnx.state(Counting()), ONES), "not a live module"),
   "nothing new": (lambda: nxp.generator(0), "max_new_tokens=0"),
+  "no count": (lambda: nxp.generator(None), "max_new_tokens=None"),
+  "a fraction": (lambda: nxp.generator(1, prefill=2.5), "prefill=2.5"),
+  "seed": (lambda: nxp.generator(1, sampling=DRAWN)(Counting(), ONES, key=0), "key=0 is not a key"),
   "side": (lambda: nxp.generator(1, padding="both"), "is not a side"),
   "cache": (lambda: nxp.generator(1, cache=ring), "no call= takes it"),
   "temperature": (lambda: nxp.Sampling(temperature=-1.0), "temperature=-1.0 is out of range"),
@@ -356,6 +359,14 @@ def test_rows_that_do_not_split():
   model = nxp.create_sharded_model(Counting, nxp.make_mesh(data=8), [nxp.replicate()])
   with pytest.raises(nxp.errors.DecodeError, match="2 prompts cannot be split over 8 shards"):
     nxp.generator(1)(model, ONES)
+
+
+def test_a_raw_key_is_not_split_as_rows_are():
+  model = nxp.create_sharded_model(Counting, nxp.make_mesh(data=8), [nxp.replicate()])
+  prompts = np.tile(ONES, (4, 1))
+  generate = nxp.generator(2, sampling=DRAWN)
+  raw, typed = (generate(model, prompts, key=key) for key in (jax.random.PRNGKey(3), jax.random.key(3)))
+  np.testing.assert_array_equal(raw.tokens, typed.tokens)
 
 
 def test_a_model_is_not_kept_alive():

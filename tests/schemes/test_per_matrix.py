@@ -332,6 +332,14 @@ def test_dims_that_are_named_twice_are_an_error():
     plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE), wrong))
 
 
+def test_dims_of_another_kind_are_an_error():
+  with pytest.raises(nxp.errors.SchemeError, match="dims=3 is not a function"):
+    nxp.parallel.per_matrix(optax.contrib.muon(1e-3), dims=3)
+  tx = nxp.parallel.per_matrix(optax.contrib.muon(1e-3), dims=lambda x: jax.tree.map(lambda _: 3, x))
+  with pytest.raises(nxp.errors.SchemeError, match="dims gave 3 for an array of shape"):
+    tx.init({"w": jnp.ones((4, 4))})
+
+
 def test_inside_shard_map_is_an_error():
   plan = plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE)))
   model, optimizer = nxp.create_sharded_model(plan)
