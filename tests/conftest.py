@@ -5,6 +5,7 @@ The environment is set before anything imports jax, because jax reads it once.
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import os
@@ -85,6 +86,27 @@ def relax_optax() -> None:
 
 
 relax_optax()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  text = "run the first N cases of each parametrized test (CI on Python 3.11: 1)"
+  parser.addoption("--cases", type=int, metavar="N", help=text)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Keeps the first cases of each test, of those that the markers select."""
+  if (limit := config.getoption("cases")) is None:
+    return
+  seen: collections.Counter[str] = collections.Counter()
+  kept, left = [], []
+  for item in items:
+    name = item.nodeid.split("[")[0]
+    left_out = seen[name] >= limit and not item.get_closest_marker("each_case")
+    (left if left_out else kept).append(item)
+    seen[name] += 1
+  config.hook.pytest_deselected(items=left)
+  items[:] = kept
 
 
 @pytest.fixture

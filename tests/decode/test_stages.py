@@ -104,7 +104,12 @@ def planned(init, depth, axes):
 
 @pytest.mark.parametrize(
   ("init", "depth", "layout"),
-  [(Listed, 6, "dp"), (Listed, 6, "uneven"), (Stacked, 8, "stages"), (Stacked, 8, "both")],
+  [
+    pytest.param(Listed, 6, "dp", marks=pytest.mark.nightly),
+    (Listed, 6, "uneven"),
+    pytest.param(Stacked, 8, "stages", marks=pytest.mark.nightly),
+    (Stacked, 8, "both"),
+  ],
 )
 def test_tokens_are_those_of_one_device(init, depth, layout):
   model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))

@@ -359,7 +359,9 @@ MODELS = {
 
 
 @pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(
+  "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "remat")) for case in MODELS]
+)
 def test_training_equals_one_device(case):
   shape, options, step_options, remat = MODELS[case]
   attend = nxp.parallel.context_attention(causal=True, block=4, **options)

@@ -23,9 +23,11 @@ STEPS = 4
 PART = (
   (False, {"fsdp": 2, "context": 2, "tensor": 2}),
   (False, {"fsdp": 2, "tensor": 2, "stage": 2}),
+  (True, {"context": 2, "tensor": 2, "expert": 2}),
+)
+AT_NIGHT = (
   (False, {"data": 2, "context": 2, "stage": 2}),
   (True, {"data": 2, "expert": 4}),
-  (True, {"context": 2, "tensor": 2, "expert": 2}),
   (True, {"data": 2, "expert": 2, "stage": 2}),
 )
 SIXTEEN = {"context": 2, "tensor": 2, "expert": 2, "stage": 2}
@@ -34,7 +36,11 @@ runs = functools.cache(Runs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sparse", "sizes"), PART, ids=str)
+@pytest.mark.parametrize(
+  ("sparse", "sizes"),
+  [*PART, *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT)],
+  ids=str,
+)
 def test_steps_equal_one_device(sparse, sizes):
   assert sizes in (SPARSE if sparse else DENSE)
   one = runs(sparse, STEPS)
@@ -61,7 +67,7 @@ print(len(jax.devices()), max(differences(runs.one, runs.run({SIXTEEN}))) <= 1e-
   assert done.stdout == "16 True\n", done.stderr
 
 
-@pytest.mark.parametrize("how", ["ring", "ulysses"])
+@pytest.mark.parametrize("how", ["ring", pytest.param("ulysses", marks=pytest.mark.nightly)])
 def test_context_attention_in_a_pipeline(how):
   attend = nxp.parallel.context_attention(causal=True, how=how, block=4)
   weights = jax.random.normal(jax.random.key(0), (4, 3, 8, 8)) / 8

@@ -42,16 +42,27 @@ def assert_parity(name, kind, **options):
   return step
 
 
-@pytest.mark.parametrize("kind", ON_EXPLICIT)
-@pytest.mark.parametrize("name", ALONE)
+# CI trains each model on one of the two kinds of meshes.
+ONCE = [
+  pytest.param(name, kind, marks=[] if n % 2 == day else pytest.mark.nightly)
+  for n, name in enumerate(ALONE)
+  for day, kind in enumerate(ON_EXPLICIT)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), ONCE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
   assert_parity(name, kind)
 
 
 ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
+AT_NIGHT = ("decoder, pipeline", "decoder, Ulysses", "decoder, ZeRO-1")
 
 
-@pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
+@pytest.mark.parametrize(
+  "case",
+  [pytest.param(x, marks=[pytest.mark.nightly] * (x in AT_NIGHT)) for x in WITH_OPTIONS | ZERO_1],
+)
 def test_each_option_computes_what_it_does_on_auto_axes(case):
   name, options = (WITH_OPTIONS | ZERO_1)[case]
   assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
