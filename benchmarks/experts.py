@@ -16,6 +16,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
@@ -24,20 +25,26 @@ from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
 SIZES = {"data": 2, "expert": 4}
-TOKENS, WIDTH, HIDDEN, TOP_K = 2048, 64, 128, 2
+TOKENS, WIDTH, HIDDEN, TOP_K = 2048, 256, 128, 2
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
   f"Mesh data=2 x expert=4; {TOKENS} tokens, {WIDTH} features, hidden width {HIDDEN}, {TOP_K} experts for"
   " each token, float32, value and gradients. Dense: all experts on all tokens of a device, masked, split by"
-  " the compiler. Capacity 1.25; without drops, buffer 2 and blocks of 128 rows.",
-  "Sent: payload of all-to-alls of tokens, as compiled and as it must be; without drops, of one round, of"
-  " which a step takes as many as the fullest pair of devices needs. For the TPU all is bfloat16: of float32"
-  " it would send what only products read in bfloat16, in which it computes them by default.",
+  " the compiler. Capacity 1.25; without drops, buffer 1.1 and blocks of 128 rows.",
+  "Sent: payload of all-to-alls of tokens, as compiled and as it must be; without drops, of the first round"
+  " and of one more, of a quarter of its size. For the TPU all arrays are bfloat16: of float32 arrays it"
+  " would send in bfloat16 what only products read, which it computes in bfloat16 by default. Its all-to-all"
+  " is ragged: the figure is the most that it can send.",
+  "Rows of an exchange: of one device, on a mesh of 8 devices over `expert` with random logits, as compiled,"
+  " with the further rounds that this routing needs. Least: each token once for each device that it needs."
+  " By choice: each token once for each of its experts.",
 ]
 WAYS = {
   "capacity": functools.partial(nxp.parallel.experts, capacity=1.25),
-  "dropless": functools.partial(nxp.parallel.experts, buffer=2.0, block=128),
+  "dropless": functools.partial(nxp.parallel.experts, block=128),
 }
+ROUTINGS = ((8, 2, 1024), (64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
+"""Experts, experts of a token, tokens of a device."""
 
 
 def expert(p: Any, rows: Any) -> Any:
@@ -53,7 +60,9 @@ def dense(_: Any, parameters: Any, x: Any, routing: nxp.parallel.Routing) -> Any
   return jnp.einsum("etd,te->td", rows, chosen.sum(1)), 0
 
 
-def program(layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+def program(
+  layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32, top_k: int = TOP_K, tokens: int = TOKENS
+) -> tuple[Any, Any]:
   """The compiled value and gradients, and their abstract arguments."""
 
   def struct(spec: Any, *shape: int) -> Any:
@@ -61,11 +70,10 @@ def program(layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32) -> tup
 
   wide = struct("expert", count, WIDTH, HIDDEN)
   parameters = {"gate": wide, "up": wide, "down": struct("expert", count, HIDDEN, WIDTH)}
-  batch = ("data", "expert")
-  given = parameters, struct(batch, TOKENS, WIDTH), struct(batch, TOKENS, count)
+  given = parameters, struct(mesh.axis_names, tokens, WIDTH), struct(mesh.axis_names, tokens, count)
 
   def loss(parameters: Any, x: Any, logits: Any) -> Any:
-    return (layer(expert, parameters, x, nxp.parallel.route(logits, TOP_K))[0].astype(jnp.float32) ** 2).sum()
+    return (layer(expert, parameters, x, nxp.parallel.route(logits, top_k))[0].astype(jnp.float32) ** 2).sum()
 
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*given).compile(), given
@@ -73,10 +81,25 @@ def program(layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32) -> tup
 
 def analytic(name: str, count: int, size: int) -> int:
   """The bytes of tokens in the all-to-alls of a device; `size` is that of a number."""
-  choices = TOKENS // 8 * TOP_K
+  tokens = TOKENS // 8
   if name == "capacity":
-    return 4 * count * math.ceil(1.25 * choices / count) * WIDTH * size
-  return 5 * 4 * math.ceil(2.0 * choices / 4) * WIDTH * size
+    return 4 * count * math.ceil(1.25 * tokens * TOP_K / count) * WIDTH * size
+  share = 1 - math.comb(count - count // 4, TOP_K) / math.comb(count, TOP_K)
+  slots = math.ceil(1.1 * tokens * share)
+  return 5 * 4 * (slots + math.ceil(slots / 4)) * WIDTH * size
+
+
+def rows(count: int, top_k: int, tokens: int) -> tuple[float, float]:
+  """The rows that a device sends in one exchange, on average and in the program, for random logits."""
+  mesh = nxp.make_mesh(expert=8)
+  compiled, _ = program(WAYS["dropless"], mesh, count, top_k=top_k, tokens=8 * tokens)
+  found = [c for c in collectives(compiled.as_text(), {"expert": 8}) if c.kind == "all-to-all"]
+  first = max(c.bytes for c in found) // (WIDTH * 4)
+  logits = jax.random.normal(jax.random.key(0), (8, tokens, count))
+  devices = np.asarray(nxp.parallel.route(logits, top_k).experts) // (count // 8)
+  pairs = (devices[..., None] == np.arange(8)).any(2).sum(1)
+  more = max(0, math.ceil((pairs.max() - first // 8) / math.ceil(first // 8 / 4)))
+  return pairs.sum(1).mean(), first + more * 8 * math.ceil(first // 8 / 4)
 
 
 def main() -> None:
@@ -96,6 +119,13 @@ def main() -> None:
       temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
       record.value(f"{name}: temporaries of a device", temporaries, "MiB", group=group)
     record.compare(measure(cases, rounds=9, warmup=2), baseline="dense", group=group)
+  for count, top_k, tokens in ROUTINGS:
+    group = f"{count} experts, {top_k} for each of {tokens} tokens"
+    least, sent = rows(count, top_k, tokens)
+    print(f"{group}: {sent / least:.2f} of the least", flush=True)
+    record.value("rows of an exchange, least", least, "", group=group)
+    record.value("rows of an exchange, dropless", sent, "", group=group)
+    record.value("rows of an exchange, by choice", tokens * top_k, "", group=group)
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
       continue

@@ -4,10 +4,11 @@ Each device has some of the experts and some of the tokens. An all-to-all sends 
 experts, and another returns the results. There are two forms:
 - With a capacity, an expert has a fixed number of slots for the tokens of each device (arXiv:2006.16668). All
   shapes are fixed; tokens beyond the capacity are dropped, and counted.
-- Without a capacity, no token is dropped (arXiv:2211.15841). Tokens are sorted by expert and exchanged in
-  rounds: one round for a nearly even load, more rounds for a skewed load. An expert computes its tokens in as
-  many blocks as needed. `jax.lax.ragged_dot` would do this on TPUs only: on other devices it multiplies each
-  row by all experts, and it takes only products.
+- Without a capacity, no token is dropped (arXiv:2211.15841). A token goes once to each device that has some
+  of its experts, and this device returns one weighted sum. One round of exchange suffices for a nearly even
+  load; smaller rounds follow for a skewed load. An expert computes its tokens in as many blocks as needed.
+  `jax.lax.ragged_dot` would do this on TPUs only: on other devices it multiplies each row by all experts, and
+  it takes only products.
 
 The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. The compiler
 handles other axes, such as an axis that splits the width of each expert.
@@ -47,7 +48,7 @@ def experts(
   *,
   axis: str = "expert",
   capacity: float | None = None,
-  buffer: float = 2.0,
+  buffer: float = 1.1,
   block: int = 512,
 ) -> tuple[jax.Array, jax.Array]:
   """Sends each token to its experts, and returns the weighted sums of their results.
@@ -61,9 +62,12 @@ def experts(
   second choices, and so on, each in the order of the tokens. A choice without a slot is dropped, and its
   expert adds nothing to the result of the token. So the dropped choices depend on the number of devices.
 
-  Without `capacity`, no token is dropped. In each round, a device sends up to `ceil(buffer * choices /
-  devices)` tokens to each other device, and there are as many rounds as the fullest pair of devices needs.
-  The backward pass sends the tokens again, and recomputes the experts.
+  Without `capacity`, no token is dropped. A token is sent once to each device that has some of its experts,
+  and one row returns from this device: the weighted sum of the results of these experts. In the first round,
+  a device sends up to `buffer` times as many tokens to each other device as an even load would. Rounds of a
+  quarter of this size follow, as many as the fullest pair of devices needs. The all-to-all of a TPU is
+  ragged: it sends the tokens of a round, and no padding. The backward pass sends the tokens again, and
+  recomputes the experts.
 
   Args:
     expert_fn: a function `(parameters, rows) -> rows` that computes one expert, from the parameters of this
@@ -79,7 +83,8 @@ def experts(
     axis: the mesh axis that shards the experts. The number of experts must be a multiple of its size.
     capacity: the number of slots of an expert, as a multiple of the number for an even load. None drops no
       token.
-    buffer: without `capacity`, the size of a round, as a multiple of the size for an even load.
+    buffer: without `capacity`, the size of the first round, as a multiple of the size for an even load, in
+      which all sets of experts are equally probable.
     block: without `capacity`, the number of rows that an expert computes at a time. Some hundreds suit an
       accelerator.
 
@@ -138,7 +143,7 @@ def experts(
     count,
     tuple(dims),
     None if capacity is None else math.ceil(capacity * choices / count),
-    min(math.ceil(buffer * choices / ways), tokens * min(top_k, count // ways)),
+    min(math.ceil(buffer * tokens * _share(count, count // ways, top_k)), tokens),
     block,
     around.mesh if manual else None,
     manual_too(around.mesh),
@@ -150,6 +155,11 @@ def experts(
     own = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)]
     result = own.reshape(*shape, result.shape[-1])
   return result, dropped
+
+
+def _share(count: int, own: int, top_k: int) -> float:
+  """The share of tokens that choose some of `own` experts, where all sets of `top_k` are equally probable."""
+  return 1 - math.comb(count - own, top_k) / math.comb(count, top_k)
 
 
 def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
@@ -174,7 +184,7 @@ class _Kind:
     experts: the number of experts on all devices.
     tokens: the mesh axes of each dim of the tokens.
     capacity: slots for each pair of a device and an expert; None: no capacity.
-    buffer: slots for each pair of devices in a round.
+    buffer: slots for the tokens of each pair of devices in the first round.
     block: rows that an expert computes at a time.
     mesh: the mesh; None: one device.
     mapped: mesh axes of an enclosing `jax.vmap`.
@@ -197,6 +207,11 @@ class _Kind:
     return self.experts // self.ways
 
   @property
+  def size_of_more(self) -> int:
+    """Slots for the tokens of each pair of devices in a round after the first one."""
+    return -(-self.buffer // 4)
+
+  @property
   def manual(self) -> tuple[str, ...]:
     """The axes that split the tokens."""
     return tuple(name for names in self.tokens for name in names)
@@ -204,6 +219,23 @@ class _Kind:
   def exchanged(self, x: jax.Array) -> jax.Array:
     """Exchanges parts with the other devices; dim 0 has one equal part for each device, then from each."""
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+
+  def exchanged_filled(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+    """The same, where only the first rows of each part count: `sent` of them for each device."""
+    if self.axis is None:
+      return x
+    size = x.shape[0] // self.ways
+    starts = jnp.arange(self.ways, dtype=jnp.int32) * size
+    there = jnp.full_like(starts, size) * jax.lax.axis_index(self.axis)
+
+    def ragged(x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+      empty, axis = jnp.zeros_like(x), self.axis
+      return jax.lax.ragged_all_to_all(x, empty, starts, sent, there, received, axis_name=axis)
+
+    def padded(x: jax.Array, *_: jax.Array) -> jax.Array:
+      return self.exchanged(x)
+
+    return jax.lax.platform_dependent(x, sent, received, tpu=ragged, default=padded)
 
 
 def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
@@ -343,19 +375,20 @@ def _with_capacity(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Rounds:
-  """The tokens that a device sends and receives in each round.
+  """The tokens that a device sends and receives in all rounds.
+
+  The first choice of a token for a device stands for all its choices for this device.
 
   Attributes:
     kind: the static choices.
-    order: the choices, sorted by expert, so also by device.
-    places: the place of each choice among the choices for the same device, `[choices, tokens]`; padding comes
-      after all of them.
-    to: the device of each choice, `[choices, tokens]`.
+    order: the first choices for a device, sorted by device; then the other choices.
+    places: the place of each choice among those for the same device, `[choices, tokens]`; of a choice that is
+      not the first one, a place after all of them.
+    to: the device of each choice, `[choices, tokens]`; padding is for no device.
     starts: for each device, its first choice in that order.
-    sizes: for each device, the number of choices for it.
-    arriving: for each device, the number of its choices for this device's first experts: `[devices,
-      experts]`, running sums.
-    count: the number of rounds.
+    sent: for each device, the number of tokens for it.
+    received: for each device, the number of its tokens for this device.
+    more: the number of rounds after the first one, each with `size_of_more` slots; 0 or less: none.
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
@@ -363,54 +396,93 @@ class _Rounds:
   places: jax.Array
   to: jax.Array
   starts: jax.Array
-  sizes: jax.Array
-  arriving: jax.Array
-  count: jax.Array | int
+  sent: jax.Array
+  received: jax.Array
+  more: jax.Array | None
 
   @classmethod
   def of(cls, kind: _Kind, experts: jax.Array) -> _Rounds:
     """From the experts of each token `[tokens, choices]`."""
-    queues = _Queues.of(experts.T.reshape(-1), kind.experts)
-    loads = (queues.ends - queues.starts).reshape(kind.ways, kind.own)
-    starts, sizes = queues.starts.reshape(loads.shape)[:, 0], loads.sum(1, dtype=jnp.int32)
-    exists = queues.exist
-    to = jnp.where(exists, queues.experts, 0) // kind.own
-    places = jnp.where(exists, queues.rank - starts[to], queues.rank.size)
-    count: jax.Array | int = 1
-    if kind.buffer < experts.shape[0] * min(experts.shape[1], kind.own):
-      count = jax.lax.pmax(-(-sizes.max() // kind.buffer), kind.manual)
-    arriving = jnp.cumsum(kind.exchanged(loads), 1, dtype=jnp.int32)
-    shape = experts.T.shape
-    return cls(kind, queues.order, places.reshape(shape), to.reshape(shape), starts, sizes, arriving, count)
+    by_choice = experts.T
+    to = jnp.where((by_choice >= 0) & (by_choice < kind.experts), by_choice // kind.own, kind.ways)
+    before = jnp.tril(jnp.ones((len(to), len(to)), bool), -1)
+    is_first = ~((to[:, None] == to[None]) & before[..., None]).any(1) & (to < kind.ways)
+    queues = _Queues.of(jnp.where(is_first, to, kind.ways).reshape(-1), kind.ways)
+    places = queues.rank.reshape(to.shape) - queues.starts.at[to].get(mode="fill", fill_value=0)
+    sent = queues.ends - queues.starts
+    more = None
+    if kind.buffer < experts.shape[0]:
+      more = jax.lax.pmax(-((kind.buffer - sent.max()) // kind.size_of_more), kind.manual)
+    places = jnp.where(is_first, places, jnp.iinfo(jnp.int32).max)
+    return cls(kind, queues.order, places, to, queues.starts, sent, kind.exchanged(sent), more)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all rounds."""
-    return visit(0, state) if isinstance(self.count, int) else jax.lax.fori_loop(0, self.count, visit, state)
+    """The state after all rounds: `visit(start, size, state)`, of the slots of a round."""
+    first, size = self.kind.buffer, self.kind.size_of_more
+    state = visit(0, first, state)
+    if self.more is None:
+      return state
+    return jax.lax.fori_loop(0, self.more, lambda n, state: visit(first + n * size, size, state), state)
 
-  def pairs(self, n: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """The choice in each slot of a round, and the slot of each choice."""
-    size = self.kind.buffer
-    own = jnp.arange(size, dtype=jnp.int32)[None] + n * size
-    choices = _at(self.order, self.starts[:, None] + own, own < self.sizes[:, None])
-    at = self.places - n * size
-    slots = jnp.where((at >= 0) & (at < size), self.to * size + at, choices.size)
-    return choices.reshape(-1), slots
+  def round(self, start: jax.Array | int, size: int, weights: jax.Array, experts: jax.Array) -> _Round:
+    """A round, from the weights and the experts of each token."""
+    kind = self.kind
+    at = self.places - start
+    slots = jnp.where((at >= 0) & (at < size), self.to * size + at, kind.ways * size)
+    own = jnp.arange(size, dtype=jnp.int32)[None] + start
+    choices = _at(self.order, self.starts[:, None] + own, own < self.sent[:, None]).reshape(-1)
+    tokens = jnp.where(choices < at.size, choices % at.shape[1], at.shape[1])
+    there = experts.at[tokens].get(mode="fill", fill_value=-1)
+    there = there - jnp.repeat(jnp.arange(kind.ways, dtype=jnp.int32), size)[:, None] * kind.own
+    there = kind.exchanged(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
+    shares = kind.exchanged(weights.at[tokens].get(mode="fill", fill_value=0))
+    blocks = _Blocks.of(kind, there.T.reshape(-1))
+    sent, received = (jnp.clip(count - start, 0, size) for count in (self.sent, self.received))
+    return _Round(kind, tokens, slots, sent, received, blocks, shares.T.reshape(-1))
 
-  def blocks(self, n: jax.Array | int) -> _Blocks:
-    """The rows that arrive in a round, by experts."""
-    size = self.kind.buffer
-    numbers = jnp.arange(size, dtype=jnp.int32) + n * size
-    experts = (self.arriving[:, :, None] <= numbers[None, None]).sum(1, dtype=jnp.int32)
-    return _Blocks.of(self.kind, experts.reshape(-1))
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+  """One round: what a device sends, and what it computes.
+
+  Attributes:
+    kind: the static choices.
+    tokens: the token in each slot; of an empty slot, a number beyond the last token.
+    slots: the slot of each choice, `[choices, tokens]`; of a choice that is not the first one for its device,
+      a number beyond the last slot.
+    sent: the number of filled slots for each device.
+    received: the number of rows from each device.
+    blocks: the choices of the rows that arrive, by expert. Choice `c` of row `r` has the number
+      `c * rows + r`.
+    shares: the weights of these choices.
+  """
+
+  kind: _Kind
+  tokens: jax.Array
+  slots: jax.Array
+  sent: jax.Array
+  received: jax.Array
+  blocks: _Blocks
+  shares: jax.Array
+
+  def send(self, x: jax.Array) -> jax.Array:
+    """The rows that arrive from all devices, from the tokens of this one."""
+    rows = x.at[self.tokens].get(mode="fill", fill_value=0)
+    return self.kind.exchanged_filled(rows, self.sent, self.received)
+
+  def send_back(self, rows: jax.Array) -> jax.Array:
+    """For each token, the sum of the rows that come back, float32."""
+    rows = self.kind.exchanged_filled(rows, self.received, self.sent)
+    return rows.at[self.slots].get(mode="fill", fill_value=0).astype(jnp.float32).sum(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-  """Rows sorted by expert, in blocks of one expert each; the last block of an expert may be partly full.
+  """Choices sorted by expert, in blocks of one expert each; the last block of an expert may be partly full.
 
   Attributes:
-    size: the number of rows of a block.
-    queues: the rows, sorted.
+    size: the number of choices of a block.
+    queues: the choices, sorted.
     last: for each expert, the number of the block after its last block.
   """
 
@@ -420,44 +492,36 @@ class _Blocks:
 
   @classmethod
   def of(cls, kind: _Kind, experts: jax.Array) -> _Blocks:
-    """Builds the blocks from the expert of each row; an empty row has a number beyond the last expert."""
+    """Builds the blocks from the expert of each choice; that of no choice is beyond the last expert."""
     queues = _Queues.of(experts, kind.own)
     size = min(kind.block, experts.size)
     last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
     return cls(size, queues, last)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all blocks: `visit(expert, rows, exists, place, state)`; `place` is of the first row.
+    """The state after all blocks: `visit(expert, choices, state)`.
 
-    Rows that do not exist are copies of the last row that does.
+    A choice that does not exist has a number beyond the last one.
     """
 
     def body(n: jax.Array | int, state: PyTree) -> PyTree:
       expert = (self.last <= n).sum(dtype=jnp.int32)
       before = jnp.where(expert > 0, self.last[expert - 1], 0)
-      place = self.queues.starts[expert] + (n - before) * self.size
-      places, end = place + jnp.arange(self.size, dtype=jnp.int32), self.queues.ends[expert]
-      rows = self.queues.order[jnp.minimum(places, end - 1)]
-      return visit(expert, rows, places < end, place, state)
+      places = self.queues.starts[expert] + (n - before) * self.size + jnp.arange(self.size, dtype=jnp.int32)
+      return visit(expert, _at(self.queues.order, places, places < self.queues.ends[expert]), state)
 
     return jax.lax.fori_loop(0, self.last[-1], body, state)
-
-  def zeros(self, row: AnyArray) -> jax.Array:
-    """Room for a result of each row, sorted, and for the last block."""
-    return jnp.zeros((self.queues.order.size + self.size, *row.shape[1:]), row.dtype)
-
-  def unsorted(self, x: jax.Array) -> jax.Array:
-    """Returns values to the order of the rows."""
-    return x[self.queues.rank]
 
 
 def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
   return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, False), parameters)
 
 
-def _put(x: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
-  """Writes rows at their place; the next block overwrites rows that do not exist, or nothing reads them."""
-  return jax.lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), place, 0)
+def _rows_of(choices: jax.Array, shares: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+  """The row of each choice, beyond the last row where there is none; and the weight of each choice."""
+  exist = choices < shares.size
+  own = shares.at[choices].get(mode="fill", fill_value=0)
+  return jnp.where(exist, choices % rows, rows), own
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -475,59 +539,62 @@ def _dropless_forward(
   row = jax.eval_shape(kind.function, _of_one(parameters), x)
   _check_rows(x, row)
 
-  def visit(n: jax.Array | int, total: PyTree) -> PyTree:
-    pairs, blocks = rounds.pairs(n), rounds.blocks(n)
-    arrived = kind.exchanged(_sent(x, *pairs))
+  def visit(start: jax.Array | int, size: int, total: jax.Array) -> jax.Array:
+    now = rounds.round(start, size, weights, experts)
+    arrived = now.send(x)
 
-    def block(expert: jax.Array, rows: jax.Array, _: object, place: jax.Array, done: PyTree) -> PyTree:
-      return _put(done, kind.function(_of_one(parameters, expert), arrived[rows]), place)
+    def block(expert: jax.Array, choices: jax.Array, sums: jax.Array) -> jax.Array:
+      rows, own = _rows_of(choices, now.shares, len(arrived))
+      found = kind.function(_of_one(parameters, expert), arrived.at[rows].get(mode="fill", fill_value=0))
+      return sums.at[rows].add(found.astype(jnp.float32) * own[:, None], mode="drop")
 
-    done = blocks.unsorted(blocks.run(block, blocks.zeros(row)))
-    return total + _summed(kind.exchanged(done), weights.T, *pairs).astype(jnp.float32)
+    sums = now.blocks.run(block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
+    return total + now.send_back(sums.astype(row.dtype))
 
   total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
-  return total.astype(row.dtype), (rounds, parameters, x, weights)
+  return total.astype(row.dtype), (rounds, parameters, x, weights, experts)
 
 
 def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
-  rounds, parameters, x, weights = kept
+  # XLA would keep what the forward pass has received in the first round, if it saw that it is the same.
+  (rounds, parameters, x, weights, experts), g = jax.lax.optimization_barrier((kept, g))
   real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(parameters)]
 
-  def visit(n: jax.Array | int, state: PyTree) -> PyTree:
+  def visit(start: jax.Array | int, size: int, state: PyTree) -> PyTree:
     by_parameter, by_x, by_weight = state
-    pairs, blocks = rounds.pairs(n), rounds.blocks(n)
-    choices, slots = pairs
-    own = weights.T.reshape(-1).at[choices].get(mode="fill", fill_value=0)
-    arrived, slopes, shares = (kind.exchanged(value) for value in (_sent(x, *pairs), _sent(g, *pairs), own))
+    now = rounds.round(start, size, weights, experts)
+    arrived, slopes = now.send(x), now.send(g)
 
-    def block(
-      expert: jax.Array, rows: jax.Array, exists: jax.Array, place: jax.Array, state: PyTree
-    ) -> PyTree:
+    def block(expert: jax.Array, choices: jax.Array, state: PyTree) -> PyTree:
       by_parameter, by_row, by_share = state
-      result, back = jax.vjp(kind.function, _of_one(parameters, expert), arrived[rows])
-      slope, share = slopes[rows].astype(jnp.float32), jnp.where(exists, shares[rows], 0)
-      added, by_rows = back((slope * share[:, None]).astype(result.dtype))
+      rows, own = _rows_of(choices, now.shares, len(arrived))
+      given, slope = (value.at[rows].get(mode="fill", fill_value=0) for value in (arrived, slopes))
+      result, back = jax.vjp(kind.function, _of_one(parameters, expert), given)
+      slope = slope.astype(jnp.float32)
+      added, by_rows = back((slope * own[:, None]).astype(result.dtype))
       added = [leaf for leaf, is_real in zip(jax.tree.leaves(added), real, strict=True) if is_real]
       by_parameter = [
         total.at[expert].add(leaf.astype(total.dtype))
         for total, leaf in zip(by_parameter, added, strict=True)
       ]
-      shares_of = (slope * result.astype(jnp.float32)).sum(-1)
-      return by_parameter, _put(by_row, by_rows, place), _put(by_share, shares_of, place)
+      by_row = by_row.at[rows].add(by_rows.astype(jnp.float32), mode="drop")
+      shares = (slope * result.astype(jnp.float32)).sum(-1)
+      return by_parameter, by_row, by_share.at[choices].set(shares, mode="drop")
 
-    start = by_parameter, blocks.zeros(x), blocks.zeros(own)
-    by_parameter, by_row, by_share = blocks.run(block, start)
-    by_row, by_share = (kind.exchanged(blocks.unsorted(value)) for value in (by_row, by_share))
-    by_row, by_share = (value.at[slots].get(mode="fill", fill_value=0) for value in (by_row, by_share))
-    return by_parameter, by_x + by_row.astype(jnp.float32).sum(0), by_weight + by_share
+    zeros = jnp.zeros(arrived.shape, jnp.float32), jnp.zeros_like(now.shares)
+    by_parameter, by_row, by_share = now.blocks.run(block, (by_parameter, *zeros))
+    # A token's weights for a device are in the slot of its first choice for the device.
+    back = kind.exchanged(by_share.reshape(-1, len(by_row)).T)
+    by_weight += back.at[now.slots].get(mode="fill", fill_value=0).sum(0)
+    return by_parameter, by_x + now.send_back(by_row.astype(x.dtype)), by_weight
 
   leaves, structure = jax.tree.flatten(parameters)
   zeros = [jnp.zeros_like(leaf, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
-  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.T.shape, jnp.float32)
+  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32)
   sums, by_x, by_weight = rounds.run(visit, start)
   found = iter(sums)
   by_leaf = [next(found).astype(leaf.dtype) if own else None for leaf, own in zip(leaves, real, strict=True)]
-  return jax.tree.unflatten(structure, by_leaf), by_x.astype(x.dtype), by_weight.T, None
+  return jax.tree.unflatten(structure, by_leaf), by_x.astype(x.dtype), by_weight, None
 
 
 _dropless.defvjp(_dropless_forward, _dropless_backward)

@@ -58,7 +58,7 @@ class Collective:
     group_size: the number of devices of one group.
     dtype: element type of the first array.
     bytes: payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
-      reduce-scatter, the array of the other kinds, per device).
+      reduce-scatter, the array of the other kinds, per device). A ragged all-to-all sends at most its array.
     times: the number of runs in one call of the program, loops multiplied out.
     overlapped: whether compute is scheduled between its start and its end.
     op: the JAX name stack.
@@ -220,7 +220,8 @@ def _all_programs(instruction: hlo.Instruction, programs: int) -> bool:
 
 def _payload(instruction: hlo.Instruction, kind: str, group_size: int) -> tuple[hlo.Shape, ...]:
   """The shapes of a group's full payload, per run."""
-  count = 1 if instruction.opcode == "send" else None  # the second operand of a send is a token
+  # The second operand of a send is a token; those of a ragged all-to-all are its result, offsets and sizes.
+  count = 1 if instruction.opcode.startswith(("send", "ragged")) else None
   inputs = tuple(shape for operand in instruction.inputs[:count] for shape in operand.shapes)
   if kind != "all-gather":
     return inputs
