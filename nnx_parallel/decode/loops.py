@@ -66,7 +66,7 @@ class Loop:
     forward: `(tokens, position, state) -> (logits, state)`: tokens `(rows, n)`, and the logits of the last
       token, `(rows, vocabulary)`. If rows have separate states, `position` has an entry for each row.
     rows: lays out an array whose dim 0 is the batch.
-    whole: replicates an array.
+    replicated: replicates an array.
     kept: lays out the stored results of each row: its tokens, and their number.
     logits: lays out logits `(rows, ..., vocabulary)`.
     dims: if rows have separate states, the dim of the rows in each array of the state, for `jax.vmap`.
@@ -77,7 +77,7 @@ class Loop:
   sizes: tuple[int, ...]
   forward: Callable[[jax.Array, jax.Array, PyTree], tuple[jax.Array, PyTree]]
   rows: Callable[[PyTree], PyTree]
-  whole: Callable[[PyTree], PyTree]
+  replicated: Callable[[PyTree], PyTree]
   kept: Callable[[PyTree], PyTree]
   logits: Callable[[PyTree], PyTree]
   dims: PyTree
@@ -206,7 +206,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
 
   def read(start: jax.Array, count: int, passes: jax.Array, carry: PyTree) -> PyTree:
     def tokens_of(group: jax.Array | int, number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-      position = loop.whole(start + number * count)
+      position = loop.replicated(start + number * count)
       return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, count, -1), position
 
     tick, going = carry
@@ -227,7 +227,7 @@ def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Gen
     tick, rows, going = carry
     (enters, number), (leaves, done) = _in_and_out(tick, groups)
     entering, before = rows.token[enters], jax.tree.map(lambda x: x[leaves], rows)
-    positions = loop.whole(first + number), loop.whole(first + done)
+    positions = loop.replicated(first + number), loop.replicated(first + done)
     given = zip((entering[:, None], before.token[:, None]), positions, strict=True)
     logits, going = turns(going, tick, *given)
     of_group = jax.tree.map(lambda x: x[leaves], asked)
@@ -309,7 +309,7 @@ def by_slots(
   slot on each of the `shards` of the slots, the one with the oldest request. Then each slot reads one token,
   of its prompt or its own. So a new prompt delays a token of the other slots by one call at most.
   """
-  asked = jax.tree.map(loop.whole, asked)
+  asked = jax.tree.map(loop.replicated, asked)
   requests = asked.prompts.shape[0]
 
   def of(request: jax.Array) -> Asked:
@@ -363,10 +363,10 @@ def by_slots(
     return after, _written(s.request, s.rows, rows)
 
   def begin() -> _Slots:
-    first = jnp.minimum(loop.whole(jnp.arange(slots, dtype=jnp.int32)), requests)
+    first = jnp.minimum(loop.replicated(jnp.arange(slots, dtype=jnp.int32)), requests)
     none = Generated(jnp.zeros((requests, loop.limit), jnp.int32), jnp.zeros((requests,), jnp.int32))
     following = jnp.asarray(min(slots, requests), jnp.int32)
-    return _Slots(first, first * 0, begun(first), fresh, jax.tree.map(loop.whole, none), following)
+    return _Slots(first, first * 0, begun(first), fresh, jax.tree.map(loop.replicated, none), following)
 
   return Steps(begin, lambda s: (s.request < requests).any(), one, lambda s: (s.state, s.done))
 

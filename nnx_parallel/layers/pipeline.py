@@ -375,10 +375,10 @@ class PipelineLoop:
     active = np.arange(plan.layers + plan.missing) < plan.layers
     return active.reshape(plan.virtual_stages, plan.stages, plan.chunk)
 
-  def split_layers(self, stacked: PyTree, *, whole: bool = False) -> PyTree:
+  def split_layers(self, stacked: PyTree, *, replicated: bool = False) -> PyTree:
     """Arrays `[layers, ...]` as `[virtual_stages, stages, chunk, ...]`, the layers of a stage on its devices.
 
-    `whole`: all layers are replicated on all stages; their gradients too, by one all-gather.
+    `replicated`: all stages have all layers; so have their gradients, by one all-gather.
     """
     plan = self.schedule
 
@@ -390,7 +390,7 @@ class PipelineLoop:
         spec = PartitionSpec(None, self.axis, None, *jax.typeof(x).sharding.spec[1:])
         return x.reshape(shape, out_sharding=spec)
       x = x.reshape(shape)
-      return staged(staged(x, self.mesh, None, 1) if whole else x, self.mesh, self.axis, 1)
+      return staged(staged(x, self.mesh, None, 1) if replicated else x, self.mesh, self.axis, 1)
 
     return jax.tree.map(split, stacked)
 

@@ -147,7 +147,7 @@ class AroundLayers:
   def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> jax.Array:
     """A row of all layers, on their stages."""
     stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
-    return piped.split_layers(stacked, whole=isinstance(self.stack.rows[key], list))
+    return piped.split_layers(stacked, replicated=isinstance(self.stack.rows[key], list))
 
   def _of_layers(self) -> tuple[dict[Key, Key], set[Var]]:
     """Inputs that each layer changes -> results that are the new values; and the variables of the inputs."""

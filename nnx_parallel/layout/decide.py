@@ -188,7 +188,7 @@ def _fallback_row(path: Path, leaf: Leaf, is_table: bool, given: Given) -> LeafP
     intended = fallback is not None and fallback.mode == "replicate"
     decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: replicated",), intended)
     return _row("model", path, leaf, given, decision)
-  more, why, reason = _extended(_whole(shape), shape, fallback, leaf, is_table, given)
+  more, why, reason = _extended(_replicated(shape), shape, fallback, leaf, is_table, given)
   intended = bool(more.added) or math.prod(shape) <= fallback.min_size
   decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), intended)
   return _row("model", path, leaf, given, decision, found=Resolution(more.spec, more.padding, ()))
@@ -257,7 +257,7 @@ def _own_layout(
   return found.spec, found.padding, f"its optimizer_sharding: {_shown(names)}"
 
 
-def _whole(shape: Sequence[int]) -> Resolution:
+def _replicated(shape: Sequence[int]) -> Resolution:
   return Resolution(PartitionSpec(*([None] * len(shape))), (0,) * len(shape), ())
 
 
@@ -272,7 +272,7 @@ def _row(
 ) -> LeafPlan:
   value = _array(leaf, path_str(path))
   shape = tuple(value.shape)
-  found = found or _whole(shape)
+  found = found or _replicated(shape)
   return LeafPlan(
     root=root,
     path=path,
