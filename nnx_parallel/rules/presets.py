@@ -105,7 +105,11 @@ def fsdp_tensor(
 
 
 def context(
-  data: str = "data", context: str = "context", tensor: str | None = None, *, min_size: int = MIN_SIZE
+  data: str = "data",
+  context: str | tuple[str, ...] = "context",
+  tensor: str | None = None,
+  *,
+  min_size: int = MIN_SIZE,
 ) -> RuleSet:
   """Shards the positions of inputs and activations, for sequences that are too long for one device.
 
@@ -115,7 +119,8 @@ def context(
 
   Args:
     data: mesh axis that shards the batch and, by FSDP, the parameters.
-    context: mesh axis that shards the `seq` dim of inputs and activations.
+    context: mesh axis that shards the `seq` dim of inputs and activations, or several axes, for
+      `context_attention(heads_axis=)`.
     tensor: mesh axis for hidden widths and heads, if any.
     min_size: parameters with at most this many elements are not sharded over `data`.
 

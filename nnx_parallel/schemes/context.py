@@ -1,8 +1,9 @@
 """Exact attention over sequences whose positions are sharded over a mesh axis.
 
 In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values travel around the ring.
-With all-to-all (arXiv:2309.14509), each device gets all positions of some heads instead. Here are the masks,
-the scores of a tile, and the layouts; `layers.tile_attention` has the loops over the tiles.
+With all-to-all (arXiv:2309.14509), each device gets all positions of some heads instead. Over two axes, both
+can be combined (arXiv:2405.07719). Here are the masks, the scores of a tile, and the layouts;
+`layers.tile_attention` has the loops over the tiles.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
+from nnx_parallel.schemes.tokens import check_not_mapped
 
 How = Literal["ring", "ulysses"]
 
@@ -46,6 +48,7 @@ def context_attention(
   zigzag: bool = False,
   block: int = 512,
   fused: bool = False,
+  heads_axis: str | None = None,
 ) -> Callable[..., jax.Array]:
   """Makes a function for attention over sequences whose positions are sharded over a mesh axis.
 
@@ -75,6 +78,9 @@ def context_attention(
     fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
       suitable kernel (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are
       batch axes; else blockwise.
+    heads_axis: with `"ring"`, a second mesh axis. Outside of the attention, `(axis, heads_axis)` shards the
+      positions. Inside, `heads_axis` shards the heads, and only `axis` the positions: all-to-alls over
+      `heads_axis`, and a ring over `axis`. Its size must divide the number of heads.
 
   Returns:
     The attention function. Equal arguments return equal functions.
@@ -82,7 +88,8 @@ def context_attention(
   Raises:
     SchemeError: an option has an invalid value; at the call, shapes or arguments are not supported.
 
-  Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509.
+  Source: ring attention, arXiv:2310.01889; balance, arXiv:2311.09431; all-to-all (Ulysses), arXiv:2309.14509;
+  both, arXiv:2405.07719.
 
   Example:
     >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
@@ -93,7 +100,7 @@ def context_attention(
     >>> bool(jnp.allclose(split, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
     True
   """
-  return ContextAttention(axis, how, causal, window, zigzag, block, fused)
+  return ContextAttention(axis, how, causal, window, zigzag, block, fused, heads_axis)
 
 
 def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) -> PyTree:
@@ -157,6 +164,7 @@ class ContextAttention:
   zigzag: bool
   block: int
   fused: bool = False
+  heads_axis: str | None = None
 
   def __post_init__(self) -> None:
     if self.how not in ("ring", "ulysses"):
@@ -166,6 +174,12 @@ class ContextAttention:
         "a ring merges the results of each shard, and the fused kernel that JAX has cannot do that in a"
         " gradient.",
         fix='how="ulysses", fused=True',
+      )
+    if self.heads_axis is not None and (self.how != "ring" or self.heads_axis == self.axis):
+      raise SchemeError(
+        f"heads_axis={self.heads_axis!r} is a second axis, beside the axis of a ring.",
+        details=f"axis={self.axis!r}, how={self.how!r}",
+        fix='context_attention("context", how="ring", heads_axis="heads")',
       )
     for name, value in {"window": self.window, "block": self.block}.items():
       if value is not None and (type(value) is not int or value < 1):
@@ -198,17 +212,23 @@ class ContextAttention:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
       segment_ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
-    mesh = surroundings(query).mesh
+    around = surroundings(query)
+    mesh = around.mesh
     sizes = {} if mesh is None else axis_sizes(mesh)
-    if sizes and self.axis not in sizes:
-      raise SchemeError(
-        f"the mesh has no axis {self.axis!r}, over which context_attention splits the positions.",
-        details=f"mesh {sizes}",
-        fix=f"nxp.make_mesh(..., {self.axis}=2), or context_attention(axis={next(iter(sizes))!r}).",
-      )
+    axes = {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
+    for option, name in axes.items():
+      if sizes and name not in sizes:
+        raise SchemeError(
+          f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
+          details=f"mesh {sizes}",
+          fix=f"nxp.make_mesh(..., {name}=2), or context_attention({option}={next(iter(sizes))!r}).",
+        )
+    if self.heads_axis is not None:
+      check_not_mapped("the heads", [self.heads_axis], around.manual | around.mapped)
     sequence = _Sequence(
       dataclasses.replace(self, causal=self.causal or is_causal),
       sizes.get(self.axis, 1),
+      sizes.get(self.heads_axis or "", 1),
       (query.shape[1], key.shape[1]),
       precision,
       manual_too(mesh),
@@ -229,7 +249,7 @@ class ContextAttention:
       length: the global length of the sequence, in positions.
       shards: the size of the axis.
     """
-    sequence = _Sequence(self, shards, (length, length))
+    sequence = _Sequence(self, shards, 1, (length, length))
     return sequence.share.visits(sequence.seen).sum((-1, -2)).T
 
 
@@ -240,6 +260,7 @@ class _Sequence:
   Attributes:
     options: the user's options.
     shards: the size of the mesh axis.
+    rings: the size of the second axis: the number of rings, each of some heads.
     lengths: the number of queries and of keys.
     precision: of the products.
     mapped: mesh axes of an enclosing `jax.vmap`.
@@ -247,14 +268,20 @@ class _Sequence:
 
   options: ContextAttention
   shards: int
+  rings: int
   lengths: tuple[int, int]
   precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
 
   @property
   def by_heads(self) -> int:
-    """The number of devices that share the heads."""
+    """The number of devices along the axis that share the heads."""
     return self.shards if self.options.how == "ulysses" else 1
+
+  @property
+  def heads(self) -> int:
+    """The number of parts of the heads."""
+    return self.by_heads * self.rings
 
   @property
   def parts(self) -> int:
@@ -303,13 +330,13 @@ class _Sequence:
     Raises:
       SchemeError: the devices cannot share the heads.
     """
-    kv_heads, n = key.shape[2], self.by_heads
+    kv_heads, n, axis = key.shape[2], self.heads, self.options.heads_axis or self.options.axis
     copies = n // math.gcd(n, kv_heads)
     if query.shape[2] // kv_heads % copies:
       raise SchemeError(
         f"{n} devices cannot share {query.shape[2]} heads evenly.",
-        details=f"{query.shape[2]} heads of queries, {kv_heads} of keys; {self.options.axis}={n}",
-        fix=f'how="ring", or a number of heads that is a multiple of {n}.',
+        details=f"{query.shape[2]} heads of queries, {kv_heads} of keys; {axis}={n}",
+        fix=f'how="ring" without heads_axis=, or a number of heads that is a multiple of {n}.',
       )
     return copies
 
@@ -391,7 +418,7 @@ def _attention(
   keep: jax.Array | None,
 ) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`."""
-  (batch, rows, heads, _), kv_heads, n = q.shape, k.shape[2], sequence.by_heads
+  (batch, rows, heads, _), kv_heads, n = q.shape, k.shape[2], sequence.heads
   # XLA turns the change of layout into an all-to-all. For `jax.lax.all_to_all` in a region that is manual
   # over one axis only, it would gather the dims that other axes split.
   given = {
@@ -403,10 +430,33 @@ def _attention(
     given |= {"row segments": segments, "column segments": segments}
   if keep is not None:
     given["keep"] = keep
+  given = {name: _by_rings(x, sequence, 1, 3 if x.ndim > 2 else None) for name, x in given.items()}
   result = _by_fused_kernel(sequence, given) if sequence.options.fused else None
   if result is None:
     result = sequence.attend(given)
+  # Without the first layout, XLA would move each partial result.
+  result = _by_rings(_by_rings(result, sequence, 4, 2), sequence, 4, 2, inverse=True)
   return result.transpose(0, 4, 1, 2, 3, 5).reshape(batch, rows, heads, v.shape[-1])
+
+
+def _by_rings(
+  x: jax.Array, sequence: _Sequence, rows: int, heads: int | None, *, inverse: bool = False
+) -> jax.Array:
+  """Moves the second axis from the dim of the positions to that of the heads, or back."""
+  axis, second = sequence.options.axis, sequence.options.heads_axis
+  if second is None or sequence.rings == 1:
+    return x
+  if sequence.share.is_explicit:
+    given: Any = axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
+    axes = [tuple(name for name in names if name != second) for names in given]
+    if (dim := rows if inverse else heads) is not None:
+      axes[dim] = (*axes[dim], second)
+    return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
+  layout: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+  layout[rows] = (axis, second) if inverse else axis
+  if heads is not None:
+    layout[heads] = None if inverse else second
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*layout))
 
 
 def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
@@ -489,6 +539,10 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
   return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
 
 
+def _axes_of(options: ContextAttention) -> str:
+  return options.axis if options.heads_axis is None else f"{options.axis} and {options.heads_axis}"
+
+
 def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | None) -> None:
   given = {
     "a bias": bias is not None,
@@ -504,7 +558,7 @@ def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | 
 
 
 def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-  n, options = sequence.shards, sequence.options
+  n, options = sequence.shards * sequence.rings, sequence.options
   details = f"query {query.shape}, key {key.shape}, value {value.shape}"
   fits = (
     key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[-1] == query.shape[-1]
@@ -519,7 +573,7 @@ def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: 
   for x in (query, key):
     if x.shape[1] % needed:
       raise SchemeError(
-        f"{x.shape[1]} positions cannot be split evenly over {options.axis}={n}.",
+        f"{x.shape[1]} positions cannot be split evenly over {n} devices along {_axes_of(options)}.",
         details=details + (", in zigzag order, two parts for each device" if options.zigzag else ""),
         fix=f"pad them to {-(-x.shape[1] // needed) * needed}.",
       )

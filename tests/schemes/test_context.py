@@ -78,14 +78,17 @@ class Case:
     shards, how = int(draw.choice([2, 4, 8])), str(draw.choice(["ring", "ring", "ulysses"]))
     shards = 4 if how == "ulysses" and shards == 8 else shards
     tensor = 2 if shards == 2 and draw.integers(2) else 1
-    sizes = {str(draw.choice(["data", "fsdp"])): 8 // shards // tensor, "context": shards, "tensor": tensor}
+    rings = 2 if how == "ring" and shards * tensor <= 4 and draw.integers(3) else 1
+    batch = str(draw.choice(["data", "fsdp"]))
+    sizes = {batch: 8 // shards // tensor // rings, "context": shards, "heads": rings, "tensor": tensor}
     options = {"how": how, "block": int(draw.integers(2, 7)), "zigzag": bool(draw.integers(2))}
+    options |= {"heads_axis": "heads"} if rings > 1 else {}
     if draw.integers(3):
       options["causal"] = True
     if not draw.integers(3):
       options["window"] = int(draw.integers(1, 20))
     is_alone = "causal" in options or "window" in options or options["zigzag"]
-    length, keys = (2 * shards * int(draw.integers(1, 6)) for _ in range(2))
+    length, keys = (2 * shards * rings * int(draw.integers(1, 6)) for _ in range(2))
     return cls(
       mesh={name: size for name, size in sizes.items() if size > 1},
       explicit=bool(draw.integers(2)),
@@ -123,7 +126,8 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
   mesh = nxp.make_mesh(case.mesh, explicit=case.explicit)
   tensor, batch = ("tensor" if "tensor" in case.mesh else None), next(iter(case.mesh))
   batch = None if batch == "context" else batch
-  layouts = [PartitionSpec(batch, "context", tensor)] * 4 + [PartitionSpec(batch, "context")]
+  places = ("context", "heads") if "heads" in case.mesh else "context"
+  layouts = [PartitionSpec(batch, places, tensor)] * 4 + [PartitionSpec(batch, places)]
   placed = [
     None if x is None else jax.device_put(x, NamedSharding(mesh, layout))
     for x, layout in zip(rest, layouts, strict=True)
@@ -140,6 +144,26 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     own, own_gradients = nxp.parallel.zigzag((own, own_gradients), shards, inverse=True)
   for a, b in zip((own, *own_gradients), (out, *gradients), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
+
+
+def test_a_ring_of_some_heads_sends_keys_and_values_in_a_shorter_ring():
+  """Queries, keys, values and gradients once in all-to-alls; nothing is gathered."""
+  mesh, length = nxp.make_mesh(context=4, heads=2), 64
+  attend = nxp.parallel.context_attention(causal=True, heads_axis="heads")
+  layout = NamedSharding(mesh, PartitionSpec(None, ("context", "heads")))
+  given = [jax.ShapeDtypeStruct((1, length, HEADS, WIDTH), jnp.float32, sharding=layout)] * 3
+
+  def summed(*given):
+    return jnp.sum(attend(*given))
+
+  with jax.set_mesh(mesh):
+    program = jax.jit(jax.grad(summed, (0, 1, 2)), out_shardings=(layout,) * 3).lower(*given).compile()
+  found = collectives(program.as_text(), dict(mesh.shape))
+  shard = length // 8 * HEADS * WIDTH * 4
+  assert [(c.axes, c.bytes) for c in found if c.kind == "all-to-all"] == [(("heads",), shard)] * 7
+  permuted = [c for c in found if c.kind != "all-to-all"]
+  assert {(c.kind, c.axes) for c in permuted} == {("collective-permute", ("context",))}
+  assert sum(c.sent_bytes for c in permuted) == (3 + 2 + 4) * 2 * shard
 
 
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
@@ -278,6 +302,9 @@ def test_what_cannot_be_computed_is_refused(case):
 def test_options_and_meshes_that_are_none_are_refused():
   with pytest.raises(SchemeError, match="how='both'"):
     nxp.parallel.context_attention(how="both")
+  for options in ({"how": "ulysses", "heads_axis": "heads"}, {"heads_axis": "context"}):
+    with pytest.raises(SchemeError, match="is a second axis, beside the axis of a ring"):
+      nxp.parallel.context_attention(**options)
   with pytest.raises(SchemeError, match="window=0"):
     nxp.parallel.context_attention(window=0)
   with pytest.raises(SchemeError, match="pad them to 24"):
@@ -288,6 +315,14 @@ def test_options_and_meshes_that_are_none_are_refused():
       nxp.parallel.context_attention("ring")(x, x, x)
     with pytest.raises(SchemeError, match="cannot share 3 heads"):
       nxp.parallel.context_attention(how="ulysses")(x, x, x)
+    with pytest.raises(SchemeError, match="no axis 'heads'"):
+      nxp.parallel.context_attention(heads_axis="heads")(x, x, x)
+  with jax.set_mesh(nxp.make_mesh(context=4, heads=2)):
+    attend = nxp.parallel.context_attention(heads_axis="heads")
+    with pytest.raises(SchemeError, match="cannot share 3 heads evenly"):
+      attend(x, x, x)
+    with pytest.raises(SchemeError, match="8 devices along context and heads"):
+      attend(*[jnp.ones((2, 12, 4, WIDTH))] * 3)
 
 
 # Models.
@@ -353,6 +388,12 @@ def on_one_device():
 MODELS = {
   "all to all": ({"data": 2, "context": 4}, {"how": "ulysses"}, {}, False),
   "fsdp and tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, {"zigzag": True}, {}, False),
+  "rings of some heads": (
+    {"data": 2, "context": 2, "heads": 2},
+    {"zigzag": True, "heads_axis": "heads"},
+    {"microbatches": 2},
+    False,
+  ),
   "remat": ({"data": 2, "context": 4}, {"zigzag": True}, {}, True),
   "rolled, found remat": ({"fsdp": 4, "context": 2}, {}, {"scan_layers": True, "remat": "full"}, False),
 }
@@ -370,7 +411,8 @@ def test_training_equals_one_device(case):
     batch = nxp.parallel.zigzag(batch, shape["context"])
   batch_axis = "data" if "data" in shape else "fsdp"
   fallback = nxp.fsdp("fsdp", min_size=0) if "fsdp" in shape else nxp.replicate()
-  rules = [nxp.LogicalRules(batch=batch_axis, seq="context"), INPUTS, fallback]
+  places = ("context", "heads") if "heads" in shape else "context"
+  rules = [nxp.LogicalRules(batch=batch_axis, seq=places), INPUTS, fallback]
 
   def make():
     return Decoder(attend, nnx.Rngs(0), remat=remat)
