@@ -93,9 +93,9 @@ def create_sharded_model(
 
   No device holds a full array that the plan shards, unless its initializer needs the full array (an
   orthogonal initializer does). With the initializers of Flax, the values equal `init()` on one device bit for
-  bit, except in three cases that the guide "Creating" lists. The function works with or without an active
-  `jax.set_mesh`, on meshes with Auto and Explicit axes. A constructor is traced once. With a plan, its `init`
-  is traced again, so that values that `init` reads (a seed, for example) are current.
+  bit, except in three cases that the guide "Plans and models" lists. The function works with or without an
+  active `jax.set_mesh`, on meshes with Auto and Explicit axes. A constructor is traced once. With a plan, its
+  `init` is traced again, so that values that `init` reads (a seed, for example) are current.
 
   The logger `nnx_parallel` lists the compiled programs at level INFO.
 

@@ -1,4 +1,4 @@
-"""The job of guide 21, with padded parameters, gives the numbers of one device in all that a step returns."""
+"""A Praxis task, with padded parameters, gives the numbers of one device in all that a step returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guide 20 tells of the UvA deep-learning notebooks and does not run itself."""
+"""What the guide on `shard_map` tells of the UvA deep-learning notebooks and does not run itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 
-GUIDE = Path(__file__).parents[2] / "guides" / "20-from-the-shard-map-notebooks.md"
+GUIDE = Path(__file__).parents[2] / "guides" / "21-from-shard-map-or-praxis.md"
 
 
 def normal(seed, *shape):

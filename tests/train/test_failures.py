@@ -230,7 +230,7 @@ def test_two_threads_train_two_models_with_one_step():
 
 
 def test_a_shard_is_no_array_of_its_own_and_goes_with_its_array():
-  """A limit that `train_step` and guide 08 tell of: jax does not say who holds a part of an array."""
+  """A limit that `train_step` and its guide tell of: jax does not say who holds a part of an array."""
 
   def init():
     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
