@@ -290,7 +290,7 @@ def compile_report(
       after the batch.
     batch: a pytree of arrays or `jax.ShapeDtypeStruct`s of the global batch; for a generator, the prompts.
     topology: the name of a machine that you need not have, such as `"tpu:v5e:4x4"` or `"gpu:h100:2x8"`; by
-      default the devices of the plan's mesh. The guide "Will it fit?" lists the names.
+      default the devices of the plan's mesh. The guide "Will it fit, and which layout?" lists the names.
     chip: the chip whose memory decides whether the program fits; by default the chip that the step is
       compiled for.
     verify: whether to compare the results of the program before and after partitioning, at a few positions of

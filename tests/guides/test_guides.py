@@ -14,7 +14,7 @@ runner = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runner)
 
 
-OLDEST = ("README.md", "08-", "15-")
+OLDEST = ("README.md", "08-")
 """The pages that CI also runs on the oldest Python, where figures are not compared; the others are slow."""
 
 
