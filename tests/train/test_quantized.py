@@ -97,12 +97,12 @@ EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
 class Block(nnx.Module):
   """Attention of two heads and an MLP, in float64."""
 
-  def __init__(self, rngs, hidden):
+  def __init__(self, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs, param_dtype=jnp.float64)
     self.qkv = linear(WIDTH, 3 * WIDTH, kernel_metadata=named("embed", "heads"))
     self.out = linear(WIDTH, WIDTH, kernel_metadata=named("heads", "embed"))
-    self.up = linear(WIDTH, hidden, kernel_metadata=named("embed", "mlp"))
-    self.down = linear(hidden, WIDTH, kernel_metadata=named("mlp", "embed"))
+    self.up = linear(WIDTH, WIDTH, kernel_metadata=named("embed", "mlp"))
+    self.down = linear(WIDTH, WIDTH, kernel_metadata=named("mlp", "embed"))
 
   def __call__(self, x):
     batch, length, width = x.shape
@@ -114,10 +114,10 @@ class Block(nnx.Module):
 
 
 class Blocks(nnx.Module):
-  """Two blocks."""
+  """Blocks in turn."""
 
-  def __init__(self, rngs, hidden=WIDTH):
-    self.blocks = nnx.List([Block(rngs, hidden) for _ in range(2)])
+  def __init__(self, rngs, depth=2):
+    self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
 
   def __call__(self, x):
     for block in self.blocks:
@@ -138,12 +138,12 @@ def blocked_rule(form, path=r"blocks/\d/.*", **more):
   return qwix.QtRule(module_path=path, weight_qtype=form, act_qtype=form, tile_size=tile, **(backward | more))
 
 
-def blocked(rules, hidden=WIDTH):
+def blocked(rules, depth=2):
   """The constructor of `Blocks` under rules of qwix."""
   import qwix
 
   x = jnp.zeros((1, SEQUENCE, WIDTH), jnp.float64)
-  return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0), hidden), qwix.QtProvider(rules), x)
+  return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0), depth), qwix.QtProvider(rules), x)
 
 
 def batches(steps=2):
@@ -173,8 +173,8 @@ def wide():
 
 
 @functools.cache
-def one_device(form, microbatches=1, hidden=WIDTH):
-  plan = planned(blocked([blocked_rule(form)], hidden), ONE)
+def one_device(form, microbatches=1):
+  plan = planned(blocked([blocked_rule(form)]), ONE)
   return losses_of(plan, microbatches=microbatches)[0]
 
 
@@ -261,6 +261,16 @@ def test_rules_choose_layers_by_path(wide):
   assert kinds(text(first)) == {"f8E4M3FN"}
   assert kinds(text(first, last)) == {"f8E4M3FN", "f4E2M1FN"}
   assert not kinds(text())
+
+
+@needs_qwix
+@quiet
+def test_layers_between_others_of_another_precision_are_scanned(wide):
+  plan = planned(blocked([blocked_rule("mxfp8", r"blocks/[12]/.*")], depth=4), EIGHT)
+  step = nxp.train_step(squares, scan_layers=True)
+  step.lower(plan, batch=nxp.shard_batch(batches()[0], plan))
+  assert "blocks.1 to blocks.2: one scan of 2" in str(step.layers)
+  assert "not scanned: blocks.0 and blocks.1 differ" in str(step.layers)
 
 
 @needs_qwix
