@@ -291,7 +291,7 @@ def test_a_low_precision_run_goes_on_from_a_checkpoint_on_another_mesh(wide, tmp
 @needs_qwix
 @quiet
 def test_a_scale_of_all_tokens_makes_microbatches_another_computation(wide):
-  """Without blocks, a gradient has one scale for all tokens of a microbatch; the step says what it sees."""
+  """In a gradient, a scale covers all examples of a microbatch; the step says that it sees this."""
   import qwix
 
   kinds = {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn}
