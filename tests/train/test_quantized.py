@@ -1,8 +1,10 @@
-"""Int8 and float8 products by qwix: they are in the program, train, and equal one device."""
+"""Low-precision products by qwix: they are in the program, train, and equal one device."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,12 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from layout.models import named
 from train.models import RULES, Net, data, loss_fn
 
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
+# qwix 0.1.8 on flax 0.12.12
+quiet = pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")
 
 
 def init():
@@ -34,8 +39,7 @@ def run(build, sizes, steps=4):
 
 
 @needs_qwix
-# qwix 0.1.8 on flax 0.12.12
-@pytest.mark.filterwarnings("ignore:The 'm.iter_modules", "ignore:'.value' access")
+@quiet
 @pytest.mark.parametrize(("dtype", "mark"), [(jnp.int8, "xi8>"), (jnp.float8_e4m3fn, "xf8E4M3FN>")])
 def test_products_are_low_and_train_like_one_device(dtype, mark):
   import qwix
@@ -75,3 +79,235 @@ def test_lora_beside_a_padded_weight_gets_its_gradients():
   model = nxp.create_sharded_model(plan)
   grads = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
   assert jnp.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0
+
+
+# Blocks that share a scale: MXFP8 and MXFP4 (32 values, a power of two) and NVFP4 (16 values, an e4m3 scale).
+#
+# A value next to the border of two low-precision values is rounded up on one layout and down on another, if
+# the layouts add in another order. The arithmetic is in float64 here, where this does not happen: every
+# layout gives the losses of one device to 13 digits, and blocks of shards instead of dims would not.
+
+SEQUENCE, WIDTH = 32, 64
+BLOCKED = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor", heads="tensor")
+STAGED = BLOCKED.replace(mlp=None, heads=None)
+ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+class Block(nnx.Module):
+  """Attention of two heads and an MLP, in float64."""
+
+  def __init__(self, rngs):
+    linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs, param_dtype=jnp.float64)
+    self.qkv = linear(WIDTH, 3 * WIDTH, kernel_metadata=named("embed", "heads"))
+    self.out = linear(WIDTH, WIDTH, kernel_metadata=named("heads", "embed"))
+    self.up = linear(WIDTH, WIDTH, kernel_metadata=named("embed", "mlp"))
+    self.down = linear(WIDTH, WIDTH, kernel_metadata=named("mlp", "embed"))
+
+  def __call__(self, x):
+    batch, length, width = x.shape
+    q, k, v = (part.reshape(batch, length, 2, -1) for part in jnp.split(self.qkv(x), 3, axis=-1))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.float64(np.sqrt(q.shape[-1]))
+    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((length, length), bool)), scores, -1e30))
+    x = x + self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, length, width))
+    return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Blocks(nnx.Module):
+  """Blocks in turn."""
+
+  def __init__(self, rngs, depth=2):
+    self.blocks = nnx.List([Block(rngs) for _ in range(depth)])
+
+  def __call__(self, x):
+    for block in self.blocks:
+      x = block(x)
+    return x
+
+
+def blocked_rule(form, path=r"blocks/\d/.*", **more):
+  """Products of a form; the backward pass of NVFP4 is not rounded: its gradients would be zero."""
+  import qwix
+
+  tile = 16 if form == "nvfp4" else 32
+  backward = {}
+  if form.startswith("mx"):
+    tiles = {"dlhs_tile_size": tile, "drhs_tile_size": tile}
+    low = {"dlhs_residual_qtype": form, "drhs_residual_qtype": form}
+    backward = {"bwd_qtype": form, "additional_qt_config": tiles | low}
+  return qwix.QtRule(module_path=path, weight_qtype=form, act_qtype=form, tile_size=tile, **(backward | more))
+
+
+def blocked(rules, depth=2):
+  """The constructor of `Blocks` under rules of qwix."""
+  import qwix
+
+  x = jnp.zeros((1, SEQUENCE, WIDTH), jnp.float64)
+  return lambda: qwix.quantize_model(Blocks(nnx.Rngs(0), depth), qwix.QtProvider(rules), x)
+
+
+def batches(steps=2):
+  return [np.random.default_rng(n).normal(size=(16, SEQUENCE, WIDTH)) for n in range(steps)]
+
+
+def squares(model, x):
+  return ((model(x) - x[:, ::-1]) ** 2).mean()
+
+
+def planned(build, sizes, rules=BLOCKED, *, explicit=False, **options):
+  mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())], explicit=explicit)
+  return nxp.plan(build, mesh, rules, optimizer=optax.sgd(0.3), **options)
+
+
+def losses_of(plan, data=(), **options):
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(squares, **options)
+  losses = [float(step(model, optimizer, nxp.shard_batch(x, plan))["loss"]) for x in data or batches()]
+  return losses, step, model, optimizer
+
+
+@pytest.fixture
+def wide():
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@functools.cache
+def one_device(form, microbatches=1):
+  plan = planned(blocked([blocked_rule(form)]), ONE)
+  return losses_of(plan, microbatches=microbatches)[0]
+
+
+LAYOUTS = {
+  "data": ({"data": 8, "fsdp": 1, "tensor": 1}, {}, {}),
+  "fsdp": ({"data": 1, "fsdp": 8, "tensor": 1}, {}, {}),
+  "blocks straddle shards": ({"data": 1, "fsdp": 1, "tensor": 8}, {}, {}),
+  "zero 2": ({"data": 4, "fsdp": 1, "tensor": 2}, {"zero": 2}, {}),
+  "padded": ({"data": 1, "fsdp": 1, "tensor": 5}, {"uneven": "pad"}, {}),
+  "explicit, blockwise": (EIGHT, {"explicit": True}, {"attention": 16}),
+  "microbatches": (EIGHT, {}, {"microbatches": 4}),
+  "scan, remat": (EIGHT, {}, {"scan_layers": True, "remat": "full"}),
+  "pipeline": (
+    {"data": 2, "fsdp": 2, "stage": 2}, {"rules": STAGED}, {"microbatches": 4, "pipeline": "stage"},
+  ),
+  "1F1B": (
+    {"data": 4, "fsdp": 1, "stage": 2},
+    {"rules": STAGED},
+    {"microbatches": 4, "pipeline": nxp.Pipeline("stage", order="1f1b")},
+  ),
+}  # fmt: skip
+
+
+@needs_qwix
+@quiet
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_formats_equal_one_device(wide, form, layout):
+  sizes, planning, options = LAYOUTS[layout]
+  plan = planned(blocked([blocked_rule(form)]), sizes, **planning)
+  assert any(any(leaf.padding) for leaf in plan.leaves) == (layout == "padded")
+  losses, step, *_ = losses_of(plan, **options)
+  np.testing.assert_allclose(losses, one_device(form, options.get("microbatches", 1)), rtol=1e-13)
+  done = {
+    "scan, remat": "one scan of 2",
+    "explicit, blockwise": "2 found",
+    "pipeline": "a pipeline over stage",
+  }
+  assert done.get(layout, "") in str(step.layers)
+
+
+@needs_qwix
+@quiet
+@pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "nvfp4"])
+def test_a_product_is_that_of_values_rounded_in_blocks(wide, form):
+  """The forms as they are defined, written here a second time."""
+  import qwix
+
+  size = 16 if form == "nvfp4" else 32
+  low = jnp.float8_e4m3fn if form == "mxfp8" else jnp.float4_e2m1fn
+
+  def rounded(x):  # in blocks along the last dim
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    scale = abs(blocks).max(-1, keepdims=True) / float(jnp.finfo(low).max)
+    if form == "nvfp4":
+      scale = scale.astype(jnp.float8_e4m3fn).astype(x.dtype)
+    else:
+      scale = 2.0 ** jnp.ceil(jnp.log2(scale))
+    most = float(jnp.finfo(low).max)
+    return ((blocks / scale).clip(-most, most).astype(low).astype(x.dtype) * scale).reshape(x.shape)
+
+  x = jnp.asarray(batches()[0][0])
+  layer = nnx.Linear(WIDTH, 8, use_bias=False, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+  quantized = qwix.quantize_model(layer, qwix.QtProvider([blocked_rule(form, path=".*")]), x)
+  plain = layer(x)
+  expected = rounded(x) @ rounded(layer.kernel[...].T).T
+  np.testing.assert_allclose(quantized(x), expected, rtol=1e-13)
+  assert 0.01 < jnp.abs(expected - plain).max() / jnp.abs(plain).max() < 0.3
+
+
+@needs_qwix
+@quiet
+def test_rules_choose_layers_by_path(wide):
+  """The program has MXFP8 products of one block and NVFP4 products of the other, or none."""
+
+  def text(*rules):
+    plan = planned(blocked(rules) if rules else lambda: Blocks(nnx.Rngs(0)), EIGHT)
+    return nxp.train_step(squares).lower(plan, batch=nxp.shard_batch(batches()[0], plan)).as_text()
+
+  def kinds(program):
+    return {kind for kind in ("f8E4M3FN", "f4E2M1FN") if f"x{kind}>" in program}
+
+  first, last = blocked_rule("mxfp8", r"blocks/0/.*"), blocked_rule("nvfp4", r"blocks/1/.*")
+  assert kinds(text(first)) == {"f8E4M3FN"}
+  assert kinds(text(first, last)) == {"f8E4M3FN", "f4E2M1FN"}
+  assert not kinds(text())
+
+
+@needs_qwix
+@quiet
+def test_layers_between_others_of_another_precision_are_scanned(wide):
+  plan = planned(blocked([blocked_rule("mxfp8", r"blocks/[12]/.*")], depth=4), EIGHT)
+  step = nxp.train_step(squares, scan_layers=True)
+  step.lower(plan, batch=nxp.shard_batch(batches()[0], plan))
+  assert "blocks.1 to blocks.2: one scan of 2" in str(step.layers)
+  assert "not scanned: blocks.0 and blocks.1 differ" in str(step.layers)
+
+
+@needs_qwix
+@quiet
+def test_a_low_precision_run_goes_on_from_a_checkpoint_on_another_mesh(wide, tmp_path):
+  build, data = blocked([blocked_rule("mxfp8")]), batches(4)
+  plan, other = planned(build, EIGHT), planned(build, {"data": 1, "fsdp": 4, "tensor": 1})
+  expected, *_ = losses_of(planned(build, ONE), data)
+  losses, _, model, optimizer = losses_of(plan, data[:2])
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, model, optimizer)
+    model, optimizer = checkpointer.restore(other)
+  step = nxp.train_step(squares)
+  losses += [float(step(model, optimizer, nxp.shard_batch(x, other))["loss"]) for x in data[2:]]
+  np.testing.assert_allclose(losses, expected, rtol=1e-13)
+
+
+@needs_qwix
+@quiet
+def test_a_scale_of_all_tokens_makes_microbatches_another_computation(wide):
+  """In a gradient, a scale covers all examples of a microbatch; the step says that it sees this."""
+  import qwix
+
+  kinds = {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn}
+
+  def found(sizes, microbatches, **more):
+    rule = qwix.QtRule(module_path=r"blocks/\d/.*", **kinds, **more)
+    losses, step, *_ = losses_of(planned(blocked([rule]), sizes), microbatches=microbatches)
+    return losses[-1], step.reduction
+
+  low = {"bwd_qtype": jnp.float8_e5m2}
+  whole, _ = found(ONE, 1, **low)
+  split, _ = found(ONE, 4, **low)
+  many, how = found({"data": 4, "fsdp": 1, "tensor": 1}, 4, **low)
+  assert abs(split / whole - 1) > 1e-8
+  assert abs(many / split - 1) < 1e-13
+  assert "the loss is no mean over its examples" in how
+  assert "qwix" in how
+  _, how = found({"data": 4, "fsdp": 1, "tensor": 1}, 4)  # gradients that are not rounded
+  assert how.startswith("once, after the scan")
