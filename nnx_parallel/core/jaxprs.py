@@ -104,6 +104,11 @@ def placed(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
   return source_info_util.user_context(of.traceback, name_stack=names)
 
 
+def scope_of(eqn: JaxprEqn) -> str:
+  """The names of `jax.named_scope` around an operation, and the transforms of JAX around it."""
+  return str(eqn.source_info.name_stack)
+
+
 def place_of(eqn: JaxprEqn) -> str:
   """The user's line of an operation, with its function."""
   return source_info_util.summarize(eqn.source_info)

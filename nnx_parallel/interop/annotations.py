@@ -15,6 +15,7 @@ import itertools
 import math
 import operator
 import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.flow import Axes, Flow, constraint, flow_facts, meeting, result_axes, shard_map_axes
 from nnx_parallel.core.interpret import DEFAULT, facts_of, wiring
+from nnx_parallel.core.jaxprs import scope_of
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes
 from nnx_parallel.core.nodes import is_key, path_str, value_of, variables
 from nnx_parallel.core.text import few, listed
@@ -45,7 +46,7 @@ from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import mean, terms
 
-_MARK = "nnx_parallel annotate "
+_MARK = re.compile(r"nnx_parallel annotate <(.*?)>")
 _RESHARDS = (jax.sharding.reshard, jax.reshard)
 _UNFIT = (NotImplementedError, TypeError, ValueError)
 _LIBRARIES = (
@@ -419,9 +420,8 @@ class _Finder:
       if eqn.primitive.name != "shard_map" and wiring(eqn).inner:
         return DEFAULT
       found = _followed(eqn, flows, self._batch)
-      mark = str(eqn.params.get("name", ""))
-      if eqn.primitive.name == "name" and mark.startswith(_MARK):
-        site, rank, place = ast.literal_eval(mark.removeprefix(_MARK))
+      if eqn.primitive.name == "optimization_barrier" and (mark := _MARK.search(scope_of(eqn))):
+        site, rank, place = ast.literal_eval(mark[1])
         shape = eqn.outvars[0].aval.shape
         dims = [_dividing(dim, size, sizes) for dim, size in zip(found[0].axes, shape, strict=True)]
         if place is None:
@@ -484,7 +484,8 @@ def _mark(x: Any, site: int, place: Place | None = None) -> Any:
   """An array of a trace with a mark that the trace keeps; other values as they are."""
   if not isinstance(x, Tracer) or is_key(x.dtype):
     return x
-  return checkpoint_name(x, f"{_MARK}{(site, x.ndim, place)}")
+  with jax.named_scope(f"nnx_parallel annotate <{(site, x.ndim, place)}>"):
+    return jax.lax.optimization_barrier(x)
 
 
 def _parameters(function: Any, method: str) -> set[str]:
