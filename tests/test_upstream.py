@@ -102,6 +102,7 @@ def test_loops_and_conditionals_hold_their_programs_under_known_names():
   assert len(branch.params["branches"]) == 2
 
 
+@pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="the operation is another one")
 def test_a_checkpoint_has_a_policy():
   """`layers/layers.py` replaces it."""
   assert "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params

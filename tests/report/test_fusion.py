@@ -90,6 +90,7 @@ def test_logits_count_once_and_their_mask_not_at_all(axes):
   assert compiled.need_bytes == pytest.approx(planned.need_bytes, rel=0.35)
 
 
+@pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="counts the operations of today")
 def test_full_remat_keeps_the_pieces_that_a_layer_recomputes_one_by_one():
   def body(x, _):
     def piece(part):
