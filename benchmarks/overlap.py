@@ -271,11 +271,11 @@ NOTES = [
   " payload twice. Overlapped: the collectives between whose start and end something is computed. Cycles: the"
   " compiler's own estimates of the computations, loops multiplied out; in windows: of those that are"
   " scheduled while some collective is under way. Links: the number of axes of the torus that the collectives"
-  " that send the most use at the same time (`colors` of their strategy); 0 if the program does not say.",
+  " that send the most use at the same time (the colours of their strategy); 0 if the program does not say.",
   "Refused: the compiler refuses the options on this machine; its reason is in the row.",
 ]
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
-_STRATEGY = re.compile(r"Strategy\w+\{colors:(\d) phases:(\d)")
+_STRATEGY = re.compile(r"(\w*Strategy\w*)\{colors:(\d)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -304,7 +304,8 @@ def cycles(program: hlo.Program) -> tuple[int, int]:
 def links(program: hlo.Program, names: set[str]) -> int:
   """The most torus axes that one of these collectives uses at the same time; 0 if unknown."""
   found = [_STRATEGY.search(at.rest) for at in program.instructions if at.name in names]
-  return max((int(strategy[1]) for strategy in found if strategy), default=0)
+  # A colour is a way through the torus; each has both directions of a link, or one.
+  return max((int(way[2]) // (1 + ("UniDirection" in way[1])) for way in found if way), default=0)
 
 
 def add(record: Record, case: Case) -> None:
