@@ -42,21 +42,24 @@ GIB = 2**30
 TOKENS = 2048
 """Of each device, in one sequence."""
 
+SPARSE_CORE: Mapping[str, Any] = {
+  "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+  "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+  "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+  "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+  "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+}
+NO_RINGS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
   "no option": {},
-  "SparseCore": {
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
-    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
-    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-  },
+  "SparseCore": SPARSE_CORE,
+  "SparseCore without rings": {**SPARSE_CORE, **NO_RINGS},
   "ring of sums": {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"},
   "rings": {
     "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
     "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
   },
-  "no rings": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+  "no rings": NO_RINGS,
   "fused gathers": {  # MaxText: CF_FOR_ALL_GATHER
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -155,7 +158,7 @@ def gradient(case: Case, *, form: str = "constraint") -> Any:
 
 
 def layers(case: Case) -> CompileReport:
-  """The gradients of 4 scanned MLPs; between layers, `tensor` splits the positions."""
+  """The gradients of 4 scanned MLPs; `tensor` splits the hidden dim, and the positions between layers."""
   mesh, size = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size]
   fsdp, tensor = ("fsdp" if "fsdp" in case.axes else None), ("tensor" if "tensor" in case.axes else None)
   shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
@@ -164,7 +167,7 @@ def layers(case: Case) -> CompileReport:
     name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
     for name, shape in shapes.items()
   }
-  between_layers = NamedSharding(mesh, P(fsdp, tensor))
+  between_layers, inside = (NamedSharding(mesh, P(fsdp, *rest)) for rest in ((tensor,), (None, tensor)))
   batch = case.axes.get("fsdp", 1)
   x = jax.ShapeDtypeStruct(
     (batch, TOKENS * case.axes.get("tensor", 1), size["width"]), jnp.bfloat16, sharding=between_layers
@@ -173,7 +176,8 @@ def layers(case: Case) -> CompileReport:
   @jax.checkpoint
   def layer(x: jax.Array, kernels: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
     up, down = (kernels[name].astype(jnp.bfloat16) for name in ("up", "down"))
-    return jax.lax.with_sharding_constraint(x + jax.nn.silu(x @ up) @ down, between_layers), None
+    hidden = jax.lax.with_sharding_constraint(jax.nn.silu(x @ up), inside)
+    return jax.lax.with_sharding_constraint(x + hidden @ down, between_layers), None
 
   def step(kernels: Mapping[str, jax.Array], x: jax.Array) -> Any:
     def loss(kernels: Mapping[str, jax.Array]) -> jax.Array:
@@ -243,7 +247,12 @@ CASES = (
     Case("layers", machine, axes, options, size)
     for machine, axes, size, chosen in (
       (V5P, {"fsdp": 256}, "70B", ("no option", "SparseCore", "rings", "fused gathers")),
-      ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}, "70B", ("no option", "SparseCore", "no rings", "rings")),
+      (
+        "v5p:4x4x4",
+        {"fsdp": 16, "tensor": 4},
+        "70B",
+        ("no option", "SparseCore", "SparseCore without rings", "no rings", "rings"),
+      ),
       (V5E, {"fsdp": 16}, "8B", ("no option", "no rings", "no fused gathers", "fused sums")),
       (V5E, {"fsdp": 4, "tensor": 4}, "8B", ("no option", "no rings", "rings")),
       (V5E, {"tensor": 16}, "8B", ("no option", "no rings")),
@@ -350,21 +359,24 @@ def add(record: Record, case: Case) -> None:
   )
 
 
-def main(part: str = "") -> None:
-  """Compiles every case, or those with a part of their name, into the record."""
+def main(*parts: str) -> None:
+  """Compiles every case, or those with one of these parts in their name, into the record."""
   if missing_compiler(read_machine("tpu:v5e:4x4")) is not None:
     print("the TPU compiler is not installed: no record is written")
     return
-  chosen = [case for case in CASES if part in case.group]
   record, path = (
     Record("overlap", TITLE, "python -m benchmarks overlap", notes=NOTES),
     RESULTS / "overlap.json",
   )
-  if part and path.exists():
-    names = {case.group for case in chosen}
-    record.rows = [row for row in json.loads(path.read_text())["rows"] if row["group"] not in names]
+  order = {case.group: place for place, case in enumerate(CASES)}
+  chosen = [case for case in CASES if not parts or any(part in case.group for part in parts)]
+  if parts and path.exists():
+    again = {case.group for case in chosen}
+    rows = json.loads(path.read_text())["rows"]
+    record.rows = [row for row in rows if row["group"] in order and row["group"] not in again]
   for case in chosen:
     add(record, case)
+    record.rows.sort(key=lambda row: order[row["group"]])
     record.write()
 
 
