@@ -281,6 +281,17 @@ NOTES = [
   " compiler's own estimates of the computations, loops multiplied out; in windows: of those that are"
   " scheduled while some collective is under way. Links: the number of axes of the torus that the collectives"
   " that send the most use at the same time (the colours of their strategy); 0 if the program does not say.",
+  "Why a train step is left as it is: a `psum_scatter` for each axis of the torus is compiled as"
+  " reduce-scatters and halves the bytes, but each of them uses one axis of the torus, while the all-reduce"
+  " uses all axes at the same time. By these strategies, a gradient of S bytes keeps each axis of a 3D torus"
+  " busy for 2 S / 3 bytes as an all-reduce, and for S bytes as scatters in turn; on a 2D torus both are S. A"
+  " sharding constraint over several axes gives the all-reduce again. Parts that start with different axes"
+  " become all-reduces in part.",
+  "Why no rings are made of the products in a trace: the compiler makes the same rings itself over up to 32"
+  " chips, and over more with the option. They need more cycles than the whole products, and on v5p and v6e"
+  " the SparseCores overlap the collectives of the whole products.",
+  "SparseCore: the compiler accepts the options; whether a machine runs such a program as scheduled was not"
+  " tested.",
   "Refused: the compiler refuses the options on this machine; its reason is in the row.",
 ]
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
