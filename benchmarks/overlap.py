@@ -190,6 +190,41 @@ def layers(case: Case) -> CompileReport:
   return nxp.compile_report(jitted.lower(kernels, x))
 
 
+def layers_by_hand(case: Case) -> CompileReport:
+  """The same 4 MLPs in a `shard_map` that gathers, and so scatters the gradients, over axis after axis."""
+  mesh, size, axes = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size], tuple(case.axes)
+  shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
+  specs = {"up": P(None, axes), "down": P(None, None, axes)}
+  kernels = {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+    for name, shape in shapes.items()
+  }
+  x = jax.ShapeDtypeStruct(
+    (mesh.size, TOKENS, size["width"]), jnp.bfloat16, sharding=NamedSharding(mesh, P(axes))
+  )
+
+  def gathered(kernel: jax.Array, dim: int) -> jax.Array:
+    kernel = kernel.astype(jnp.bfloat16)
+    for axis in reversed(axes):
+      kernel = jax.lax.all_gather(kernel, axis, axis=dim, tiled=True)
+    return kernel
+
+  @jax.checkpoint
+  def layer(x: jax.Array, kernels: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+    hidden = jax.nn.silu(x @ gathered(kernels["up"], 0))
+    return x + hidden @ gathered(kernels["down"], 1), None
+
+  def step(kernels: Mapping[str, jax.Array], x: jax.Array) -> Any:
+    def loss(kernels: Mapping[str, jax.Array]) -> jax.Array:  # of the examples here
+      return jnp.mean(jax.lax.scan(layer, x, kernels)[0].astype(jnp.float32) ** 2) / mesh.size
+
+    return jax.tree.map(lambda kernel, slope: kernel - 0.1 * slope, kernels, jax.grad(loss)(kernels))
+
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(axes)), out_specs=specs)
+  jitted = jax.jit(mapped, donate_argnums=0, compiler_options=OPTIONS[case.options])
+  return nxp.compile_report(jitted.lower(kernels, x))
+
+
 def decoder(case: Case) -> CompileReport:
   """The train step of the unedited decoder of `plain_8b`, with 2 layers."""
   config = decoders.Config(vocab=32_768, head_dim=128, depth=2, dtype="bfloat16", **SIZES[case.size])
@@ -213,6 +248,7 @@ PROGRAMS: Mapping[str, Callable[[Case], CompileReport]] = {
   "gradient, axis after axis": lambda case: gradient(case, form="axis after axis"),
   "gradient, parts axis after axis": lambda case: gradient(case, form="parts"),
   "layers": layers,
+  "layers, axis after axis": layers_by_hand,
   "decoder": decoder,
 }
 V5P, V5E, V6E = "v5p:4x8x8", "v5e:4x4", "v6e:16x16"
@@ -241,6 +277,10 @@ CASES = (
   Case("gradient", "v5p:2x4x4", {"fsdp": 32}, "no rings"),
   Case("gradient", V6E, {"fsdp": 256}, "layouts of sums"),
   Case("gradient", V5P, {"fsdp": 256}, "SparseCore"),
+  *(
+    Case("layers, axis after axis", V5P, {"x": 4, "y": 8, "z": 8}, options)
+    for options in ("no option", "SparseCore")
+  ),
   # A whole step, and layers: what overlaps.
   *(Case("decoder", V5P, {"fsdp": 256}, options) for options in ("no option", "SparseCore")),
   *(
