@@ -50,10 +50,12 @@ SPARSE_CORE: Mapping[str, Any] = {
   "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
 }
 NO_RINGS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+SCOPED_MEMORY: Mapping[str, Any] = {"xla_tpu_scoped_vmem_limit_kib": 98_304}  # MaxText: DENSE_VMEM_LIMIT
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
   "no option": {},
   "SparseCore": SPARSE_CORE,
   "SparseCore without rings": {**SPARSE_CORE, **NO_RINGS},
+  "SparseCore and scoped memory": {**SPARSE_CORE, **SCOPED_MEMORY},
   "ring of sums": {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"},
   "rings": {
     "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
@@ -85,7 +87,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "xla_tpu_assign_all_reduce_scatter_layout": True,
   },
   "backward pipelining": {"xla_tpu_enable_ag_backward_pipelining": True},
-  "scoped memory": {"xla_tpu_scoped_vmem_limit_kib": 98_304},  # MaxText: DENSE_VMEM_LIMIT
+  "scoped memory": SCOPED_MEMORY,
   "launch barrier": {"xla_tpu_use_enhanced_launch_barrier": True},
 }
 
@@ -286,7 +288,12 @@ CASES = (
   *(
     Case("layers", machine, axes, options, size)
     for machine, axes, size, chosen in (
-      (V5P, {"fsdp": 256}, "70B", ("no option", "SparseCore", "rings", "fused gathers")),
+      (
+        V5P,
+        {"fsdp": 256},
+        "70B",
+        ("no option", "SparseCore", "SparseCore and scoped memory", "rings", "fused gathers"),
+      ),
       (
         "v5p:4x4x4",
         {"fsdp": 16, "tensor": 4},
