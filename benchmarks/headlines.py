@@ -134,6 +134,21 @@ def low_precision() -> list[Row]:
   ]
 
 
+def overlap() -> list[Row]:
+  """What is sent while something is computed, with and without the SparseCores."""
+  programs = {
+    "train step, v5p, fsdp 256": "decoder of 70B, v5p:4x8x8, fsdp 256",
+    "layers, v6e, fsdp 256": "layers of 70B, v6e:16x16, fsdp 256",
+    "layers, v5p, fsdp 16 x tensor 4": "layers of 70B, v5p:4x4x4, fsdp 16 x tensor 4",
+  }
+  shown = ("sent", "overlapped", "cycles", "in windows")
+  return [
+    Row(f"{name}, {options}", tuple(figure("overlap", f"{case}, {options}", part) for part in shown))
+    for name, case in programs.items()
+    for options in ("no option", "SparseCore")
+  ]
+
+
 def checkpoints() -> list[Row]:
   """Times of saves and restores."""
   rows = {
@@ -219,6 +234,16 @@ HEADLINES = (
     "plain_8b",
     ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
     decoder,
+  ),
+  Headline(
+    "What the TPU compiler overlaps",
+    "The second column has the bytes that a chip sends while it computes something, by the schedule of the"
+    " compiler. The last two columns are the compiler's estimates of the cycles of all computations, and of"
+    " those that run while a collective is under way. The layers have the sizes of Llama 3 70B. The options"
+    " are in [the guide](../guides/32-what-does-my-step-send.md).",
+    "overlap",
+    ("", "sent", "overlapped", "cycles", "cycles in windows"),
+    overlap,
   ),
   Headline(
     "Muon on sharded matrices, compiled for 8 TPU v5e",

@@ -74,11 +74,13 @@ class Sent(NamedTuple):
     bytes: payload per step: the bytes that each group of devices holds in total, global bytes.
     per_device: bytes that each device sends in a step.
     times: the number of runs per step.
+    exposed: the part of `per_device` that no computation overlaps with, by the schedule of the compiler.
   """
 
   bytes: int
   per_device: int
   times: int
+  exposed: int
 
 
 class BatchSplit(NamedTuple):
@@ -206,7 +208,10 @@ class CompileReport(Paged):
         )
     chosen = [c for c in self.collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
     return Sent(
-      sum(c.total_bytes for c in chosen), sum(c.sent_bytes for c in chosen), sum(c.times for c in chosen)
+      bytes=sum(c.total_bytes for c in chosen),
+      per_device=sum(c.sent_bytes for c in chosen),
+      times=sum(c.times for c in chosen),
+      exposed=sum(c.sent_bytes for c in chosen if not c.overlapped),
     )
 
   def bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:

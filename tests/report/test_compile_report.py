@@ -164,7 +164,11 @@ def test_what_a_step_sends_by_kind_and_axis(fsdp):
   gathered = fsdp.sent("all-gather", axis="fsdp")
   assert (gathered.bytes, fsdp.quantities["params"]) == (layouts.PARAMS, layouts.PARAMS)
   assert gathered.per_device < gathered.bytes
-  assert fsdp.sent("all-gather", axis="data") == (0, 0, 0)
+  assert fsdp.sent("all-gather", axis="data") == (0, 0, 0, 0)
+  assert gathered.exposed == gathered.per_device > 0  # CPU programs overlap nothing
+  first, *others = fsdp.collectives
+  hidden = dataclasses.replace(fsdp, collectives=(dataclasses.replace(first, overlapped=True), *others))
+  assert hidden.sent().exposed == fsdp.sent().per_device - first.sent_bytes
   assert fsdp.sent().times == sum(c.times for c in fsdp.collectives)
   with pytest.raises(ReportError, match=r"no collective 'all-gathers'(.|\n)*known: all-gather, all-reduce"):
     fsdp.sent("all-gathers")

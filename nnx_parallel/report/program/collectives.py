@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ def _describe(
     dtype=shapes[0].dtype if shapes else "",
     bytes=sum(shape.bytes for shape in shapes),
     times=run.times,
-    overlapped=_overlapped_sending(run) if across else _overlapped(run),
+    overlapped=_overlapped_sending(run) if across else _overlapped(program, run),
     op=made.op_name if made else "",
     source=origins.source(made) if made else "",
     parameters=origins.of(instruction) if kind in _CARRIES else (),
@@ -229,35 +229,51 @@ def _payload(instruction: hlo.Instruction, kind: str, group_size: int) -> tuple[
   return tuple(hlo.Shape(s.dtype, (group_size, *s.dims)) for s in inputs)
 
 
-def _overlapped(run: hlo.Executed) -> bool:
-  instruction = run.instruction
+def _overlapped(program: hlo.Program, run: hlo.Executed) -> bool:
+  instruction, caller = run.instruction, run.caller
   if '"is_sync":true' in instruction.rest:
     return False
   if '"async_collective_fusion_config"' in instruction.rest:
     return True
-  if run.caller is not None and run.caller.opcode == "async-start":
-    return True
+  if caller is not None and caller.opcode in ("async-start", "call-start"):
+    order = next(c.instructions for c in program.reachable if caller in c.instructions)
+    return any(_computes(at) for at in between(order, caller))
   if not instruction.opcode.endswith("-start"):
     return False
-  return _computes_before(run, "-done", instruction)
+  return any(_computes(at) for at in between(run.computation.instructions, instruction))
+
+
+def between(order: Sequence[hlo.Instruction], start: hlo.Instruction) -> Sequence[hlo.Instruction]:
+  """The instructions scheduled between an asynchronous start and its end.
+
+  A SparseCore gets its work in two steps: the `call-start` loads the program, and the `call-update` gives the
+  operands. The work starts at the second step.
+  """
+  first, last, chain = order.index(start), len(order), start
+  for place, at in enumerate(order[first + 1 :], first + 1):
+    if chain in at.inputs and at.opcode.endswith("-update"):
+      first, chain = (first if start.inputs else place), at
+    elif chain in at.inputs and at.opcode.endswith("-done"):
+      last = place
+      break
+  return order[first + 1 : last]
 
 
 def _overlapped_sending(run: hlo.Executed) -> bool:
   """Whether anything is computed until the `recv-done` of the same rendezvous."""
   name, order = _RENDEZVOUS.search(run.instruction.rest), run.computation.instructions
   receive = next((i for i in order if i.opcode == "recv" and name and name.group() in i.rest), None)
-  return _computes_before(run, "recv-done", receive)
-
-
-def _computes_before(run: hlo.Executed, end: str, of: hlo.Instruction | None) -> bool:
-  """Whether anything but scalars is computed between one instruction and the `end` of another."""
-  order = run.computation.instructions
   for later in order[order.index(run.instruction) + 1 :]:
-    if of is not None and of in later.inputs and later.opcode.endswith(end):
+    if receive is not None and receive in later.inputs and later.opcode == "recv-done":
       return False
-    if later.opcode in _COMPUTE and max((s.elements for s in later.shapes), default=0) > 1:
+    if _computes(later):
       return True
   return False
+
+
+def _computes(at: hlo.Instruction) -> bool:
+  """Whether an instruction computes more than scalars."""
+  return at.opcode in _COMPUTE and max((s.elements for s in at.shapes), default=0) > 1
 
 
 def _scattering_fusions(program: hlo.Program) -> frozenset[str]:
