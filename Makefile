@@ -42,7 +42,7 @@ package: setup-package  ## builds the wheel and sdist, checks them, and tries th
 
 store: setup-store  ## checkpoints on an emulated object store: its tests, and their time at 40 ms a request
 	@$(bin)/python -m pytest tests/checkpoint/test_emulated_store.py $(PYTEST_ARGS)
-	@$(bin)/python benchmarks/object_store.py
+	@$(bin)/python -m benchmarks.object_store
 
 lint: setup-lint  ## ruff: rules and format
 	@$(bin)/ruff check .
@@ -59,16 +59,16 @@ bench: setup  ## every benchmark; results go to benchmarks/results
 	@$(bin)/python -m benchmarks
 
 torture: setup  ## kills training runs for a long time and checks what their checkpoints hold
-	@$(bin)/python benchmarks/torture.py
+	@$(bin)/python -m benchmarks.torture
 
 soak: setup  ## kills random processes of a supervised run at random moments, and compares its losses (10 minutes)
-	@$(bin)/python benchmarks/soak.py
+	@$(bin)/python -m benchmarks.soak
 
 fuzz: setup  ## searches for programs that a step gets wrong: random models under random layouts (15 minutes)
-	@$(bin)/python benchmarks/fuzz.py --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
+	@$(bin)/python -m benchmarks.fuzz --minutes 15 --workers $(WORKERS) $(FUZZ_ARGS)
 
 seams: setup  ## tries generated combinations of features, options and meshes against one device (15 minutes)
-	@$(bin)/python benchmarks/seams.py --seeds $(SEEDS)
+	@$(bin)/python -m benchmarks.seams --seeds $(SEEDS)
 
 upgrades: setup  ## one case of each test that is not slow, with each flag that JAX plans to turn on (6 minutes each)
 	@failed=; for flag in $(UPGRADES); do \

@@ -6,7 +6,7 @@
   by a jit of one's own, in float32 and bfloat16. Each seed gives other directions.
 - Faults found: the gradient of one norm's scale twice too large, in the same models.
 
-    python benchmarks/check_gradients.py [SEEDS [WORD...]]
+    python -m benchmarks.check_gradients [SEEDS [WORD...]]
 
 WORDs choose the cases with one of them in their name, such as "cost"; the other rows of the record stay.
 """
@@ -306,7 +306,7 @@ def main() -> None:
   record = Record(
     "check_gradients",
     "Checks of gradients: their cost, and their errors",
-    command="python benchmarks/check_gradients.py",
+    command="python -m benchmarks.check_gradients",
     notes=[
       "Cost: `check_gradients` is the whole call once compiled: gradients, one direction by forward mode (two"
       " in bfloat16), the loss by each device on its own. A transformer of 4 layers of 128 on 8 simulated"

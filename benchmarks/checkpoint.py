@@ -1,6 +1,6 @@
 """Saves and restores against raw reads and writes of the same bytes, and against plain Orbax.
 
-    python benchmarks/checkpoint.py --gigabytes 2 --rounds 5
+    python -m benchmarks.checkpoint --gigabytes 2 --rounds 5
 
 Every case takes its turn in every round, readers in another order each round; ratios are medians over
 rounds. All find the machine alike: files to be read are dropped from the page cache, what was written before
@@ -371,7 +371,7 @@ def main() -> None:
 
 def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
   """Times all cases in turns and writes the record."""
-  from harness import Record, Timing
+  from benchmarks.harness import Record, Timing
 
   cases = Cases(root, *make_state(gigabytes), bag_plan(gigabytes))
   cases.export()
@@ -409,7 +409,7 @@ def report(root: pathlib.Path, gigabytes: float, rounds: int) -> None:
   record = Record(
     "checkpoint",
     f"{cases.nbytes / 1e9:.2f} GB of parameters and Adam moments, 8 simulated devices, median of {rounds}",
-    command=f"python benchmarks/checkpoint.py --gigabytes {gigabytes} --rounds {rounds}",
+    command=f"python -m benchmarks.checkpoint --gigabytes {gigabytes} --rounds {rounds}",
   )
   groups = {"write": writes, "wait for a background save": waits, "read": reads}
   for group, members in groups.items():

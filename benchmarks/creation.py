@@ -1,6 +1,6 @@
 """Creating a sharded transformer at several depths, four ways: time, compilation and peak memory.
 
-`python benchmarks/creation.py` measures all of it on both axis types;
+`python -m benchmarks.creation` measures all of it on both axis types;
 `--depths 4 12 --rounds 1 --axes auto` measures less. Each measurement has a process of its own, so that
 nothing is compiled already and the peak of its memory is its own; the ways take turns. Processor time stands
 beside wall time, because a machine that does other work too stretches only the latter.
@@ -27,7 +27,7 @@ import jax
 from flax import nnx
 
 import nnx_parallel as nxp
-from harness import RESULTS, Record
+from benchmarks.harness import RESULTS, Record
 from nnx_parallel.create.slicing import assemble
 
 WIDTH = 256
@@ -351,7 +351,7 @@ def main() -> None:
   record = Record(
     options.record_name,
     f"Creating a transformer of {options.width}-wide blocks on 8 simulated devices (fsdp=4, tensor=2)",
-    command=f"python benchmarks/creation.py {' '.join(sys.argv[1:])}".rstrip(),
+    command=f"python -m benchmarks.creation {' '.join(sys.argv[1:])}".rstrip(),
     notes=[
       "`ratio` is of wall times; `quartiles` are the least and the greatest round. A way that takes over"
       f" {options.once_s:g} s has one round; one whose process takes over {options.limit_s:g} s is stopped,"

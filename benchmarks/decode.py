@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from harness import Record, measure
+from benchmarks.harness import Record, measure
 from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 
 BATCH, WIDTH, NEW, FEATURES, VOCABULARY, LAYERS, HEADS = 8, 8, 56, 128, 512, 4, 8
@@ -321,7 +321,7 @@ def main() -> None:
     " stages, groups of 2 rows go round; whole models have 1 row on each device, and send nothing."
   )
   title = "Generation of 56 tokens for 8 prompts"
-  record = Record("decode", title, command="python benchmarks/decode.py --chips", notes=[note])
+  record = Record("decode", title, command="python -m benchmarks.decode --chips", notes=[note])
   record.compare(measure(cases, rounds=45, warmup=2), baseline="by hand", group="whole call")
   host = measure(cases, rounds=45, warmup=2, wait=False)
   record.compare(host, baseline="by hand", group="until the call returns")

@@ -210,7 +210,7 @@ def main() -> None:
   record = Record(
     "explicit",
     f"Models that state no shardings on Explicit axes: the loss after {STEPS} steps against Auto axes",
-    command="python benchmarks/explicit.py",
+    command="python -m benchmarks.explicit",
   )
   cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ALONE} | WITH_OPTIONS
   for title, (name, options) in cases.items():

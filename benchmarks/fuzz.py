@@ -1,9 +1,9 @@
 """Searches for programs that the compiler gets wrong: random small models under random layouts, on 8 devices.
 
-    python benchmarks/fuzz.py --minutes 15                          the record's search
-    python benchmarks/fuzz.py --seeds 0:200 --step plain            the compiler alone
-    python benchmarks/fuzz.py --seeds 7:8 --layout 3 --show         one program, printed
-    python benchmarks/fuzz.py --seeds 0:200 --mend module:function  a mend of a plain step, on the same seeds
+    python -m benchmarks.fuzz --minutes 15                          the record's search
+    python -m benchmarks.fuzz --seeds 0:200 --step plain            the compiler alone
+    python -m benchmarks.fuzz --seeds 7:8 --layout 3 --show         one program, printed
+    python -m benchmarks.fuzz --seeds 0:200 --mend module:function  a mend of a plain step, on the same seeds
 
 A program is a model of `fuzz_programs.py` and a layout. Its loss and gradients in float32 are compared with
 those of one device, at the parameters drawn and at those after a step of SGD.

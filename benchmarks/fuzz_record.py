@@ -1,7 +1,7 @@
 """Writes the record of the search from its pieces: how many programs, what they cover, what is wrong.
 
-python benchmarks/fuzz.py --seeds 0:600 --out pieces/toolkit.jsonl         a piece, as many as you like
-python benchmarks/fuzz_record.py pieces/*.jsonl                            the record of all of them
+python -m benchmarks.fuzz --seeds 0:600 --out pieces/toolkit.jsonl         a piece, as many as you like
+python -m benchmarks.fuzz_record pieces/*.jsonl                            the record of all of them
 """
 
 from __future__ import annotations

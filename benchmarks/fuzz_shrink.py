@@ -1,6 +1,6 @@
 """Makes a wrong program smaller while it stays wrong: fewer operations, plainer options, whole parameters.
 
-python benchmarks/fuzz_shrink.py 1005.3 2000.1 --step plain
+python -m benchmarks.fuzz_shrink 1005.3 2000.1 --step plain
 """
 
 from __future__ import annotations

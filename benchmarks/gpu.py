@@ -5,8 +5,8 @@ donated arrays, parameters in float32 that the loss casts to bfloat16), with bot
 record also has the tokens per second, the model FLOP utilisation, and the memory of the compiled program. On
 CPUs, only `--size tiny` runs, which only shows that the script works.
 
-    python benchmarks/gpu.py                  one GPU, or one TPU
-    python benchmarks/gpu.py --size tiny      anywhere; writes no record
+    python -m benchmarks.gpu                  one GPU, or one TPU
+    python -m benchmarks.gpu --size tiny      anywhere; writes no record
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def main() -> None:
   if device.platform == "cpu" and args.size != "tiny":
     raise SystemExit("there is no accelerator here. Fix: --size tiny, to try the script.")
   title = f"A decoder of {size.parameters / 1e9:.2f}B parameters on one {device.device_kind}"
-  record = Record(f"gpu_{device.platform}", title, command="python benchmarks/gpu.py", notes=[str(size)])
+  record = Record(f"gpu_{device.platform}", title, command="python -m benchmarks.gpu", notes=[str(size)])
   job, tokens = job_of(size), size.batch * size.length
   for name, options in WAYS.items():
     # Each way runs alone with the hand-written step, because two copies of the state fit and ten do not.

@@ -4,9 +4,9 @@ Absolute times of a shared machine mean little; the ratio of two things that too
 process means something. So every case runs once per round, in an order that changes, and the ratio
 is the median over rounds of case / baseline.
 
-  from harness import Record, measure
+  from benchmarks.harness import Record, measure
 
-  record = Record("step", "Host time of one train step", command="python benchmarks/step.py")
+  record = Record("step", "Host time of one train step", command="python -m benchmarks.step")
   record.compare(measure({"jax.jit": plain_step, "nxp.train_step": our_step}), baseline="jax.jit")
   record.value("temporaries per device", 19.2, "MiB")
   record.write()

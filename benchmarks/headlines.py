@@ -1,6 +1,6 @@
 """Writes `benchmarks/README.md`: the figures that people look for, read from the records.
 
-    python benchmarks/headlines.py
+    python -m benchmarks.headlines
 
 Each record in `benchmarks/results` has all figures of one benchmark, its notes, hardware, date and versions.
 This page has a few of them, as tables; nothing is measured here.
@@ -19,7 +19,7 @@ PAGE = ROOT / "benchmarks" / "README.md"
 
 HEAD = """# Measured
 
-`python benchmarks/headlines.py` writes this page from the records in `benchmarks/results`. Each record states
+`python -m benchmarks.headlines` writes this page from the records in `benchmarks/results`. Each record states
 the command of the measurement, the hardware and the date. All machines were virtual, with two CPU cores. The
 devices were simulated. Programs for TPUs and GPUs were compiled by the compilers of these devices and did not
 run. **No accelerator was timed.** A ratio compares two cases that ran alternately in one process. This page

@@ -6,7 +6,7 @@ imports everything. The recovery: under `nnx-parallel launch`, the last process 
 clock runs from there to the end of the first step that comes after it: the others are ended, all start again,
 import, join, compile, and restore.
 
-  python benchmarks/hosts.py
+  python -m benchmarks.hosts
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import Record
+from benchmarks.harness import Record
 from nnx_parallel.hosts.launch import Job, launch
 
 ROUNDS = 3
@@ -102,7 +102,7 @@ def main() -> None:
   record = Record(
     "hosts",
     __doc__.split("\n", 1)[0],
-    command="python benchmarks/hosts.py",
+    command="python -m benchmarks.hosts",
     notes=[
       f"Medians of {ROUNDS} rounds, and the slowest; two simulated devices in each process. The pause before"
       " a restart is its default, 1 s, and part of the recovery. The programs are compiled anew."

@@ -1,7 +1,7 @@
 """Import and export of a Llama-shaped checkpoint in bfloat16, against a loop by hand and plain reading.
 
-  python benchmarks/huggingface.py              0.8 GB
-  python benchmarks/huggingface.py --depth 1    a short run, no record
+  python -m benchmarks.huggingface              0.8 GB
+  python -m benchmarks.huggingface --depth 1    a short run, no record
 
 Each case starts with the file in the page cache. The memory is that of a process of its own: the most
 anonymous memory it had during an import, over what it had before; 1 is that of the model alone.
@@ -31,7 +31,7 @@ import safetensors.numpy  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import nnx_parallel as nxp  # noqa: E402
-from harness import Record, measure  # noqa: E402
+from benchmarks.harness import Record, measure  # noqa: E402
 from nnx_parallel.interop.families import from_config  # noqa: E402
 from nnx_parallel.interop.huggingface import weight_map_of  # noqa: E402
 from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors  # noqa: E402
@@ -137,7 +137,7 @@ def main() -> None:
   record = Record(
     "huggingface",
     f"A Llama-shaped checkpoint of {arguments.depth} layers, bfloat16, into fsdp=4 x tensor=2 and back",
-    command="python benchmarks/huggingface.py",
+    command="python -m benchmarks.huggingface",
     notes=[
       "By hand: the whole file is read, each array is transposed and cut with device_put.",
       "Plain: all bytes of the file, read or written in one stream without fsync.",

@@ -4,7 +4,7 @@ Layouts that a plan makes, and the schemes that are written with `shard_map`: a 
 a pipeline, experts. Each is compiled for simulated CPU devices and, where their compilers are
 installed (`tpu-aot`, `gpu-aot`), for TPU and NVIDIA.
 
-    python benchmarks/layouts.py
+    python -m benchmarks.layouts
 """
 
 from __future__ import annotations

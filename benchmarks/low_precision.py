@@ -23,7 +23,7 @@ import numpy as np
 import qwix
 
 import nnx_parallel as nxp
-from harness import RESULTS, Record, Timing
+from benchmarks.harness import RESULTS, Record, Timing
 from nnx_parallel.recipes import text_lm
 
 CONFIG = text_lm.Config(width=64, depth=2, heads=2, mlp=128, sequence=64, batch=16)

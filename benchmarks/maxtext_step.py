@@ -1,6 +1,6 @@
 """MaxText's ahead-of-time compilation of its own step, read by the reader of our reports.
 
-    python benchmarks/maxtext_step.py REPORT.json compile_topology=v5e-16 model_name=llama3-8b ...
+    python -m benchmarks.maxtext_step REPORT.json compile_topology=v5e-16 model_name=llama3-8b ...
 
 Does what `python -m maxtext.trainers.pre_train.train_compile` does with the same options, which prints
 neither the peak nor what is sent. Needs MaxText beside this project: `pip install 'maxtext[tpu]==0.2.5'`.

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import nnx_parallel as nxp  # noqa: E402
 from emulated_store import emulator  # noqa: E402
-from harness import Record  # noqa: E402
+from benchmarks.harness import Record  # noqa: E402
 
 ARRAYS, ROWS, COLUMNS, ROUNDS = 25, 64, 1024, 3
 LATENCIES_MS = (0, 40)

@@ -4,7 +4,7 @@ Read from the schedules of compiled programs; no TPU is needed and none was time
 (`tpu-aot`). The compiler writes its own estimate of the cycles of each computation into the program: the
 figures in cycles are sums of these. Some cases again, by a part of their names:
 
-    python benchmarks/overlap.py "v5p:4x8x8, fsdp 256"
+    python -m benchmarks.overlap "v5p:4x8x8, fsdp 256"
 """
 
 from __future__ import annotations

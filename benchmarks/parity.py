@@ -155,7 +155,7 @@ def differences(one: Training, many: Training) -> tuple[float, float]:
 
 def measured() -> dict[str, Any]:
   """The whole table with the installed versions."""
-  from harness import environment
+  from benchmarks.harness import environment
 
   rows: list[dict[str, Any]] = []
   began = time.process_time()
@@ -197,7 +197,7 @@ def page(runs: dict[str, Any]) -> str:
     "\n\n".join(
       [
         f"# Float32 training on every layout against one device, {STEPS} steps",
-        "`python benchmarks/parity.py`, once with each Python",
+        "`python -m benchmarks.parity`, once with each Python",
         f"Largest of all: {largest}; the bound is 1e-5.",
         "\n".join(lines),
         "Each cell: the largest relative difference over all steps of the loss, and over all steps and"
@@ -219,7 +219,7 @@ def page(runs: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  from harness import RESULTS
+  from benchmarks.harness import RESULTS
 
   file = RESULTS / "parity.json"
   runs: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}

@@ -4,7 +4,7 @@ The ordinary one is `benchmarks/plain/decoders.py`: a Python loop over an `nnx.L
 annotation. The other is `benchmarks/llama.py`. Both have the sizes of Llama 3 8B. Needs the TPU and NVIDIA
 compilers, as `report_8b.py` does. Some cases again, by a part of their names:
 
-    python benchmarks/plain_8b.py "depth 4"
+    python -m benchmarks.plain_8b "depth 4"
 """
 
 from __future__ import annotations

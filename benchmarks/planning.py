@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import nnx_parallel as nxp
-from harness import Record
+from benchmarks.harness import Record
 
 MESH = nxp.abstract_mesh(data=8, fsdp=64, tensor=8)
 RULES = nxp.LogicalRules(

@@ -8,7 +8,7 @@ MaxText's side where MaxText is not installed:
 
 A few cases again, into the record that is there, by a part of their names:
 
-    python benchmarks/report_8b.py "fsdp 8 x tensor 2"
+    python -m benchmarks.report_8b "fsdp 8 x tensor 2"
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ NOTES = [
   " over rematerialised layers. Sent: payload per step, what a group of devices holds together; below 0.01"
   " GiB it is left out.",
   "MaxText on v5e, fsdp 16: one jax and one libtpu compile both sides, and one reader, `nnx_parallel.report`,"
-  " reads the peak and every collective of both. MaxText's side is `python benchmarks/maxtext_step.py"
+  " reads the peak and every collective of both. MaxText's side is `python -m benchmarks.maxtext_step"
   f" REPORT.json {' '.join(MAXTEXT)}` and the options in the name of its rows; this is MaxText's"
   " `train_compile` with the same options.",
   "Same choices: `grad_dtype=bfloat16 gradient_clipping_threshold=0` beside ours, and MaxText's defaults"

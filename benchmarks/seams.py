@@ -1,7 +1,7 @@
 """Searches for combinations of features that train other numbers than one device, or are refused falsely.
 
-    python benchmarks/seams.py --seeds 0:100
-    python benchmarks/seams.py --seeds 7:8 --show       one case, printed
+    python -m benchmarks.seams --seeds 0:100
+    python -m benchmarks.seams --seeds 7:8 --show       one case, printed
 
 Each part of the toolkit is tested by itself; faults lie where parts meet. A case is drawn from a seed:
 features of a small decoder, a loss, options of the step, a mesh and the type of its axes, and what follows

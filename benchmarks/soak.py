@@ -6,7 +6,7 @@ while it trains, saves, starts, joins, compiles or restores. In the end every lo
 undisturbed run, each attempt must have gone on from the newest step that was reported as saved (one save may
 be complete and not reported), every step that is kept must verify, and no process may be left.
 
-  python benchmarks/soak.py --kills 30
+  python -m benchmarks.soak --kills 30
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import uuid
 from pathlib import Path
 
-from harness import Record
+from benchmarks.harness import Record
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.hosts.launch import Job, launch
 
@@ -196,7 +196,7 @@ def main() -> int:
   record = Record(
     "soak",
     __doc__.split("\n", 1)[0],
-    command=" ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
+    command=" ".join(["python -m benchmarks.soak", *sys.argv[1:]]),
     notes=[
       f"{PROCESSES} processes of two simulated devices each; a save every {SAVE_EVERY} steps, three are kept."
       " The times are from a signal to the end of the next step that was made, where no other signal came"

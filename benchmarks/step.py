@@ -8,7 +8,7 @@ Whole steps are those of the `digits` MLP and of a transformer on five layouts, 
 what both programs compute and send.
 
     python -m benchmarks step                                        both tables
-    python benchmarks/step.py --part host --suffix _py311 10 100     one of them, into another file
+    python -m benchmarks.step --part host --suffix _py311 10 100     one of them, into another file
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import by_hand  # noqa: E402
 import nnx_parallel as nxp  # noqa: E402
-from harness import Record, Timing, measure  # noqa: E402
+from benchmarks.harness import Record, Timing, measure  # noqa: E402
 from nnx_parallel.recipes.digits import read_digits  # noqa: E402
 from nnx_parallel.report.program.collectives import collectives  # noqa: E402
 from nnx_parallel.report.program.cost import cost  # noqa: E402
@@ -269,7 +269,7 @@ def main() -> None:
   parser.add_argument("--part", choices=("host", "whole"), help="one of the two tables")
   parser.add_argument("--suffix", default="", help="of the names of the records")
   chosen = parser.parse_args()
-  command = " ".join(["python benchmarks/step.py", *sys.argv[1:]])
+  command = " ".join(["python -m benchmarks.step", *sys.argv[1:]])
   load = f"Load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
   if chosen.part != "whole":
     notes = [

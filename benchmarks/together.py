@@ -5,7 +5,7 @@ exchanged for mixtures of experts, over expert axes too. Compared at each step: 
 gradient as the optimizer got it. The model is not told about any axis: the plan splits its arrays and inputs,
 and the options of `train_step` the work of its layers.
 
-  python benchmarks/together.py           simulates 16 devices
+  python -m benchmarks.together           simulates 16 devices
 
 `tests/schemes/test_together.py` runs a part of this table.
 """
@@ -135,7 +135,7 @@ class Runs:
 
 def main() -> None:
   """Trains every case and writes the record."""
-  from harness import Record
+  from benchmarks.harness import Record
 
   title = __doc__.split("\n", 1)[0]
   notes = [
@@ -144,7 +144,7 @@ def main() -> None:
     " loss, and over all steps and parameters of the norm of a gradient; the bound is 1e-5. The same program"
     " on one device, other products of the same numbers, is the trivial baseline: 0 by definition.",
   ]
-  record = Record("together", title, command="python benchmarks/together.py", notes=notes)
+  record = Record("together", title, command="python -m benchmarks.together", notes=notes)
   worst = 0.0
   for sparse, cases in ((False, DENSE), (True, SPARSE)):
     runs, model = Runs(sparse), f"{EXPERTS} experts, 2 for each token" if sparse else "dense"

@@ -1,6 +1,6 @@
 """Kills saving jobs and damages checkpoints, and counts what restoring then makes of them.
 
-    python benchmarks/torture.py --kills 200 --corruptions 300 --trees 300 --interrupts 200 --reads 500
+    python -m benchmarks.torture --kills 200 --corruptions 300 --trees 300 --interrupts 200 --reads 500
 
 A job is killed with SIGKILL at a random moment while it saves: sync, async, with workers that it forks during
 its saves and that outlive it, with several models and optimizers, and in two processes. Then the newest step
@@ -637,7 +637,7 @@ def main() -> int:
   arguments = parser.parse_args()
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-  from harness import environment  # starts jax, so after the flags
+  from benchmarks.harness import environment  # starts jax, so after the flags
 
   started = time.time()
   damaged = corruptions(arguments.corruptions, arguments.seed)
@@ -653,7 +653,7 @@ def main() -> int:
   bad = [kill for kill in killed if kill.problem]
   by_kind = collections.Counter(f"{kill.mode}, {kill.processes} process(es)" for kill in killed)
   record = {
-    "command": " ".join(["python benchmarks/torture.py", *sys.argv[1:]]),
+    "command": " ".join(["python -m benchmarks.torture", *sys.argv[1:]]),
     "seconds": round(time.time() - started),
     "corruptions": dict(damaged),
     "kills": dict(by_kind),

@@ -58,7 +58,7 @@ def test_cases_with_the_same_figures_are_rows_of_one_table():
 
 
 def test_record_is_written_as_json_and_markdown(tmp_path):
-  record = Record("toy", "Time of a toy", command="python benchmarks/toy.py", notes=["Two cores."])
+  record = Record("toy", "Time of a toy", command="python -m benchmarks.toy", notes=["Two cores."])
   timings = {"plain": Timing("plain", (2e-3, 2e-3)), "ours": Timing("ours", (3e-3, 3e-3))}
   record.compare(timings, baseline="plain", group="10 Variables")
   record.value("temporaries", 19.25, "MiB")

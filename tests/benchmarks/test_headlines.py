@@ -6,4 +6,4 @@ from benchmarks.headlines import PAGE, page
 
 
 def test_the_page_is_made_of_the_records():
-  assert PAGE.read_text() == page(), "python benchmarks/headlines.py writes it"
+  assert PAGE.read_text() == page(), "python -m benchmarks.headlines writes it"
