@@ -342,8 +342,8 @@ NOTES = [
   " Overlapped says that something is computed, not that it takes as long as the transfer. At the published"
   " rate of six links (90 GB/s each, cycles of 1.75 GHz), the transfers of the decoder on v5p take 49 M"
   " cycles, and their windows cover 90 % of them, if no two transfers share a window; most of the rest are a"
-  " gather of the vocabulary and a sum of each layer. In the layers, a gather of the forward pass has a window of"
-  " 0.13 M cycles for a transfer of 1.5 M, and one of the backward pass has none.",
+  " gather of the vocabulary and a sum of each layer. In the layers, a gather of the forward pass has a"
+  " window of 0.13 M cycles for a transfer of 1.5 M, and one of the backward pass has none.",
   "Refused: the compiler refuses the options on this machine; its reason is in the row.",
 ]
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
