@@ -18,10 +18,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "32"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"

@@ -331,7 +331,7 @@ def _status(field: str) -> int:
 
 def measure_memory(root: pathlib.Path, gigabytes: float, case: str) -> float:
   """Extra peak memory of a case as a share of the state."""
-  command = [sys.executable, __file__, "--gigabytes", str(gigabytes), "--memory", case]
+  command = [sys.executable, "-m", "benchmarks.checkpoint", "--gigabytes", str(gigabytes), "--memory", case]
   environment = {**os.environ, "CHECKPOINT_BENCHMARK": str(root)}
   done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
   nbytes, extra = map(int, done.stdout.split()[-2:])

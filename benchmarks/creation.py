@@ -174,7 +174,17 @@ Row = dict[str, Any]
 
 def measure_once(way: str, depth: int, width: int, axes: str, limit_s: float) -> Row | None:
   """What one creation took; None when its process ran for longer than the limit and was stopped."""
-  command = [sys.executable, __file__, "--child", way, "--depths", str(depth), "--axes", axes]
+  command = [
+    sys.executable,
+    "-m",
+    "benchmarks.creation",
+    "--child",
+    way,
+    "--depths",
+    str(depth),
+    "--axes",
+    axes,
+  ]
   try:
     done = subprocess.run([*command, "--width", str(width)], capture_output=True, text=True, timeout=limit_s)
   except subprocess.TimeoutExpired:

@@ -166,7 +166,7 @@ def main() -> None:
     record.compare(measure(writes, rounds=5, warmup=1), baseline="plain", group="write")
     record.value("bytes read", round(bytes_read(folder, plan) / size, 4), "of the file")
     for one in CASES:
-      command = [sys.executable, __file__, "--memory", one, str(folder)]
+      command = [sys.executable, "-m", "benchmarks.huggingface", "--memory", one, str(folder)]
       extra = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
       record.value(f"extra peak memory, {one}", round(extra / size, 3), "of the file")
   if arguments.depth == DEPTH:

@@ -16,15 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-sys.path[:0] = [
-  str(Path(__file__).resolve().parent.parent),
-  str(Path(__file__).resolve().parent.parent / "tests"),
-]
 
 import jax.numpy as jnp  # noqa: E402
 import tensorstore as ts  # noqa: E402
@@ -32,8 +27,8 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import nnx_parallel as nxp  # noqa: E402
-from emulated_store import emulator  # noqa: E402
 from benchmarks.harness import Record  # noqa: E402
+from tests.emulated_store import emulator  # noqa: E402
 
 ARRAYS, ROWS, COLUMNS, ROUNDS = 25, 64, 1024, 3
 LATENCIES_MS = (0, 40)
@@ -80,7 +75,7 @@ def main() -> None:
   ]
   record = Record("object_store", "Checkpoints on an emulated object store", "make store", notes)
   for latency in LATENCIES_MS:
-    command = [sys.executable, __file__, str(latency)]
+    command = [sys.executable, "-m", "benchmarks.object_store", str(latency)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     for name, seconds in json.loads(done.stdout.splitlines()[-1]).items():
       record.value(name, round(seconds, 3), "s", group=f"{latency} ms a request")

@@ -32,8 +32,8 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-import by_hand  # noqa: E402
 import nnx_parallel as nxp  # noqa: E402
+from benchmarks import by_hand  # noqa: E402
 from benchmarks.harness import Record, Timing, measure  # noqa: E402
 from nnx_parallel.recipes.digits import read_digits  # noqa: E402
 from nnx_parallel.report.program.collectives import collectives  # noqa: E402

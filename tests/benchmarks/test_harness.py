@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.harness import Record, Timing, environment, measure
+from benchmarks.harness import ROOT, Record, Timing, environment, measure
 
 
 def test_ratio_is_the_median_of_the_rounds_not_the_ratio_of_the_medians():
@@ -70,3 +73,11 @@ def test_record_is_written_as_json_and_markdown(tmp_path):
   assert [row["case"] for row in content["rows"]] == ["plain", "ours", "temporaries"]
   assert content["environment"].keys() == environment().keys()
   assert {"date", "cpu", "cores", "devices", "jax", "flax", "commit"} <= environment().keys()
+
+
+@pytest.mark.parametrize("name", ["fuzz", "seams", "soak", "torture"])
+def test_the_searches_of_make_start_in_an_environment_that_has_only_the_package(name):
+  variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+  command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+  assert f"-m benchmarks.{name} " in (ROOT / "Makefile").read_text().replace("\n", " \n")
+  subprocess.run(command, env=variables, cwd=ROOT, check=True, capture_output=True, timeout=120)
