@@ -235,7 +235,7 @@ def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
 
   `core/hlo_devices.py` reads the layouts of arguments and results there.
   """
-  whole, split = (hlo.parse(text).entry for text in (dumped[1].whole, dumped[1].partitioned))
+  whole, split = (hlo.parse(text).entry for text in (dumped[1].before, dumped[1].partitioned))
   layouts = [i.attribute("sharding") for i in whole.instructions if i.opcode == "parameter"]
   assert [read_tiling(layout, 8).parts for layout in layouts] == [(8, 1), (8, 1)]
   assert [read_tiling(layout, 8).parts for layout in split_layouts(whole.root.attribute("sharding"))]
@@ -245,7 +245,7 @@ def test_a_compiler_writes_the_program_before_and_after_it_is_split(dumped):
 
 def test_constants_are_written_out(dumped):
   """`report/program/compiler.py` (`xla_dump_large_constants`): offsets of devices, and tables of a model."""
-  constants = [i for i in hlo.parse(dumped[1].whole).entry.instructions if i.opcode == "constant"]
+  constants = [i for i in hlo.parse(dumped[1].before).entry.instructions if i.opcode == "constant"]
   (table,) = [literal(i) for i in constants if i.bytes == TABLE.nbytes]
   np.testing.assert_allclose(table.ravel(), TABLE.ravel(), rtol=1e-6)
 
@@ -263,7 +263,7 @@ def test_a_compiler_tells_its_memory(dumped):
 def test_a_donated_argument_is_written_on_the_first_line(dumped):
   """`report/compile_report.py` names a result by the argument whose memory it takes."""
   lowered, done = dumped
-  assert hlo.parse(done.whole).aliases == ((1, 1),)
+  assert hlo.parse(done.before).aliases == ((1, 1),)
   paths = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
   assert [jax.tree_util.keystr(path) for path, _ in paths] == ["[0]", "[1]"]
 

@@ -44,12 +44,12 @@ class AxisMatch:
 
   Attributes:
     axes: names, in mesh order; empty when every group is a single device.
-    whole: whether a group spans all of these axes; False if it spans a part of them (a pair of neighbours, a
-      split axis).
+    complete: whether a group spans all of these axes; False if it spans a part of them (a pair of neighbours,
+      a split axis).
   """
 
   axes: tuple[str, ...]
-  whole: bool
+  complete: bool
 
 
 class AxisFinder:
@@ -61,9 +61,9 @@ class AxisFinder:
   Example:
     >>> finder = AxisFinder({"data": 2, "model": 4})
     >>> finder.match(group_labels("[4,2]<=[2,4]T(1,0)", 8))
-    AxisMatch(axes=('data',), whole=True)
+    AxisMatch(axes=('data',), complete=True)
     >>> finder.match(group_labels("{{0,1},{2,3},{4,5},{6,7}}", 8))
-    AxisMatch(axes=('model',), whole=False)
+    AxisMatch(axes=('model',), complete=False)
   """
 
   def __init__(self, sizes: Mapping[str, int]):
@@ -197,13 +197,13 @@ def read_tiling(text: str, devices: int) -> Tiling | None:
   if "unreduced" in text or "maximal" in text:
     return None
   if not text or text.strip() in ("{replicated}", "{mesh[], replicated}"):
-    return _whole(devices)
+    return _replicated(devices)
   mesh, tiles = MESH.search(text), _TILES.search(text)
   if mesh and mesh["sizes"]:
     return _of_mesh(text, mesh, devices)
   if tiles:
     return _of_tiles(text, tiles, devices)
-  return dataclasses.replace(_whole(devices), manual=True) if "manual" in text else None
+  return dataclasses.replace(_replicated(devices), manual=True) if "manual" in text else None
 
 
 def split_layouts(text: str) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ def split_layouts(text: str) -> tuple[str, ...]:
   return tuple(part.strip() for part in hlo.pieces(_COMMENT.sub("", inner)))
 
 
-def _whole(devices: int) -> Tiling:
+def _replicated(devices: int) -> Tiling:
   return Tiling((), np.zeros((devices, 0), np.int64))
 
 

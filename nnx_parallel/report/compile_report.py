@@ -40,7 +40,7 @@ from nnx_parallel.report.program.compiler import (
 )
 from nnx_parallel.report.program.cost import Cost, cost
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
-from nnx_parallel.report.program.whole import SHARE, WholeActivation, whole_activations
+from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation, replicated_activations
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
 from nnx_parallel.verify.program import Comparison, Fault, compare
@@ -122,9 +122,9 @@ class CompileReport(Paged):
     batch_split: the number of shards into which the plan divides the batch, or None without a plan.
     results: the comparison of the results of the program before and after partitioning; see `faults`. None
       without `verify=True`.
-    whole_activations: the activations that are replicated over batch axes although the plan shards the batch,
-      if they take 1 % or more of the needed memory; largest first. None without a plan, or if the batch is
-      not sharded evenly.
+    replicated_activations: the activations that are replicated over batch axes although the plan shards the
+      batch, if they take 1 % or more of the needed memory; largest first. None without a plan, or if the
+      batch is not sharded evenly.
     layers: lines of text that say how the layers of a `train_step` or `eval_step` are computed; for a
       pipeline, its schedule and its bubble.
     slices: the number of TPU slices, or of hosts with other devices, that the mesh spans. `Collective.slices`
@@ -149,7 +149,7 @@ class CompileReport(Paged):
   examples: int | None = None
   batch_split: int | None = None
   results: Comparison | None = None
-  whole_activations: tuple[WholeActivation, ...] | None = None
+  replicated_activations: tuple[ReplicatedActivation, ...] | None = None
   layers: tuple[str, ...] = ()
   slices: int = 1
 
@@ -465,7 +465,7 @@ def report_of(
   final = hlo.parse(done.text or done.partitioned)
   # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
   split = hlo.parse(done.partitioned) if done.partitioned else final
-  whole = hlo.parse(done.whole) if done.whole and (verify or batch is not None) else None
+  before = hlo.parse(done.before) if done.before and (verify or batch is not None) else None
   arguments, memory = _arguments(final, done.text, names), done.memory
   if done.shortage is not None:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
@@ -473,8 +473,8 @@ def report_of(
   need = _need(memory, done, compiled_for.platform if compiled_for else "", kept)
   count = math.prod(axes.values())
   replicated = None  # unknown without a program before partitioning, or without a batch that is split evenly
-  if whole is not None and batch is not None and math.prod(axes[axis] for axis in batch.axes) > 1:
-    replicated = whole_activations(whole, final, axes, batch.axes, batch.has, SHARE * need)
+  if before is not None and batch is not None and math.prod(axes[axis] for axis in batch.axes) > 1:
+    replicated = replicated_activations(before, final, axes, batch.axes, batch.has, SHARE * need)
   return CompileReport(
     target=f"{count} x {kind}" if kind else f"{count} devices",
     chip=figures,
@@ -496,8 +496,8 @@ def report_of(
     reshards=find_reshards(done.log, split.frames),
     seconds=done.seconds,
     quantities={},
-    results=_verified(whole, split, _result_paths(program), names) if verify else None,
-    whole_activations=replicated,
+    results=_verified(before, split, _result_paths(program), names) if verify else None,
+    replicated_activations=replicated,
     slices=1 if slices is None else len(set(slices.tolist())),
   )
 
@@ -509,15 +509,15 @@ def _result_paths(program: jax.stages.Lowered) -> dict[int, str]:
 
 
 def _verified(
-  whole: hlo.Program | None, split: hlo.Program, paths: Mapping[int, str], names: Mapping[str, str]
+  before: hlo.Program | None, split: hlo.Program, paths: Mapping[int, str], names: Mapping[str, str]
 ) -> Comparison:
   """Compares the results of a program before and after partitioning; empty for one device."""
-  if whole is None:
+  if before is None:
     return Comparison()
-  arguments = {i.index: i.op_name for i in whole.entry.parameters}
-  aliased = {place: arguments.get(number, "") for place, number in whole.aliases}
+  arguments = {i.index: i.op_name for i in before.entry.parameters}
+  aliased = {place: arguments.get(number, "") for place, number in before.aliases}
   found = {place: names.get(name, name) for place, name in aliased.items() if name}
-  return compare(whole, split, {**paths, **found})
+  return compare(before, split, {**paths, **found})
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:

@@ -22,9 +22,9 @@ from nnx_parallel.report.tables import (
   faults_table,
   head,
   peak_table,
+  replicated_table,
   reshards_table,
   sent_tables,
-  whole_table,
 )
 
 _STYLE = """
@@ -78,7 +78,7 @@ def report_page(report: CompileReport) -> str:
     _notes(facts),
     _table(faults_table(report)),
     _memory("Memory per device", report.categories, usable),
-    _table(whole_table(report, most=100)),
+    _table(replicated_table(report, most=100)),
     _table(reshards_table(report)),
     _table(peak_table(report, most=40)),
     _table(arguments_table(report, most=100)),

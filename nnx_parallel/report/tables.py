@@ -18,7 +18,7 @@ from nnx_parallel.core.text import (
 )
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.program.peak import PeakBuffer
-from nnx_parallel.report.program.whole import SHARE, WholeActivation
+from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation
 from nnx_parallel.verify.program import Comparison
 
 _ROWS = 12
@@ -38,7 +38,7 @@ def report_text(report: CompileReport) -> str:
     memory_text(report),
     *(render(*table) for table in (peak_table(report), *sent_tables(report)) if table.rows),
     "" if report.collectives else "Nothing is sent between devices.\n",
-    whole_text(report),
+    replicated_text(report),
     render(*reshards_table(report)) if report.reshards else "",
     f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
     + (render(*kept) if kept.rows else ""),
@@ -80,11 +80,11 @@ def advice(report: CompileReport) -> str:
       "splits the parameters."
     )
   if report.peak:
-    lines.append(f"Largest at the peak: {_buffer_text(report.peak[0])}.{_whole_batch(report)}")
+    lines.append(f"Largest at the peak: {_buffer_text(report.peak[0])}.{_full_batch(report)}")
   return " ".join(lines)
 
 
-def _whole_batch(report: CompileReport) -> str:
+def _full_batch(report: CompileReport) -> str:
   """The fix for when the largest array seems to hold the examples of all devices."""
   split, largest = report.batch_split or 1, report.peak[0]
   whole = (report.examples or 0) * split
@@ -208,7 +208,7 @@ def sent_tables(report: CompileReport, most: int = _ROWS) -> tuple[Table, Table]
   rows = [
     (
       item.kind,
-      "+".join(item.axes) + ("" if item.whole else " (part)"),
+      "+".join(item.axes) + ("" if item.complete else " (part)"),
       item.dtype,
       format_bytes(item.bytes),
       f"{item.times}",
@@ -238,23 +238,23 @@ def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   return f"{names} at {place}"
 
 
-def whole_text(report: CompileReport, most: int = _BUFFERS) -> str:
+def replicated_text(report: CompileReport, most: int = _BUFFERS) -> str:
   """Activations that devices also hold for other devices' examples, and where they begin."""
-  found = report.whole_activations
+  found = report.replicated_activations
   if not found:
     least = format_bytes(SHARE * report.need_bytes)
     return "" if found is None else f"No activation of {least} or more is replicated over the batch axes.\n"
   first = min(found, key=lambda one: one.place)
   fix = f": {first.fix}" if first.fix else ""
   return (
-    render(*whole_table(report, most))
+    render(*replicated_table(report, most))
     + f"Fix: begin with the first of them in the program, {first} at {_place(first)}{fix}.\n"
   )
 
 
-def whole_table(report: CompileReport, most: int = _BUFFERS) -> Table:
+def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   """The largest activations that are replicated along the batch, and how each is sharded."""
-  found = report.whole_activations or ()
+  found = report.replicated_activations or ()
   rows = [
     (
       format_bytes(one.bytes),
@@ -270,7 +270,7 @@ def whole_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   return Table(f"Activations replicated over the batch axes{more}", columns, rows)
 
 
-def _place(one: WholeActivation) -> str:
+def _place(one: ReplicatedActivation) -> str:
   return _origin((), one.source, one.op)
 
 

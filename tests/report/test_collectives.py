@@ -27,7 +27,7 @@ def compiled(function, shape, spec, out=None, names=("data", "model"), sizes=(2,
 
 def test_a_sum_over_one_axis():
   (found,) = compiled(lambda x: x.sum(1), (8, 64), P("data", "model"), P("data"))
-  assert (found.kind, found.axes, found.whole, found.bytes, found.times) == (
+  assert (found.kind, found.axes, found.complete, found.bytes, found.times) == (
     "all-reduce",
     ("model",),
     True,
@@ -134,10 +134,10 @@ def test_what_the_hosts_carry_between_tpu_slices_is_counted():
   across = [c for c in found if c.axes == ("data",)]
   # Shards of both gradients; the loss, which TPU pads to 128 numbers.
   assert sorted(c.bytes for c in across) == [128 * 4, kernel * 4 // 16, kernel * 4 // 16]
-  assert all(c.kind == "all-reduce" and c.whole and c.group_size == 2 and c.overlapped for c in across)
+  assert all(c.kind == "all-reduce" and c.complete and c.group_size == 2 and c.overlapped for c in across)
   assert {c.source.rpartition(":")[0] for c in across} == {"benchmarks/layouts.py"}
   # Groups in the text are those of one slice; they are the same in the other.
-  inside = totals((c for c in found if c.axes == ("fsdp",)), lambda c: (c.kind, c.whole, c.group_size))
+  inside = totals((c for c in found if c.axes == ("fsdp",)), lambda c: (c.kind, c.complete, c.group_size))
   assert inside == {
     ("all-gather", True, 16): 2 * kernel * 2,
     ("all-reduce", True, 16): 2 * kernel * 4 + 128 * 4,
@@ -167,7 +167,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
   carried = () if kind == "new_kind" else ("x",)
   assert (found.kind, found.axes, found.bytes, found.parameters) == (kind, ("slice",), payload, carried)
   # Groups that are not all of the slices are not written in the program.
-  assert found.whole is ("target" in transfer)
+  assert found.complete is ("target" in transfer)
   assert not found.overlapped
 
 

@@ -54,7 +54,7 @@ class Collective:
   Attributes:
     kind: one of `KINDS`.
     axes: the mesh axes that it runs over, in mesh order; empty if nothing leaves a device.
-    whole: False if a group is only a part of the devices along these axes.
+    complete: False if a group is only a part of the devices along these axes.
     group_size: the number of devices of one group.
     dtype: element type of the first array.
     bytes: payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
@@ -70,7 +70,7 @@ class Collective:
 
   kind: str
   axes: tuple[str, ...]
-  whole: bool
+  complete: bool
   group_size: int
   dtype: str
   bytes: int
@@ -162,7 +162,7 @@ def _describe(
   across = instruction.opcode == "send"
   labels, group_size = (_between_programs if across else _groups)(instruction, finder.devices, programs)
   match = finder.match(labels)
-  whole = match.whole and (not across or _all_programs(instruction, programs))
+  complete = match.complete and (not across or _all_programs(instruction, programs))
   if kind == "all-reduce" and run.computation.name in scattered:
     kind = "reduce-scatter"
   shapes = _payload(instruction, kind, group_size)
@@ -170,7 +170,7 @@ def _describe(
   return Collective(
     kind=kind,
     axes=match.axes,
-    whole=whole,
+    complete=complete,
     group_size=group_size,
     dtype=shapes[0].dtype if shapes else "",
     bytes=sum(shape.bytes for shape in shapes),

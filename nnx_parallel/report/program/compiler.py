@@ -95,7 +95,7 @@ class Compiled:
   Attributes:
     text: the final program; if it ran out of memory, as far as the compiler came.
     partitioned: the program of one device right after SPMD partitioning; empty if not dumped.
-    whole: the program right before partitioning, with the layout of each array; empty if not dumped.
+    before: the program right before partitioning, with the layout of each array; empty if not dumped.
     memory: the compiler's figures.
     shortage: the missing memory, or None.
     log: the compiler's log.
@@ -110,7 +110,7 @@ class Compiled:
   log: str
   seconds: float
   live: str = ""
-  whole: str = ""
+  before: str = ""
 
 
 def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
@@ -134,11 +134,11 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
       except jax.errors.JaxRuntimeError as error:
         short = _shortage(error)
     seconds = time.perf_counter() - start
-    whole, partitioned, final, live = (_largest(pathlib.Path(folder), kind) for kind in _DUMPS)
+    before, partitioned, final, live = (_largest(pathlib.Path(folder), kind) for kind in _DUMPS)
   if compiled is None:
-    return Compiled(final, partitioned, MemoryStats(), short, log[0], seconds, live, whole)
+    return Compiled(final, partitioned, MemoryStats(), short, log[0], seconds, live, before)
   text = compiled.as_text() or final
-  return Compiled(text, partitioned, memory_stats(compiled), None, log[0], seconds, live, whole)
+  return Compiled(text, partitioned, memory_stats(compiled), None, log[0], seconds, live, before)
 
 
 def memory_stats(compiled: jax.stages.Compiled) -> MemoryStats:

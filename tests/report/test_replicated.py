@@ -12,7 +12,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders, others
-from nnx_parallel.report.program.whole import SHARE
+from nnx_parallel.report.program.replicated import SHARE
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_a_plain_model_has_none(name, mesh):
   plan = nxp.plan(lambda: init(nnx.Rngs(0)), nxp.make_mesh(MESHES[mesh]), rules, optimizer=optax.adam(1e-3))
   found = nxp.compile_report(
     nxp.train_step(loss, remat="full", scan_layers=True), plan, batch=batch
-  ).whole_activations
+  ).replicated_activations
   if (name, mesh) == ("ConvNet", "tensor"):
     assert min(found, key=lambda one: one.place).op.endswith("conv_general_dilated")
     assert all(one.shape == one.global_shape and one.copies == 4 for one in found)
@@ -93,13 +93,13 @@ def report(step, between=jnp.sin, rules=None, length=65, **axes):
 
 def test_a_look_up_of_all_examples_is_found_where_nothing_is_held():
   found = report(by_hand)
-  one = min(found.whole_activations, key=lambda one: one.place)
+  one = min(found.replicated_activations, key=lambda one: one.place)
   assert (one.dtype, one.shape, one.global_shape) == ("f32", (ROWS, 64, 64), (ROWS, 64, 64))
   assert (one.bytes, one.batch_dim, one.copies) == (4 * ROWS * 64 * 64, 0, 8)
-  assert one.source.endswith(f"test_whole.py:{TABLE_LINE}")
+  assert one.source.endswith(f"test_replicated.py:{TABLE_LINE}")
   assert one.bytes > SHARE * found.need_bytes
-  assert one.source in {row["source"] for row in json.loads(found.to_json())["whole_activations"]}
-  assert report(nxp.train_step(loss)).whole_activations == ()
+  assert one.source in {row["source"] for row in json.loads(found.to_json())["replicated_activations"]}
+  assert report(nxp.train_step(loss)).replicated_activations == ()
 
 
 def whole(x):
@@ -108,33 +108,33 @@ def whole(x):
 
 def test_a_constraint_that_asks_for_it_is_named():
   found = report(nxp.train_step(loss), whole)
-  first = min(found.whole_activations, key=lambda one: one.place)
+  first = min(found.replicated_activations, key=lambda one: one.place)
   line = whole.__code__.co_firstlineno + 1
-  assert first.constraint.endswith(f"test_whole.py:{line}")
+  assert first.constraint.endswith(f"test_replicated.py:{line}")
   text = " ".join(str(found).split())
   assert "Activations replicated over the batch axes" in text
   made = first.source.rpartition("/")[2]
-  assert made in (f"test_whole.py:{TABLE_LINE}", f"test_whole.py:{line}")
+  assert made in (f"test_replicated.py:{TABLE_LINE}", f"test_replicated.py:{line}")
   assert f"8 of 8 {made} nxp.constrain(x" in text
   assert (
     f"Fix: begin with the first of them in the program, f32[16,64,64] at {made}:"
-    f' nxp.constrain(x, "batch", None, None) in place of the constraint at test_whole.py:{line}.'
+    f' nxp.constrain(x, "batch", None, None) in place of the constraint at test_replicated.py:{line}.'
   ) in text
-  assert f"test_whole.py:{line}" in found.to_html()
+  assert f"test_replicated.py:{line}" in found.to_html()
 
 
 def test_the_call_that_it_names_splits_the_activation():
   found = report(by_hand, lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
-  assert not [one for one in found.whole_activations if one.op.endswith("sin")]
+  assert not [one for one in found.replicated_activations if one.op.endswith("sin")]
   fixed = report(nxp.train_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
-  assert fixed.whole_activations == ()
+  assert fixed.replicated_activations == ()
   assert "or more is replicated over the batch axes." in str(fixed)
 
 
 def test_the_parts_of_a_batch_are_compared_with_a_part():
   step = nxp.train_step(loss, microbatches=2)
-  assert report(step).whole_activations == ()
-  found = report(step, whole).whole_activations
+  assert report(step).replicated_activations == ()
+  found = report(step, whole).replicated_activations
   assert {one.shape[0] for one in found} == {ROWS // 2}
   assert {one.copies for one in found} == {8}
 
@@ -145,7 +145,7 @@ def columns(x):
 
 def test_an_array_that_another_axis_splits_is_whole_along_the_batch():
   rules = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]
-  found = report(nxp.train_step(loss), columns, rules, fsdp=4, tensor=2).whole_activations
+  found = report(nxp.train_step(loss), columns, rules, fsdp=4, tensor=2).replicated_activations
   (one,) = {(one.shape, one.global_shape, one.copies) for one in found if one.shape[-1] == 32}
   assert one == ((ROWS, 64, 32), (ROWS, 64, 64), 4)
 
@@ -154,14 +154,14 @@ def test_what_the_batchs_own_axis_splits_otherwise_is_not_whole():
   def features(x):
     return jnp.sin(jax.lax.with_sharding_constraint(x, jax.P(None, None, "fsdp")))
 
-  found = report(nxp.train_step(loss), features).whole_activations
+  found = report(nxp.train_step(loss), features).replicated_activations
   assert all(one.shape == one.global_shape for one in found)  # what is gathered again for the head
 
 
 def test_without_a_plan_or_a_split_nothing_is_said():
   rules = [nxp.LogicalRules(batch=None), nxp.fsdp(min_size=0)]
   found = report(nxp.train_step(loss), rules=rules)
-  assert found.whole_activations is None
+  assert found.replicated_activations is None
   assert "along the batch" not in str(found)
   x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(nxp.make_mesh(fsdp=8), jax.P()))
-  assert nxp.compile_report(jax.jit(jnp.sin).lower(x)).whole_activations is None
+  assert nxp.compile_report(jax.jit(jnp.sin).lower(x)).replicated_activations is None

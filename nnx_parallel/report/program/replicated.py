@@ -35,7 +35,7 @@ _Key = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeActivation:
+class ReplicatedActivation:
   """Arrays of one shape and line that are replicated along the batch, though mesh axes split the batch.
 
   Attributes:
@@ -125,14 +125,14 @@ class _Array:
     return shards // len(np.unique(self.tiling.blocks[groups[0]][:, split], axis=0))
 
 
-def whole_activations(
+def replicated_activations(
   before: hlo.Program,
   final: hlo.Program,
   sizes: Mapping[str, int],
   batch_axes: Collection[str],
   is_batch: Callable[[str], bool],
   least: float,
-) -> tuple[WholeActivation, ...]:
+) -> tuple[ReplicatedActivation, ...]:
   """Lists activations that are replicated along the batch, largest first; equal shapes and lines are merged.
 
   Args:
@@ -152,7 +152,7 @@ def whole_activations(
       found = array.copies(local, groups), array.place, array, local
       for size in (local, math.prod(local)):
         known[key, size] = min(found, known.get((key, size), found), key=lambda one: (one[0] > 1, one[1]))
-  made: dict[tuple[object, ...], WholeActivation] = {}
+  made: dict[tuple[object, ...], ReplicatedActivation] = {}
   for shape, makers in _in_memory(final):
     lines = [(one.op_name, final.source(one)) for one in makers]
     keys = ((line, size) for size in (shape.dims, shape.elements) for line in lines)
@@ -161,7 +161,7 @@ def whole_activations(
       continue
     copies, place, array, local = known[key]
     if copies > 1:
-      first = WholeActivation(
+      first = ReplicatedActivation(
         shape.dtype, local, array.dims, array.examples or 0, shape.bytes, 1, copies, place, *key[0],
         array.constraint,
       )  # fmt: skip
