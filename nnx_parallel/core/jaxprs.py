@@ -183,13 +183,15 @@ def rules(jaxpr: Program) -> Iterator[JaxprEqn]:
   Rules inside a `shard_map` are left out: they cannot be traced without it.
   """
 
-  def is_one(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn)
-
   def enters(eqn: JaxprEqn) -> bool:
-    return not is_one(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
+    return not has_reverse_rule(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
 
-  return filter(is_one, equations(jaxpr, enters))
+  return filter(has_reverse_rule, equations(jaxpr, enters))
+
+
+def has_reverse_rule(eqn: JaxprEqn) -> bool:
+  """Whether an operation has a gradient by `jax.custom_vjp`, also where JAX keeps it in an object."""
+  return eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn)
 
 
 def has_rule(eqn: JaxprEqn) -> bool:

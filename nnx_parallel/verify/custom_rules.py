@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.interpret import DEFAULT, rewritten
-from nnx_parallel.core.jaxprs import as_function, bind, called, equations, inner_equations, opened
+from nnx_parallel.core.jaxprs import (
+  as_function,
+  bind,
+  called,
+  equations,
+  has_reverse_rule,
+  inner_equations,
+  opened,
+)
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, PyTree, Value
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 
@@ -17,7 +25,7 @@ def own_rules(jaxpr: Program) -> dict[str, bool]:
   """The functions of a program that have a custom reverse rule, and whether each rounds."""
   found: dict[str, bool] = {}
   for eqn in equations(jaxpr):
-    if eqn.primitive.name.startswith(_RULE):
+    if has_reverse_rule(eqn):
       name = opened(called(eqn)).debug_info.func_name
       found[name] = found.get(name, False) or _is_kept(eqn)
   return found
@@ -31,7 +39,7 @@ def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
   """
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    if not eqn.primitive.name.startswith(_RULE):
+    if not has_reverse_rule(eqn):
       return DEFAULT
     function = _at_its_word(eqn) if _is_kept(eqn) else as_function(without_own_rules(called(eqn)))
     return function(*inputs)
@@ -88,6 +96,3 @@ def _is_rounding(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("round", "floor", "ceil")
   before, after = (var.aval.dtype for var in (*eqn.invars, *eqn.outvars))
   return jnp.issubdtype(before, jnp.floating) and after.itemsize == 1 and after.kind != "b"
-
-
-_RULE = "custom_vjp_call"
