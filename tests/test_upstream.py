@@ -120,6 +120,7 @@ def test_a_convolution_says_how_it_is_grouped():
   assert "batch_group_count" in conv.params
 
 
+@pytest.mark.skipif(getattr(jax.config, "jax_custom_vjp3", False), reason="the operation is another one")
 def test_custom_derivatives_are_the_known_parameters():
   """`create/slicing/cut.py` leaves them out when it compares programs: each trace has others."""
   found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params
@@ -564,6 +565,7 @@ def test_rates_of_an_optimizer_are_found_by_name():
   assert float(rate[...]) == 0.5
 
 
+@pytest.mark.skipif(getattr(jax.config, "jax_custom_vjp3", False), reason="the operation is another one")
 def test_the_text_of_a_trace_hides_rules_and_constants():
   """`core.jaxprs.identity` compares them by value; `gradient_of` reads `num_consts`."""
 
