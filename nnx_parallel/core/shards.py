@@ -58,7 +58,7 @@ def on_shards(
 def laid_out(
   x: jax.Array, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection[str] | None = None
 ) -> jax.Array:
-  """`x` with this spec in its type, on an Explicit mesh; elsewhere `x` itself.
+  """`x` with the Explicit axes of this spec in its type; without Explicit axes `x` itself.
 
   Args:
     x: an array.
@@ -72,7 +72,7 @@ def laid_out(
     before = axes_by_dim(getattr(jax.typeof(x).sharding, "spec", ()), x.ndim)
     dims = zip(axes_by_dim(spec, x.ndim), before, strict=True)
     spec = PartitionSpec(*(entry_of((*asked, *without(own, frozenset(axes)))) for asked, own in dims))
-  active = not jax.sharding.get_abstract_mesh().empty
+  spec, active = explicit_part(spec, mesh), not jax.sharding.get_abstract_mesh().empty
   return jax.sharding.reshard(x, spec if active else NamedSharding(mesh, spec))  # pyright: ignore[reportArgumentType]
 
 

@@ -65,7 +65,8 @@ def context_attention(
   x keys and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
-    axis: the mesh axis that shards the positions. The length must be a multiple of its size.
+    axis: the mesh axis that shards the positions. The length must be a multiple of its size; with `zigzag`,
+      of twice its size; with `heads_axis`, also of the product of both sizes.
     how: `"ring"` sends each shard of the keys and values around the ring of devices, in axis size - 1 steps;
       the backward pass sends them again, together with their gradients. `"ulysses"` sends queries, keys,
       values and results once, in all-to-alls; the number of heads must be a multiple of the axis size.
@@ -115,7 +116,7 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
   Args:
     tree: a pytree of NumPy or JAX arrays with the positions along `dim`. The length must be a multiple of
       `2 * shards`.
-    shards: the size of the mesh axis that shards the positions.
+    shards: the size of the mesh axis that shards the positions; with `heads_axis`, of `axis` alone.
     dim: the array dim of the positions.
     inverse: whether to restore the original order instead.
 
@@ -175,7 +176,9 @@ class ContextAttention:
         " gradient.",
         fix='how="ulysses", fused=True',
       )
-    if self.heads_axis is not None and (self.how != "ring" or self.heads_axis == self.axis):
+    if self.heads_axis is not None and (
+      self.how != "ring" or self.heads_axis in (self.axis, "") or not isinstance(self.heads_axis, str)
+    ):
       raise SchemeError(
         f"heads_axis={self.heads_axis!r} is a second axis, beside the axis of a ring.",
         details=f"axis={self.axis!r}, how={self.how!r}",
@@ -218,13 +221,14 @@ class ContextAttention:
     axes = {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
     for option, name in axes.items():
       if sizes and name not in sizes:
+        other = next((axis for axis in sizes if axis not in axes.values()), None)
         raise SchemeError(
           f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
           details=f"mesh {sizes}",
-          fix=f"nxp.make_mesh(..., {name}=2), or context_attention({option}={next(iter(sizes))!r}).",
+          fix=f"nxp.make_mesh(..., {name}=2)"
+          + ("." if other is None else f", or context_attention({option}={other!r})."),
         )
-    if self.heads_axis is not None:
-      check_not_mapped("the heads", [self.heads_axis], around.manual | around.mapped)
+    check_not_mapped("the positions", [*axes.values()], around.manual | around.mapped)
     sequence = _Sequence(
       dataclasses.replace(self, causal=self.causal or is_causal),
       sizes.get(self.axis, 1),
@@ -430,7 +434,10 @@ def _attention(
     given |= {"row segments": segments, "column segments": segments}
   if keep is not None:
     given["keep"] = keep
-  given = {name: _by_rings(x, sequence, 1, 3 if x.ndim > 2 else None) for name, x in given.items()}
+  # Without the first layout, XLA may gather arrays whose layout is not stated.
+  for name, x in given.items():
+    dims = 1, 3 if x.ndim > 2 else None
+    given[name] = _by_rings(_by_rings(x, sequence, *dims, inverse=True), sequence, *dims)
   result = _by_fused_kernel(sequence, given) if sequence.options.fused else None
   if result is None:
     result = sequence.attend(given)
@@ -559,6 +566,7 @@ def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | 
 
 def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
   n, options = sequence.shards * sequence.rings, sequence.options
+  needed = math.lcm(n, 2 * sequence.shards if options.zigzag else 1)
   details = f"query {query.shape}, key {key.shape}, value {value.shape}"
   fits = (
     key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[-1] == query.shape[-1]
@@ -569,12 +577,12 @@ def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: 
       details=details,
       fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of the heads of keys.",
     )
-  needed = 2 * n if options.zigzag else n
   for x in (query, key):
     if x.shape[1] % needed:
       raise SchemeError(
         f"{x.shape[1]} positions cannot be split evenly over {n} devices along {_axes_of(options)}.",
-        details=details + (", in zigzag order, two parts for each device" if options.zigzag else ""),
+        details=details
+        + (f", in zigzag order: two parts for each shard of {options.axis}" if options.zigzag else ""),
         fix=f"pad them to {-(-x.shape[1] // needed) * needed}.",
       )
   if query.shape[1] != key.shape[1] and (options.causal or options.window is not None):

@@ -66,8 +66,8 @@ def experts(
   and one row returns from this device: the weighted sum of the results of these experts. In the first round,
   a device sends up to `buffer` times as many tokens to each other device as an even load would. Rounds of a
   quarter of this size follow, as many as the fullest pair of devices needs. The all-to-all of a TPU is
-  ragged: it sends the tokens of a round, and no padding. The backward pass sends the tokens again, and
-  recomputes the experts.
+  ragged: it sends rows without padding, and only the numbers and weights of experts are padded. The backward
+  pass sends the tokens again, and recomputes the experts.
 
   Args:
     expert_fn: a function `(parameters, rows) -> rows` that computes one expert, from the parameters of this
@@ -143,7 +143,7 @@ def experts(
     count,
     tuple(dims),
     None if capacity is None else math.ceil(capacity * choices / count),
-    min(math.ceil(buffer * tokens * _share(count, count // ways, top_k)), tokens),
+    math.ceil(min(buffer * tokens * _share(count, count // ways, top_k), tokens)),
     block,
     around.mesh if manual else None,
     manual_too(around.mesh),
@@ -159,7 +159,7 @@ def experts(
 
 def _share(count: int, own: int, top_k: int) -> float:
   """The share of tokens that choose some of `own` experts, where all sets of `top_k` are equally probable."""
-  return 1 - math.comb(count - own, top_k) / math.comb(count, top_k)
+  return 1 - math.comb(count - own, top_k) / max(math.comb(count, top_k), 1)
 
 
 def _ways(sizes: dict[str, int], names: Sequence[str]) -> int:
@@ -227,6 +227,9 @@ class _Kind:
     size = x.shape[0] // self.ways
     starts = jnp.arange(self.ways, dtype=jnp.int32) * size
     there = jnp.full_like(starts, size) * jax.lax.axis_index(self.axis)
+    # JAX maps a ragged all-to-all only if all of its counts are mapped: under `jax.vmap` they are, with `x`.
+    zero = jnp.where(x[:1, :1].sum() > 0, 0, 0).astype(jnp.int32)
+    starts, there, sent, received = (count + zero for count in (starts, there, sent, received))
 
     def ragged(x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
       empty, axis = jnp.zeros_like(x), self.axis
@@ -388,7 +391,8 @@ class _Rounds:
     starts: for each device, its first choice in that order.
     sent: for each device, the number of tokens for it.
     received: for each device, the number of its tokens for this device.
-    more: the number of rounds after the first one, each with `size_of_more` slots; 0 or less: none.
+    more: the number of rounds after the first one, each with `size_of_more` slots; 0 or less: none. None: the
+      first round has room for all tokens.
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
@@ -538,6 +542,8 @@ def _dropless_forward(
   rounds = _Rounds.of(kind, experts)
   row = jax.eval_shape(kind.function, _of_one(parameters), x)
   _check_rows(x, row)
+  if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in (*jax.tree.leaves(parameters), row)):
+    raise SchemeError("experts without a capacity add up real numbers.", fix="capacity=2, for example.")
 
   def visit(start: jax.Array | int, size: int, total: jax.Array) -> jax.Array:
     now = rounds.round(start, size, weights, experts)
@@ -606,10 +612,14 @@ def _check_shapes(
   for name, value in options.items():
     if value is not None and not value > 0:
       raise SchemeError(f"{name}={value!r} is not above 0.", fix=f"{name}=2, for example.")
+  if options["capacity"] == math.inf:
+    raise SchemeError("capacity=inf is not a number of slots.", fix="no capacity=, which drops no token.")
+  if type(options["block"]) is not int:
+    raise SchemeError(f"block={options['block']!r} is not a number of rows.", fix="block=512, for example.")
   found, count = routing.experts.shape, routing.load.shape[0]
-  if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found:
+  if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found or 0 in found:
     raise SchemeError(
-      "the routing was made for other tokens.",
+      "the routing has no choices." if 0 in found else "the routing was made for other tokens.",
       details=f"x {x.shape}, experts {found}, weights {routing.weights.shape}",
       fix="x (tokens..., features), and nxp.parallel.route(logits, top_k) of logits (tokens..., experts).",
     )

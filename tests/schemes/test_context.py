@@ -146,21 +146,23 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
 
 
-def test_a_ring_of_some_heads_sends_keys_and_values_in_a_shorter_ring():
-  """Queries, keys, values and gradients once in all-to-alls; nothing is gathered."""
+@pytest.mark.parametrize("stated", [True, False], ids=["layout of results", "no layout"])
+def test_a_ring_of_some_heads_sends_keys_and_values_in_a_shorter_ring(stated):
+  """Queries, keys, values, results and gradients once in all-to-alls; nothing is gathered."""
   mesh, length = nxp.make_mesh(context=4, heads=2), 64
   attend = nxp.parallel.context_attention(causal=True, heads_axis="heads")
   layout = NamedSharding(mesh, PartitionSpec(None, ("context", "heads")))
   given = [jax.ShapeDtypeStruct((1, length, HEADS, WIDTH), jnp.float32, sharding=layout)] * 3
 
   def summed(*given):
-    return jnp.sum(attend(*given))
+    return jnp.sum(attend(*given) ** 2)
 
   with jax.set_mesh(mesh):
-    program = jax.jit(jax.grad(summed, (0, 1, 2)), out_shardings=(layout,) * 3).lower(*given).compile()
+    options = {"out_shardings": (layout,) * 3} if stated else {}
+    program = jax.jit(jax.grad(summed, (0, 1, 2)), **options).lower(*given).compile()
   found = collectives(program.as_text(), dict(mesh.shape))
   shard = length // 8 * HEADS * WIDTH * 4
-  assert [(c.axes, c.bytes) for c in found if c.kind == "all-to-all"] == [(("heads",), shard)] * 7
+  assert [(c.axes, c.bytes) for c in found if c.kind == "all-to-all"] == [(("heads",), shard)] * 8
   permuted = [c for c in found if c.kind != "all-to-all"]
   assert {(c.kind, c.axes) for c in permuted} == {("collective-permute", ("context",))}
   assert sum(c.sent_bytes for c in permuted) == (3 + 2 + 4) * 2 * shard
@@ -321,6 +323,8 @@ def test_options_and_meshes_that_are_none_are_refused():
     attend = nxp.parallel.context_attention(heads_axis="heads")
     with pytest.raises(SchemeError, match="cannot share 3 heads evenly"):
       attend(x, x, x)
+    with pytest.raises(SchemeError, match="heads_axis='heads'"):
+      nxp.parallel.context_attention(heads_axis="hd")(x, x, x)
     with pytest.raises(SchemeError, match="8 devices along context and heads"):
       attend(*[jnp.ones((2, 12, 4, WIDTH))] * 3)
 

@@ -254,6 +254,31 @@ def test_bfloat16_is_as_good_as_that_of_one_device(layer):
   assert abs(y.astype(jnp.float32) - exact).max() <= 2 * abs(plain - exact).max()
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("explicit", [False, "data", "expert"])
+def test_under_vmap_and_on_a_mesh_with_auto_and_explicit_axes(layer, explicit):
+  parameters, x, router, w = drawn((2, 8), 4)
+
+  def of_each(layer):
+    def summed(parameters, x):
+      run = lambda x, w: jnp.sum(w * layer(gated, parameters, x, nxp.parallel.route(x @ router, 2))[0])
+      return jax.vmap(run)(x, w).sum() if not explicit else run(x, w)
+
+    return jax.jit(jax.value_and_grad(summed, (0, 1)))
+
+  wanted = of_each(lambda *args: (dense(*args), 0))(parameters, x)
+  mesh = nxp.make_mesh(MESH, explicit=explicit)
+  with jax.set_mesh(mesh):
+    placed = jax.device_put((parameters, x), NamedSharding(mesh, PartitionSpec()))
+    check(of_each(LAYERS[layer])(*placed), wanted)
+
+
+def test_infinite_rooms_and_more_choices_than_experts():
+  experts = np.zeros((TOKENS, EXPERTS + 1), np.int32)
+  found, _ = counting(buffer=math.inf, block=5)(experts)
+  np.testing.assert_array_equal(found, by_expert(experts))
+
+
 def test_inside_a_shard_map_over_the_batch():
   parameters, x, router, _ = drawn((16,), 4)
   mesh = nxp.make_mesh(MESH)
@@ -509,6 +534,8 @@ ERRORS = [
   ((3, 4, 4), (8, 4), {}, r"\['up'\] \(3, 4, 4\)"),
   ((4, 4, 4), (6, 4), {}, "made for other tokens"),
   ((4, 4, 4), (8, 4), {"capacity": 0.0}, "capacity=0.0 is not above 0"),
+  ((4, 4, 4), (8, 4), {"capacity": math.inf}, "no capacity=, which drops no token"),
+  ((4, 4, 4), (8, 4), {"block": 2.5}, "block=2.5 is not a number of rows"),
   ((4, 3, 4, 4), (8, 4), {}, ROWS),
   ((4, 3, 4, 4), (8, 4), {"capacity": 1.0}, ROWS),
 ]
@@ -535,6 +562,16 @@ def test_what_does_not_fit_is_refused(shape, logits, options, message):
 def test_options_of_a_router_that_are_none_are_refused(top_k, options, message):
   with pytest.raises(SchemeError, match=message):
     nxp.parallel.route(jnp.zeros((2, 4)), top_k, **options)
+
+
+def test_no_choices_and_complex_numbers_are_refused():
+  given, x = {"up": jnp.zeros((4, 4, 4))}, jnp.zeros((8, 4))
+  none = nxp.parallel.Routing(jnp.zeros((8, 0)), jnp.zeros((8, 0), jnp.int32), 0.0, 0.0, jnp.zeros(4))
+  with pytest.raises(SchemeError, match="the routing has no choices"):
+    nxp.parallel.experts(lambda p, rows: rows @ p["up"], given, x, none)
+  given, routing = {"up": jnp.zeros((4, 4, 4), jnp.complex64)}, nxp.parallel.route(jnp.zeros((8, 4)), 2)
+  with pytest.raises(SchemeError, match="add up real numbers"):
+    nxp.parallel.experts(lambda p, rows: (rows @ p["up"]).real, given, x, routing)
 
 
 def test_an_axis_that_is_manual_already_is_refused():
