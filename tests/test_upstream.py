@@ -120,7 +120,10 @@ def test_a_convolution_says_how_it_is_grouped():
   assert "batch_group_count" in conv.params
 
 
-@pytest.mark.skipif(getattr(jax.config, "jax_custom_vjp3", False), reason="the operation is another one")
+@pytest.mark.skipif(
+  getattr(jax.config, "jax_custom_vjp3", False) or getattr(jax.config, "jax_custom_jvp3", False),
+  reason="the operation is another one",
+)
 def test_custom_derivatives_are_the_known_parameters():
   """`create/slicing/cut.py` leaves them out when it compares programs: each trace has others."""
   found = equations(plus_one(jax.custom_vjp), X)["custom_vjp_call"].params

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from jax.core import Tracer
 from jax.lax import PrecisionLike
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
@@ -176,9 +175,7 @@ class ContextAttention:
         " gradient.",
         fix='how="ulysses", fused=True',
       )
-    if self.heads_axis is not None and (
-      self.how != "ring" or self.heads_axis in (self.axis, "") or not isinstance(self.heads_axis, str)
-    ):
+    if self.heads_axis is not None and (self.how != "ring" or self.heads_axis in (self.axis, "")):
       raise SchemeError(
         f"heads_axis={self.heads_axis!r} is a second axis, beside the axis of a ring.",
         details=f"axis={self.axis!r}, how={self.how!r}",
@@ -241,7 +238,7 @@ class ContextAttention:
     keep = None if mask is None else _seen_keys(mask, key)
     if (copies := sequence.copies(query, key)) > 1:
       key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
-    compute = _attention if isinstance(query, Tracer) else jax.jit(_attention, static_argnums=0)
+    compute = jax.jit(_attention, static_argnums=0)
     with _active(mesh):
       result = compute(sequence, query, key, value, segment_ids, keep)
     return result.reshape(*shape[:-1], value.shape[-1])

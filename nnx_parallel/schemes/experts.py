@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import entry_of
@@ -148,9 +147,7 @@ def experts(
     around.mesh if manual else None,
     manual_too(around.mesh),
   )
-  traced = any(isinstance(leaf, Tracer) for leaf in (*jax.tree.leaves(weights), *given))
-  run = _over_devices if traced else jax.jit(_over_devices, static_argnums=0)
-  result, dropped = run(kind, weights, *given)
+  result, dropped = jax.jit(_over_devices, static_argnums=0)(kind, weights, *given)
   if result.shape[:-1] != shape:
     own = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)]
     result = own.reshape(*shape, result.shape[-1])
