@@ -1,8 +1,8 @@
 """Runs every benchmark of this folder: `python -m benchmarks [NAME ...]`.
 
-Each gets a process of its own; `python -m benchmarks.NAME` runs one with its own options. A benchmark is a
-module that writes a record; `by_hand.py` and `llama.py` are what some of them measure, `torture.py` is left
-to `make torture`, and `object_store.py` to `make store`.
+Each benchmark runs in its own process; `python -m benchmarks.NAME` runs one benchmark with its own options. A
+benchmark is a module that writes a record. Some benchmarks measure `by_hand.py` and `llama.py`, which are not
+benchmarks. `make torture` runs `torture.py`, and `make store` runs `object_store.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Experts over a mesh axis against all experts on all tokens, as the number of experts grows.
 
-Values and gradients of one layer of gated experts on data x expert, two experts for each token. What is sent
-is printed beside what must be.
+The benchmark computes the value and the gradients of one layer of gated experts on data x expert, with two
+experts for each token. It prints the bytes that are sent and the bytes that must be sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WAYS = {
   "dropless": functools.partial(nxp.parallel.experts, block=128),
 }
 ROUTINGS = ((8, 2, 1024), (64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
-"""Experts, experts of a token, tokens of a device."""
+"""The number of experts, of experts for each token, and of tokens on each device."""
 
 
 def expert(p: Any, rows: Any) -> Any:
@@ -80,7 +80,7 @@ def program(
 
 
 def analytic(name: str, count: int, size: int) -> int:
-  """The bytes of tokens in the all-to-alls of a device; `size` is that of a number."""
+  """The bytes of tokens in the all-to-alls of a device; `size` is the number of bytes of one element."""
   tokens = TOKENS // 8
   if name == "capacity":
     return 4 * count * math.ceil(1.25 * tokens * TOP_K / count) * WIDTH * size
@@ -90,7 +90,7 @@ def analytic(name: str, count: int, size: int) -> int:
 
 
 def rows(count: int, top_k: int, tokens: int) -> tuple[float, float]:
-  """The rows that a device sends in one exchange, on average and in the program, for random logits."""
+  """The rows that a device sends in an exchange of random routings: the least (a mean), and as compiled."""
   mesh = nxp.make_mesh(expert=8)
   compiled, _ = program(WAYS["dropless"], mesh, count, top_k=top_k, tokens=8 * tokens)
   found = [c for c in collectives(compiled.as_text(), {"expert": 8}) if c.kind == "all-to-all"]

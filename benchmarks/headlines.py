@@ -237,10 +237,11 @@ HEADLINES = (
   ),
   Headline(
     "What the TPU compiler overlaps",
-    "The second column has the bytes that a chip sends while it computes something, by the schedule of the"
-    " compiler. The last two columns are the compiler's estimates of the cycles of all computations, and of"
-    " those that run while a collective is under way. The layers have the sizes of Llama 3 70B. The options"
-    " are in [the guide](../guides/32-what-does-my-step-send.md).",
+    "The column `overlapped` shows the bytes that a chip sends while it computes, according to the schedule"
+    " of the compiler. The column `cycles` shows the compiler's estimate for all computations, and the column"
+    " `cycles in windows` its estimate for the computations that run during a collective. The layers have the"
+    " sizes of Llama 3 70B. [A guide](../guides/32-what-does-my-step-send.md#compiler-options) lists the"
+    " options.",
     "overlap",
     ("", "sent", "overlapped", "cycles", "cycles in windows"),
     overlap,
@@ -257,10 +258,10 @@ HEADLINES = (
   Headline(
     "Low precision",
     "The table shows the losses of a small language model on text, in nats per byte, after 500 steps from the"
-    " same parameters with the same batches. Qwix emulates the formats. NVFP4 loses its gradients if it also"
-    " rounds the backward pass: Qwix has no second scale for it.",
+    " same parameters with the same batches. Qwix emulates the formats. With NVFP4 in both passes, most"
+    " gradients become zero, because Qwix has no scale for the whole tensor.",
     "low_precision",
-    ("", "training loss", "validation loss", "less bfloat16"),
+    ("", "training loss", "validation loss", "validation loss minus bfloat16"),
     low_precision,
   ),
   Headline(

@@ -1,9 +1,9 @@
-"""The text recipe in low precision: losses over 500 steps, beside float32 and bfloat16.
+"""The text recipe in low precision: losses over 500 steps, compared with float32 and bfloat16.
 
-All forms start from the same parameters and read the same batches, on fsdp x tensor. They take turns: each
-makes step n before any makes step n + 1. Qwix rounds the operands of the products of all blocks; the head and
-the embedding stay as `nxp.Precision.bfloat16` has them. On CPUs the low-precision values are emulated: the
-times show what rounding costs, and nothing about a chip that multiplies such values.
+All runs start from the same parameters and use the same batches, on fsdp x tensor. The runs take turns: all
+runs make step n before any run makes step n + 1. Qwix rounds the operands of the matrix products in all
+blocks; the head and the embedding compute as `nxp.Precision.bfloat16` says. On CPUs, Qwix emulates the
+formats: the times show the cost of rounding, and say nothing about a chip with low-precision products.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CONFIG = text_lm.Config(width=64, depth=2, heads=2, mlp=128, sequence=64, batch=
 MESH = {"fsdp": 4, "tensor": 2}
 BLOCKS = r"blocks/\d/(attention|mlp)/.*"
 LAST = 50
-"""Steps at the end whose mean is the final training loss."""
+"""The training loss in the record is the mean over this many last steps."""
 WARM = 20
-"""Steps at the start that no time counts."""
+"""The number of first steps that are not timed."""
 
 Init = Callable[[], text_lm.TextLM]
 

@@ -1,8 +1,9 @@
-"""What of a step's communication the TPU compiler overlaps, and which options change it.
+"""How much of a step's communication the TPU compiler overlaps, and which options change that.
 
-Read from the schedules of compiled programs; no TPU is needed and none was timed. Needs the TPU compiler
-(`tpu-aot`). The compiler writes its own estimate of the cycles of each computation into the program: the
-figures in cycles are sums of these. Some cases again, by a part of their names:
+The figures come from the schedules of compiled programs. The benchmark needs the TPU compiler (the extra
+`tpu-aot`) but no TPU, and nothing is timed. The compiler writes an estimate of the cycles of each computation
+into the program; the figures in cycles are sums of these estimates. To compile only some cases again, pass a
+part of their names:
 
     python -m benchmarks.overlap "v5p:4x8x8, fsdp 256"
 """
@@ -40,7 +41,7 @@ from nnx_parallel.report.topology import missing_compiler, read_machine, topolog
 
 GIB = 2**30
 TOKENS = 2048
-"""Of each device, in one sequence."""
+"""The tokens of each device, in one sequence."""
 
 SPARSE_CORE: Mapping[str, Any] = {
   "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
@@ -99,9 +100,9 @@ class Case:
   Attributes:
     program: one of `PROGRAMS`.
     topology: the machine.
-    axes: of the mesh, in mesh order.
+    axes: the sizes of the mesh axes, in mesh order.
     options: one of `OPTIONS`.
-    size: of the weights, one of `SIZES`.
+    size: the size of the weights, one of `SIZES`.
   """
 
   program: str
@@ -124,7 +125,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 
 
 def gradient(case: Case, *, form: str = "constraint") -> Any:
-  """The gradient of one kernel: a product over all examples, of which each device keeps some rows."""
+  """The gradient of one kernel: a product that contracts all examples; each device keeps some of its rows."""
   mesh, size, axes = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size], tuple(case.axes)
   rows = NamedSharding(mesh, P(axes))
 
@@ -141,14 +142,14 @@ def gradient(case: Case, *, form: str = "constraint") -> Any:
     found = product(x, dy)
     if form == "psum_scatter":
       return jax.lax.psum_scatter(found, axes, tiled=True).astype(jnp.float32)
-    # Parts that start with different axes could keep all links of a torus busy.
+    # If each part starts with another axis, the parts together could keep all links of a torus busy.
     parts = len(axes) if form == "parts" else 1
     cuts = [part * size["hidden"] // parts // 128 * 128 for part in range(1, parts)]
     done = [in_turn(part, axes[at:] + axes[:at]) for at, part in enumerate(jnp.split(found, cuts, axis=1))]
     return jnp.concatenate(done, axis=1).astype(jnp.float32)
 
   def in_turn(part: jax.Array, order: tuple[str, ...]) -> jax.Array:
-    """Scatters the rows over one mesh axis after the other."""
+    """Reduce-scatters the rows over one mesh axis after the other."""
     part = part.reshape(*mesh.devices.shape, -1, part.shape[-1])
     for axis in order:
       part = jax.lax.psum_scatter(part, axis, scatter_dimension=axes.index(axis), tiled=True)
@@ -160,7 +161,7 @@ def gradient(case: Case, *, form: str = "constraint") -> Any:
 
 
 def layers(case: Case) -> CompileReport:
-  """The gradients of 4 scanned MLPs; `tensor` splits the hidden dim, and the positions between layers."""
+  """The gradients of 4 scanned MLPs; `tensor` shards the hidden dim, and the positions between layers."""
   mesh, size = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size]
   fsdp, tensor = ("fsdp" if "fsdp" in case.axes else None), ("tensor" if "tensor" in case.axes else None)
   shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
@@ -193,7 +194,7 @@ def layers(case: Case) -> CompileReport:
 
 
 def layers_by_hand(case: Case) -> CompileReport:
-  """The same 4 MLPs in a `shard_map` that gathers, and so scatters the gradients, over axis after axis."""
+  """The same 4 MLPs in a `shard_map` that gathers, and reduce-scatters gradients, axis after axis."""
   mesh, size, axes = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size], tuple(case.axes)
   shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
   specs = {"up": P(None, axes), "down": P(None, None, axes)}
@@ -255,7 +256,7 @@ PROGRAMS: Mapping[str, Callable[[Case], CompileReport]] = {
 }
 V5P, V5E, V6E = "v5p:4x8x8", "v5e:4x4", "v6e:16x16"
 CASES = (
-  # One gradient: which machines scatter it, and in which form.
+  # One gradient: which machines reduce-scatter it, and in which form of the program.
   *(
     Case("gradient", machine, {"fsdp": size})
     for machine, size in (
@@ -352,7 +353,7 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 def cycles(program: hlo.Program) -> tuple[int, int]:
-  """The estimated cycles of all computations, and of those that run while a collective is under way."""
+  """The estimated cycles of all computations, and of the computations that run during a collective."""
   within, parts = set[str](), defaultdict[str, list[str]](list)
   for computation in program.reachable:
     for at in computation.instructions:
@@ -376,7 +377,7 @@ def cycles(program: hlo.Program) -> tuple[int, int]:
 def links(program: hlo.Program, names: set[str]) -> int:
   """The most torus axes that one of these collectives uses at the same time; 0 if unknown."""
   found = [_STRATEGY.search(at.rest) for at in program.instructions if at.name in names]
-  # A colour is a way through the torus; each has both directions of a link, or one.
+  # A color is a path through the torus that uses both directions of each link, or one direction.
   return max((int(way[2]) // (1 + ("UniDirection" in way[1])) for way in found if way), default=0)
 
 
@@ -423,7 +424,7 @@ def add(record: Record, case: Case) -> None:
 
 
 def main(*parts: str) -> None:
-  """Compiles every case, or those with one of these parts in their name, into the record."""
+  """Compiles all cases, or the cases whose names contain one of `parts`, and writes the record."""
   if missing_compiler(read_machine("tpu:v5e:4x4")) is not None:
     print("the TPU compiler is not installed: no record is written")
     return

@@ -95,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Keeps the first cases of each test, of those that the markers select."""
+  """Keeps the first cases of each test, among the cases that the markers select."""
   if (limit := config.getoption("cases")) is None:
     return
   seen: collections.Counter[str] = collections.Counter()

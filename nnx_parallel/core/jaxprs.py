@@ -190,7 +190,7 @@ def rules(jaxpr: Program) -> Iterator[JaxprEqn]:
 
 
 def has_reverse_rule(eqn: JaxprEqn) -> bool:
-  """Whether an operation has a gradient by `jax.custom_vjp`, also where JAX keeps it in an object."""
+  """Whether an operation is a `jax.custom_vjp` function, also if JAX keeps its rules in an object."""
   return eqn.primitive.name.startswith("custom_vjp_call") or "bwd" in params_of(eqn)
 
 

@@ -58,7 +58,7 @@ def on_shards(
 def laid_out(
   x: jax.Array, mesh: AnyMesh | None, spec: PartitionSpec, axes: Collection[str] | None = None
 ) -> jax.Array:
-  """`x` with the Explicit axes of this spec in its type; without Explicit axes `x` itself.
+  """`x` with the Explicit axes of this spec in its type; `x` itself if no axis is Explicit.
 
   Args:
     x: an array.

@@ -378,7 +378,7 @@ class PipelineLoop:
   def split_layers(self, stacked: PyTree, *, replicated: bool = False) -> PyTree:
     """Arrays `[layers, ...]` as `[virtual_stages, stages, chunk, ...]`, the layers of a stage on its devices.
 
-    `replicated`: all stages have all layers; so have their gradients, by one all-gather.
+    `replicated`: every stage gets all layers, and one all-gather gives every stage all of their gradients.
     """
     plan = self.schedule
 

@@ -1,9 +1,9 @@
 """Exact attention over sequences whose positions are sharded over a mesh axis.
 
 In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values travel around the ring.
-With all-to-all (arXiv:2309.14509), each device gets all positions of some heads instead. Over two axes, both
-can be combined (arXiv:2405.07719). Here are the masks, the scores of a tile, and the layouts;
-`layers.tile_attention` has the loops over the tiles.
+With all-to-all (arXiv:2309.14509), each device gets all positions of some heads instead. With two mesh axes,
+a ring and all-to-alls can be combined (arXiv:2405.07719). This module has the masks, the scores of a tile,
+and the layouts; `layers.tile_attention` has the loops over the tiles.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def context_attention(
   x keys and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
-    axis: the mesh axis that shards the positions. The length must be a multiple of its size; with `zigzag`,
-      of twice its size; with `heads_axis`, also of the product of both sizes.
+    axis: the mesh axis that shards the positions. The length must be a multiple of the size of this axis.
+      With `zigzag`, it must be a multiple of twice this size. With `heads_axis`, it must also be a multiple
+      of the product of the sizes of both axes.
     how: `"ring"` sends each shard of the keys and values around the ring of devices, in axis size - 1 steps;
       the backward pass sends them again, together with their gradients. `"ulysses"` sends queries, keys,
       values and results once, in all-to-alls; the number of heads must be a multiple of the axis size.
@@ -78,9 +79,10 @@ def context_attention(
     fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
       suitable kernel (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are
       batch axes; else blockwise.
-    heads_axis: with `"ring"`, a second mesh axis. Outside of the attention, `(axis, heads_axis)` shards the
-      positions. Inside, `heads_axis` shards the heads, and only `axis` the positions: all-to-alls over
-      `heads_axis`, and a ring over `axis`. Its size must divide the number of heads.
+    heads_axis: with `"ring"`, a second mesh axis, whose size must divide the number of heads. Outside the
+      attention, `axis` and `heads_axis` shard the positions, with `axis` as the major axis. Inside the
+      attention, `heads_axis` shards the heads, and only `axis` shards the positions: all-to-alls over
+      `heads_axis` change the layout, and a ring over `axis` computes the attention.
 
   Returns:
     The attention function. Equal arguments return equal functions.
@@ -115,7 +117,7 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
   Args:
     tree: a pytree of NumPy or JAX arrays with the positions along `dim`. The length must be a multiple of
       `2 * shards`.
-    shards: the size of the mesh axis that shards the positions; with `heads_axis`, of `axis` alone.
+    shards: the size of the mesh axis that shards the positions; with `heads_axis`, the size of `axis` alone.
     dim: the array dim of the positions.
     inverse: whether to restore the original order instead.
 
@@ -261,7 +263,7 @@ class _Sequence:
   Attributes:
     options: the user's options.
     shards: the size of the mesh axis.
-    rings: the size of the second axis: the number of rings, each of some heads.
+    rings: the size of `heads_axis`, which is the number of rings; each ring computes some of the heads.
     lengths: the number of queries and of keys.
     precision: of the products.
     mapped: mesh axes of an enclosing `jax.vmap`.
@@ -276,12 +278,12 @@ class _Sequence:
 
   @property
   def by_heads(self) -> int:
-    """The number of devices along the axis that share the heads."""
+    """The number of devices along `axis` that share the heads: 1 in a ring."""
     return self.shards if self.options.how == "ulysses" else 1
 
   @property
   def heads(self) -> int:
-    """The number of parts of the heads."""
+    """The number of devices along `axis` and `heads_axis` that share the heads."""
     return self.by_heads * self.rings
 
   @property
@@ -431,14 +433,14 @@ def _attention(
     given |= {"row segments": segments, "column segments": segments}
   if keep is not None:
     given["keep"] = keep
-  # Without the first layout, XLA may gather arrays whose layout is not stated.
+  # Without the first of these constraints, XLA may gather arrays whose layout is not constrained.
   for name, x in given.items():
     dims = 1, 3 if x.ndim > 2 else None
     given[name] = _by_rings(_by_rings(x, sequence, *dims, inverse=True), sequence, *dims)
   result = _by_fused_kernel(sequence, given) if sequence.options.fused else None
   if result is None:
     result = sequence.attend(given)
-  # Without the first layout, XLA would move each partial result.
+  # Without the first constraint, XLA would reshard each partial result instead of the final result.
   result = _by_rings(_by_rings(result, sequence, 4, 2), sequence, 4, 2, inverse=True)
   return result.transpose(0, 4, 1, 2, 3, 5).reshape(batch, rows, heads, v.shape[-1])
 
@@ -446,7 +448,7 @@ def _attention(
 def _by_rings(
   x: jax.Array, sequence: _Sequence, rows: int, heads: int | None, *, inverse: bool = False
 ) -> jax.Array:
-  """Moves the second axis from the dim of the positions to that of the heads, or back."""
+  """Moves `heads_axis` from the dim of the positions to the dim of the heads, or back if `inverse`."""
   axis, second = sequence.options.axis, sequence.options.heads_axis
   if second is None or sequence.rings == 1:
     return x

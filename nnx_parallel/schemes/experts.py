@@ -1,17 +1,17 @@
 """Experts that are sharded over a mesh axis: each token is sent to the experts that its router chose.
 
-Each device has some of the experts and some of the tokens. An all-to-all sends tokens to the devices of their
-experts, and another returns the results. There are two forms:
+Each device has some of the experts and some of the tokens. One all-to-all sends the tokens to the devices of
+their experts, and another all-to-all returns the results. There are two forms:
 - With a capacity, an expert has a fixed number of slots for the tokens of each device (arXiv:2006.16668). All
-  shapes are fixed; tokens beyond the capacity are dropped, and counted.
+  shapes are fixed. Choices beyond the capacity are dropped and counted.
 - Without a capacity, no token is dropped (arXiv:2211.15841). A token goes once to each device that has some
   of its experts, and this device returns one weighted sum. One round of exchange suffices for a nearly even
   load; smaller rounds follow for a skewed load. An expert computes its tokens in as many blocks as needed.
-  `jax.lax.ragged_dot` would do this on TPUs only: on other devices it multiplies each row by all experts, and
-  it takes only products.
+  `jax.lax.ragged_dot` does not replace these blocks: except on TPUs, it multiplies each row by all experts,
+  and it computes only matrix products, not any function of an expert.
 
-The axes that split the tokens are manual here: sorting, exchange and sums are placed by hand. The compiler
-handles other axes, such as an axis that splits the width of each expert.
+The axes that shard the tokens are Manual in this module: its code sorts, exchanges and sums the tokens of one
+device. The compiler handles the other axes, such as an axis that shards the width of each expert.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ def experts(
   are padded if the axes do not divide them. Without a mesh, or on a mesh without `axis`, each device computes
   its own tokens, with the same code.
 
-  With `capacity`, an all-to-all carries `ceil(capacity * choices / experts)` slots for each pair of a device
-  and an expert, where `choices` counts the choices of the device's tokens. All first choices come before all
-  second choices, and so on, each in the order of the tokens. A choice without a slot is dropped, and its
-  expert adds nothing to the result of the token. So the dropped choices depend on the number of devices.
+  A *choice* is one expert of one token. With `capacity`, each device has
+  `ceil(capacity * choices / experts)` slots for each expert, where `choices` is the number of choices of its
+  tokens, and an all-to-all sends all slots. First choices of all tokens get slots before second choices, and
+  so on, each in the order of the tokens. A choice without a slot is dropped: its expert adds nothing to the
+  result of the token. Which choices are dropped therefore depends on the number of devices.
 
   Without `capacity`, no token is dropped. A token is sent once to each device that has some of its experts,
   and one row returns from this device: the weighted sum of the results of these experts. In the first round,
   a device sends up to `buffer` times as many tokens to each other device as an even load would. Rounds of a
-  quarter of this size follow, as many as the fullest pair of devices needs. The all-to-all of a TPU is
-  ragged: it sends rows without padding, and only the numbers and weights of experts are padded. The backward
-  pass sends the tokens again, and recomputes the experts.
+  quarter of this size follow until all tokens are sent. On TPUs, the all-to-all of the rows is ragged: it
+  sends no padding. (The numbers and weights of the experts are sent with padding.) The backward pass sends
+  the tokens again, and recomputes the experts.
 
   Args:
     expert_fn: a function `(parameters, rows) -> rows` that computes one expert, from the parameters of this
@@ -89,7 +90,7 @@ def experts(
 
   Returns:
     The sums, of global shape (tokens..., features of the result), in the dtype of the results; and the number
-    of dropped choices, an int32 scalar: 0 without capacity.
+    of dropped choices, an int32 scalar, which is 0 without `capacity`.
 
   Raises:
     SchemeError: shapes do not fit, the number of experts is not a multiple of the size of `axis`, an option
@@ -172,14 +173,14 @@ def _flat(x: jax.Array, mesh: AnyMesh | None, ways: int, fill: int) -> jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-  """The static choices of a call of `experts`.
+  """The static options of a call of `experts`.
 
   Attributes:
     function: the function of one expert.
     axis: the mesh axis of the experts; None: one device.
     ways: the size of the axis.
     experts: the number of experts on all devices.
-    tokens: the mesh axes of each dim of the tokens.
+    tokens: the mesh axes that shard each dim of the tokens.
     capacity: slots for each pair of a device and an expert; None: no capacity.
     buffer: slots for the tokens of each pair of devices in the first round.
     block: rows that an expert computes at a time.
@@ -210,21 +211,22 @@ class _Kind:
 
   @property
   def manual(self) -> tuple[str, ...]:
-    """The axes that split the tokens."""
+    """The axes that shard the tokens."""
     return tuple(name for names in self.tokens for name in names)
 
   def exchanged(self, x: jax.Array) -> jax.Array:
-    """Exchanges parts with the other devices; dim 0 has one equal part for each device, then from each."""
+    """Sends one equal part of dim 0 to each device, and returns the parts received from each device."""
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
   def exchanged_filled(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-    """The same, where only the first rows of each part count: `sent` of them for each device."""
+    """As `exchanged`, but only the first `sent` rows of each part have tokens; the rest may not be sent."""
     if self.axis is None:
       return x
     size = x.shape[0] // self.ways
     starts = jnp.arange(self.ways, dtype=jnp.int32) * size
     there = jnp.full_like(starts, size) * jax.lax.axis_index(self.axis)
-    # JAX maps a ragged all-to-all only if all of its counts are mapped: under `jax.vmap` they are, with `x`.
+    # `jax.vmap` maps a ragged all-to-all only if all of its offsets and sizes are mapped. `zero` depends on
+    # `x`, so they are mapped if `x` is mapped.
     zero = jnp.where(x[:1, :1].sum() > 0, 0, 0).astype(jnp.int32)
     starts, there, sent, received = (count + zero for count in (starts, there, sent, received))
 
@@ -256,8 +258,8 @@ def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
   return run(parameters, *given)
 
 
-# Slots hold the choices of tokens on the way to their experts. A slot has at most one choice, and a choice at
-# most one slot, so both ways, and their gradients, are look-ups.
+# Slots hold choices on their way to the experts. A slot has at most one choice, and a choice has at most one
+# slot, so filling the slots, reading the results, and the gradients of both are look-ups.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,12 +269,12 @@ class _Queues:
   Choice `c` of token `t` has the number `c * tokens + t`: first choices come first.
 
   Attributes:
-    order: the choices, sorted.
-    rank: the place of each choice in that order.
-    starts: of each expert, its first place.
-    ends: of each expert, the place after its last.
-    experts: of each choice.
-    exist: whether that is an expert, and no padding.
+    order: the numbers of the choices, sorted by expert.
+    rank: for each choice, its place in `order`.
+    starts: for each expert, the place of its first choice.
+    ends: for each expert, the place after its last choice.
+    experts: for each choice, the number of its expert.
+    exist: for each choice, False if it is padding, which has no expert.
   """
 
   order: jax.Array
@@ -284,7 +286,7 @@ class _Queues:
 
   @classmethod
   def of(cls, experts: jax.Array, count: int) -> _Queues:
-    """From the expert of each choice."""
+    """Sorts the choices, from the expert of each choice."""
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ordered, numbers = experts[order], jnp.arange(count, dtype=jnp.int32)
     starts, ends = (
@@ -295,7 +297,7 @@ class _Queues:
 
 
 def _at(order: jax.Array, places: jax.Array, filled: jax.Array) -> jax.Array:
-  """The choice at each place of an order; where a place is not filled, a choice that does not exist."""
+  """The choice at each place of `order`; where a place is not filled, the number after the last choice."""
   return jnp.where(filled, order[jnp.clip(places, 0, order.size - 1)], order.size)
 
 
@@ -377,19 +379,20 @@ def _with_capacity(
 class _Rounds:
   """The tokens that a device sends and receives in all rounds.
 
-  The first choice of a token for a device stands for all its choices for this device.
+  If several experts of a token are on one device, the token is sent to this device once, in the slot of the
+  first of these choices.
 
   Attributes:
-    kind: the static choices.
-    order: the first choices for a device, sorted by device; then the other choices.
-    places: the place of each choice among those for the same device, `[choices, tokens]`; of a choice that is
-      not the first one, a place after all of them.
-    to: the device of each choice, `[choices, tokens]`; padding is for no device.
-    starts: for each device, its first choice in that order.
-    sent: for each device, the number of tokens for it.
-    received: for each device, the number of its tokens for this device.
-    more: the number of rounds after the first one, each with `size_of_more` slots; 0 or less: none. None: the
-      first round has room for all tokens.
+    kind: the static options.
+    order: the first choice of each token for each device, sorted by device; then the other choices.
+    places: for each choice, its place among the first choices for its device, `[choices, tokens]`; for a
+      choice that is not a first choice, a number beyond all places.
+    to: for each choice, the number of its device, `[choices, tokens]`; for padding, the number of devices.
+    starts: for each device, the place in `order` of the first choice for it.
+    sent: for each device, the number of tokens that this device sends to it.
+    received: for each device, the number of tokens that this device receives from it.
+    more: the number of rounds after the first round, each with `size_of_more` slots; no further round if it
+      is 0 or less. `None` if the first round has slots for all tokens.
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
@@ -403,7 +406,7 @@ class _Rounds:
 
   @classmethod
   def of(cls, kind: _Kind, experts: jax.Array) -> _Rounds:
-    """From the experts of each token `[tokens, choices]`."""
+    """Plans the rounds, from the experts of each token, `[tokens, choices]`."""
     by_choice = experts.T
     to = jnp.where((by_choice >= 0) & (by_choice < kind.experts), by_choice // kind.own, kind.ways)
     before = jnp.tril(jnp.ones((len(to), len(to)), bool), -1)
@@ -418,7 +421,7 @@ class _Rounds:
     return cls(kind, queues.order, places, to, queues.starts, sent, kind.exchanged(sent), more)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all rounds: `visit(start, size, state)`, of the slots of a round."""
+    """The state after all rounds; `visit(start, size, state)` handles the slots of one round."""
     first, size = self.kind.buffer, self.kind.size_of_more
     state = visit(0, first, state)
     if self.more is None:
@@ -447,10 +450,10 @@ class _Round:
   """One round: what a device sends, and what it computes.
 
   Attributes:
-    kind: the static choices.
-    tokens: the token in each slot; of an empty slot, a number beyond the last token.
-    slots: the slot of each choice, `[choices, tokens]`; of a choice that is not the first one for its device,
-      a number beyond the last slot.
+    kind: the static options.
+    tokens: for each slot, its token; for an empty slot, a number beyond the last token.
+    slots: for each choice, its slot, `[choices, tokens]`; for a choice that has no slot in this round, a
+      number beyond the last slot.
     sent: the number of filled slots for each device.
     received: the number of rows from each device.
     blocks: the choices of the rows that arrive, by expert. Choice `c` of row `r` has the number
@@ -467,12 +470,12 @@ class _Round:
   shares: jax.Array
 
   def send(self, x: jax.Array) -> jax.Array:
-    """The rows that arrive from all devices, from the tokens of this one."""
+    """Sends the tokens of this device, and returns the rows that arrive from all devices."""
     rows = x.at[self.tokens].get(mode="fill", fill_value=0)
     return self.kind.exchanged_filled(rows, self.sent, self.received)
 
   def send_back(self, rows: jax.Array) -> jax.Array:
-    """For each token, the sum of the rows that come back, float32."""
+    """Returns the rows to their devices; for each token, the float32 sum of the rows that it gets back."""
     rows = self.kind.exchanged_filled(rows, self.received, self.sent)
     return rows.at[self.slots].get(mode="fill", fill_value=0).astype(jnp.float32).sum(0)
 
@@ -493,16 +496,16 @@ class _Blocks:
 
   @classmethod
   def of(cls, kind: _Kind, experts: jax.Array) -> _Blocks:
-    """Builds the blocks from the expert of each choice; that of no choice is beyond the last expert."""
+    """Builds the blocks from the expert of each choice; empty choices have a number after the last expert."""
     queues = _Queues.of(experts, kind.own)
     size = min(kind.block, experts.size)
     last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
     return cls(size, queues, last)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all blocks: `visit(expert, choices, state)`.
+    """The state after all blocks; `visit(expert, choices, state)` handles one block.
 
-    A choice that does not exist has a number beyond the last one.
+    In the empty places of a block, `choices` has a number beyond the last choice.
     """
 
     def body(n: jax.Array | int, state: PyTree) -> PyTree:
@@ -519,7 +522,7 @@ def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
 
 
 def _rows_of(choices: jax.Array, shares: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-  """The row of each choice, beyond the last row where there is none; and the weight of each choice."""
+  """The row and the weight of each choice; an empty choice has a row number beyond the last row."""
   exist = choices < shares.size
   own = shares.at[choices].get(mode="fill", fill_value=0)
   return jnp.where(exist, choices % rows, rows), own
@@ -559,7 +562,8 @@ def _dropless_forward(
 
 
 def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
-  # XLA would keep what the forward pass has received in the first round, if it saw that it is the same.
+  # Without the barrier, XLA sees that the first round receives the same rows as in the forward pass. It then
+  # keeps these rows in memory instead of sending them again.
   (rounds, parameters, x, weights, experts), g = jax.lax.optimization_barrier((kept, g))
   real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(parameters)]
 

@@ -22,7 +22,7 @@ from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 
 
 def own_rules(jaxpr: Program) -> dict[str, bool]:
-  """The functions of a program that have a custom reverse rule, and whether each rounds."""
+  """The functions of a program with a custom reverse rule; True if the rule is kept because it rounds."""
   found: dict[str, bool] = {}
   for eqn in equations(jaxpr):
     if has_reverse_rule(eqn):
@@ -32,10 +32,11 @@ def own_rules(jaxpr: Program) -> dict[str, bool]:
 
 
 def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
-  """The same program with functions that forward mode can pass in place of `jax.custom_vjp` functions.
+  """The same program with each `jax.custom_vjp` function replaced by a function that has a forward mode.
 
-  The rule of a function that rounds is kept, because it differs from the derivative on purpose. The rule of
-  a pipeline is not: it is the rule to check, and the layers in it may round.
+  If a function rounds, the replacement still uses the reverse rule of the function, because this rule differs
+  from the derivative on purpose. The rule of a pipeline is never used, because it is the rule to check; the
+  layers in a pipeline may round.
   """
 
   def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
@@ -48,7 +49,7 @@ def without_own_rules(jaxpr: Program) -> ClosedJaxpr:
 
 
 def _at_its_word(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
-  """A function whose derivative is the result of its reverse rule."""
+  """A function with a forward mode that is the transpose of its reverse rule."""
   floats = [n for n, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
 
   @jax.custom_jvp
@@ -87,7 +88,7 @@ def _is_kept(eqn: JaxprEqn) -> bool:
 
 
 def rounds(eqn: JaxprEqn) -> bool:
-  """Whether the programs of an operation round: to integers, or to a dtype of 8 bits or less."""
+  """Whether the inner programs of an operation round values to integers, or to a dtype of 8 bits or less."""
   return any(map(_is_rounding, inner_equations(eqn)))
 
 

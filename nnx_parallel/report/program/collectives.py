@@ -31,7 +31,7 @@ KINDS = (
 _KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
 # A mark of TPU programs on later steps of one collective that a fusion interleaves with compute.
 _LATER_STEP = re.compile(r'"async_collective_fusion_config":\{[^{}]*"flag_start":"(?!-1)')
-# Between TPU slices the hosts' runtime sends: a `send` and a `recv` that name a collective.
+# Between TPU slices, the hosts send the data: the program has a `send` and a `recv` that name a collective.
 _ACROSS: Mapping[str, str] = {
   "ALL_REDUCE": "all-reduce",
   "ALL_GATHER": "all-gather",
@@ -53,12 +53,12 @@ class Collective:
 
   Attributes:
     kind: one of `KINDS`.
-    axes: the mesh axes that it runs over, in mesh order; empty if nothing leaves a device.
+    axes: the mesh axes that the collective runs over, in mesh order; empty if no data leaves a device.
     complete: False if a group is only a part of the devices along these axes.
     group_size: the number of devices of one group.
     dtype: element type of the first array.
     bytes: payload of one run in bytes: the full array of a group (the result of an all-gather, the input of a
-      reduce-scatter, the array of the other kinds, per device). A ragged all-to-all sends at most its array.
+      reduce-scatter, the array of the other kinds, per device). A ragged all-to-all may send less.
     times: the number of runs in one call of the program, loops multiplied out.
     overlapped: whether compute is scheduled between its start and its end.
     op: the JAX name stack.
@@ -185,13 +185,13 @@ def _describe(
 
 
 def _spanned(labels: Labels, slices: Labels) -> int:
-  """The slices that a group spans; the most of all groups."""
+  """The largest number of slices that one group spans."""
   groups, _ = np.unique(np.stack([labels, slices]), axis=1)
   return int(np.unique(groups, return_counts=True)[1].max())
 
 
 def _groups(instruction: hlo.Instruction, devices: int, programs: int) -> tuple[Labels, int]:
-  """The groups as labels of all devices, and the devices of one; each TPU slice runs a separate program."""
+  """The number of the group of each device, and the size of a group; each TPU slice has its own program."""
   rest, own = instruction.rest, devices // programs
   if "source_target_pairs=" in rest:
     pairs = instruction.attribute("source_target_pairs")
@@ -213,14 +213,15 @@ def _between_programs(instruction: hlo.Instruction, devices: int, programs: int)
 
 
 def _all_programs(instruction: hlo.Instruction, programs: int) -> bool:
-  """Whether a `send` goes to all slices: the program lists only such groups; other sends are a part."""
+  """Whether a `send` goes to all slices, so that its group is complete."""
   target = _TARGET.search(instruction.rest)
   return target is not None and target[1].count(",") + 1 == programs
 
 
 def _payload(instruction: hlo.Instruction, kind: str, group_size: int) -> tuple[hlo.Shape, ...]:
   """The shapes of a group's full payload, per run."""
-  # The second operand of a send is a token; those of a ragged all-to-all are its result, offsets and sizes.
+  # Only the first operand is data. The second operand of a send is a token, and the further operands of a
+  # ragged all-to-all are its result, offsets and sizes.
   count = 1 if instruction.opcode.startswith(("send", "ragged")) else None
   inputs = tuple(shape for operand in instruction.inputs[:count] for shape in operand.shapes)
   if kind != "all-gather":
@@ -260,7 +261,7 @@ def between(order: Sequence[hlo.Instruction], start: hlo.Instruction) -> Sequenc
 
 
 def _overlapped_sending(run: hlo.Executed) -> bool:
-  """Whether anything is computed until the `recv-done` of the same rendezvous."""
+  """Whether anything is computed between a `send` and the `recv-done` of the same rendezvous."""
   name, order = _RENDEZVOUS.search(run.instruction.rest), run.computation.instructions
   receive = next((i for i in order if i.opcode == "recv" and name and name.group() in i.rest), None)
   for later in order[order.index(run.instruction) + 1 :]:
@@ -277,5 +278,5 @@ def _computes(at: hlo.Instruction) -> bool:
 
 
 def _scattering_fusions(program: hlo.Program) -> frozenset[str]:
-  """TPU writes a reduce-scatter as a fusion named all-reduce-scatter: an all-reduce, then a slice."""
+  """The fusions of a TPU program that are reduce-scatters: an all-reduce, then a slice of its result."""
   return frozenset(name for name in program.computations if name.startswith("all-reduce-scatter"))

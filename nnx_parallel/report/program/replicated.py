@@ -1,9 +1,9 @@
-"""Finds activations that devices also hold for the examples of other devices.
+"""Finds activations that are replicated over mesh axes that shard the batch.
 
-The program right before the partitioner has the global shape and the layout of each array. Operations of the
-final program, whose arrays are one device's parts, are matched with it by their JAX name and line. The dims
-that carry the batch are followed from the arguments through every operation (`thin.Thinning`), not guessed
-from a size. So a parameter that is gathered for its use is not reported.
+The program right before the partitioner has the global shape and the layout of each array. The arrays of the
+final program are the shards of one device. Its operations are matched with the operations before the
+partitioner by their JAX name and line. The batch dim is followed from the arguments through every operation
+(`thin.Thinning`), not guessed from a size. A gathered parameter is therefore not reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nnx_parallel.core.jaxprs import HELD
 from nnx_parallel.verify import thin
 
 SHARE = 0.01
-"""The smallest fraction of the need for which an array is reported: smaller arrays seldom matter in total."""
+"""The smallest reported array, as a fraction of the needed memory; smaller arrays seldom matter."""
 # Operations that make no new array.
 _NO_ARRAY = frozenset({
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
@@ -36,7 +36,7 @@ _Key = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedActivation:
-  """Arrays of one shape and line that are replicated along the batch, though mesh axes split the batch.
+  """Arrays of one shape, made at one line, that are replicated over mesh axes that shard the batch.
 
   Attributes:
     dtype: as the compiler names it, e.g. `"f32"`.
@@ -45,11 +45,11 @@ class ReplicatedActivation:
     batch_dim: the dim of the examples.
     bytes: the bytes of one array, per device.
     count: the number of arrays that the compiled program makes at that line.
-    copies: the number of devices that hold the same values, among the devices that split the batch.
+    copies: the number of devices that hold the same values, among the devices that share the batch.
     place: the place of the first array in the program; the smallest place is often the cause of the rest.
     op: the JAX name stack of the first array.
     source: `file.py:line`, or an empty string.
-    constraint: `file.py:line` of a sharding constraint that asks for it, or an empty string.
+    constraint: `file.py:line` of the sharding constraint that replicates the arrays, or an empty string.
   """
 
   dtype: str
@@ -66,7 +66,7 @@ class ReplicatedActivation:
 
   @property
   def fix(self) -> str:
-    """The call that splits the array made at its line; empty if the line is not in user code."""
+    """The call that would shard the array; empty if the line is not in user code."""
     if not self.source or "/nnx_parallel/" in self.source:
       return ""
     names = ", ".join('"batch"' if dim == self.batch_dim else "None" for dim in range(len(self.shape)))
@@ -78,7 +78,7 @@ class ReplicatedActivation:
 
 
 class _Dims(thin.Thinning):
-  """The dims of a program in classes; dims of one class have the same examples, or the same other content."""
+  """Sorts the dims of a program into classes; dims of one class index the same examples, or other content."""
 
   def _merge(self, sides: thin.Sides) -> None:
     """Of dims that a reshape merges or splits, the outermost dim holds the runs of the other dims."""
@@ -86,7 +86,7 @@ class _Dims(thin.Thinning):
     self._unite(one[0], other[0])
 
   def carried(self, arguments: Collection[hlo.Instruction]) -> Callable[[hlo.Instruction], list[int]]:
-    """A function that gives the dims of an instruction's array which the first dim of arguments reaches."""
+    """A function that returns the dims of an instruction that share the class of dim 0 of `arguments`."""
     roots = {self.forest.root(self.nodes[argument][0][0]) for argument in arguments}
     return lambda at: [n for n, dim in enumerate(self.nodes[at][0]) if self.forest.root(dim) in roots]
 
@@ -97,7 +97,7 @@ class _Array:
 
   Attributes:
     dims: the global dims of the array.
-    examples: its dim of the examples, or None.
+    examples: the dim that indexes the examples, or None.
     tiling: its layout.
     place: its place in the program.
     constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
@@ -110,7 +110,7 @@ class _Array:
   constraint: str = ""
 
   def parts(self) -> set[tuple[int, ...]]:
-    """The dims of what one device may hold, perhaps on the way from one layout to another."""
+    """The shapes that the array can have on one device, also while its layout changes."""
     block = self.tiling.local(self.dims) if self.tiling is not None else self.dims
     both = enumerate(zip(self.dims, block, strict=True))
     return {block, self.dims, tuple(n if d == self.examples else k for d, (n, k) in both)}
@@ -133,19 +133,19 @@ def replicated_activations(
   is_batch: Callable[[str], bool],
   least: float,
 ) -> tuple[ReplicatedActivation, ...]:
-  """Lists activations that are replicated along the batch, largest first; equal shapes and lines are merged.
+  """Lists activations that are replicated over the batch axes, largest first; merges equal shapes and lines.
 
   Args:
     before: the program before the partitioner, with layouts.
     final: the program that the compiler made.
     sizes: mesh axis -> size, in mesh order.
-    batch_axes: axes that split the batch.
+    batch_axes: the mesh axes that shard the batch.
     is_batch: whether an argument of the program, by its JAX name, is part of the batch.
     least: the minimum number of bytes of a listed array.
   """
   groups = _groups(sizes, batch_axes)
-  # The compiler may merge dims, so arrays are known by their dims and by their sizes. If one line has split
-  # and replicated arrays of one size, nothing is reported.
+  # The compiler may merge dims, so `known` has each array by its dims and by its size. If one line makes both
+  # sharded and replicated arrays of the same size, none of them is reported.
   known: dict[tuple[_Key, object], tuple[int, int, _Array, tuple[int, ...]]] = {}
   for key, array in _arrays(before, is_batch, groups):
     for local in array.parts():
@@ -176,7 +176,7 @@ def replicated_activations(
 def _arrays(
   program: hlo.Program, is_batch: Callable[[str], bool], groups: npt.NDArray[np.int64]
 ) -> Iterator[tuple[_Key, _Array]]:
-  """The arrays of the program before it is split, by JAX name and line."""
+  """The arrays of the program before partitioning, by JAX name and line."""
 
   def tiling_of(at: hlo.Instruction) -> Tiling | None:
     return read_tiling(at.attribute("sharding"), groups.size)
@@ -191,7 +191,7 @@ def _arrays(
   asked: dict[hlo.Instruction, str] = {}
   for at in reversed(places):
     tiling = tiling_of(at)
-    # In a shard_map, arrays are blocks, which are the user's own.
+    # The arrays in a `shard_map` are shards, and their layout is the user's choice.
     if not at.op_name or len(at.shapes) != 1 or at.opcode in _NO_ARRAY or (tiling and tiling.manual):
       continue
     dims, source = at.shapes[0].dims, program.source(at)
@@ -211,7 +211,7 @@ def _is_users_constraint(name: str) -> bool:
 
 
 def _groups(sizes: Mapping[str, int], batch_axes: Collection[str]) -> npt.NDArray[np.int64]:
-  """(groups, devices): devices that differ in the axes of the batch only."""
+  """The devices of each group, `[groups, devices]`; devices of a group differ only along the batch axes."""
   ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
   names = list(sizes)
   own = [names.index(axis) for axis in names if axis in batch_axes]
