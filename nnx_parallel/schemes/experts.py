@@ -503,29 +503,23 @@ class _Blocks:
     return cls(size, queues, last)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all blocks; `visit(expert, choices, state)` handles one block.
+    """The state after all blocks; `visit(expert, choices, exist, state)` handles one block.
 
-    In the empty places of a block, `choices` has a number beyond the last choice.
+    In the empty places of a block, `choices` repeats the last choice of the expert, and `exist` is False.
     """
 
     def body(n: jax.Array | int, state: PyTree) -> PyTree:
       expert = (self.last <= n).sum(dtype=jnp.int32)
       before = jnp.where(expert > 0, self.last[expert - 1], 0)
       places = self.queues.starts[expert] + (n - before) * self.size + jnp.arange(self.size, dtype=jnp.int32)
-      return visit(expert, _at(self.queues.order, places, places < self.queues.ends[expert]), state)
+      end = self.queues.ends[expert]
+      return visit(expert, self.queues.order[jnp.minimum(places, end - 1)], places < end, state)
 
     return jax.lax.fori_loop(0, self.last[-1], body, state)
 
 
 def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
   return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, False), parameters)
-
-
-def _rows_of(choices: jax.Array, shares: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-  """The row and the weight of each choice; an empty choice has a row number beyond the last row."""
-  exist = choices < shares.size
-  own = shares.at[choices].get(mode="fill", fill_value=0)
-  return jnp.where(exist, choices % rows, rows), own
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -549,10 +543,10 @@ def _dropless_forward(
     now = rounds.round(start, size, weights, experts)
     arrived = now.send(x)
 
-    def block(expert: jax.Array, choices: jax.Array, sums: jax.Array) -> jax.Array:
-      rows, own = _rows_of(choices, now.shares, len(arrived))
-      found = kind.function(_of_one(parameters, expert), arrived.at[rows].get(mode="fill", fill_value=0))
-      return sums.at[rows].add(found.astype(jnp.float32) * own[:, None], mode="drop")
+    def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, sums: jax.Array) -> jax.Array:
+      rows, own = choices % len(arrived), jnp.where(exist, now.shares[choices], 0)
+      found = kind.function(_of_one(parameters, expert), arrived[rows])
+      return sums.at[rows].add(found.astype(jnp.float32) * own[:, None])
 
     sums = now.blocks.run(block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
     return total + now.send_back(sums.astype(row.dtype))
@@ -572,21 +566,20 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
     now = rounds.round(start, size, weights, experts)
     arrived, slopes = now.send(x), now.send(g)
 
-    def block(expert: jax.Array, choices: jax.Array, state: PyTree) -> PyTree:
+    def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, state: PyTree) -> PyTree:
       by_parameter, by_row, by_share = state
-      rows, own = _rows_of(choices, now.shares, len(arrived))
-      given, slope = (value.at[rows].get(mode="fill", fill_value=0) for value in (arrived, slopes))
-      result, back = jax.vjp(kind.function, _of_one(parameters, expert), given)
-      slope = slope.astype(jnp.float32)
+      rows, own = choices % len(arrived), jnp.where(exist, now.shares[choices], 0)
+      result, back = jax.vjp(kind.function, _of_one(parameters, expert), arrived[rows])
+      slope = slopes[rows].astype(jnp.float32)
       added, by_rows = back((slope * own[:, None]).astype(result.dtype))
       added = [leaf for leaf, is_real in zip(jax.tree.leaves(added), real, strict=True) if is_real]
       by_parameter = [
         total.at[expert].add(leaf.astype(total.dtype))
         for total, leaf in zip(by_parameter, added, strict=True)
       ]
-      by_row = by_row.at[rows].add(by_rows.astype(jnp.float32), mode="drop")
+      by_row = by_row.at[rows].add(by_rows.astype(jnp.float32))
       shares = (slope * result.astype(jnp.float32)).sum(-1)
-      return by_parameter, by_row, by_share.at[choices].set(shares, mode="drop")
+      return by_parameter, by_row, by_share.at[choices].set(shares)
 
     zeros = jnp.zeros(arrived.shape, jnp.float32), jnp.zeros_like(now.shares)
     by_parameter, by_row, by_share = now.blocks.run(block, (by_parameter, *zeros))

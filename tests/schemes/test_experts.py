@@ -273,6 +273,21 @@ def test_under_vmap_and_on_a_mesh_with_auto_and_explicit_axes(layer, explicit):
     check(of_each(LAYERS[layer])(*placed), wanted)
 
 
+def test_empty_places_of_a_block_have_no_gradient():
+  """Where the expert has no derivative at zero, a row of zeros would make NaN of 0 times infinity."""
+  given = drawn((7,), 4)[:2]
+  routing = nxp.parallel.route(jnp.asarray(np.random.default_rng(3).normal(size=(7, 4)), jnp.float32), 2)
+
+  def summed(layer, parameters, x):
+    expert = lambda p, rows: rows / jnp.linalg.norm(rows, axis=-1, keepdims=True) @ p["gate"]
+    return (layer(expert, parameters, x, routing) ** 2).sum()
+
+  wanted = jax.grad(functools.partial(summed, dense), (0, 1))(*given)
+  with jax.set_mesh(nxp.make_mesh(MESH)):
+    layer = lambda *args: nxp.parallel.experts(*args, block=5)[0]
+    check(jax.jit(jax.grad(functools.partial(summed, layer), (0, 1)))(*given), wanted)
+
+
 def test_infinite_rooms_and_more_choices_than_experts():
   experts = np.zeros((TOKENS, EXPERTS + 1), np.int32)
   found, _ = counting(buffer=math.inf, block=5)(experts)
