@@ -386,6 +386,9 @@ def test_rounds_send_tokens_twice_forward_and_three_times_backward():
   for size in (math.ceil(slots / 4), slots):  # a further round, and the first one
     # Numbers of experts and weights, forward and backward, and gradients of weights; then rows.
     wanted += [4 * size * 2 * 4] * 5 + [4 * size * 16 * 4] * 5
+  if jax.__version_info__ < (0, 12):  # XLA's compiler for CPUs drops the barrier before it merges operations
+    for size in (4 * slots * 2 * 4, 4 * slots * 2 * 4, 4 * slots * 16 * 4):
+      wanted.remove(size)
   wanted = sorted(wanted)
   assert sent(program, mesh, "all-to-all") == [(("expert",), size) for size in wanted]
 
