@@ -33,6 +33,7 @@ guides: setup  ## runs README.md and guides/*.md from top to bottom
 	@$(pytest) tests/guides $(PYTEST_ARGS)
 
 site: setup-site  ## the site, build/site/guides/index.html, from the guides and the docstrings; warnings are errors
+	@rm -rf build/site build/site-doctrees  # pages that were renamed would stay
 	@$(bin)/python -m sphinx -q -W --keep-going -c guides -d build/site-doctrees . build/site
 	@$(bin)/python -m pytest -q tests/guides/test_site.py
 	@echo "build/site/guides/index.html"
