@@ -25,16 +25,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", "64")  # a collective holds one of XLA's threads for each device that waits
-os.environ.setdefault(
-  "XLA_FLAGS",
-  "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-  " --xla_llvm_disable_expensive_passes=true",
-)
+flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+flags += " --xla_llvm_disable_expensive_passes=true"
+if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) >= (0, 12):  # an older XLA ends the process
+  flags += " --xla_cpu_opt_preset=FAST_COMPILE"
+os.environ.setdefault("XLA_FLAGS", flags)
 
 import jax
 import jax.numpy as jnp
