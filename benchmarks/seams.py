@@ -31,11 +31,13 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("NPROC", "64")  # a collective holds one of XLA's threads for each device that waits
-flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-flags += " --xla_llvm_disable_expensive_passes=true"
-if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) >= (0, 12):  # an older XLA ends the process
-  flags += " --xla_cpu_opt_preset=FAST_COMPILE"
-os.environ.setdefault("XLA_FLAGS", flags)
+os.environ.setdefault(
+  "XLA_FLAGS",
+  "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+  " --xla_llvm_disable_expensive_passes=true"
+  # An older XLA ends the process.
+  + " --xla_cpu_opt_preset=FAST_COMPILE" * (metadata.version("jaxlib") >= "0.12"),
+)
 
 import jax
 import jax.numpy as jnp
