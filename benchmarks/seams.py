@@ -36,7 +36,8 @@ os.environ.setdefault(
   "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
   " --xla_llvm_disable_expensive_passes=true"
   # An older XLA ends the process.
-  + " --xla_cpu_opt_preset=FAST_COMPILE" * (metadata.version("jaxlib") >= "0.12"),
+  + " --xla_cpu_opt_preset=FAST_COMPILE"
+  * (metadata.version("jaxlib") >= "0.12"),
 )
 
 import jax
