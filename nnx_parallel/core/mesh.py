@@ -155,6 +155,12 @@ def explicit_axes(mesh: AnyMesh) -> bool | list[str]:
   return found if 0 < len(found) < len(mesh.axis_names) else is_explicit(mesh)
 
 
+def is_explicit_here(axis: str | None) -> bool:
+  """Whether an axis of the active mesh is Explicit."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(axis) == AxisType.Explicit
+
+
 def axis_kinds(mesh: AnyMesh) -> str:
   """The types of the axes, for messages: `Auto`, `Explicit`, or both with their axes."""
   found = explicit_axes(mesh)

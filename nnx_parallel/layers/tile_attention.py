@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.mesh import is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places, filled, finite
 from nnx_parallel.core.types import AnyArray, PyTree
 
@@ -135,8 +136,7 @@ class Share:
   @property
   def is_explicit(self) -> bool:
     """Whether the axis is Explicit, so that arrays must come sharded over it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(self.axis) == AxisType.Explicit
+    return is_explicit_here(self.axis)
 
   def by_heads(self, x: jax.Array, labels: Labels) -> jax.Array:
     """Reshards an array from positions to heads, by an all-to-all, if the attention is split by heads.

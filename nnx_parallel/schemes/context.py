@@ -24,8 +24,8 @@ from jax.lax import PrecisionLike
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_by_dim, entry_of
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.axes import axes_by_dim, entry_of, without
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
@@ -217,17 +217,16 @@ class ContextAttention:
     around = surroundings(query)
     mesh = around.mesh
     sizes = {} if mesh is None else axis_sizes(mesh)
-    axes = {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
-    for option, name in axes.items():
+    for option, name in self.axes.items():
       if sizes and name not in sizes:
-        other = next((axis for axis in sizes if axis not in axes.values()), None)
+        other = next((axis for axis in sizes if axis not in self.axes.values()), None)
         raise SchemeError(
           f"the mesh has no axis {name!r}, over which context_attention splits the positions.",
           details=f"mesh {sizes}",
           fix=f"nxp.make_mesh(..., {name}=2)"
           + ("." if other is None else f", or context_attention({option}={other!r})."),
         )
-    check_not_mapped("the positions", [*axes.values()], around.manual | around.mapped)
+    check_not_mapped("the positions", [*self.axes.values()], around.manual | around.mapped)
     sequence = _Sequence(
       dataclasses.replace(self, causal=self.causal or is_causal),
       sizes.get(self.axis, 1),
@@ -240,10 +239,14 @@ class ContextAttention:
     keep = None if mask is None else _seen_keys(mask, key)
     if (copies := sequence.copies(query, key)) > 1:
       key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
-    compute = jax.jit(_attention, static_argnums=0)
     with _active(mesh):
-      result = compute(sequence, query, key, value, segment_ids, keep)
+      result = _attention(sequence, query, key, value, segment_ids, keep)
     return result.reshape(*shape[:-1], value.shape[-1])
+
+  @property
+  def axes(self) -> dict[str, str]:
+    """The mesh axes that shard the positions outside the attention, major to minor, by their options."""
+    return {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
 
   def tiles(self, length: int, shards: int) -> np.ndarray:
     """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
@@ -412,6 +415,7 @@ class _Sequence:
     return _laid(result, self.share, ("row", 4, 1))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _attention(
   sequence: _Sequence,
   q: jax.Array,
@@ -452,14 +456,11 @@ def _by_rings(
   axis, second = sequence.options.axis, sequence.options.heads_axis
   if second is None or sequence.rings == 1:
     return x
-  if sequence.share.is_explicit:
-    given: Any = axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
-    axes = [tuple(name for name in names if name != second) for names in given]
-    if (dim := rows if inverse else heads) is not None:
-      axes[dim] = (*axes[dim], second)
-    return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
+  if is_explicit_here(second):
+    return _typed(x, second, rows if inverse else heads)
+  own = () if is_explicit_here(axis) else (axis,)  # a constraint can name Auto axes only
   layout: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-  layout[rows] = (axis, second) if inverse else axis
+  layout[rows] = entry_of((*own, second) if inverse else own)
   if heads is not None:
     layout[heads] = None if inverse else second
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*layout))
@@ -519,12 +520,16 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 
 def _laid(x: jax.Array, share: Share, label: tuple[DimName, int, int] | None) -> jax.Array:
   """An array with the dim of a label, and only that dim, on the axis; for Explicit axes only."""
-  if not share.is_explicit:
+  if share.axis is None or not share.is_explicit:
     return x
-  given: Any = axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)
-  axes = [tuple(a for a in own if a != share.axis) for own in given]
-  if label is not None:
-    axes[label[1]] = (*axes[label[1]], share.axis)
+  return _typed(x, share.axis, None if label is None else label[1])
+
+
+def _typed(x: jax.Array, axis: str, dim: int | None) -> jax.Array:
+  """`x` with an Explicit axis on one dim of its type, or on none; other axes stay as they are."""
+  axes = [without(own, frozenset({axis})) for own in axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)]
+  if dim is not None:
+    axes[dim] = (*axes[dim], axis)
   return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
 
 
@@ -545,10 +550,6 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
   return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
 
 
-def _axes_of(options: ContextAttention) -> str:
-  return options.axis if options.heads_axis is None else f"{options.axis} and {options.heads_axis}"
-
-
 def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | None) -> None:
   given = {
     "a bias": bias is not None,
@@ -565,6 +566,7 @@ def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | 
 
 def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
   n, options = sequence.shards * sequence.rings, sequence.options
+  axes = " and ".join(options.axes.values())
   needed = math.lcm(n, 2 * sequence.shards if options.zigzag else 1)
   details = f"query {query.shape}, key {key.shape}, value {value.shape}"
   fits = (
@@ -579,7 +581,7 @@ def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: 
   for x in (query, key):
     if x.shape[1] % needed:
       raise SchemeError(
-        f"{x.shape[1]} positions cannot be split evenly over {n} devices along {_axes_of(options)}.",
+        f"{x.shape[1]} positions cannot be split evenly over {n} devices along {axes}.",
         details=details
         + (f", in zigzag order: two parts for each shard of {options.axis}" if options.zigzag else ""),
         fix=f"pad them to {-(-x.shape[1] // needed) * needed}.",

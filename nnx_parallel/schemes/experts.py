@@ -148,7 +148,7 @@ def experts(
     around.mesh if manual else None,
     manual_too(around.mesh),
   )
-  result, dropped = jax.jit(_over_devices, static_argnums=0)(kind, weights, *given)
+  result, dropped = _over_devices(kind, weights, *given)
   if result.shape[:-1] != shape:
     own = laid_out(result, around.mesh, PartitionSpec())[: math.prod(shape)]
     result = own.reshape(*shape, result.shape[-1])
@@ -230,16 +230,14 @@ class _Kind:
     zero = jnp.where(x[:1, :1].sum() > 0, 0, 0).astype(jnp.int32)
     starts, there, sent, received = (count + zero for count in (starts, there, sent, received))
 
-    def ragged(x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+    def ragged(x: jax.Array) -> jax.Array:
       empty, axis = jnp.zeros_like(x), self.axis
       return jax.lax.ragged_all_to_all(x, empty, starts, sent, there, received, axis_name=axis)
 
-    def padded(x: jax.Array, *_: jax.Array) -> jax.Array:
-      return self.exchanged(x)
-
-    return jax.lax.platform_dependent(x, sent, received, tpu=ragged, default=padded)
+    return jax.lax.platform_dependent(x, tpu=ragged, default=self.exchanged)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _over_devices(kind: _Kind, parameters: PyTree, *given: jax.Array) -> PyTree:
   """The sums and the number of dropped choices, from global arrays."""
 

@@ -55,7 +55,7 @@ class Case:
 
   Attributes:
     mesh: its axes.
-    explicit: whether they are Explicit.
+    explicit: its Explicit axes.
     length, keys: the numbers of queries and keys.
     kv_heads: heads of keys.
     options: of `context_attention`.
@@ -64,7 +64,7 @@ class Case:
   """
 
   mesh: dict[str, int]
-  explicit: bool
+  explicit: tuple[str, ...]
   length: int
   keys: int
   kv_heads: int
@@ -88,10 +88,12 @@ class Case:
     if not draw.integers(3):
       options["window"] = int(draw.integers(1, 20))
     is_alone = "causal" in options or "window" in options or options["zigzag"]
+    axes = [name for name, size in sizes.items() if size > 1]
+    explicit = ((), axes, [name for name in axes if draw.integers(2)])[draw.integers(3)]
     length, keys = (2 * shards * rings * int(draw.integers(1, 6)) for _ in range(2))
     return cls(
       mesh={name: size for name, size in sizes.items() if size > 1},
-      explicit=bool(draw.integers(2)),
+      explicit=tuple(explicit),
       length=length,
       keys=length if is_alone else keys,
       kv_heads=4 if tensor > 1 else int(draw.choice([1, 2, 4])),
@@ -144,6 +146,18 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
     own, own_gradients = nxp.parallel.zigzag((own, own_gradients), shards, inverse=True)
   for a, b in zip((own, *own_gradients), (out, *gradients), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
+
+
+@pytest.mark.parametrize("explicit", ["context", "heads"])
+def test_rings_of_some_heads_on_auto_and_explicit_axes(explicit):
+  q, k, v, w, _ = drawn(2, 16, 2)
+  wanted = jax.grad(lambda *x: jnp.sum(w * whole(*x, causal=True)), (0, 1, 2))(q, k, v)
+  mesh = nxp.make_mesh(data=2, context=2, heads=2, explicit=explicit)
+  attend = nxp.parallel.context_attention(causal=True, block=4, heads_axis="heads")
+  placed = jax.device_put((q, k, v), NamedSharding(mesh, PartitionSpec("data", ("context", "heads"))))
+  with jax.set_mesh(mesh):
+    found = jax.jit(jax.grad(lambda *x: jnp.sum(w * attend(*x)), (0, 1, 2)))(*placed)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
 
 
 @pytest.mark.parametrize("stated", [True, False], ids=["layout of results", "no layout"])
