@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
@@ -36,7 +36,7 @@ from benchmarks.plain_8b import RULES
 from nnx_parallel.core import hlo
 from nnx_parallel.report import compile_report as reports
 from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.program.collectives import between
+from nnx_parallel.report.program.collectives import KINDS, between
 from nnx_parallel.report.topology import missing_compiler, read_machine, topology_mesh
 
 GIB = 2**30
@@ -160,16 +160,21 @@ def gradient(case: Case, *, form: str = "constraint") -> Any:
   return nxp.compile_report(step.lower(given(size["width"]), given(size["hidden"])))
 
 
+def mlp_kernels(case: Case, mesh: Mesh, specs: Mapping[str, P]) -> dict[str, jax.ShapeDtypeStruct]:
+  """The stacked kernels of 4 MLPs."""
+  size = SIZES[case.size]
+  shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
+  return {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+    for name, shape in shapes.items()
+  }
+
+
 def layers(case: Case) -> CompileReport:
   """The gradients of 4 scanned MLPs; `tensor` shards the hidden dim, and the positions between layers."""
   mesh, size = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size]
   fsdp, tensor = ("fsdp" if "fsdp" in case.axes else None), ("tensor" if "tensor" in case.axes else None)
-  shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
-  specs = {"up": P(None, fsdp, tensor), "down": P(None, tensor, fsdp)}
-  kernels = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
-    for name, shape in shapes.items()
-  }
+  kernels = mlp_kernels(case, mesh, {"up": P(None, fsdp, tensor), "down": P(None, tensor, fsdp)})
   between_layers, inside = (NamedSharding(mesh, P(fsdp, *rest)) for rest in ((tensor,), (None, tensor)))
   batch = case.axes.get("fsdp", 1)
   x = jax.ShapeDtypeStruct(
@@ -196,12 +201,8 @@ def layers(case: Case) -> CompileReport:
 def layers_by_hand(case: Case) -> CompileReport:
   """The same 4 MLPs in a `shard_map` that gathers, and reduce-scatters gradients, axis after axis."""
   mesh, size, axes = topology_mesh(f"tpu:{case.topology}", **case.axes), SIZES[case.size], tuple(case.axes)
-  shapes = {"up": (4, size["width"], size["hidden"]), "down": (4, size["hidden"], size["width"])}
   specs = {"up": P(None, axes), "down": P(None, None, axes)}
-  kernels = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
-    for name, shape in shapes.items()
-  }
+  kernels = mlp_kernels(case, mesh, specs)
   x = jax.ShapeDtypeStruct(
     (mesh.size, TOKENS, size["width"]), jnp.bfloat16, sharding=NamedSharding(mesh, P(axes))
   )
@@ -399,13 +400,11 @@ def add(record: Record, case: Case) -> None:
     print(f"{case.group}: refused, {reason[:300]}", flush=True)
     return
   program = hlo.parse(kept[0].text)
-  sent, hidden = Counter[str](), 0
-  for found in report.collectives:
-    sent[found.kind] += found.sent_bytes
-    hidden += found.sent_bytes * found.overlapped
+  all_sent, sent = report.sent(), {kind: report.sent(kind).per_device for kind in KINDS}
+  hidden = all_sent.per_device - all_sent.exposed
   total, within = cycles(program)
-  most = sent.most_common(1)[0][0] if sent else ""
-  record.value("sent", round(sum(sent.values()) / GIB, 3), "GiB", group=case.group)
+  most = max(KINDS, key=lambda kind: sent[kind])
+  record.value("sent", round(all_sent.per_device / GIB, 3), "GiB", group=case.group)
   record.value("overlapped", round(hidden / GIB, 3), "GiB", group=case.group)
   for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all"):
     if sent[kind] > 0.001 * GIB:
@@ -417,7 +416,7 @@ def add(record: Record, case: Case) -> None:
   )
   record.value("need", round(report.need_bytes / GIB, 2), "GiB", group=case.group)
   print(
-    f"{case.group}: sent {sum(sent.values()) / GIB:.3f}, overlapped {hidden / GIB:.3f},"
+    f"{case.group}: sent {all_sent.per_device / GIB:.3f}, overlapped {hidden / GIB:.3f},"
     f" cycles {total / 1e6:.1f} M, in windows {within / 1e6:.1f} M, {report.seconds:.0f} s",
     flush=True,
   )

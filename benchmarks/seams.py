@@ -37,7 +37,7 @@ os.environ.setdefault(
   " --xla_llvm_disable_expensive_passes=true"
   # An older XLA ends the process.
   + " --xla_cpu_opt_preset=FAST_COMPILE"
-  * (metadata.version("jaxlib") >= "0.12"),
+  * ([int(number) for number in metadata.version("jaxlib").split(".")[:2]] >= [0, 12]),
 )
 
 import jax

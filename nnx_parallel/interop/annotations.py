@@ -46,7 +46,8 @@ from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import mean, terms
 
-_MARK = re.compile(r"nnx_parallel annotate <(.*?)>")
+_MARK = "nnx_parallel annotate <{}>"
+_MARKED = re.compile(_MARK.format("(.*?)"))
 _RESHARDS = (jax.sharding.reshard, jax.reshard)
 _UNFIT = (NotImplementedError, TypeError, ValueError)
 _LIBRARIES = (
@@ -420,7 +421,7 @@ class _Finder:
       if eqn.primitive.name != "shard_map" and wiring(eqn).inner:
         return DEFAULT
       found = _followed(eqn, flows, self._batch)
-      if eqn.primitive.name == "optimization_barrier" and (mark := _MARK.search(scope_of(eqn))):
+      if eqn.primitive.name == "optimization_barrier" and (mark := _MARKED.search(scope_of(eqn))):
         site, rank, place = ast.literal_eval(mark[1])
         shape = eqn.outvars[0].aval.shape
         dims = [_dividing(dim, size, sizes) for dim, size in zip(found[0].axes, shape, strict=True)]
@@ -484,7 +485,7 @@ def _mark(x: Any, site: int, place: Place | None = None) -> Any:
   """An array of a trace with a mark that the trace keeps; other values as they are."""
   if not isinstance(x, Tracer) or is_key(x.dtype):
     return x
-  with jax.named_scope(f"nnx_parallel annotate <{(site, x.ndim, place)}>"):
+  with jax.named_scope(_MARK.format((site, x.ndim, place))):
     return jax.lax.optimization_barrier(x)
 
 

@@ -299,6 +299,11 @@ def _at(order: jax.Array, places: jax.Array, filled: jax.Array) -> jax.Array:
   return jnp.where(filled, order[jnp.clip(places, 0, order.size - 1)], order.size)
 
 
+def _read(x: jax.Array, places: jax.Array) -> jax.Array:
+  """The elements of dim 0 at some places; zeros for a place beyond the last one."""
+  return x.at[places].get(mode="fill", fill_value=0)
+
+
 @jax.custom_vjp
 def _sent(x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
   """The token `[features]` of each slot; zeros in an empty slot.
@@ -309,11 +314,11 @@ def _sent(x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
     slots: the slot of each choice, `[choices, tokens]`.
   """
   tokens = jnp.where(choices < slots.size, choices % slots.shape[1], slots.shape[1])
-  return x.at[tokens].get(mode="fill", fill_value=0)
+  return _read(x, tokens)
 
 
 def _unsent(kept: PyTree, g: jax.Array) -> PyTree:
-  found = g.at[kept].get(mode="fill", fill_value=0)
+  found = _read(g, kept)
   return found.astype(jnp.float32).sum(0).astype(g.dtype), None, None
 
 
@@ -330,15 +335,15 @@ def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.
     choices: the choice in each slot.
     slots: the slot of each choice, `[choices, tokens]`.
   """
-  found = rows.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
+  found = _read(rows, slots).astype(jnp.float32)
   return (found * weights[..., None]).sum(0).astype(rows.dtype)
 
 
 def _unsummed(kept: PyTree, g: jax.Array) -> PyTree:
   rows, weights, choices, slots = kept
   wide = _sent(g, choices, slots).astype(jnp.float32)
-  own = weights.reshape(-1).at[choices].get(mode="fill", fill_value=0)
-  found = rows.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
+  own = _read(weights.reshape(-1), choices)
+  found = _read(rows, slots).astype(jnp.float32)
   by_weight = (found * g.astype(jnp.float32)[None]).sum(-1)
   return (wide * own[:, None]).astype(rows.dtype), by_weight, None, None
 
@@ -410,7 +415,7 @@ class _Rounds:
     before = jnp.tril(jnp.ones((len(to), len(to)), bool), -1)
     is_first = ~((to[:, None] == to[None]) & before[..., None]).any(1) & (to < kind.ways)
     queues = _Queues.of(jnp.where(is_first, to, kind.ways).reshape(-1), kind.ways)
-    places = queues.rank.reshape(to.shape) - queues.starts.at[to].get(mode="fill", fill_value=0)
+    places = queues.rank.reshape(to.shape) - _read(queues.starts, to)
     sent = queues.ends - queues.starts
     more = None
     if kind.buffer < experts.shape[0]:
@@ -437,7 +442,7 @@ class _Rounds:
     there = experts.at[tokens].get(mode="fill", fill_value=-1)
     there = there - jnp.repeat(jnp.arange(kind.ways, dtype=jnp.int32), size)[:, None] * kind.own
     there = kind.exchanged(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
-    shares = kind.exchanged(weights.at[tokens].get(mode="fill", fill_value=0))
+    shares = kind.exchanged(_read(weights, tokens))
     blocks = _Blocks.of(kind, there.T.reshape(-1))
     sent, received = (jnp.clip(count - start, 0, size) for count in (self.sent, self.received))
     return _Round(kind, tokens, slots, sent, received, blocks, shares.T.reshape(-1))
@@ -469,13 +474,13 @@ class _Round:
 
   def send(self, x: jax.Array) -> jax.Array:
     """Sends the tokens of this device, and returns the rows that arrive from all devices."""
-    rows = x.at[self.tokens].get(mode="fill", fill_value=0)
+    rows = _read(x, self.tokens)
     return self.kind.exchanged_filled(rows, self.sent, self.received)
 
   def send_back(self, rows: jax.Array) -> jax.Array:
     """Returns the rows to their devices; for each token, the float32 sum of the rows that it gets back."""
     rows = self.kind.exchanged_filled(rows, self.received, self.sent)
-    return rows.at[self.slots].get(mode="fill", fill_value=0).astype(jnp.float32).sum(0)
+    return _read(rows, self.slots).astype(jnp.float32).sum(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -583,7 +588,7 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
     by_parameter, by_row, by_share = now.blocks.run(block, (by_parameter, *zeros))
     # A token's weights for a device are in the slot of its first choice for the device.
     back = kind.exchanged(by_share.reshape(-1, len(by_row)).T)
-    by_weight += back.at[now.slots].get(mode="fill", fill_value=0).sum(0)
+    by_weight += _read(back, now.slots).sum(0)
     return by_parameter, by_x + now.send_back(by_row.astype(x.dtype)), by_weight
 
   leaves, structure = jax.tree.flatten(parameters)
