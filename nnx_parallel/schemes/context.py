@@ -179,7 +179,7 @@ class ContextAttention:
       )
     if self.heads_axis is not None and (self.how != "ring" or self.heads_axis in (self.axis, "")):
       raise SchemeError(
-        f"heads_axis={self.heads_axis!r} is a second axis, beside the axis of a ring.",
+        f"heads_axis={self.heads_axis!r} is not a second mesh axis beside the axis of a ring.",
         details=f"axis={self.axis!r}, how={self.how!r}",
         fix='context_attention("context", how="ring", heads_axis="heads")',
       )

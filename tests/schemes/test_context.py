@@ -319,7 +319,7 @@ def test_options_and_meshes_that_are_none_are_refused():
   with pytest.raises(SchemeError, match="how='both'"):
     nxp.parallel.context_attention(how="both")
   for options in ({"how": "ulysses", "heads_axis": "heads"}, {"heads_axis": "context"}):
-    with pytest.raises(SchemeError, match="is a second axis, beside the axis of a ring"):
+    with pytest.raises(SchemeError, match="is not a second mesh axis beside the axis of a ring"):
       nxp.parallel.context_attention(**options)
   with pytest.raises(SchemeError, match="window=0"):
     nxp.parallel.context_attention(window=0)
