@@ -316,7 +316,7 @@ CASES = (
     for options in chosen
   ),
 )
-TITLE = "What of a step's communication the TPU compiler overlaps, and which options change it"
+TITLE = "How much of a step's communication the TPU compiler overlaps, and which options change that"
 NOTES = [
   "Compiled for TPUs that are not here, by `jax[tpu]`; nothing was timed. The NVIDIA compiler was not"
   " installed on this machine: nothing is said about GPUs.",
@@ -340,12 +340,7 @@ NOTES = [
   " chips, and over more with the option. They need more cycles than the whole products, and on v5p and v6e"
   " the SparseCores overlap the collectives of the whole products.",
   "SparseCore: the compiler accepts the options; whether a machine runs such a program as scheduled was not"
-  " tested."
-  " Overlapped says that something is computed, not that it takes as long as the transfer. At the published"
-  " rate of six links (90 GB/s each, cycles of 1.75 GHz), the transfers of the decoder on v5p take 49 M"
-  " cycles, and their windows cover 90 % of them, if no two transfers share a window; most of the rest are a"
-  " gather of the vocabulary and a sum of each layer. In the layers, a gather of the forward pass has a"
-  " window of 0.13 M cycles for a transfer of 1.5 M, and one of the backward pass has none.",
+  " tested. Overlapped says that something is computed, not that it takes as long as the transfer.",
   "Refused: the compiler refuses the options on this machine; its reason is in the row.",
 ]
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
