@@ -5,12 +5,12 @@ The environment is set before anything imports jax, because jax reads it once.
 
 from __future__ import annotations
 
-import collections
 import functools
+import gc
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # XLA's passes, its partitioner among them, are as users have them. Guides and tests/create have all.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
+# jax's caches hold millions of objects, and to look for cycles among them takes a tenth of the suite's time.
+gc.set_threshold(100_000, 20, 50)
+
 import jax  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
@@ -93,20 +96,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--cases", type=int, metavar="N", help=text)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Keeps the first cases of each test, among the cases that the markers select."""
+def by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+  """The cases of each test."""
+  found: dict[str, list[pytest.Item]] = {}
+  for item in items:
+    found.setdefault(item.nodeid.split("[")[0], []).append(item)
+  return found.values()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+  """Marks the cases beyond `cases(n)` as nightly; then `-m` selects, and then `--cases`."""
+  for cases in by_test(items):
+    if mark := cases[0].get_closest_marker("cases"):
+      for k, item in enumerate(cases):
+        if k * mark.args[0] % len(cases) >= mark.args[0]:
+          item.add_marker("nightly")
+  yield
   if (limit := config.getoption("cases")) is None:
     return
-  seen: collections.Counter[str] = collections.Counter()
-  kept, left = [], []
-  for item in items:
-    name = item.nodeid.split("[")[0]
-    left_out = seen[name] >= limit and not item.get_closest_marker("each_case")
-    (left if left_out else kept).append(item)
-    seen[name] += 1
-  config.hook.pytest_deselected(items=left)
-  items[:] = kept
+  left = {
+    item for cases in by_test(items) for item in cases[limit:] if not item.get_closest_marker("each_case")
+  }
+  config.hook.pytest_deselected(items=[item for item in items if item in left])
+  items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture

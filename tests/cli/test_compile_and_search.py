@@ -295,6 +295,7 @@ def test_commands_pass_on_how_attention_and_the_loss_are_computed(recipe, run):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_over_an_axis_that_the_recipe_does_not_have(run, tmp_path):
   piped = (
     "text_lm",

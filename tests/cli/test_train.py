@@ -266,6 +266,7 @@ def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
   assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
   """In its own process: one that has not started jax, and is told nothing of devices."""
   command = [sys.executable, "-m", "nnx_parallel", "train", tiny, "--mesh", "data=2,tensor=2"]
@@ -315,6 +316,7 @@ def test_an_interrupted_run_saves_and_goes_on(tiny, capsys):
   assert cli.main(["inspect", "ckpt"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_had(tiny, capsys):
   """The signal comes after an update, before its metrics are kept."""
   Path("ended.py").write_text(

@@ -22,6 +22,7 @@ def whole(init, sampling, rows):
   return generate(model, WHOLE, lengths=LENGTHS + len(PREFIX), key=jax.random.key(7))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("init", "layout", "options"),
   [

@@ -102,13 +102,14 @@ def planned(init, depth, axes):
   return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "depth", "layout"),
   [
-    pytest.param(Listed, 6, "dp", marks=pytest.mark.nightly),
-    (Listed, 6, "uneven"),
-    pytest.param(Stacked, 8, "stages", marks=pytest.mark.nightly),
     (Stacked, 8, "both"),
+    (Listed, 6, "uneven"),
+    (Listed, 6, "dp"),
+    (Stacked, 8, "stages"),
   ],
 )
 def test_tokens_are_those_of_one_device(init, depth, layout):
@@ -358,6 +359,7 @@ def test_options_that_do_not_fit(options, message):
     piped(**options)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("init", "rows", "rules", "options", "message"),
   [

@@ -48,6 +48,7 @@ def check(first: str, second: str, steps: int) -> None:
   assert min(after.values()) < before[1]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "steps", "again"),

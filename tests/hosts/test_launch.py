@@ -467,6 +467,7 @@ def losses(lines):
   return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("way", "failure", "again"),

@@ -58,6 +58,8 @@ def trained(plan, model, optimizer):
   return losses
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @needs_qwix
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("weights", [None, "int8"], ids=["float", "int8"])
@@ -140,6 +142,7 @@ def test_errors():
     merge_adapters(base, nnx.LoRALinear(8, 32, lora_rank=2, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 @needs_qwix
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_70b_base_with_adapters_on_8_chips():

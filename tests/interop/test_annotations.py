@@ -131,6 +131,7 @@ def test_a_recipe_runs_on_explicit_axes_with_its_patch(name, tmp_path):
   np.testing.assert_allclose(*losses, rtol=in_bfloat16.get("rtol", 2e-6))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_somebody_else_runs_on_explicit_axes_with_its_patch(name, tmp_path):

@@ -108,6 +108,7 @@ def test_adapters_by_path_change_nothing_at_first_and_keep_the_paths_of_the_weig
   assert isinstance(model.blocks[0].attention.query, nnx.LinearGeneral)
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained_on_each_layout_as_on_one_device(tmp_path):
   alone = trained(plan_of(axes={"fsdp": 1, "tensor": 1}))[2]
   plan = plan_of()
@@ -203,6 +204,7 @@ def adapters_of(folder):
   return {name: tensor.read() for name, tensor in read_tensors(folder).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("config", "targets", "short"),
   [

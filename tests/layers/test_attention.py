@@ -198,6 +198,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("options", [{}, {"remat": "full", "scan_layers": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_others(name, options):
@@ -237,6 +238,7 @@ def test_heads_and_examples_stay_split(kind):
   np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_on_a_mesh():
   init = lambda: decoders.Decoder(decoders.Config(depth=1, vocab=100), nnx.Rngs(0))
   tokens = RANDOM.integers(1, 100, (8, 14))

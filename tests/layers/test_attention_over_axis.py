@@ -81,6 +81,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_device(layout, monkeypatch):
@@ -128,6 +130,7 @@ def test_all_to_all_sends_queries_keys_values_and_results_once():
   assert "all-gather" not in sent
 
 
+@pytest.mark.slow
 def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
   length, batch, data, context = 512, 4, 2, 4
   plan = planned(nxp.make_mesh(data=data, context=context))

@@ -102,6 +102,7 @@ def trained(name, mesh, steps=2, **options):
   return losses, nxp.hosts.to_host(nnx.state(model)), step
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("name", "mesh"),
   [
@@ -123,6 +124,7 @@ def test_scanned_and_recomputed_layers_train_as_written(name, mesh):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after, state)
 
 
+@pytest.mark.slow
 def test_with_zero_microbatches_padding_offload_and_loss_scale():
   rules = [
     nxp.LogicalRules(batch=("data", "fsdp"), vocab="fsdp"),

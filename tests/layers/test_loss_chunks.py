@@ -197,6 +197,7 @@ def test_chunks_equal_the_whole(loss):
     assert largest(gradients(recomputed), PARAMS, X) < logits
 
 
+@pytest.mark.slow
 def test_a_model_with_its_layers_scanned():
   graphdef, state = nnx.split(decoders.Decoder(decoders.Config(depth=2, vocab=200), nnx.Rngs(0)))
   tokens = RANDOM.integers(1, 64, (4, 14))
@@ -335,6 +336,8 @@ TENSOR = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("sizes", "rules", "chunks"),
   [((1, 8, 1), nxp.fsdp(min_size=0), 5), ((2, 1, 4), TENSOR, 8), ((1, 4, 2), TENSOR, 5)],

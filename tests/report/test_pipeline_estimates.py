@@ -61,6 +61,7 @@ def stacked(stages, virtual_stages):
   return plan, benchmark.loss, batch, benchmark.MICROBATCHES, nxp.Pipeline("stage", virtual_stages)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("kind", [separate, stacked])
 def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):

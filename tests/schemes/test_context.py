@@ -106,6 +106,7 @@ class Case:
 MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40)]
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("seed", [*range(8), *MORE])
 def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
   case = Case.of(seed)
@@ -269,6 +270,7 @@ def test_what_other_axes_split_stays_split(how):
   assert {c.kind for c in collectives(text, dict(mesh.shape))} == {kind}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_temporaries_grow_as_the_length_does_and_not_as_its_square(how):
   attend = nxp.parallel.context_attention(how=how, causal=True, zigzag=how == "ring", block=64)
@@ -417,10 +419,9 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize(
-  "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "remat")) for case in MODELS]
-)
+@pytest.mark.parametrize("case", MODELS)
 def test_training_equals_one_device(case):
   shape, options, step_options, remat = MODELS[case]
   attend = nxp.parallel.context_attention(causal=True, block=4, **options)

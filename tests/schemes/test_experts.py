@@ -490,6 +490,7 @@ def test_even_loads_have_the_loss_one_and_equal_scores_choose_different_experts(
   assert sorted(masked.experts[0].tolist()) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True])
 def test_padding_has_no_experts_and_counts_nowhere(explicit):
   parameters, x, router, w = drawn((4, 6), 8)
@@ -687,6 +688,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", MODELS)
 def test_training_equals_one_device(case):
   shape, rules, layer, options = MODELS[case]

@@ -176,6 +176,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_the_numbers_are_those_of_one_device(name, layout):
   sizes, options = LAYOUTS[layout]
@@ -262,6 +263,7 @@ def test_without_a_plan_nothing_travels():
   assert_equal(model, alone("muon"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_on_another_layout(tmp_path):
   make = lambda sizes, **options: plan_on(sizes, parts(nxp.parallel.per_matrix, "shampoo"), **options)
   model, optimizer = trained(make((1, 8, 1)), steps=2)

@@ -65,6 +65,7 @@ GRID = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("layers", "microbatches", "virtual_stages", "axes", "explicit"), GRID)
 def test_values_and_gradients_are_those_of_the_layers(
   layers: int, microbatches: int, virtual_stages: int, axes: Any, explicit: bool
@@ -310,15 +311,9 @@ def on_one_device(case: str, microbatches: int) -> Any:
   return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
 
 
-# CI runs each case in one of the two orders.
-ORDERS = [
-  pytest.param(case, order, count, marks=[] if n % 2 == day else pytest.mark.nightly)
-  for n, case in enumerate(CASES)
-  for day, (order, count) in enumerate([("gpipe", 4), ("1f1b", 8)])
-]
-
-
-@pytest.mark.parametrize(("case", "order", "microbatches"), ORDERS)
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8)])
+@pytest.mark.parametrize("case", CASES)
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
@@ -332,6 +327,8 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
     assert step.reduction == "once, after the last tick, over data"
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages: int) -> None:
   plan = benchmark.plan_of(nxp.make_mesh(data=2, stage=4))
@@ -355,6 +352,7 @@ def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages:
   assert temporaries("gpipe", 64) - temporaries("gpipe", 8) > 3 * (many - few)
 
 
+@pytest.mark.slow
 def test_1f1b_trains_only_what_is_trained() -> None:
   def adapted(pipeline: Any, mesh: Any) -> Any:
     wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
@@ -401,6 +399,7 @@ def both(model: Any, batch: Any) -> Any:
   return of_weights(model) + losses.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [weights_alone, both])
 def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:
   def make() -> Any:
@@ -410,6 +409,7 @@ def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:
   close(found, two_steps(loss, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1])))
 
 
+@pytest.mark.slow
 def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any) -> None:
   def make() -> Any:
     return Model(7, nnx.Rngs(0))
@@ -441,6 +441,8 @@ class Roundings(Model):
     self.blocks = nnx.List([Rounded(8, rngs) for _ in range(4)])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrong_gradients_of_1f1b_are_found_where_layers_round(monkeypatch: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Roundings(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
@@ -496,6 +498,7 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
     nxp.eval_step(squares, microbatches=12, pipeline="stage")(model, batch)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 def test_forward_mode_has_the_same_gradients(order: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)

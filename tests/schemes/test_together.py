@@ -24,8 +24,6 @@ PART = (
   (False, {"fsdp": 2, "context": 2, "tensor": 2}),
   (False, {"fsdp": 2, "tensor": 2, "stage": 2}),
   (True, {"context": 2, "tensor": 2, "expert": 2}),
-)
-AT_NIGHT = (
   (False, {"data": 2, "context": 2, "stage": 2}),
   (True, {"data": 2, "expert": 4}),
   (True, {"data": 2, "expert": 2, "stage": 2}),
@@ -35,19 +33,15 @@ SIXTEEN = {"context": 2, "tensor": 2, "expert": 2, "stage": 2}
 runs = functools.cache(Runs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("sparse", "sizes"),
-  [*PART, *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT)],
-  ids=str,
-)
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(("sparse", "sizes"), PART, ids=str)
 def test_steps_equal_one_device(sparse, sizes):
   assert sizes in (SPARSE if sparse else DENSE)
   one = runs(sparse, STEPS)
   assert max(differences(one.one, one.run(sizes))) <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_axes_on_sixteen_devices():
   assert SIXTEEN in SPARSE
   program = f"""
@@ -67,7 +61,8 @@ print(len(jax.devices()), max(differences(runs.one, runs.run({SIXTEEN}))) <= 1e-
   assert done.stdout == "16 True\n", done.stderr
 
 
-@pytest.mark.parametrize("how", ["ring", pytest.param("ulysses", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_context_attention_in_a_pipeline(how):
   attend = nxp.parallel.context_attention(causal=True, how=how, block=4)
   weights = jax.random.normal(jax.random.key(0), (4, 3, 8, 8)) / 8

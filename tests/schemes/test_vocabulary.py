@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
   ("mesh", "parts", "explicit"),
@@ -180,6 +181,7 @@ def test_inside_a_shard_map_over_the_batch():
   close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("mesh", "rows", "explicit"),
   [
@@ -236,6 +238,7 @@ def losses_of(loss, plan, batch, steps=5, **options):
   return [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("vocab", "uneven", "tied", "explicit"),
   [(48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True)],

@@ -42,27 +42,18 @@ def assert_parity(name, kind, **options):
   return step
 
 
-# CI trains each model on one of the two kinds of meshes.
-ONCE = [
-  pytest.param(name, kind, marks=[] if n % 2 == day else pytest.mark.nightly)
-  for n, name in enumerate(ALONE)
-  for day, kind in enumerate(ON_EXPLICIT)
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), ONCE)
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", ON_EXPLICIT)
+@pytest.mark.parametrize("name", ALONE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
   assert_parity(name, kind)
 
 
 ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
-AT_NIGHT = ("decoder, pipeline", "decoder, Ulysses", "decoder, ZeRO-1")
 
 
-@pytest.mark.parametrize(
-  "case",
-  [pytest.param(x, marks=[pytest.mark.nightly] * (x in AT_NIGHT)) for x in WITH_OPTIONS | ZERO_1],
-)
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
 def test_each_option_computes_what_it_does_on_auto_axes(case):
   name, options = (WITH_OPTIONS | ZERO_1)[case]
   assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
@@ -84,6 +75,7 @@ def test_outputs_and_pairs_are_those_of_auto_axes():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[kind], found["auto"])
 
 
+@pytest.mark.slow
 def test_reports_are_those_of_auto_axes():
   """Estimates and the compiled program: bytes, products and collectives."""
   found = {}
@@ -96,6 +88,7 @@ def test_reports_are_those_of_auto_axes():
   assert found["mixed"] == found["auto"]
 
 
+@pytest.mark.slow
 def test_a_step_and_its_gradients_are_right_on_explicit_axes():
   plan, batch, loss = planned("decoder", "explicit")
   assert nxp.check_step(plan, None, loss, np.asarray(batch), microbatches=2)
@@ -112,6 +105,8 @@ def rest_of(batch, steps, samples):
   return [batch] * (steps - samples // len(batch))
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
 def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
   losses = {}

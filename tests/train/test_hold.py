@@ -89,6 +89,7 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("axes", "positions", "options"),
   [

@@ -243,6 +243,7 @@ STEPS = {
 }
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)

@@ -198,6 +198,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(4)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
@@ -273,6 +274,7 @@ def test_layers_between_others_of_another_precision_are_scanned(wide):
   assert "not scanned: blocks.0 and blocks.1 differ" in str(step.layers)
 
 
+@pytest.mark.slow
 @needs_qwix
 @quiet
 def test_a_low_precision_run_goes_on_from_a_checkpoint_on_another_mesh(wide, tmp_path):
@@ -288,6 +290,7 @@ def test_a_low_precision_run_goes_on_from_a_checkpoint_on_another_mesh(wide, tmp
   np.testing.assert_allclose(losses, expected, rtol=1e-13)
 
 
+@pytest.mark.slow
 @needs_qwix
 @quiet
 def test_a_scale_of_all_tokens_makes_microbatches_another_computation(wide):

@@ -81,6 +81,7 @@ def losses_of(remat, microbatches):
   return losses
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("remat", "microbatches"),
   [*((policy, 1) for policy in POLICIES), ("full", 2)],

@@ -211,6 +211,7 @@ def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained
     )
 
 
+@pytest.mark.slow
 def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   plan = nxp.plan(lambda: MLP(8, 4, nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2))

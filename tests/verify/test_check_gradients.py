@@ -220,6 +220,7 @@ def test_step_with_options_is_checked(options: dict[str, Any]):
   } == {2}
 
 
+@pytest.mark.slow
 def test_each_of_several_models_is_checked():
   plan, first, one = trained(lambda: Block(None))
   _, second, two = trained(lambda: Block(None, in_reverse(double)))
@@ -521,6 +522,7 @@ def test_advice_is_what_helps():
       found.raise_if_wrong()
 
 
+@pytest.mark.slow
 def test_check_keeps_no_array_that_the_next_step_would_have_to_copy():
   plan, model, optimizer = trained(lambda: Block(None))
   x = nxp.shard_batch(np.ones((16, 16), np.float32), plan)
