@@ -24,7 +24,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,12 @@ class Record:
   def value(self, case: str, value: float, unit: str, *, group: str = "") -> None:
     """Adds one measured number that is not a time, for example bytes or a loss difference."""
     self.rows.append({"group": group, "case": case, "value": value, "unit": unit})
+
+  def keep(self, groups: Collection[str]) -> None:
+    """Takes the rows of some groups from the record as it was last written."""
+    path = RESULTS / f"{self.name}.json"
+    if path.exists():
+      self.rows += [row for row in json.loads(path.read_text())["rows"] if row["group"] in groups]
 
   def write(self, directory: Path = RESULTS) -> Path:
     """Writes both files and prints the table; returns the path of the markdown."""

@@ -11,7 +11,6 @@ part of their names:
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -30,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from benchmarks import llama
-from benchmarks.harness import RESULTS, Record
+from benchmarks.harness import Record
 from benchmarks.plain import decoders
 from benchmarks.plain_8b import RULES
 from nnx_parallel.core import hlo
@@ -422,16 +421,10 @@ def main(*parts: str) -> None:
   if missing_compiler(read_machine("tpu:v5e:4x4")) is not None:
     print("the TPU compiler is not installed: no record is written")
     return
-  record, path = (
-    Record("overlap", TITLE, "python -m benchmarks overlap", notes=NOTES),
-    RESULTS / "overlap.json",
-  )
+  record = Record("overlap", TITLE, "python -m benchmarks overlap", notes=NOTES)
   order = {case.group: place for place, case in enumerate(CASES)}
   chosen = [case for case in CASES if not parts or any(part in case.group for part in parts)]
-  if parts and path.exists():
-    again = {case.group for case in chosen}
-    rows = json.loads(path.read_text())["rows"]
-    record.rows = [row for row in rows if row["group"] in order and row["group"] not in again]
+  record.keep(order.keys() - {case.group for case in chosen})
   for case in chosen:
     add(record, case)
     record.rows.sort(key=lambda row: order[row["group"]])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import json
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks import llama
-from benchmarks.harness import RESULTS, Record
+from benchmarks.harness import Record
 from benchmarks.plain import decoders
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.topology import missing_compiler, read_machine
@@ -175,13 +174,8 @@ def main(part: str = "") -> None:
   if not chosen:
     print("no case, or no compiler of another machine is installed: no record is written")
     return
-  record, path = (
-    Record("plain_8b", TITLE, "python -m benchmarks plain_8b", notes=NOTES),
-    RESULTS / "plain_8b.json",
-  )
-  if part and path.exists():
-    names = {case.name for case in chosen}
-    record.rows = [row for row in json.loads(path.read_text())["rows"] if row["group"] not in names]
+  record = Record("plain_8b", TITLE, "python -m benchmarks plain_8b", notes=NOTES)
+  record.keep({case.name for case in CASES} - {case.name for case in chosen})
   for case in chosen:
     add(record, case)
     record.write()

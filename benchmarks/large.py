@@ -1,0 +1,220 @@
+"""A decoder of 70B and a mixture of experts of 107B parameters, unedited, compiled for 256 TPU chips.
+
+Nothing of their size is created: plans, traces and programs need only shapes. Needs the TPU compiler, as
+`report_8b.py` does. Some cases again, by a part of their names:
+
+    python -m benchmarks.large mixture
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import nnx_parallel as nxp
+from benchmarks import llama
+from benchmarks.harness import Record
+from benchmarks.overlap import OPTIONS
+from benchmarks.plain import decoders
+from benchmarks.plain_8b import RULES
+from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.topology import missing_compiler, read_machine
+
+GIB = 2**30
+TOPOLOGY = "tpu:v5p:4x8x8"
+BATCH, LENGTH = 256, 4096  # one sequence for each chip
+DENSE = decoders.Config(
+  vocab=128_256, width=8192, heads=64, kv_heads=8, head_dim=128, hidden=28_672, depth=80, dtype="bfloat16"
+)
+SPARSE = decoders.Config(
+  vocab=151_552, width=4096, heads=96, kv_heads=8, head_dim=128, hidden=10_944, depth=46, dtype="bfloat16"
+)
+EXPERTS, CHOICES, EXPERT_HIDDEN = 128, 8, 1408
+EXPERT_RULES = nxp.PathRules(
+  {
+    r".*\.mlp\.(gate|up)": ("expert", "fsdp", None),
+    r".*\.mlp\.down": ("expert", None, "fsdp"),
+    r".*\.router\.kernel": ("fsdp", None),
+    r".*\.shared\.(gate|up)\.kernel": ("fsdp", None),
+    r".*\.shared\.down\.kernel": (None, "fsdp"),
+  },
+  optional=True,
+)
+
+
+def expert(p: Mapping[str, jax.Array], rows: jax.Array) -> jax.Array:
+  """SwiGLU of one expert."""
+  return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
+
+
+class Mixture(nnx.Module):
+  """Experts of which each token has some, and one that all tokens share."""
+
+  def __init__(self, c: decoders.Config, rngs: nnx.Rngs):
+    init = nnx.initializers.lecun_normal(batch_axis=0)
+    self.router = nnx.Linear(c.width, EXPERTS, use_bias=False, rngs=rngs)
+    self.gate, self.up = (nnx.Param(init(rngs.params(), (EXPERTS, c.width, EXPERT_HIDDEN))) for _ in range(2))
+    self.down = nnx.Param(init(rngs.params(), (EXPERTS, EXPERT_HIDDEN, c.width)))
+    self.shared = decoders.MLP(dataclasses.replace(c, hidden=EXPERT_HIDDEN), rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    routing = nxp.parallel.route(self.router(x.astype(jnp.float32)), CHOICES)
+    weights = {name: getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down")}
+    y, _ = nxp.parallel.experts(expert, weights, x, routing)
+    return y.astype(x.dtype) + self.shared(x)
+
+
+def mixture(rngs: nnx.Rngs) -> decoders.Decoder:
+  """The decoder of `plain/decoders.py`; all layers but the first have a mixture of experts."""
+  model = decoders.Decoder(SPARSE, rngs)
+  for layer in model.layers[1:]:
+    layer.mlp = Mixture(SPARSE, rngs)
+  return model
+
+
+class Model(NamedTuple):
+  """A model, and what a user writes to train it.
+
+  Attributes:
+    init: makes it.
+    rules: its layout.
+    loss: `(model, batch) -> loss`.
+    batch: the types of a global batch.
+    options: of `train_step`.
+  """
+
+  init: Callable[[], nnx.Module]
+  rules: Any
+  loss: Callable[..., Any]
+  batch: Any
+  options: Mapping[str, Any]
+
+
+TOKENS = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32)
+FOUND = {"remat": "full", "scan_layers": True, "attention": "fused", "loss_chunks": 8}
+MODELS = {
+  "decoder": Model(lambda: decoders.Decoder(DENSE, nnx.Rngs(0)), RULES, decoders.loss, TOKENS, FOUND),
+  "decoder by hand": Model(
+    functools.partial(llama.build, "70b", loss_chunks=8),
+    llama.RULES,
+    llama.loss,
+    llama.batch_of(llama.SIZES["70b"], batch=BATCH),
+    {},
+  ),
+  "mixture": Model(
+    lambda: mixture(nnx.Rngs(0)),
+    [nxp.LogicalRules(batch=("data", "fsdp", "expert")), EXPERT_RULES, *RULES],
+    decoders.loss,
+    TOKENS,
+    FOUND,
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One model on one layout.
+
+  Attributes:
+    model: one of `MODELS`.
+    axes: the sizes of the mesh axes.
+    options: the compiler's, one of `benchmarks.overlap.OPTIONS`.
+  """
+
+  model: str
+  axes: Mapping[str, int]
+  options: str = "no option"
+
+  @property
+  def name(self) -> str:
+    layout = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+    return f"{self.model}, {layout}, {self.options}"
+
+  def compiled(self) -> CompileReport:
+    """The report of its train step."""
+    model = MODELS[self.model]
+    mesh = nxp.abstract_mesh({"data": 1, "fsdp": 1, "tensor": 1, **self.axes})
+    plan = nxp.plan(model.init, mesh, model.rules, optimizer=llama.optimizer())
+    step = nxp.train_step(model.loss, compiler_options=OPTIONS[self.options], **model.options)
+    return nxp.compile_report(step, plan, batch=model.batch, topology=TOPOLOGY)
+
+
+CASES = (
+  *(Case("decoder", {"fsdp": 256}, options) for options in ("no option", "SparseCore")),
+  Case("decoder by hand", {"fsdp": 256}),
+  Case("decoder", {"fsdp": 64, "tensor": 4}),
+  Case("decoder by hand", {"fsdp": 64, "tensor": 4}),
+  *(Case("mixture", {"fsdp": 32, "expert": 8}, options) for options in ("no option", "SparseCore")),
+)
+TITLE = (
+  "An unedited decoder of 70B and a mixture of experts of 107B parameters, compiled for 256 TPU v5p chips"
+)
+NOTES = [
+  "Decoder: `benchmarks/plain/decoders.py` with the sizes of Llama 3 70B (arXiv:2407.21783), laid out by path"
+  ' rules and trained by `nxp.train_step(loss, remat="full", scan_layers=True, attention="fused",'
+  " loss_chunks=8)`. By hand: `benchmarks/llama.py`, whose layers are stacked, recomputed and split by hand,"
+  " and whose attention goes by blocks. Mixture: the same decoder and options with the sizes of GLM-4.5-Air"
+  " (arXiv:2508.06471): 46 layers, of which the first is dense; 128 experts, of which each token has 8, and"
+  " one shared expert. No token is dropped (`nxp.parallel.experts`).",
+  f"Batches of {BATCH} sequences of {LENGTH} tokens, AdamW, float32 state, bfloat16 compute. Compiled by"
+  " `jax[tpu]`; nothing was run. SparseCore: compiler options of [another record](overlap.md).",
+  "Sent: by each device in a step with ring algorithms; an all-reduce sends its payload twice. The least with"
+  " FSDP: the weights are gathered twice and the gradients are reduce-scattered once, in bfloat16, 6 bytes"
+  " for each parameter. Exposed: what no computation overlaps with in the compiler's schedule. An exchange of"
+  " tokens on TPUs is ragged, and is counted by the room of its buffers. FLOPs do not include kernels (the"
+  " fused attention).",
+]
+
+
+def add(record: Record, case: Case) -> None:
+  """Compiles a case and adds its rows."""
+  start = time.process_time()
+  report = case.compiled()
+  processor_s = time.process_time() - start
+  sent = collections.Counter[str]()
+  for found in report.collectives:
+    sent[found.kind] += found.sent_bytes
+  figures = {
+    "need per device": report.need_bytes,
+    "arguments": report.memory.arguments,
+    "temporaries": report.memory.temporaries,
+    "sent": report.sent().per_device,
+    "exposed": report.sent().exposed,
+    **{f"sent, {kind}": size for kind, size in sent.most_common() if size > 0.01 * GIB},
+  }
+  for name, size in figures.items():
+    record.value(name, round(size / GIB, 2), "GiB", group=case.name)
+  record.value("FLOPs per device", round(report.cost.flops / 1e12), "T", group=case.name)
+  record.value("processor time", round(processor_s), "s", group=case.name)
+  print(f"{case.name}: {figures['need per device'] / GIB:.2f} GiB", flush=True)
+
+
+def main(part: str = "") -> None:
+  """Compiles all cases, or those with a part of their name, into the record."""
+  if missing_compiler(read_machine(TOPOLOGY)) is not None:
+    print("the TPU compiler is not installed: no record is written")
+    return
+  record = Record("large", TITLE, "python -m benchmarks large", notes=NOTES)
+  order = {case.name: place for place, case in enumerate(CASES)}
+  chosen = [case for case in CASES if part in case.name]
+  record.keep(order.keys() - {case.name for case in chosen})
+  for case in chosen:
+    add(record, case)
+    record.rows.sort(key=lambda row: order[row["group"]])
+    record.write()
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
