@@ -741,7 +741,7 @@ def upgraded():
   jax.clear_caches()
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("flags", UPGRADES, ids=" ".join)
 def test_operations_that_jax_is_to_keep_in_objects_are_read(flags, upgraded):
   """`core/jaxprs.py:params_of` reads them: each of these flags is to become the default."""

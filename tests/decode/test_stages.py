@@ -123,6 +123,7 @@ def test_tokens_are_those_of_one_device(init, depth, layout):
     assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
 
 
+@pytest.mark.nightly
 def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
   def plan(batch, layers, rule):
     names = dict.fromkeys(("embed", "heads", "mlp", "vocab"), ())
@@ -189,6 +190,7 @@ def windows(depth, batch, length):
   return [(empty, empty)] * depth
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "explicit"), [("dp", True), ("both", False), ("both", True)])
 def test_caches_that_are_an_argument(layout, explicit):
   depth, axes = 4, LAYOUTS[layout]
@@ -213,6 +215,7 @@ class RecomputedBlock(plain.Block):
   __call__ = nnx.remat(plain.Block.__call__)
 
 
+@pytest.mark.nightly
 def test_layers_under_remat():
   want = expected(Listed, 6, plain.GREEDY, ())
   whole = nxp.unsharded(lambda: Recomputed(len(PROMPTS), 6))
@@ -309,6 +312,7 @@ def test_the_head_is_not_gathered():
   assert {c.bytes < VOCABULARY * 4 for c in report.collectives if "tensor" in c.axes} == {True}
 
 
+@pytest.mark.nightly
 def test_what_a_waiting_stage_computes_is_unused(monkeypatch):
   def poisoned(result, works):
     def nan(x):

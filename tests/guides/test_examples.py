@@ -48,7 +48,7 @@ def check(first: str, second: str, steps: int) -> None:
   assert min(after.values()) < before[1]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "steps", "again"),
@@ -75,6 +75,7 @@ def test_an_example_learns_and_continues(tmp_path, name, steps, again):
     assert "eval_accuracy" in first
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_ten_lines_of_the_quickstart_are_the_example_and_run_in_two_processes_too(tmp_path):
   code = (EXAMPLES / "finetune.py").read_text().partition('"""\n\n')[2].strip()

@@ -136,6 +136,7 @@ def test_slurm_queues_a_job_again_that_was_asked_to_stop(tmp_path, node, code, q
   assert (done.returncode, done.stdout.strip()) == (code, queued)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_cloud_tpu(tmp_path, node):
   variables = {"TPU": "slice", "ZONE": "here"}
@@ -144,6 +145,7 @@ def test_cloud_tpu(tmp_path, node):
   assert "the name of the slice" in wrong.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ray(tmp_path, node):
   package = tmp_path / "ray"
@@ -156,6 +158,7 @@ def test_ray(tmp_path, node):
   check(tmp_path, run(command, tmp_path, node))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_kubernetes(tmp_path, node):
   job_set = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())

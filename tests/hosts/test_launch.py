@@ -467,7 +467,7 @@ def losses(lines):
   return found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("way", "failure", "again"),

@@ -142,6 +142,7 @@ def test_errors():
     merge_adapters(base, nnx.LoRALinear(8, 32, lora_rank=2, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_qwix
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -81,6 +81,7 @@ def copy(family, tmp_path, config=(), rename=lambda name: name, cast=lambda arra
 DECODERS = [family for family, preset in PRESETS.items() if preset is nxp.presets.llama]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_decoder_with_a_cache_gives_the_same_logits_and_tokens(family):
   folder, mesh = REFERENCES / family, nxp.make_mesh(fsdp=4, tensor=2)

@@ -82,7 +82,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_device(layout, monkeypatch):

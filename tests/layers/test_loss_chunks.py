@@ -182,6 +182,7 @@ def gradients(loss):
   return jax.value_and_grad(loss, argnums=(0, 1))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_chunks_equal_the_whole(loss):
   changed = nxp.with_layers(loss, loss_chunks=4)

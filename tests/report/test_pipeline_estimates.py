@@ -86,6 +86,7 @@ def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
   assert moved in ((reordered,) if kind is separate or virtual_stages == 1 else (reordered, 2 * reordered))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 def test_the_memory_plan_follows_the_order(order):
   plan, loss, *_ = separate(4, 1)
@@ -134,6 +135,7 @@ class Named(benchmark.Stacked):
       leaf.set_metadata(out_sharding=("layers", *[None] * (leaf.ndim - 1)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [separate, stacked])
 def test_search_proposes_stages(kind):
   _, loss, batch, _, pipeline = kind(4, 1)

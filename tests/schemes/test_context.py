@@ -106,7 +106,7 @@ class Case:
 MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40)]
 
 
-@pytest.mark.cases(16)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("seed", [*range(8), *MORE])
 def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
   case = Case.of(seed)

@@ -263,6 +263,7 @@ def test_without_a_plan_nothing_travels():
   assert_equal(model, alone("muon"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_on_another_layout(tmp_path):
   make = lambda sizes, **options: plan_on(sizes, parts(nxp.parallel.per_matrix, "shampoo"), **options)

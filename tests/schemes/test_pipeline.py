@@ -311,7 +311,7 @@ def on_one_device(case: str, microbatches: int) -> Any:
   return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
@@ -352,6 +352,7 @@ def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages:
   assert temporaries("gpipe", 64) - temporaries("gpipe", 8) > 3 * (many - few)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_1f1b_trains_only_what_is_trained() -> None:
   def adapted(pipeline: Any, mesh: Any) -> Any:
@@ -399,6 +400,7 @@ def both(model: Any, batch: Any) -> Any:
   return of_weights(model) + losses.mean()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [weights_alone, both])
 def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:
@@ -409,6 +411,7 @@ def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:
   close(found, two_steps(loss, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1])))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any) -> None:
   def make() -> Any:
@@ -474,6 +477,7 @@ class Straight(Model):
     return self.head(x)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
   def squares(model: Any, x: Any) -> Any:

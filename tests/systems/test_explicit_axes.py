@@ -75,6 +75,7 @@ def test_outputs_and_pairs_are_those_of_auto_axes():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[kind], found["auto"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_reports_are_those_of_auto_axes():
   """Estimates and the compiled program: bytes, products and collectives."""

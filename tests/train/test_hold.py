@@ -89,7 +89,7 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("axes", "positions", "options"),
   [
@@ -157,6 +157,7 @@ REPLICATING = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", REPLICATING)
 def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name, capfd, compiled_here):
   init, loss, sizes, rules = REPLICATING[name]

@@ -193,6 +193,7 @@ def test_xla_still_computes_it_wrong(name: str) -> None:
   assert CANARIES[name]() > 0.1, f"{name} is mended in jax {jax.__version__}: see layout/known_faults.py"
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize("make", [Normed, Convolved, Odd, Mapped])
 def test_a_step_avoids_it(make: Any, options: dict[str, Any]) -> None:

@@ -147,6 +147,7 @@ def difference(loss, how, scales=(1.0, 1.0), rows=ROWS, parts=PARTS, seed=0):
   return max(float(abs(a - b).max()) for a, b in pairs) / (1e-3 + max(float(abs(a).max()) for a, _ in pairs))
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("loss", "how"), FOLLOWS.values(), ids=FOLLOWS)
 def test_sums_and_means_over_examples_follow_from_the_parts(loss, how):
   scales, why = read(loss, how)
@@ -243,7 +244,7 @@ STEPS = {
 }
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)

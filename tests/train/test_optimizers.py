@@ -207,6 +207,7 @@ def trained(*sizes, **options):
   }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # two programs of all optimizers: about 20 s of processor time each to compile
 def test_every_optimizer_gives_the_same_numbers_padded_and_with_zero():

@@ -198,7 +198,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])

@@ -269,6 +269,7 @@ def test_the_code_of_a_search_gives_the_policy_to_the_step():
   exec(found.code(), scope | {"init": lambda: Net(Marked, nnx.Rngs(0))})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_plain_layers_train_as_written(microbatches):
   plan, results = plan_on(Layer), {}

@@ -211,6 +211,7 @@ def test_wrong_groups_and_offsets_are_found(right, wrong):
 # No false alarm -------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("config", "batch", "zero", "options", "shortened"),
   [
