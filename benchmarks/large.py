@@ -115,7 +115,7 @@ MODELS = {
   ),
   "mixture": Model(
     lambda: mixture(nnx.Rngs(0)),
-    [nxp.LogicalRules(batch=("data", "fsdp", "expert")), EXPERT_RULES, *RULES],
+    [RULES[0].replace(batch=("data", "fsdp", "expert")), EXPERT_RULES, RULES[1]],
     decoders.loss,
     TOKENS,
     FOUND,
