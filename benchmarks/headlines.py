@@ -134,6 +134,19 @@ def low_precision() -> list[Row]:
   ]
 
 
+def large() -> list[Row]:
+  """Memory and bytes of models of 70B and more."""
+  cases = {
+    "decoder of 70B, written by hand": "decoder by hand, fsdp 256, no option",
+    "decoder of 70B, unedited": "decoder, fsdp 256, no option",
+    "decoder of 70B, unedited, SparseCores": "decoder, fsdp 256, SparseCore",
+    "mixture of 107B": "mixture, fsdp 32 x expert 8, no option",
+    "mixture of 107B, SparseCores": "mixture, fsdp 32 x expert 8, SparseCore",
+  }
+  figures = ("need per device", "sent", "exposed")
+  return [Row(name, tuple(figure("large", case, f) for f in figures)) for name, case in cases.items()]
+
+
 def overlap() -> list[Row]:
   """What is sent while something is computed, with and without the SparseCores."""
   programs = {
@@ -234,6 +247,16 @@ HEADLINES = (
     "plain_8b",
     ("", "memory per chip", "temporaries", "sent per chip and step", "matrix FLOPs per chip"),
     decoder,
+  ),
+  Headline(
+    "Models of 70B and 107B parameters, compiled for 256 TPU v5p",
+    "Each chip computes one sequence of 4096 tokens, with rematerialized layers. The column `exposed` shows"
+    " the bytes that a chip sends while it computes nothing, according to the schedule of the compiler."
+    " [A guide](../guides/32-what-does-my-step-send.md#compiler-options) shows the options for the"
+    " SparseCores.",
+    "large",
+    ("", "memory per chip", "sent per chip and step", "exposed"),
+    large,
   ),
   Headline(
     "What the TPU compiler overlaps",

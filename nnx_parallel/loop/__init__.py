@@ -3,9 +3,9 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.loop.fit import FitResult
   from nnx_parallel.loop.metrics import MetricsLog, TensorBoardLog, read_metrics
   from nnx_parallel.loop.recorder import EarlyStop
+  from nnx_parallel.loop.run import FitResult
   from nnx_parallel.loop.sums import MetricSums
 
 __all__ = [

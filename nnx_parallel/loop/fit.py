@@ -2,76 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import inspect
-import math
 import numbers
 import os
-import threading
-import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
-from nnx_parallel.core.flow import Flow
-from nnx_parallel.core.mesh import no_mesh
-from nnx_parallel.core.nodes import value_of
-from nnx_parallel.core.text import not_counted
-from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
+from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
-from nnx_parallel.hosts.data import batches as placed
-from nnx_parallel.hosts.stop import StopSignals
-from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
-from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
+from nnx_parallel.loop.run import FitResult, Run, Source, peak_of_chip
 from nnx_parallel.loop.timing import Goodput
-from nnx_parallel.report.chips import chip_of
-from nnx_parallel.report.estimate.propagate import Propagation
-from nnx_parallel.train.axes import on_fitting_axes
-from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep, unknown_option
-
-Source = Iterable[Any] | Callable[[int], Iterable[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class FitResult:
-  """The result of a run.
-
-  Attributes:
-    step: the number of the last step.
-    metrics: the newest value of every metric; the names of evaluation metrics start with `eval_`.
-    history: the newest 10,000 records in order, each with its `step`. Trackers get all records.
-    stopped: why the run ended: `"steps"`, `"data"` or `"early"`; or `"signal"` after SIGTERM or Ctrl-C, if
-      the handler of the signal does not end the process.
-    seconds: the wall time by kind: `step`, `compile`, `data` (the time in which the devices waited for a
-      batch), `evaluation`, `check`, `checkpoint`, `restore`, `profile`, `other`.
-  """
-
-  step: int
-  metrics: Record
-  history: list[Record]
-  stopped: str
-  seconds: dict[str, float]
-
-  @property
-  def goodput(self) -> float:
-    """The part of the wall time that was spent on steps."""
-    return self.seconds.get("step", 0.0) / max(sum(self.seconds.values()), 1e-9)
 
 
 def resume_from(
@@ -251,130 +201,15 @@ def fit(
     shown = StepProgress(
       steps, start=at.step, unit=unit, every_update=log_lines, quiet=not progress, console=console
     )
-  peak = _peak() if peak_flops is None else peak_flops
-  recorder = Recorder(at, shown, trackers, early_stop, nonfinite == "error", evaluate is not None, unit)
-  saved, evaluated, stopped, metrics = -1, -1, "steps", None
-  first, programs = at.step + 1, list[str]()
-
-  def run_evaluation() -> None:
-    nonlocal evaluated
-    if evaluate is not None and evaluated != at.step:
-      with goodput.spend("evaluation"):
-        recorder.evaluation(at.step, evaluate())
-      evaluated = at.step
-
-  def save() -> None:
-    nonlocal saved
-    if checkpointer is not None and saved != at.step >= first:
-      with goodput.spend("checkpoint"):
-        if nonfinite == "error":
-          _require_finite(saved_roots(model, optimizer, only), at.step)
-        own = extra() if extra is not None else {}
-        if "data" in own:
-          raise TrainError(
-            "extra() returns a 'data', which is the name of fit's data cursor.",
-            fix="another name for yours.",
-          )
-        found = recorder.of_step(at.step)
-        options = at.save_options(own)
-        checkpointer.save(model=model, optimizer=optimizer, only=only, plan=plan, metrics=found, **options)
-      shown.note(at.step, f"checkpoint in {checkpointer.directory}")
-      saved = at.step
-
-  host = iter(batches(at.samples) if callable(batches) else batches)
-  source = host if plan is None else placed(host, plan)
-  mesh_of_caller = jax.sharding.get_mesh()
-  with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(StopSignals())
-    stack.enter_context(_compilations(programs))
-    if plan is not None:
-      stack.enter_context(default_scope(plan.activation_rules))
-    stack.enter_context(shown)
-    tracing = stack.enter_context(contextlib.ExitStack())
-    profiled = profile or (0, 0)
-    stack.push(recorder.fail)
-    if resumed:
-      shown.note(at.step, resumed)
-    recorder.clock.start()
-    while steps is None or at.step < steps:
-      began = time.perf_counter()
-      with jax.set_mesh(mesh_of_caller):  # batches may be results of another model on another mesh
-        batch = next(source, _END)
-      # Nothing was lost if the devices were busy during that time.
-      goodput.add("step" if _busy(metrics) else "data", time.perf_counter() - began)
-      if batch is _END:
-        if steps is not None:
-          recorder.finish(at.step)
-          raise TrainError(
-            f"the batches ended after step {at.step} of {steps}.",
-            fix=f"steps={at.step}, steps=None for all there are, or more batches.",
-          )
-        stopped = "data"
-        break
-      number = at.step + 1
-      if check_gradients and number == first and isinstance(step, TrainStep):
-        with goodput.spend("check"):
-          found = step.check_gradients(model, optimizer, batch)
-        found.raise_if_wrong()
-        shown.note(at.step, found.summary)
-      if number == profiled[0]:
-        with goodput.spend("profile"):
-          jax.block_until_ready(metrics)
-          tracing.enter_context(jax.profiler.trace(os.fspath(profile_dir)))
-      before, began = len(programs), time.perf_counter()
-      with jax.profiler.StepTraceAnnotation("train", step_num=number):
-        metrics = _checked(step(model, optimizer, batch))
-      at.step, at.samples = number, at.samples + examples_in(batch)
-      compiled = len(programs) > before
-      goodput.add("compile" if compiled else "step", time.perf_counter() - began)
-      if peak and (compiled or number == first):
-        recorder.ideal_seconds = (_flops(step, model, batch) if flops is None else flops) / peak
-      evaluating, saving = (n is not None and number % n == 0 for n in (eval_every, save_every))
-      now = evaluating or saving or number in (first, steps) or number % log_every == 0
-      with goodput.spend("step"):
-        recorder.add(number, metrics, batch, tokens or _rows, report=now, compiled=compiled)
-        if evaluating or saving:
-          recorder.flush()
-      if number == profiled[1]:
-        with goodput.spend("profile"):
-          jax.block_until_ready(metrics)
-          tracing.close()
-      if stop.asked(number):
-        stopped = "signal"
-        break
-      if evaluating:
-        run_evaluation()
-      if saving:
-        save()
-      if evaluating or saving:
-        recorder.clock.start()  # so that its time does not count for the steps
-      if recorder.ended:
-        stopped = "early"
-        break
-    with goodput.spend("step"):
-      recorder.finish(at.step)
-    if stopped != "signal":
-      run_evaluation()
-    elif jax.process_index() == 0:
-      done = "stopped after" if checkpointer is None else "saving"
-      print(f"asked to end: {done} step {at.step}", flush=True)
-    save()
-    if checkpointer is not None:
-      with goodput.spend("checkpoint"):
-        checkpointer.wait()  # its error must not be lost at exit
-  return FitResult(at.step, recorder.newest, list(recorder.history), stopped, goodput.seconds())
-
-
-_END = object()
-
-
-def _checked(metrics: object) -> AnyMetrics:
-  if not isinstance(metrics, Mapping):
-    raise TrainError(
-      f"the step returned a {type(metrics).__name__}, and fit needs a dict of metrics.",
-      fix='return {"loss": loss} from the step.',
-    )
-  return metrics  # pyright: ignore[reportUnknownVariableType]
+  finite = nonfinite == "error"
+  return Run(
+    step=step, model=model, optimizer=optimizer, plan=plan, at=at, goodput=goodput, shown=shown,
+    recorder=Recorder(at, shown, trackers, early_stop, finite, evaluate is not None, unit),
+    steps=steps, evaluate=evaluate, eval_every=eval_every, checkpointer=checkpointer, save_every=save_every,
+    only=only, extra=extra, log_every=log_every, tokens=tokens, flops=flops,
+    peak=peak_of_chip() if peak_flops is None else peak_flops, profile=profile or (0, 0),
+    profile_dir=profile_dir, finite=finite, check_gradients=check_gradients,
+  )(batches, resumed)  # fmt: skip
 
 
 def _check(
@@ -416,35 +251,6 @@ def _check_intervals(evaluate: Any, every: Mapping[str, int | None], profile: tu
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
 
 
-def _require_finite(roots: Mapping[str, Mapping[str, Leaf]], number: int) -> None:
-  """Raises where a parameter is not finite, or the optimizer's state holds a NaN.
-
-  The loss of a step is that before its update: it may be finite when the gradient is not.
-  """
-  with no_mesh():
-    found = {
-      f"{root}/{path}": _is_sound(on_auto_axes(array), finite=root == "model")
-      for root, leaves in roots.items()
-      for path, leaf in leaves.items()
-      if root != "model" or isinstance(leaf, nnx.Param)
-      for array in jax.tree.leaves(value_of(leaf))
-      if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.inexact)
-    }
-  if bad := [name for name, sound in found.items() if not sound]:
-    raise TrainError(
-      f"step {number} is not saved: {bad[0]} is not finite.",
-      details=f"{len(bad)} of {len(found)} arrays hold a NaN or an infinity; the steps saved before are"
-      " untouched",
-      fix="resume from the newest of them with a lower learning rate or clipped gradients;"
-      ' optimizer=nxp.skip_nonfinite(...) leaves such updates out; nonfinite="continue" saves them.',
-    )
-
-
-@functools.partial(jax.jit, static_argnames="finite")
-def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
-  return jnp.isfinite(array).all() if finite else ~jnp.isnan(array).any()
-
-
 def _check_step(step: Any) -> None:
   try:
     if not isinstance(step, nnx.Pytree):
@@ -460,83 +266,3 @@ def _check_step(step: Any) -> None:
     details=problem,
     fix="fit(nxp.train_step(loss_fn), model, optimizer, batches)",
   )
-
-
-def _rows(batch: PyTree) -> int:
-  """The examples of a batch; 0 where no array has a dim for them."""
-  return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
-
-
-def _busy(metrics: AnyMetrics | None) -> bool:
-  """Whether the step that returned these is still running."""
-  arrays: list[Any] = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
-  return bool(arrays) and not arrays[0].is_ready()
-
-
-@contextlib.contextmanager
-def _compilations(programs: list[str]) -> Generator[None]:
-  """Adds to the list for each program that XLA compiles for this thread during the block."""
-  thread = threading.get_ident()
-
-  def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    is_compilation = event == "/jax/core/compile/backend_compile_duration"  # tests/test_upstream.py checks it
-    if is_compilation and threading.get_ident() == thread:
-      programs.append(event)
-
-  jax.monitoring.register_event_duration_secs_listener(note)
-  try:
-    yield
-  finally:
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
-def _abstract(x: Any) -> Any:
-  """An array without values, and without types on Explicit axes."""
-  return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
-
-
-def _peak() -> float | None:
-  """The bfloat16 peak of a device here, or None; simulated devices have none."""
-  known = chip_of(jax.devices()[0].device_kind)
-  return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
-
-
-def _flops(step: Any, model: Model, batch: PyTree) -> float:
-  """FLOPs of a step on one device: three times the forward pass; nan if the step is not a `TrainStep`.
-
-  Counted from the trace: compilers rewrite matrix products beyond recognition.
-  """
-  if not isinstance(step, TrainStep):
-    return math.nan
-  losses = step.options.loss_fn
-  binding = Binding({"model": model})
-  arrays = binding.with_raw(binding.read())
-
-  def forward(arrays: list[jax.Array], batch: PyTree) -> list[jax.Array]:
-    several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
-    return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
-
-  seen = Propagation()
-  try:
-    run = forward if binding.scope is None else on_fitting_axes(forward, binding.scope)
-    trace: Any = jax.make_jaxpr(run)(*jax.tree.map(_abstract, (arrays, batch)))
-    seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
-  except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
-    warnings.warn(
-      f"no mfu is recorded: its loss cannot be counted ({type(error).__name__}: {error})."
-      "  Fix: fit(..., flops=...), for one device.",
-      NnxParallelWarning,
-      stacklevel=3,
-    )
-    return math.nan
-  if seen.uncounted:
-    warnings.warn(
-      f"the recorded mfu is too low. {not_counted(seen.uncounted)}\n"
-      "  Fix: fit(..., flops=...), for one device.",
-      NnxParallelWarning,
-      stacklevel=3,
-    )
-  placed = [x for x in arrays if isinstance(x, jax.Array)]
-  devices = max((len(x.sharding.device_set) for x in placed), default=1)
-  return 3.0 * sum(product.flops * product.times for product in seen.products) / devices
