@@ -116,6 +116,23 @@ def init_distributed(
         fix="call init_distributed once, or again with the same arguments.",
       )
     return seen
+  found, peers = _peers(address, count, index)
+  alone = peers is not None and peers[1] == 1
+  if alone or not _join(peers, local_devices, timeout, heartbeat_timeout):
+    return _checked("alone", devices_per_process)
+  if jax.process_count() > 1:
+    end_at_once_on_failure()
+  return _checked(found, devices_per_process)
+
+
+def _peers(
+  address: str | None, count: int | None, index: int | None
+) -> tuple[str, tuple[str, int, int] | None]:
+  """How the other processes are found, and address, count and index; None if JAX is to find them.
+
+  Raises:
+    HostError: an argument is missing, or they contradict each other.
+  """
   found = "arguments"
   if (address, count, index) == (None, None, None):
     peers = from_torchrun(os.environ)
@@ -136,8 +153,21 @@ def init_distributed(
         f"process {index} of {count} at {address} cannot be.",
         fix="an index from 0 to count - 1, and an address such as 10.0.0.1:8476.",
       )
-    if count == 1:
-      return _checked("alone", devices_per_process)
+  return found, peers
+
+
+def _join(
+  peers: tuple[str, int, int] | None,
+  local_devices: int | Sequence[int] | None,
+  timeout: float,
+  heartbeat_timeout: float,
+) -> bool:
+  """Joins the other processes; returns whether there are any.
+
+  Raises:
+    HostError: they cannot be joined, or the call came too late.
+  """
+  address, count, index = (None, None, None) if peers is None else peers
   if local_devices is None:
     local_devices = visible_devices(os.environ)
   try:
@@ -156,23 +186,21 @@ def init_distributed(
     if address is not None or "coordinator_address should be defined" not in str(error):
       raise HostError("JAX could not join the processes.", details=str(error)) from error
     _warn_without_srun()
-    return _checked("alone", devices_per_process)
+    return False
   except RuntimeError as error:
     if isinstance(error, HostError):
       raise
     if "must be called before" not in str(error):
       raise HostError("JAX could not join the processes.", details=str(error)) from error
     if address is None and not any(os.environ.get(name) for name in MARKERS):
-      return _checked("alone", devices_per_process)  # a notebook that has used its devices
+      return False  # a notebook that has used its devices
     raise HostError(
       "init_distributed came too late: JAX's devices are in use already.",
       details=", ".join(f"{name}={os.environ[name]}" for name in MARKERS if os.environ.get(name))
       or f"address={address}",
       fix="call it first in the script, before jax.devices(), make_mesh or any array.",
     ) from error
-  if jax.process_count() > 1:
-    end_at_once_on_failure()
-  return _checked(found, devices_per_process)
+  return True
 
 
 def from_torchrun(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
@@ -236,7 +264,7 @@ def _warn_without_srun() -> None:
       f"this Slurm job has {tasks} tasks, but this process runs alone: srun did not start it."
       "  Fix: srun python train.py",
       NnxParallelWarning,
-      stacklevel=3,
+      stacklevel=4,
     )
 
 
