@@ -14,6 +14,9 @@ SHELL := /bin/sh
 bin = $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# The tests start hundreds of processes; each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick guides site package store lint format types bench torture soak fuzz seams upgrades nightly setup setup-lint setup-site setup-package setup-store clean
 

@@ -82,8 +82,7 @@ def setup(venv: str, extras: list) -> None:
   clear = ["--clear"] if os.path.exists(unfinished) else []
   run([sys.executable, "-m", "venv", *clear, venv], "making the environment")
   open(unfinished, "w").close()
-  # Python compiles a module at its first import; pip would compile all modules, and most are never imported.
-  pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+  pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
   pip += ["--constraint", constraints_file(version)]
   # The build backend is installed first and pinned like the rest, instead of being fetched by pip
   # in its newest version for each build.
