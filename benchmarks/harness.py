@@ -198,11 +198,18 @@ class Record:
     """Adds one measured number that is not a time, for example bytes or a loss difference."""
     self.rows.append({"group": group, "case": case, "value": value, "unit": unit})
 
-  def keep(self, groups: Collection[str]) -> None:
-    """Takes the rows of some groups from the record as it was last written."""
-    path = RESULTS / f"{self.name}.json"
-    if path.exists():
-      self.rows += [row for row in json.loads(path.read_text())["rows"] if row["group"] in groups]
+  def make(self, groups: Mapping[str, Callable[[], object]], chosen: Collection[str]) -> None:
+    """Adds the rows of the chosen groups, each by its function; the other groups keep the rows last written.
+
+    The record is written after each group, in the order of `groups`.
+    """
+    path, order = RESULTS / f"{self.name}.json", {group: place for place, group in enumerate(groups)}
+    written = json.loads(path.read_text())["rows"] if path.exists() else []
+    self.rows += [row for row in written if row["group"] in order.keys() - {*chosen}]
+    for group in chosen:
+      groups[group]()
+      self.rows.sort(key=lambda row: order[row["group"]])
+      self.write()
 
   def write(self, directory: Path = RESULTS) -> Path:
     """Writes both files and prints the table; returns the path of the markdown."""

@@ -8,7 +8,6 @@ Nothing of their size is created: plans, traces and programs need only shapes. N
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import os
@@ -28,12 +27,11 @@ from benchmarks import llama
 from benchmarks.harness import Record
 from benchmarks.overlap import OPTIONS
 from benchmarks.plain import decoders
-from benchmarks.plain_8b import RULES
+from benchmarks.plain_8b import GIB, RULES, add_bytes
 from nnx_parallel.report.chips import ENDLESS
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
-GIB = 2**30
 TOPOLOGY = "tpu:v5p:4x8x8"
 BATCH, LENGTH = 256, 4096  # one sequence for each chip
 DENSE = decoders.Config(
@@ -183,23 +181,11 @@ def add(record: Record, case: Case) -> None:
   start = time.process_time()
   report = case.compiled()
   processor_s = time.process_time() - start
-  sent = collections.Counter[str]()
-  for found in report.collectives:
-    sent[found.kind] += found.sent_bytes
-  figures = {
-    "need per device": report.need_bytes,
-    "arguments": report.memory.arguments,
-    "temporaries": report.memory.temporaries,
-    "sent": report.sent().per_device,
-    "exposed": report.sent().exposed,
-    **{f"sent, {kind}": size for kind, size in sent.most_common() if size > 0.01 * GIB},
-  }
-  for name, size in figures.items():
-    record.value(name, round(size / GIB, 2), "GiB", group=case.name)
+  add_bytes(record, case.name, report, lambda found: found.kind)
+  record.value("exposed", round(report.sent().exposed / GIB, 2), "GiB", group=case.name)
   if ENDLESS not in report.cost.uncounted:
     record.value("FLOPs per device", round(report.cost.flops / 1e12), "T", group=case.name)
   record.value("processor time", round(processor_s), "s", group=case.name)
-  print(f"{case.name}: {figures['need per device'] / GIB:.2f} GiB", flush=True)
 
 
 def main(part: str = "") -> None:
@@ -208,13 +194,8 @@ def main(part: str = "") -> None:
     print("the TPU compiler is not installed: no record is written")
     return
   record = Record("large", TITLE, "python -m benchmarks large", notes=NOTES)
-  order = {case.name: place for place, case in enumerate(CASES)}
-  chosen = [case for case in CASES if part in case.name]
-  record.keep(order.keys() - {case.name for case in chosen})
-  for case in chosen:
-    add(record, case)
-    record.rows.sort(key=lambda row: order[row["group"]])
-    record.write()
+  groups = {case.name: functools.partial(add, record, case) for case in CASES}
+  record.make(groups, [group for group in groups if part in group])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ part of their names:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -422,13 +423,8 @@ def main(*parts: str) -> None:
     print("the TPU compiler is not installed: no record is written")
     return
   record = Record("overlap", TITLE, "python -m benchmarks overlap", notes=NOTES)
-  order = {case.group: place for place, case in enumerate(CASES)}
-  chosen = [case for case in CASES if not parts or any(part in case.group for part in parts)]
-  record.keep(order.keys() - {case.group for case in chosen})
-  for case in chosen:
-    add(record, case)
-    record.rows.sort(key=lambda row: order[row["group"]])
-    record.write()
+  groups = {case.group: functools.partial(add, record, case) for case in CASES}
+  record.make(groups, [group for group in groups if not parts or any(part in group for part in parts)])
 
 
 if __name__ == "__main__":

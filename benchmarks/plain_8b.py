@@ -29,6 +29,7 @@ from benchmarks import llama
 from benchmarks.harness import Record
 from benchmarks.plain import decoders
 from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.program.collectives import Collective
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
 GIB = 2**30
@@ -147,9 +148,19 @@ def add(record: Record, case: Case) -> None:
   start = time.process_time()
   report = case.compiled()
   processor_s = time.process_time() - start
+  add_bytes(record, case.name, report, lambda found: f"{found.kind} over {' x '.join(found.axes)}")
+  record.value("matrix FLOPs per device", round(report.cost.flops / 1e12, 2), "T", group=case.name)
+  record.value("compiled in", round(report.seconds), "s", group=case.name)
+  record.value("processor time", round(processor_s), "s", group=case.name)
+
+
+def add_bytes(
+  record: Record, group: str, report: CompileReport, kind_of: Callable[[Collective], str]
+) -> None:
+  """Adds the memory of a compiled step, and what each device sends, in all and by kind."""
   sent = collections.Counter[str]()
   for found in report.collectives:
-    sent[f"{found.kind} over {' x '.join(found.axes)}"] += found.sent_bytes
+    sent[kind_of(found)] += found.sent_bytes
   figures = {
     "need per device": report.need_bytes,
     "arguments": report.memory.arguments,
@@ -158,13 +169,7 @@ def add(record: Record, case: Case) -> None:
     **{f"sent, {name}": size for name, size in sent.most_common() if size > 0.01 * GIB},
   }
   for name, size in figures.items():
-    record.value(name, round(size / GIB, 2), "GiB", group=case.name)
-  record.value("matrix FLOPs per device", round(report.cost.flops / 1e12, 2), "T", group=case.name)
-  record.value("compiled in", round(report.seconds), "s", group=case.name)
-  record.value("processor time", round(processor_s), "s", group=case.name)
-  print(
-    f"{case.name}: {figures['need per device'] / GIB:.2f} GiB, {figures['sent'] / GIB:.2f} sent", flush=True
-  )
+    record.value(name, round(size / GIB, 2), "GiB", group=group)
 
 
 def main(part: str = "") -> None:
@@ -175,10 +180,8 @@ def main(part: str = "") -> None:
     print("no case, or no compiler of another machine is installed: no record is written")
     return
   record = Record("plain_8b", TITLE, "python -m benchmarks plain_8b", notes=NOTES)
-  record.keep({case.name for case in CASES} - {case.name for case in chosen})
-  for case in chosen:
-    add(record, case)
-    record.write()
+  groups = {case.name: functools.partial(add, record, case) for case in CASES}
+  record.make(groups, [case.name for case in chosen])
 
 
 if __name__ == "__main__":
