@@ -85,7 +85,7 @@ def runs():
   return Runs("adamw(1e-3)")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PART, ids=str)
 def test_a_hundred_steps_equal_one_device(runs, case):

@@ -324,6 +324,7 @@ def test_a_pipeline_over_an_axis_that_the_recipe_does_not_have(run, tmp_path):
   )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_search_tries_stages(run):
   asked = ("--topology", "cpu:4", "--batch", "16", "--remat", "none", "--compile-best", "0")

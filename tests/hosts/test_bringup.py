@@ -197,6 +197,7 @@ SLURM_STEP = {
 OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:44131", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("variables", "number", "local"),

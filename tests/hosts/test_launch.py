@@ -511,6 +511,7 @@ def test_sigterm_to_one_process_is_agreed_on_saved_and_ends_with_its_own_code(tm
   assert losses(lines) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_supervisor_for_each_process_of_a_cluster(tmp_path):
   """Each has its own process; when one is killed the other fails too, and both come back."""

@@ -58,6 +58,7 @@ def trained(plan, model, optimizer):
   return losses
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @needs_qwix

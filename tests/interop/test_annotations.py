@@ -112,7 +112,7 @@ def assert_parity(file, axes, rules, batch, tmp_path, rtol=2e-6):
   return copy
 
 
-@pytest.mark.parametrize("name", ["starter", "digits", pytest.param("text_lm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["starter", "digits", pytest.param("text_lm", marks=pytest.mark.nightly)])
 def test_a_recipe_runs_on_explicit_axes_with_its_patch(name, tmp_path):
   axes, chosen = RECIPES[name]
   recipe = nxp.recipes.load_recipe(name)
@@ -131,7 +131,7 @@ def test_a_recipe_runs_on_explicit_axes_with_its_patch(name, tmp_path):
   np.testing.assert_allclose(*losses, rtol=in_bfloat16.get("rtol", 2e-6))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_somebody_else_runs_on_explicit_axes_with_its_patch(name, tmp_path):

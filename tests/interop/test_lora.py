@@ -204,6 +204,7 @@ def adapters_of(folder):
   return {name: tensor.read() for name, tensor in read_tensors(folder).items()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("config", "targets", "short"),

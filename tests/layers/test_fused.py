@@ -84,6 +84,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_equals_the_whole(name):
   attention, *arrays = CASES[name]

@@ -135,6 +135,7 @@ class Named(benchmark.Stacked):
       leaf.set_metadata(out_sharding=("layers", *[None] * (leaf.ndim - 1)))
 
 
+@pytest.mark.nightly
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [separate, stacked])
 def test_search_proposes_stages(kind):

@@ -419,7 +419,7 @@ MODELS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("case", MODELS)
 def test_training_equals_one_device(case):

@@ -101,6 +101,7 @@ SIZES = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("case", SIZES)
 def test_values_and_gradients_are_those_of_every_expert_on_every_token(case):
   layer, shape, tokens, experts, top_k, explicit = SIZES[case]

@@ -297,6 +297,7 @@ def report(plan, batch):
   return nxp.compile_report(step, plan, batch=jax.ShapeDtypeStruct(batch, jnp.float32))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 4, 2)], ids=str)
 def test_each_product_runs_once_and_each_gradient_travels_twice(sizes):
   init = functools.partial(Net, 8, 64, 128, use_bias=False)

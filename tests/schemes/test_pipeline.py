@@ -400,6 +400,7 @@ def both(model: Any, batch: Any) -> Any:
   return of_weights(model) + losses.mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [weights_alone, both])

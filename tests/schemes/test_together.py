@@ -33,7 +33,7 @@ SIXTEEN = {"context": 2, "tensor": 2, "expert": 2, "stage": 2}
 runs = functools.cache(Runs)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("sparse", "sizes"), PART, ids=str)
 def test_steps_equal_one_device(sparse, sizes):
   assert sizes in (SPARSE if sparse else DENSE)

@@ -42,7 +42,7 @@ def assert_parity(name, kind, **options):
   return step
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
@@ -52,7 +52,7 @@ def test_a_model_trains_as_on_auto_axes(name, kind):
 ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
 def test_each_option_computes_what_it_does_on_auto_axes(case):
   name, options = (WITH_OPTIONS | ZERO_1)[case]
@@ -106,6 +106,7 @@ def rest_of(batch, steps, samples):
   return [batch] * (steps - samples // len(batch))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ON_EXPLICIT)

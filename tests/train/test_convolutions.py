@@ -105,6 +105,7 @@ def check_equal(found: dict[Any, np.ndarray], expected: dict[Any, np.ndarray]) -
     np.testing.assert_allclose(found[path], want, atol=1e-5, rtol=1e-3, err_msg=path)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradient_norms_equal_one_device(layout: str) -> None:
   sizes, rules = LAYOUTS[layout]

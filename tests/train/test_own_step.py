@@ -102,6 +102,7 @@ def expected(kind=Block):
   return [float(step(model, optimizer, x)) for _ in range(3)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("explicit", "zero", "memory"),
   [(False, 0, None), (False, 1, "pinned_host"), (True, 0, "pinned_host"), (True, 1, None)],

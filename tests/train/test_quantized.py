@@ -38,6 +38,7 @@ def run(build, sizes, steps=4):
   return [float(step(*live, x)["loss"]) for _ in range(steps)], text, plan
 
 
+@pytest.mark.cases(1)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize(("dtype", "mark"), [(jnp.int8, "xi8>"), (jnp.float8_e4m3fn, "xf8E4M3FN>")])
@@ -198,7 +199,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
@@ -274,6 +275,7 @@ def test_layers_between_others_of_another_precision_are_scanned(wide):
   assert "not scanned: blocks.0 and blocks.1 differ" in str(step.layers)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_qwix
 @quiet
@@ -290,6 +292,7 @@ def test_a_low_precision_run_goes_on_from_a_checkpoint_on_another_mesh(wide, tmp
   np.testing.assert_allclose(losses, expected, rtol=1e-13)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_qwix
 @quiet
