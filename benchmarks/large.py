@@ -161,18 +161,19 @@ TITLE = (
 NOTES = [
   "Decoder: `benchmarks/plain/decoders.py` with the sizes of Llama 3 70B (arXiv:2407.21783), laid out by path"
   ' rules and trained by `nxp.train_step(loss, remat="full", scan_layers=True, attention="fused",'
-  " loss_chunks=8)`. By hand: `benchmarks/llama.py`, whose layers are stacked, recomputed and split by hand,"
-  " and whose attention goes by blocks. Mixture: the same decoder and options with the sizes of GLM-4.5-Air"
-  " (arXiv:2508.06471): 46 layers, of which the first is dense; 128 experts, of which each token has 8, and"
-  " one shared expert. No token is dropped (`nxp.parallel.experts`).",
+  " loss_chunks=8)`. By hand: `benchmarks/llama.py`, whose layers are stacked, recomputed and sharded by"
+  " hand, and whose attention goes by blocks. Mixture: the same decoder and options with the sizes of"
+  " GLM-4.5-Air (arXiv:2508.06471): 46 layers, of which the first is dense; 128 experts, of which each token"
+  " has 8, and one shared expert. No token is dropped (`nxp.parallel.experts`).",
   f"Batches of {BATCH} sequences of {LENGTH} tokens, AdamW, float32 state, bfloat16 compute. Compiled by"
   " `jax[tpu]`; nothing was run. SparseCore: compiler options of [another record](overlap.md).",
   "Sent: by each device in a step with ring algorithms; an all-reduce sends its payload twice. The least with"
   " FSDP: the weights are gathered twice and the gradients are reduce-scattered once, in bfloat16, 6 bytes"
   " for each parameter. Exposed: what no computation overlaps with in the compiler's schedule.",
-  "Mixture: an exchange of tokens on TPUs is ragged, and is counted by the room of its buffers. The number of"
-  " rounds and of blocks of rows depends on the tokens: the first round and one further round of a quarter of"
-  " its size are counted, and no FLOPs are given. FLOPs do not include kernels (the fused attention).",
+  "Mixture: on TPUs, an exchange of tokens is ragged; it is counted with the full size of its buffers. The"
+  " numbers of rounds and of blocks of rows depend on the tokens. The bytes are those of the first round and"
+  " of one further round, which has a quarter of its size; FLOPs are not given. FLOPs do not include kernels"
+  " (the fused attention).",
 ]
 
 

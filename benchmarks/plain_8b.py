@@ -165,7 +165,7 @@ def add_bytes(
     "need per device": report.need_bytes,
     "arguments": report.memory.arguments,
     "temporaries": report.memory.temporaries,
-    "sent": sum(sent.values()),
+    "sent": report.sent().per_device,
     **{f"sent, {name}": size for name, size in sent.most_common() if size > 0.01 * GIB},
   }
   for name, size in figures.items():
@@ -180,7 +180,8 @@ def main(part: str = "") -> None:
     print("no case, or no compiler of another machine is installed: no record is written")
     return
   record = Record("plain_8b", TITLE, "python -m benchmarks plain_8b", notes=NOTES)
-  groups = {case.name: functools.partial(add, record, case) for case in CASES}
+  # With a part of the names, the rows of all other cases stay; without, those of the compilers that are here.
+  groups = {case.name: functools.partial(add, record, case) for case in (CASES if part else here)}
   record.make(groups, [case.name for case in chosen])
 
 

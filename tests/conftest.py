@@ -56,7 +56,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # XLA's passes, its partitioner among them, are as users have them. Guides and tests/create have all.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
-# jax's caches hold millions of objects, and to look for cycles among them takes a tenth of the suite's time.
+# jax's caches keep most objects alive, and to look for cycles among them takes a tenth of the suite's time.
 gc.set_threshold(100_000, 20, 50)
 
 import jax  # noqa: E402

@@ -128,7 +128,7 @@ def init_distributed(
 def _peers(
   address: str | None, count: int | None, index: int | None
 ) -> tuple[str, tuple[str, int, int] | None]:
-  """How the other processes are found, and address, count and index; None if JAX is to find them.
+  """Returns how the processes find each other, and address, count and index, or None if JAX detects them.
 
   Raises:
     HostError: an argument is missing, or they contradict each other.
@@ -162,7 +162,7 @@ def _join(
   timeout: float,
   heartbeat_timeout: float,
 ) -> bool:
-  """Joins the other processes; returns whether there are any.
+  """Joins the other processes; returns False if there are none.
 
   Raises:
     HostError: they cannot be joined, or the call came too late.

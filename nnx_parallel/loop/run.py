@@ -85,7 +85,7 @@ class Run:
     profile: the numbers of the first and the last step to trace, from 1; 0 for none.
     finite: whether a number that is not finite is an error.
 
-  The other attributes are the arguments of `fit`.
+  The other attributes are arguments of `fit`.
   """
 
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics]
@@ -178,10 +178,10 @@ class Run:
     return "steps"
 
   def _check_end(self) -> None:
-    """After the last batch.
+    """Checks that no step is missing after the last batch.
 
     Raises:
-      TrainError: there should be more.
+      TrainError: the batches ended before the last step.
     """
     if self.steps is None:
       return
@@ -192,7 +192,7 @@ class Run:
     )
 
   def _prepare(self, number: int, batch: PyTree) -> None:
-    """What is done before a step: the check of the gradients, and the start of a profile."""
+    """Checks the gradients, if this is the first step; starts the profile, if it begins here."""
     if self.check_gradients and number == self._first and isinstance(self.step, TrainStep):
       with self.goodput.spend("check"):
         found = self.step.check_gradients(self.model, self.optimizer, batch)
@@ -217,7 +217,7 @@ class Run:
     return compiled
 
   def _report(self, number: int, batch: PyTree, *, compiled: bool, flush: bool) -> None:
-    """Records the metrics of a step, at once if something reads them; ends a profile."""
+    """Records the metrics of a step, immediately with `flush`; ends the profile after its last step."""
     assert self._metrics is not None
     now = flush or number in (self._first, self.steps) or number % self.log_every == 0
     with self.goodput.spend("step"):

@@ -60,7 +60,6 @@ def trained(plan, model, optimizer):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.cases(1)
 @needs_qwix
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("weights", [None, "int8"], ids=["float", "int8"])

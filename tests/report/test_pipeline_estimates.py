@@ -136,7 +136,6 @@ class Named(benchmark.Stacked):
 
 
 @pytest.mark.nightly
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [separate, stacked])
 def test_search_proposes_stages(kind):
   _, loss, batch, _, pipeline = kind(4, 1)

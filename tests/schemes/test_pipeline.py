@@ -401,7 +401,6 @@ def both(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [weights_alone, both])
 def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:

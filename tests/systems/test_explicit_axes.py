@@ -108,7 +108,6 @@ def rest_of(batch, steps, samples):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
 def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
   losses = {}
