@@ -311,14 +311,24 @@ def _checked_prefix(prefix: AnyArray) -> np.ndarray:
       f"the prefix is {found.dtype} of shape {found.shape}, not integers (n,).",
       fix="pass the tokens that come before all prompts, such as prefix=np.array([...]).",
     )
-  return found.astype(np.int32)
+  return _int32("the prefix", found)
+
+
+def _int32(name: str, x: AnyArray) -> AnyArray:
+  """Integers as int32."""
+  limits = np.iinfo(np.int32)
+  if isinstance(x, np.ndarray) and (x.min() < limits.min or x.max() > limits.max):
+    raise DecodeError(
+      f"{name}: {x.min()} to {x.max()} do not fit in int32.", fix="numbers of at most 2,147,483,647."
+    )
+  return x.astype(np.int32)
 
 
 def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | None) -> list[AnyArray]:
   """The arguments of a call as integers; None for missing arguments."""
   _check_prompts(prompts)
   batch, width = np.shape(prompts)
-  found = [prompts.astype(np.int32) if hasattr(prompts, "astype") else np.asarray(prompts, np.int32)]
+  found = [_int32("prompts", prompts if hasattr(prompts, "astype") else np.asarray(prompts))]
   for name, given in (("lengths", lengths), ("requests", requests)):
     x = None if given is None else np.asarray(given)
     if x is not None and (x.shape != (batch,) or not np.issubdtype(x.dtype, np.integer)):
@@ -326,7 +336,7 @@ def _checked(prompts: AnyArray, lengths: AnyArray | None, requests: AnyArray | N
         f"{name} are {x.dtype} of shape {x.shape}, not one integer for each of {batch} prompts.",
         fix=f"{name}=np.array([...]) of shape ({batch},).",
       )
-    found.append(None if x is None else x.astype(np.int32))
+    found.append(None if x is None else _int32(name, x))
   outside = [] if found[1] is None else [int(x) for x in found[1] if not 1 <= x <= width]
   if outside:
     raise DecodeError(

@@ -190,7 +190,7 @@ def fit(
     with goodput.spend("restore"):
       _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
     resumed = f"resumed from step {start.step} of {checkpointer.directory}"
-  _check(checkpointer, save_every or only, resume, start, batches)
+  _check(checkpointer, save_every or only or extra, resume, start, batches)
   if only is not None:
     saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
   at = start or Position()
@@ -221,7 +221,8 @@ def _check(
 ) -> None:
   if checkpointer is None and (saving is not None or resume is not None):
     raise TrainError(
-      "save_every, only and resume need a checkpointer.", fix="checkpointer=nxp.Checkpointer(directory)"
+      "save_every, only, extra and resume need a checkpointer.",
+      fix="checkpointer=nxp.Checkpointer(directory)",
     )
   if checkpointer is not None and start is None and checkpointer.steps():
     raise CheckpointError(

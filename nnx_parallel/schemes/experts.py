@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -607,8 +608,8 @@ def _check_shapes(
   parameters: PyTree, x: jax.Array, routing: Routing, options: dict[str, float | None]
 ) -> None:
   for name, value in options.items():
-    if value is not None and not value > 0:
-      raise SchemeError(f"{name}={value!r} is not above 0.", fix=f"{name}=2, for example.")
+    if value is not None and not (isinstance(value, numbers.Real) and value > 0):
+      raise SchemeError(f"{name}={value!r} is not a number above 0.", fix=f"{name}=2, for example.")
   if options["capacity"] == math.inf:
     raise SchemeError("capacity=inf is not a number of slots.", fix="no capacity=, which drops no token.")
   if type(options["block"]) is not int:

@@ -261,10 +261,13 @@ class _Rewriting(Interpreter[Flow]):
       if any(map(_is_faulty, inner_equations(eqn))):
         _check_manual(eqn, self.mesh)
     # A look-up keeps its table as it is: the rows are often fewer than the table has.
-    elif name != "gather" and any(_EXAMPLES in flow.names for flow in flows):
-      kept = _shared(eqn, flows)
-      pairs = zip(inputs, flows, strict=True)
-      inputs = [x if flow.data else self._gathered(x, flow, kept) for x, flow in pairs]
+    elif name != "gather":
+      # A product with a constant gradient gathers a parameter too, if another product has gathered it:
+      # since jax 0.12, XLA ends the process where only one of the two does.
+      carried, product = any(_EXAMPLES in flow.names for flow in flows), meeting(eqn) is not None
+      known = [carried or (product and id(x) in self._met) for x in inputs]
+      kept, given = _shared(eqn, flows), zip(inputs, flows, known, strict=True)
+      inputs = [self._gathered(x, flow, kept) if here and not flow.data else x for x, flow, here in given]
     if is_pick(eqn) and any(_EXAMPLES in flow.names for flow in flows):
       return picked(*inputs), self._followed(eqn, flows)
     if name == "gather":

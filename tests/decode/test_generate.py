@@ -314,6 +314,14 @@ WRONG = {
   "batch": (lambda: nxp.generator(1)(attention(), np.ones((3, 1), int)), "3 prompts, and .* is for 2"),
   "stop": (lambda: nxp.generator(1, stop=[2.0]), "the stop token 2.0 is a float"),
   "prompts": (lambda: nxp.generator(1)(Counting(), np.ones((2, 3))), "prompts are float64"),
+  "large prompts": (
+    lambda: nxp.generator(1)(Counting(), np.full((1, 2), 2**31)),
+    "prompts: 2147483648 to 2147483648 do not fit in int32",
+  ),
+  "large requests": (
+    lambda: nxp.generator(1)(Counting(), ONES, requests=np.array([1, 2**40])),
+    "requests: 1 to 1099511627776 do not fit",
+  ),
   "one prompt": (lambda: nxp.generator(1)(Counting(), np.ones(3, int)), r"shape \(3,\)"),
   "lengths": (lambda: nxp.generator(1)(Counting(), ONES, lengths=np.array([0, 1])), "has length 0"),
   "number of lengths": (

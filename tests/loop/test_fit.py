@@ -221,7 +221,8 @@ def test_early_stop_goes_on_after_a_nan():
     ({"save_every": 1.5}, "save_every=1.5 is not a number of steps"),
     ({"steps": -1}, "steps=-1 is not a number of steps"),
     ({"eval_every": 2}, "eval_every needs something to evaluate"),
-    ({"save_every": 1}, "save_every, only and resume need a checkpointer"),
+    ({"save_every": 1}, "save_every, only, extra and resume need a checkpointer"),
+    ({"extra": dict}, "save_every, only, extra and resume need a checkpointer"),
   ],
 )
 def test_intervals_that_mean_nothing(options, message):
@@ -322,7 +323,7 @@ def test_a_step_that_returns_no_metrics():
 
 
 def test_checkpoints_of_another_run_and_missing_checkpointers(tmp_path):
-  with pytest.raises(nxp.errors.TrainError, match="save_every, only and resume need a checkpointer"):
+  with pytest.raises(nxp.errors.TrainError, match="save_every, only, extra and resume need a checkpointer"):
     fit(steps=2, resume="latest")
   with nxp.Checkpointer(tmp_path) as checkpointer:
     fit(steps=1, checkpointer=checkpointer)

@@ -221,3 +221,35 @@ def test_a_loop_that_swaps_what_it_carries_settles():
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   wanted = float((Swaps()(np.ones((8, 8), np.float32)) ** 2).mean())
   assert float(step(model, optimizer, np.ones((8, 8), np.float32))["loss"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_products():
+  # Else XLA ends the process: "ReplicateOnLastTileDim should not be called for HloShardingV3".
+  class Block(nnx.Module):
+    def __init__(self, rngs):
+      self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+      self.table = jnp.ones((4, 8))
+
+    def __call__(self, x):
+      x = x * jnp.broadcast_to(self.table, x.shape)
+      return x + self.down(jax.nn.gelu(self.up(x)))
+
+  def loss(model, x):
+    slope = jax.grad(lambda s: (s * model(x)).mean())(jnp.float32(1.0))
+    return (model(x) ** 2).mean() + slope**2
+
+  x = np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float32)
+  found = []
+  layouts = [
+    (nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate()),
+    (
+      nxp.make_mesh(data=2, fsdp=2, tensor=2),
+      [nxp.LogicalRules(batch=("data", "fsdp")), nxp.fsdp(("tensor", "fsdp"), min_size=16)],
+    ),
+  ]
+  for mesh, rules in layouts:
+    plan = nxp.plan(lambda: Block(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    trained = nxp.create_sharded_model(plan)
+    step = nxp.train_step(loss)
+    found.append([float(step(*trained, nxp.shard_batch(x, plan))["loss"]) for _ in range(2)])
+  np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
