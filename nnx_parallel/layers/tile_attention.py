@@ -2,9 +2,9 @@
 
 The caller supplies the scores, the weights and their sums as a program for one tile. This module has the
 loops over tiles, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so that an array of size
-queries x keys never exists. A tile that the mask hides completely is not computed. `Share` says which part
-one device of a mesh axis computes: its own queries, for keys that are replicated or travel around a ring
-(arXiv:2310.01889), or its own heads (arXiv:2309.14509).
+queries x keys never exists. A tile that the mask or the data hides completely is not computed. `Share` says
+which part one device of a mesh axis computes: its own queries, for keys that are replicated or travel around
+a ring (arXiv:2310.01889), or its own heads (arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ class TileAttention:
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
     seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
       None: all tiles.
+    met: `arrays -> [blocks of queries, blocks of keys]`: which tiles the values of the arrays, such as the
+      ids of documents, do not hide completely, for the arrays that a device holds during a visit; None: all.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
@@ -206,6 +208,7 @@ class TileAttention:
   weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, Places], tuple[jax.Array, jax.Array]]
   spread: Callable[[jax.Array, Sequence[int]], jax.Array]
   seen: np.ndarray | None = None
+  met: Callable[[Sequence[jax.Array]], jax.Array] | None = None
   zeros_too: bool = False
 
   def __call__(self, *arrays: jax.Array, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -384,6 +387,7 @@ class TileAttention:
 
     Each device computes the tiles that it sees.
     """
+    met = None if self.met is None else self.met(given)
     ahead, visits = (hop, self._visits[hop : hop + 1]) if isinstance(hop, int) else (1, self._visits[1:-1])
     patterns, which = np.unique(visits.reshape(-1, visits[0, 0].size), axis=0, return_inverse=True)
     counts = patterns.sum(1)
@@ -402,9 +406,11 @@ class TileAttention:
       def computed(state: PyTree) -> PyTree:
         return body(state, given, places, self.share.places(device, source, places))
 
-      if len({*counts}) == 1:
+      wanted = [number < jnp.asarray(counts)[mine]] if len({*counts}) > 1 else []
+      wanted += [] if met is None else [met[tile[0], tile[1]]]
+      if not wanted:
         return computed(state), None
-      return jax.lax.cond(number < jnp.asarray(counts)[mine], computed, lambda state: state, state), None
+      return jax.lax.cond(jnp.stack(wanted).all(), computed, lambda state: state, state), None
 
     return jax.lax.scan(step, state, (jnp.arange(len(lists[0])), tiles))[0]
 

@@ -56,12 +56,15 @@ def context_attention(
   computes the attention blockwise.
 
   The returned function takes
-  `(query, key, value, mask=None, *, segment_ids=None, is_causal=False, dtype=None, precision=None)` with
-  global shapes: queries `[batch..., length, heads, head_dim]`; keys and values with the same number of heads,
-  or with fewer heads, each for a group of query heads; `segment_ids` `[batch..., length]`, integers: a
-  position attends only to positions with the same integer; `mask` `[batch or 1, 1, 1, length]`: the visible
-  keys. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries
-  x keys and sown weights are errors. A query that sees no key has the result 0.
+  `(query, key, value, mask=None, *, segment_ids=None, positions=None, is_causal=False, dtype=None,
+  precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and values with the
+  same number of heads, or with fewer heads, each for a group of query heads; `segment_ids`
+  `[batch..., length]`, integers: a position attends only to positions with the same integer; `positions`
+  `[batch..., length]`, integers: the number of each position in its sequence or document, for elements that
+  are in another order, such as the order of `nxp.parallel.zigzag(..., segment_ids=...)`; `mask`
+  `[batch or 1, 1, 1, length]`: the visible keys. Blocks that these arrays hide in all examples are not
+  computed. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of
+  queries x keys and sown weights are errors. A query that sees no key has the result 0.
 
   Args:
     axis: the mesh axis that shards the positions. The length must be a multiple of the size of this axis.
@@ -77,8 +80,8 @@ def context_attention(
       devices equal work.
     block: the number of queries, and of keys, for which scores are computed at a time.
     fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
-      suitable kernel (TPUs; a length that is a multiple of 128, and no `mask`) and the other mesh axes are
-      batch axes; else blockwise.
+      suitable kernel (TPUs; a length that is a multiple of 128, no `mask` and no `positions`) and the other
+      mesh axes are batch axes; else blockwise.
     heads_axis: with `"ring"`, a second mesh axis, whose size must divide the number of heads. Outside the
       attention, `axis` and `heads_axis` shard the positions, with `axis` as the major axis. Inside the
       attention, `heads_axis` shards the heads, and only `axis` shards the positions: all-to-alls over
@@ -105,7 +108,15 @@ def context_attention(
   return ContextAttention(axis, how, causal, window, zigzag, block, fused, heads_axis)
 
 
-def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) -> PyTree:
+def zigzag(
+  tree: PyTree,
+  shards: int,
+  *,
+  dim: int = 1,
+  inverse: bool = False,
+  segment_ids: np.ndarray | None = None,
+  block: int = 256,
+) -> PyTree:
   """Reorders positions so that each shard has an early and a late part of the sequence.
 
   The sequence is cut into `2 * shards` parts. Shard `i` gets part `i` and, after it, part
@@ -114,35 +125,48 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
   after the reordering the next token is no longer the next element. A sum or mean over positions stays the
   same.
 
+  With `segment_ids`, each long document of a packed sequence is cut separately, and each shard has an early
+  and a late part of it. The parts have equal lengths, which are a multiple of `block`: the first positions of
+  a document, which attend to few others, are left over. The shards share them and the short documents in
+  their old order. Pass the ids, and the number of each position in its document, in the new order to
+  `context_attention`, without its option `zigzag`.
+
   Args:
     tree: a pytree of NumPy or JAX arrays with the positions along `dim`. The length must be a multiple of
       `2 * shards`.
     shards: the size of the mesh axis that shards the positions; with `heads_axis`, the size of `axis` alone.
     dim: the array dim of the positions.
     inverse: whether to restore the original order instead.
+    segment_ids: integers of global shape `[batch, length]`, in the original order: a document is a run of
+      equal integers. The length must be a multiple of `shards`, and the arrays of `tree` have the shape
+      `[batch, length, ...]`.
+    block: with `segment_ids`, the positions of the smallest part. Documents of fewer than
+      `2 * shards * block` positions are not cut. Half of the block of the attention suits most lengths.
 
   Returns:
     Arrays of the same kinds and shapes.
 
   Raises:
-    SchemeError: the length is not a multiple of `2 * shards`.
+    SchemeError: the length is not a multiple of `2 * shards`; with `segment_ids`, of `shards`.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
     >>> nxp.parallel.zigzag(np.arange(8), 2, dim=0)
     array([0, 1, 6, 7, 2, 3, 4, 5])
+    >>> ids = np.array([[1, 1, 1, 1, 1, 2, 2, 2]])
+    >>> nxp.parallel.zigzag(np.arange(8)[None], 2, segment_ids=ids, block=1)
+    array([[1, 4, 0, 5, 2, 3, 6, 7]])
   """
+  if segment_ids is not None:
+    order = _order_of_documents(np.asarray(segment_ids), shards, dim, block)
+    order = np.argsort(order, -1) if inverse else order
+    return jax.tree.map(lambda x: _in_order(x, order), tree)
   parts = [part for i in range(shards) for part in (i, 2 * shards - 1 - i)]
   order = np.argsort(parts) if inverse else np.asarray(parts)
 
   def moved(x: jax.Array) -> jax.Array:
     length = x.shape[dim]
-    if length % (2 * shards):
-      raise SchemeError(
-        f"{length} positions cannot be cut into {2 * shards} equal parts.",
-        details=f"dim {dim} of an array of shape {tuple(x.shape)}, for {shards} shards",
-        fix=f"pad them to {-(-length // (2 * shards)) * 2 * shards}, with a loss weight of 0.",
-      )
+    _check_parts(length, 2 * shards, f"dim {dim} of an array of shape {tuple(x.shape)}, for {shards} shards")
     ahead = dim % x.ndim
     split = x.reshape(*x.shape[:ahead], 2 * shards, length // (2 * shards), *x.shape[ahead + 1 :])
     if isinstance(x, np.ndarray):
@@ -153,6 +177,51 @@ def zigzag(tree: PyTree, shards: int, *, dim: int = 1, inverse: bool = False) ->
     return (picked.get(out_sharding=layout) if named else picked.get()).reshape(x.shape)
 
   return jax.tree.map(moved, tree)
+
+
+def _order_of_documents(segment_ids: np.ndarray, shards: int, dim: int, block: int) -> np.ndarray:
+  """For each element in the new order, its old index, `[batch, length]`."""
+  count, (*batch, length) = 2 * shards, segment_ids.shape
+  if len(batch) != 1 or dim != 1:
+    raise SchemeError(
+      "documents are ordered in arrays of shape [batch, length, ...].",
+      details=f"segment_ids {segment_ids.shape}, dim={dim}",
+      fix="segment_ids of shape [batch, length], and dim=1.",
+    )
+  _check_parts(length, shards, f"segment_ids {segment_ids.shape}, for {shards} shards")
+  found = np.empty(segment_ids.shape, int)
+  for row, ids in enumerate(segment_ids):
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+    kept, cut = np.ones(length, bool), list[np.ndarray]()
+    for start, size in zip(starts, np.diff(starts, append=length), strict=True):
+      if size >= count * block:
+        inside = np.arange(start + size % (count * block), start + size)
+        kept[inside] = False
+        cut.append(inside.reshape(count, -1))
+    others = np.flatnonzero(kept).reshape(shards, -1)
+    shares = [[*(x[[i, count - 1 - i]].ravel() for x in cut), others[i]] for i in range(shards)]
+    found[row] = np.concatenate([part for share in shares for part in share])
+  return found
+
+
+def _check_parts(length: int, count: int, details: str) -> None:
+  if length % count:
+    raise SchemeError(
+      f"{length} positions cannot be cut into {count} equal parts.",
+      details=details,
+      fix=f"pad them to {-(-length // count) * count}, with a loss weight of 0.",
+    )
+
+
+def _in_order(x: Any, order: np.ndarray) -> Any:
+  """An array `[batch, length, ...]` with the elements of each row in another order."""
+  if x.shape[:2] != order.shape:
+    raise SchemeError(
+      f"an array of shape {tuple(x.shape)} does not fit segment ids of shape {order.shape}.",
+      fix="arrays [batch, length, ...] with the batch and the length of the segment ids.",
+    )
+  index = order.reshape(*order.shape, *[1] * (x.ndim - 2))
+  return (np if isinstance(x, np.ndarray) else jnp).take_along_axis(x, index, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +264,7 @@ class ContextAttention:
     mask: jax.Array | None = None,
     *,
     segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
     is_causal: bool = False,
     dtype: DTypeLike | None = None,
     precision: PrecisionLike | None = None,
@@ -210,9 +280,14 @@ class ContextAttention:
     _check_options(bias, 0.0 if deterministic else dropout_rate, module)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     shape = query.shape
+    by_position = _by_position({"segment_ids": segment_ids, "positions": positions}, shape, key.shape)
+    if positions is not None and self.zigzag:
+      raise SchemeError(
+        "zigzag=True and positions= both say how the positions are ordered.",
+        fix="positions= for documents that are ordered separately; zigzag=True for one sequence.",
+      )
     if query.ndim != 4:
       query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-      segment_ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
       mask = None if mask is None else mask.reshape(-1, *mask.shape[-3:])
     around = surroundings(query)
     mesh = around.mesh
@@ -234,13 +309,14 @@ class ContextAttention:
       (query.shape[1], key.shape[1]),
       precision,
       manual_too(mesh),
+      positions is not None,
     )
     _check_shapes(sequence, query, key, value)
     keep = None if mask is None else _seen_keys(mask, key)
     if (copies := sequence.copies(query, key)) > 1:
       key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
     with _active(mesh):
-      result = _attention(sequence, query, key, value, segment_ids, keep)
+      result = _attention(sequence, query, key, value, by_position, keep)
     return result.reshape(*shape[:-1], value.shape[-1])
 
   @property
@@ -248,15 +324,27 @@ class ContextAttention:
     """The mesh axes that shard the positions outside the attention, major to minor, by their options."""
     return {"axis": self.axis} | ({} if self.heads_axis is None else {"heads_axis": self.heads_axis})
 
-  def tiles(self, length: int, shards: int) -> np.ndarray:
+  def tiles(
+    self,
+    length: int,
+    shards: int,
+    *,
+    segment_ids: AnyArray | None = None,
+    positions: AnyArray | None = None,
+  ) -> np.ndarray:
     """The tiles of scores that each device computes at each shard that it visits, `[devices, visits]`.
 
     Args:
       length: the global length of the sequence, in positions.
       shards: the size of the axis.
+      segment_ids: as for a call, `[batch, length]`; None for one document.
+      positions: as for a call, `[batch, length]`; None for the order that the options say.
     """
-    sequence = _Sequence(self, shards, 1, (length, length))
-    return sequence.share.visits(sequence.seen).sum((-1, -2)).T
+    sequence = _Sequence(self, shards, 1, (length, length), by_data=positions is not None)
+    shape = (1 if segment_ids is None else len(segment_ids), length, 1, 1)
+    given = _by_position({"segment_ids": segment_ids, "positions": positions}, shape, shape)
+    met = np.asarray(sequence.met(given, sequence.share.grid))
+    return sequence.share.visits(sequence.seen & met).sum((-1, -2)).T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +358,7 @@ class _Sequence:
     lengths: the number of queries and of keys.
     precision: of the products.
     mapped: mesh axes of an enclosing `jax.vmap`.
+    by_data: whether the positions of the elements are an argument.
   """
 
   options: ContextAttention
@@ -278,6 +367,7 @@ class _Sequence:
   lengths: tuple[int, int]
   precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
+  by_data: bool = False
 
   @property
   def by_heads(self) -> int:
@@ -321,14 +411,47 @@ class _Sequence:
     """Which tiles have a query that sees a key, `[blocks of queries, blocks of keys]`."""
     grid = self.share.grid
     row, column = (self.position(grid.starts(name)) for name in ("row", "column"))
+    if self.by_data:
+      return np.ones((len(row), len(column)), bool)
     behind = row[:, None] - column[None]
-    least, most = behind - grid.blocks["column"] + 1, behind + grid.blocks["row"] - 1
-    seen = np.ones(behind.shape, bool)
-    if self.options.causal:
-      seen &= most >= 0
-    if self.options.window is not None:
-      seen &= (least < self.options.window) & (most > -self.options.window)
-    return seen
+    near = self.near(behind - grid.blocks["column"] + 1, behind + grid.blocks["row"] - 1)
+    return np.ones(behind.shape, bool) & near
+
+  def near(self, least: Any, most: Any) -> Any:
+    """Whether a query may see a key that is between `least` and `most` positions before it."""
+    seen, window = most >= 0 if self.options.causal else True, self.options.window
+    return seen if window is None else seen & (least < window) & (most > -window)
+
+  def met(self, given: Mapping[str, AnyArray], grid: Grid) -> jax.Array:
+    """Which tiles have a query that sees a key, by the segments, the positions and the mask of any example.
+
+    Args:
+      given: the arrays, for the queries and keys of `grid`.
+      grid: the blocks.
+
+    Returns:
+      `[blocks of queries, blocks of keys]`.
+    """
+
+    def bounds(name: str) -> list[jax.Array]:
+      dim, x = "row" if name.startswith("row") else "column", given[name]
+      parts, size = grid.parts.get(dim, 1), grid.blocks[dim]
+      split = jnp.reshape(x, (len(x), parts, -1))
+      last = jnp.repeat(split[..., -1:], -split.shape[-1] % size, -1)
+      blocks = jnp.concatenate([split, last], -1).reshape(len(x), grid.count(dim), size)
+      found = blocks.min(-1), blocks.max(-1)
+      return [x[:, :, None] if dim == "row" else x[:, None] for x in found]
+
+    seen = jnp.ones((1, grid.count("row"), grid.count("column")), bool)
+    if "row segment_ids" in given:
+      (first, last), (low, high) = bounds("row segment_ids"), bounds("column segment_ids")
+      seen &= (first <= high) & (low <= last)
+    if "row positions" in given:
+      (first, last), (low, high) = bounds("row positions"), bounds("column positions")
+      seen &= self.near(first - high, last - low)
+    if "keep" in given:
+      seen &= bounds("keep")[1]
+    return seen.any(0)
 
   def copies(self, query: jax.Array, key: jax.Array) -> int:
     """How often keys and values are repeated, so that their heads can be split.
@@ -352,12 +475,14 @@ class _Sequence:
     scores = self.product("bqhngd,bshnd->bhngqs", q, k) / math.sqrt(q.shape[-1])
     seen: list[jax.Array] = []
     if self.options.causal or self.options.window is not None:
-      row, column = (self.position(grid.indices(name, places)) for name in ("row", "column"))
-      behind = row[:, None] - column[None]
-      seen += [(behind >= 0)[None]] if self.options.causal else []
-      seen += [] if self.options.window is None else [(abs(behind) < self.options.window)[None]]
-    if "row segments" in given:
-      seen.append(given["row segments"][:, :, None] == given["column segments"][:, None])
+      if self.by_data:
+        row, column = given["row positions"], given["column positions"]
+      else:
+        row, column = (self.position(grid.indices(name, places))[None] for name in ("row", "column"))
+      behind = row[:, :, None] - column[:, None]
+      seen.append(self.near(behind, behind))
+    if "row segment_ids" in given:
+      seen.append(given["row segment_ids"][:, :, None] == given["column segment_ids"][:, None])
     if "keep" in given:
       seen.append(given["keep"][:, None])
     for own in seen:
@@ -379,8 +504,8 @@ class _Sequence:
     labels = {
       "q": self.labels(1, None, 3),
       **dict.fromkeys(("k", "v"), self.labels(None, 1, 3)),
-      "row segments": self.labels(1, None, None),
-      **dict.fromkeys(("column segments", "keep"), self.labels(None, 1, None)),
+      **dict.fromkeys(("row segment_ids", "row positions"), self.labels(1, None, None)),
+      **dict.fromkeys(("column segment_ids", "column positions", "keep"), self.labels(None, 1, None)),
     }
 
     def named(tiles: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -408,6 +533,7 @@ class _Sequence:
       weighed=weighed,
       spread=lambda x, shape: jnp.broadcast_to(x[..., None], shape),
       seen=self.seen,
+      met=(lambda arrays: self.met(named(arrays), self.share.own)) if len(given) > 3 else None,
       zeros_too=True,
     )
     laid = [_laid(x, self.share, self.share.split(labels[name])) for name, x in given.items()]
@@ -421,7 +547,7 @@ def _attention(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  segments: jax.Array | None,
+  by_position: Mapping[str, jax.Array],
   keep: jax.Array | None,
 ) -> jax.Array:
   """Attention of global arrays `[batch, length, heads, head_dim]`."""
@@ -433,10 +559,7 @@ def _attention(
     "k": k.reshape(*k.shape[:2], kv_heads // n, n, k.shape[-1]),
     "v": v.reshape(*v.shape[:2], kv_heads // n, n, v.shape[-1]),
   }
-  if segments is not None:
-    given |= {"row segments": segments, "column segments": segments}
-  if keep is not None:
-    given["keep"] = keep
+  given |= {**by_position, **({} if keep is None else {"keep": keep})}
   # Without the first of these constraints, XLA may gather arrays whose layout is not constrained.
   for name, x in given.items():
     dims = 1, 3 if x.ndim > 2 else None
@@ -469,7 +592,7 @@ def _by_rings(
 def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
   """The same as `_Sequence.attend`, where each device computes its heads by the kernel; None: it cannot."""
   kernel, batch = kernel_in_use(SEQUENCES), _batch_axes(sequence, given["q"].shape[0])
-  if kernel is None or batch is None or "keep" in given:
+  if kernel is None or batch is None or "keep" in given or "row positions" in given:
     return None
   options, share = sequence.options, sequence.share
 
@@ -485,7 +608,7 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
     each = jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None if segments is None else 0))
     return ordered(each(q, k, v, segments), 3)[:, :, None]
 
-  segments, rows = given.get("row segments"), entry_of(batch)
+  segments, rows = given.get("row segment_ids"), entry_of(batch)
   split = PartitionSpec(rows, None, None, options.axis)
   run = jax.shard_map(
     local,
@@ -548,6 +671,34 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
       f" ({batch}, 1, 1, {length}).",
     )
   return jnp.broadcast_to(mask[:, 0, 0].astype(bool), (batch, length))
+
+
+def _by_position(
+  given: Mapping[str, AnyArray | None], query: Sequence[int], key: Sequence[int]
+) -> dict[str, AnyArray]:
+  """Integers `[batch, length]` of the queries and of the keys, by name.
+
+  Args:
+    given: integers `[batch..., length]` by name; None for missing arrays.
+    query: the shape of the queries.
+    key: the shape of the keys.
+
+  Raises:
+    SchemeError: an array does not fit them.
+  """
+  found: dict[str, AnyArray] = {}
+  for name, x in given.items():
+    if x is None:
+      continue
+    shape = tuple(query[:-2])
+    if x.shape != shape or query[-3] != key[-3] or not jnp.issubdtype(x.dtype, jnp.integer):
+      raise SchemeError(
+        f"{name} are {x.dtype} of shape {tuple(x.shape)}, not one integer for each position.",
+        details=f"query {tuple(query)}, key {tuple(key)}",
+        fix=f"integers of shape {shape}, for queries and keys of the same length.",
+      )
+    found |= dict.fromkeys((f"row {name}", f"column {name}"), x.reshape(-1, shape[-1]))
+  return found
 
 
 def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | None) -> None:

@@ -298,6 +298,97 @@ def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all
   assert straight.max(0).sum() > 1.8 * balanced.max(0).sum()
 
 
+def packed(seed, batch, length):
+  """Documents of random lengths: their ids and positions `[batch, length]`."""
+  draw, (ids, positions) = np.random.default_rng(seed), np.zeros((2, batch, length), np.int32)
+  for row in range(batch):
+    lengths = np.diff(np.unique([*draw.integers(1, length, 3), length]), prepend=0)
+    ids[row] = np.repeat(np.arange(len(lengths)), lengths)
+    positions[row] = np.concatenate([np.arange(n) for n in lengths])
+  return ids, positions
+
+
+DOCUMENTS = {
+  "ring": ({"data": 2, "context": 4}, {}, ()),
+  "window": ({"data": 2, "context": 4}, {"window": 9}, ()),
+  "symmetric window": ({"context": 8}, {"window": 5, "causal": False}, ()),
+  "explicit": ({"data": 2, "context": 4}, {"window": 30}, ("data", "context")),
+  "some heads": ({"data": 2, "context": 2, "heads": 2}, {"heads_axis": "heads"}, ()),
+  "ulysses": ({"data": 2, "context": 4}, {"how": "ulysses"}, ()),
+  "one device": ({"context": 1}, {}, ()),
+}
+
+
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_documents_in_their_own_zigzag_order_have_the_same_values_and_gradients(case):
+  sizes, options, explicit = DOCUMENTS[case]
+  options = {"causal": True, "block": 5, **options}
+  shards, (q, k, v, w, _) = max(2, sizes["context"]), drawn(4, 96, 2)
+  documents, positions = packed(len(case), 4, 96)
+  plain = {name: options[name] for name in ("causal", "window") if name in options}
+
+  def loss(attend, w, *given):
+    out = attend(*given)
+    return jnp.sum(w * out), out
+
+  expected = jax.value_and_grad(
+    lambda *x: loss(functools.partial(whole, segments=documents, **plain), w, *x), (0, 1, 2), True
+  )
+  (_, out), slopes = jax.jit(expected)(q, k, v)
+  ordered = functools.partial(nxp.parallel.zigzag, shards=shards, segment_ids=documents, block=2)
+  back = functools.partial(ordered, inverse=True)
+  mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())], explicit=explicit)
+  axes = tuple(axis for axis in ("context", "heads") if axis in sizes)
+  layout = NamedSharding(mesh, PartitionSpec("data" if "data" in sizes else None, axes or None))
+  q, k, v, w, documents, positions = jax.device_put(ordered((q, k, v, w, documents, positions)), layout)
+  attend = functools.partial(
+    nxp.parallel.context_attention(**options), segment_ids=documents, positions=positions
+  )
+  with jax.set_mesh(mesh):
+    found = jax.jit(jax.value_and_grad(lambda *x: loss(attend, w, *x), (0, 1, 2), True))(q, k, v)
+  (_, own), own_slopes = jax.tree.map(np.asarray, found)
+  own, own_slopes = back((own, own_slopes))
+  for a, b in zip((own, *own_slopes), (out, *slopes), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_of_other_documents_are_not_computed():
+  q, k, v, w, _ = drawn(2, 32, 2)
+  ids = np.broadcast_to(np.arange(32) // 16, (2, 32))
+  v = np.where(ids[:, :, None, None] == 1, np.nan, v)  # 0 x NaN is NaN, where it is computed
+  attend = nxp.parallel.context_attention(block=8)
+  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
+    given = jax.device_put(
+      (q, k, v, w, ids), NamedSharding(jax.sharding.get_mesh(), jax.P("data", "context"))
+    )
+
+    def loss(q, k, v, w, ids):
+      found = attend(q, k, v, segment_ids=ids)
+      return jnp.where(ids[:, :, None, None] == 0, found * w, 0).sum(), found
+
+    (_, found), slopes = jax.jit(jax.value_and_grad(loss, (0, 1), True))(*given)
+  for x in (found, *slopes):
+    assert np.isfinite(np.asarray(x)[:, :16]).all()
+  assert np.isnan(np.asarray(found)[:, 16:]).all()
+
+
+def test_devices_have_equal_work_for_documents_of_all_lengths():
+  length, shards = 2**16, 8
+  lengths = [700, 40000, 3001, 15999, 400, 1500, 3936]
+  ids = np.repeat(np.arange(7), lengths)[None]
+  positions = np.concatenate([np.arange(n) for n in lengths])[None]
+  attend = nxp.parallel.context_attention(causal=True)
+  straight = attend.tiles(length, shards, segment_ids=ids, positions=positions)
+  moved = nxp.parallel.zigzag((ids, positions), shards, segment_ids=ids)
+  assert [sorted(x[0]) for x in moved] == [sorted(ids[0]), sorted(positions[0])]
+  balanced = attend.tiles(length, shards, segment_ids=moved[0], positions=moved[1])
+  least = sum(n * (n + 1) / 2 for n in lengths) / 512**2
+  assert least < straight.sum() < 1.1 * least
+  assert least < balanced.sum() < 1.2 * least
+  # The slowest device of each visit decides how long a ring takes.
+  assert shards * balanced.max(0).sum() < 1.65 * least < 2.5 * least < shards * straight.max(0).sum()
+
+
 ERRORS = {
   "a bias": (lambda f, x: f(x, x, x, bias=x), "the full attention weights never exist"),
   "dropout": (lambda f, x: f(x, x, x, dropout_rate=0.1), "dropout_rate=0.1"),
@@ -307,6 +398,14 @@ ERRORS = {
   ),
   "a length": (lambda f, x: f(x, x, x), "pad them to 12"),
   "heads": (lambda f, x: f(x, x[:, :, :3], x[:, :, :3]), "do not fit each other"),
+  "segments": (
+    lambda f, x: f(x, x, x, segment_ids=jnp.ones((2, 9), int)),
+    r"segment_ids are int32 of shape \(2, 9\)",
+  ),
+  "positions": (
+    lambda f, x: f(x, x, x, positions=jnp.ones((2, 10))),
+    r"(?s)positions are float32 of .*integers of shape \(2, 10\)",
+  ),
 }
 
 
@@ -327,6 +426,16 @@ def test_options_and_meshes_that_are_none_are_refused():
     nxp.parallel.context_attention(window=0)
   with pytest.raises(SchemeError, match="pad them to 24"):
     nxp.parallel.zigzag(np.arange(20), 4, dim=0)
+  ids = np.repeat([[1, 2]], 12, 1)
+  with pytest.raises(SchemeError, match=r"(?s)24 positions .* 5 equal parts.*ids \(1, 24\).*them to 25"):
+    nxp.parallel.zigzag(ids, 5, segment_ids=ids)
+  with pytest.raises(SchemeError, match=r"shape \(1, 12\) does not fit segment ids of shape \(1, 24\)"):
+    nxp.parallel.zigzag(ids[:, :12], 2, segment_ids=ids)
+  with pytest.raises(SchemeError, match="dim=0"):
+    nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
+  x = jnp.ones((1, 24, 1, 4))
+  with pytest.raises(SchemeError, match="zigzag=True and positions= both"):
+    nxp.parallel.context_attention(zigzag=True)(x, x, x, positions=ids)
   x = jnp.ones((2, 8, 3, WIDTH))
   with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
     with pytest.raises(SchemeError, match="no axis 'ring'"):
