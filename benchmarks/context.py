@@ -32,6 +32,7 @@ CHIPS, HEADS, KEY_HEADS, WIDTH = 8, 16, 8, 128
 LENGTHS = (8192, 32768, 131072)
 TIMED_LENGTHS, TIMED_WIDTH = (1024, 2048), 32
 CHIP = "tpu:v5e:2x4"
+PACKED = 131072  # positions of a sequence that is packed with documents
 LAYOUT = PartitionSpec(None, "context")
 
 
@@ -68,7 +69,44 @@ NOTES = [
   "Forward must be sent: 7 shards of keys and values. Forward and backward: those again, but for a send that"
   " the compiler shares between both ways, and the gradients, in float32 until they go home in bfloat16; this"
   " formula was written after reading the compiled program.",
+  f"Packed documents: a causal ring over {PACKED:,} positions and {CHIPS} devices, in tiles of 512 x 512. The"
+  " least is half of the square of each document's length. The other devices wait at each visit for the"
+  " device with most tiles: their sum over the visits, times the number of devices. Counted from the data,"
+  " without a compiler.",
 ]
+
+
+def documents(draw: np.random.Generator) -> dict[str, list[int]]:
+  """The lengths of the documents of some sequences."""
+  found = {"8 of equal length": [PACKED // 8] * 8, "one of 65,536, 16 of 4,096": [65536] + [4096] * 16}
+  for mean in (8, 9):
+    lengths: list[int] = []
+    while (rest := PACKED - sum(lengths)) > 0:
+      lengths.append(min(int(draw.lognormal(mean, 1.2)) + 64, rest))
+    found[f"{len(lengths)} of log-normal length, up to {max(lengths):,}"] = lengths
+  return found
+
+
+def packed(record: Record) -> None:
+  """Adds the tiles that a causal ring computes for packed documents, in several orders."""
+  attend, whole = WAYS["ring"], WAYS["ring, zigzag"]
+  for name, lengths in documents(np.random.default_rng(0)).items():
+    ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+    given = {"segment_ids": ids, "positions": np.concatenate([np.arange(n) for n in lengths])[None]}
+    orders = {
+      "documents not told": whole.tiles(PACKED, CHIPS),
+      "as packed": attend.tiles(PACKED, CHIPS, **given),
+      "zigzag of the sequence": whole.tiles(PACKED, CHIPS, segment_ids=nxp.parallel.zigzag(ids, CHIPS)),
+      "zigzag of each long document": attend.tiles(
+        PACKED, CHIPS, **nxp.parallel.zigzag(given, CHIPS, segment_ids=ids)
+      ),
+    }
+    least = sum(n * (n + 1) / 2 for n in lengths) / 512**2
+    group = f"documents: {name}"
+    for order, tiles in orders.items():
+      record.value(f"{order}: tiles over the least", round(float(tiles.sum() / least), 2), "", group=group)
+      slowest = float(CHIPS * tiles.max(0).sum() / least)
+      record.value(f"{order}: those of the slowest device over the least", round(slowest, 2), "", group=group)
 
 
 def summed(attend: Any, q: Any, k: Any, v: Any) -> Any:
@@ -117,6 +155,7 @@ def main() -> None:
   title = __doc__.split("\n", 1)[0]
   record = Record("context", title, command="python -m benchmarks context", notes=NOTES)
   timed(record)
+  packed(record)
   if not missing_compiler(read_machine(CHIP)):
     compiled(record)
   record.write()

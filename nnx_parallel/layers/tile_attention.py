@@ -38,6 +38,8 @@ class Share:
     moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
     grid: the blocks of the scores, of all devices.
     mapped: mesh axes of an enclosing `jax.vmap`.
+    examples: mesh axes that shard dim 0 of every array, so that a device leaves out the tiles that its own
+      examples do not need.
   """
 
   axis: str | None
@@ -48,6 +50,7 @@ class Share:
   moving: DimName
   grid: Grid
   mapped: frozenset[str] = frozenset()
+  examples: tuple[str, ...] = ()
 
   @property
   def names(self) -> tuple[DimName, ...]:
@@ -85,7 +88,10 @@ class Share:
   def spec(self, labels: Labels) -> PartitionSpec:
     """The spec of an array."""
     found = self.split(labels)
-    return PartitionSpec() if found is None else PartitionSpec(*[None] * found[1], self.axis)
+    entries: list[Any] = [] if found is None else [*[None] * found[1], self.axis]
+    if self.examples:
+      entries[:1] = [self.examples]
+    return PartitionSpec(*entries)
 
   def places(self, device: AnyArray, source: AnyArray, places: Places) -> Places:
     """The numbers of blocks in the global grid, for the keys of the device `source`."""
@@ -118,13 +124,14 @@ class Share:
 
   def over(self, function: Callable[..., PyTree], given: PyTree, results: PyTree) -> Callable[..., PyTree]:
     """A function of `(device, *arrays)` for all devices; `given` and `results` are specs."""
-    if self.axis is None:
+    names = {*self.examples, *([] if self.axis is None else [self.axis])}
+    if not names:
       return lambda *arrays: function(0, *arrays)
     run = jax.shard_map(
       lambda numbers, *arrays: function(numbers[0], *arrays),
       in_specs=(PartitionSpec(self.axis), *given),
       out_specs=results,
-      axis_names={self.axis, *self.mapped},
+      axis_names={*names, *self.mapped},
       check_vma=False,
     )
     # As an array: not every partitioner can place the instruction of `jax.lax.axis_index` of one axis.

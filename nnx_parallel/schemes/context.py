@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -57,14 +57,18 @@ def context_attention(
 
   The returned function takes
   `(query, key, value, mask=None, *, segment_ids=None, positions=None, is_causal=False, dtype=None,
-  precision=None)` with global shapes: queries `[batch..., length, heads, head_dim]`; keys and values with the
-  same number of heads, or with fewer heads, each for a group of query heads; `segment_ids`
-  `[batch..., length]`, integers: a position attends only to positions with the same integer; `positions`
-  `[batch..., length]`, integers: the number of each position in its sequence or document, for elements that
-  are in another order, such as the order of `nxp.parallel.zigzag(..., segment_ids=...)`; `mask`
-  `[batch or 1, 1, 1, length]`: the visible keys. Blocks that these arrays hide in all examples are not
-  computed. The function is also an `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of
-  queries x keys and sown weights are errors. A query that sees no key has the result 0.
+  precision=None)` with global shapes:
+
+  - queries `[batch..., length, heads, head_dim]`; keys and values with the same number of heads, or with
+    fewer heads, each for a group of query heads;
+  - `segment_ids` `[batch..., length]`, integers: a position attends only to positions with the same integer;
+  - `positions` `[batch..., length]`, integers: the number of each position in its sequence or document, for
+    elements in another order, such as the order of `nxp.parallel.zigzag(..., segment_ids=...)`;
+  - `mask` `[batch or 1, 1, 1, length]`: the visible keys.
+
+  A device does not compute blocks that these arrays hide in all of its examples. The function is also an
+  `attention_fn` of `nnx.MultiHeadAttention`. Dropout, biases, a mask of queries x keys and sown weights are
+  errors. A query that sees no key has the result 0.
 
   Args:
     axis: the mesh axis that shards the positions. The length must be a multiple of the size of this axis.
@@ -310,13 +314,19 @@ class ContextAttention:
       precision,
       manual_too(mesh),
       positions is not None,
+      _examples_over(query, mesh, {*self.axes.values(), *around.manual, *around.mapped}),
     )
     _check_shapes(sequence, query, key, value)
     keep = None if mask is None else _seen_keys(mask, key)
     if (copies := sequence.copies(query, key)) > 1:
       key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
     with _active(mesh):
-      result = _attention(sequence, query, key, value, by_position, keep)
+      # An Explicit axis of one device, on the dims of queries and of keys, would be twice in the scores.
+      single = [axis for axis in self.axes.values() if sizes.get(axis) == 1 and is_explicit_here(axis)]
+      given = query, key, value, by_position, keep
+      result = _attention(sequence, *jax.tree.map(lambda x: _without_axes(x, single), given))
+      if single:
+        result = jax.sharding.reshard(result, jax.typeof(query).sharding.spec)
     return result.reshape(*shape[:-1], value.shape[-1])
 
   @property
@@ -359,6 +369,7 @@ class _Sequence:
     precision: of the products.
     mapped: mesh axes of an enclosing `jax.vmap`.
     by_data: whether the positions of the elements are an argument.
+    examples: the mesh axes that split the examples, as far as they are known.
   """
 
   options: ContextAttention
@@ -368,6 +379,7 @@ class _Sequence:
   precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
   by_data: bool = False
+  examples: tuple[str, ...] = ()
 
   @property
   def by_heads(self) -> int:
@@ -522,8 +534,10 @@ class _Sequence:
       part = self.product("bhngqs,bshnd->bhngqd", (weights / total[..., None]).astype(v.dtype), v)
       return part, weights.sum(-1)
 
+    by_example = len(given) > 3 and not self.mapped
+    share = dataclasses.replace(self.share, examples=self.examples if by_example else ())
     attention = TileAttention(
-      share=self.share,
+      share=share,
       inputs=[labels[name] for name in given],
       slopes=3,
       row=self.labels(4, None, 2),
@@ -536,9 +550,9 @@ class _Sequence:
       met=(lambda arrays: self.met(named(arrays), self.share.own)) if len(given) > 3 else None,
       zeros_too=True,
     )
-    laid = [_laid(x, self.share, self.share.split(labels[name])) for name, x in given.items()]
+    laid = [_laid(x, share, share.split(labels[name])) for name, x in given.items()]
     result, _ = attention(*laid)
-    return _laid(result, self.share, ("row", 4, 1))
+    return _laid(result, share, ("row", 4, 1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -591,10 +605,14 @@ def _by_rings(
 
 def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
   """The same as `_Sequence.attend`, where each device computes its heads by the kernel; None: it cannot."""
-  kernel, batch = kernel_in_use(SEQUENCES), _batch_axes(sequence, given["q"].shape[0])
-  if kernel is None or batch is None or "keep" in given or "row positions" in given:
+  kernel, options, share = kernel_in_use(SEQUENCES), sequence.options, sequence.share
+  mesh = jax.sharding.get_abstract_mesh()
+  sizes, explicit = axis_sizes(mesh), AxisType.Explicit in mesh.axis_types
+  # Over other axes, the kernel would be replicated.
+  rest = math.prod(n for axis, n in sizes.items() if axis not in (*sequence.examples, options.axis))
+  fits = options.axis in sizes and rest == 1 and not explicit and not sequence.mapped
+  if kernel is None or not fits or "keep" in given or "row positions" in given:
     return None
-  options, share = sequence.options, sequence.share
 
   def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
     return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if options.zigzag else x
@@ -608,7 +626,7 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
     each = jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None if segments is None else 0))
     return ordered(each(q, k, v, segments), 3)[:, :, None]
 
-  segments, rows = given.get("row segment_ids"), entry_of(batch)
+  segments, rows = given.get("row segment_ids"), entry_of(sequence.examples)
   split = PartitionSpec(rows, None, None, options.axis)
   run = jax.shard_map(
     local,
@@ -622,16 +640,16 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
   return None
 
 
-def _batch_axes(sequence: _Sequence, batch: int) -> tuple[str, ...] | None:
-  """The axes that split the batch; None if other axes remain, over which a kernel would be replicated."""
-  mesh, scope, own = jax.sharding.get_abstract_mesh(), scope_in_use(), sequence.options.axis
-  sizes = axis_sizes(mesh)
-  split = () if scope is None else batch_axes(scope.ruleset, sizes) or ()
-  axes = tuple(axis for axis in split if axis != own)
-  rest = math.prod(size for axis, size in sizes.items() if axis not in (*axes, own))
-  fits = batch % math.prod(sizes[axis] for axis in axes) == 0
-  explicit = AxisType.Explicit in mesh.axis_types
-  return axes if own in sizes and rest == 1 and fits and not explicit and not sequence.mapped else None
+def _examples_over(query: jax.Array, mesh: AnyMesh | None, others: Collection[str]) -> tuple[str, ...]:
+  """The axes that split the examples, by the type of the queries or the plan in scope; `()` if unknown."""
+  if mesh is None:
+    return ()
+  scope, sizes = scope_in_use(), axis_sizes(mesh)
+  found = () if scope is None else batch_axes(scope.ruleset, sizes) or ()
+  if AxisType.Explicit in mesh.axis_types:
+    found = axes_by_dim(jax.typeof(query).sharding.spec, query.ndim)[0]
+  axes = tuple(axis for axis in found if axis not in others and sizes[axis] > 1)
+  return axes if query.shape[0] % math.prod(sizes[axis] for axis in axes) == 0 else ()
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
@@ -654,6 +672,11 @@ def _typed(x: jax.Array, axis: str, dim: int | None) -> jax.Array:
   if dim is not None:
     axes[dim] = (*axes[dim], axis)
   return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
+
+
+def _without_axes(x: AnyArray, axes: Sequence[str]) -> AnyArray:
+  """`x` without some Explicit axes in its type."""
+  return functools.reduce(lambda x, axis: _typed(jnp.asarray(x), axis, None), axes, x)
 
 
 def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:

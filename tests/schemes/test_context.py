@@ -352,24 +352,26 @@ def test_documents_in_their_own_zigzag_order_have_the_same_values_and_gradients(
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_of_other_documents_are_not_computed():
+@pytest.mark.parametrize("explicit", [(), ("data",), ("data", "context")])
+@pytest.mark.parametrize("context", [4, 1])
+def test_a_device_does_not_compute_blocks_of_other_documents(explicit, context):
   q, k, v, w, _ = drawn(2, 32, 2)
-  ids = np.broadcast_to(np.arange(32) // 16, (2, 32))
+  ids = np.repeat([[0, 1], [0, 1]], [16, 16], 1)
+  ids[1, 8:] = 1  # the second example needs more blocks
   v = np.where(ids[:, :, None, None] == 1, np.nan, v)  # 0 x NaN is NaN, where it is computed
   attend = nxp.parallel.context_attention(block=8)
-  with jax.set_mesh(nxp.make_mesh(data=2, context=4)):
-    given = jax.device_put(
-      (q, k, v, w, ids), NamedSharding(jax.sharding.get_mesh(), jax.P("data", "context"))
-    )
+  mesh = nxp.make_mesh(data=2, context=context, devices=jax.devices()[: 2 * context], explicit=explicit)
+  given = jax.device_put((q, k, v, w, ids), NamedSharding(mesh, PartitionSpec("data", "context")))
 
-    def loss(q, k, v, w, ids):
-      found = attend(q, k, v, segment_ids=ids)
-      return jnp.where(ids[:, :, None, None] == 0, found * w, 0).sum(), found
+  def loss(q, k, v, w, ids):
+    found = attend(q, k, v, segment_ids=ids)
+    return jnp.where(ids[:, :, None, None] == 0, found * w, 0).sum(), found
 
+  with jax.set_mesh(mesh), nxp.use_rules(nxp.LogicalRules(batch="data"), mesh):
     (_, found), slopes = jax.jit(jax.value_and_grad(loss, (0, 1), True))(*given)
-  for x in (found, *slopes):
-    assert np.isfinite(np.asarray(x)[:, :16]).all()
-  assert np.isnan(np.asarray(found)[:, 16:]).all()
+  for x in map(np.asarray, (found, *slopes)):
+    assert np.isfinite(x[ids == 0]).all()
+  assert np.isnan(np.asarray(found)[ids == 1]).all()
 
 
 def test_devices_have_equal_work_for_documents_of_all_lengths():
