@@ -551,6 +551,52 @@ def test_training_equals_one_device(case):
   np.testing.assert_allclose(losses, on_one_device(), rtol=2e-5)
 
 
+class Packed(nnx.Module):
+  """One layer of attention over packed documents."""
+
+  def __init__(self, attend, rngs):
+    self.embed = nnx.Embed(48, 32, rngs=rngs)
+    self.qkv = nnx.LinearGeneral(32, (3, HEADS, WIDTH), rngs=rngs)
+    self.head = nnx.Linear(32, 48, rngs=rngs)
+    self.attend = attend
+
+  def __call__(self, batch):
+    x = self.embed(batch["tokens"])
+    q, k, v = jnp.moveaxis(self.qkv(x), 2, 0)
+    found = self.attend(q, k, v, segment_ids=batch["ids"], positions=batch["positions"])
+    return self.head(x + found.reshape(x.shape))
+
+
+def packed_loss(model, batch):
+  return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["labels"]).mean()
+
+
+@pytest.mark.usefixtures("compiled_here")
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_step_on_packed_documents_equals_one_device(explicit):
+  batch = dict(zip(("ids", "positions"), packed(3, 4, 64), strict=True))
+  tokens = np.random.default_rng(1).integers(0, 48, (4, 65))
+  batch |= {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+  def alone(q, k, v, *, segment_ids, positions):
+    del positions
+    return whole(q, k, v, segment_ids, causal=True)
+
+  attend = nxp.parallel.context_attention(causal=True, block=8)
+  split = [nxp.LogicalRules(batch="fsdp", seq="context"), INPUTS, nxp.fsdp(("tensor", "fsdp"), min_size=0)]
+  mesh = nxp.make_mesh(fsdp=2, context=2, tensor=2, explicit=explicit)
+  moved = nxp.parallel.zigzag(batch, 2, segment_ids=batch["ids"], block=4)
+  cases = [(alone, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), batch, {})]
+  cases += [(attend, mesh, split, moved, {}), (attend, mesh, split, moved, {"microbatches": 2})]
+  found = []
+  for function, where, rules, given, options in cases:
+    plan = nxp.plan(lambda f=function: Packed(f, nnx.Rngs(0)), where, rules, optimizer=optax.adamw(1e-2))
+    model, optimizer = nxp.create_sharded_model(plan)
+    step = nxp.train_step(packed_loss, **options)
+    found.append([float(step(model, optimizer, nxp.shard_batch(given, plan))["loss"]) for _ in range(3)])
+  np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=2e-5)
+
+
 FUSED = {
   "causal": ({"data": 2, "context": 4}, 4, {"causal": True}, True),
   "window, few heads": ({"data": 2, "context": 4}, 2, {"causal": True, "window": 70}, False),
