@@ -157,6 +157,7 @@ def raising(error):
 
 
 @pytest.mark.parametrize("local", [True, False])
+@pytest.mark.slow
 def test_any_history_leaves_what_was_saved(tmp_path_factory, monkeypatch, local):
   monkeypatch.setattr(storage, "is_local", lambda _: local)
   Histories.made, Histories.local = lambda _: tmp_path_factory.mktemp("run"), local
@@ -260,6 +261,7 @@ def written(folder, files):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.slow
 def test_a_power_cut_at_any_moment_leaves_the_last_step_or_the_new_one(tmp_path, overwrite):
   """Every prefix of a save's file operations, with all, none or some of its unsynced writes on the disk."""
   run, step = tmp_path / "run", 2 if overwrite else 3

@@ -412,6 +412,7 @@ def test_ctrl_c_while_arrays_are_read_waits_for_them(tmp_path, monkeypatch):
   assert names(tmp_path) == ["1"]
 
 
+@pytest.mark.slow
 def test_killed_jobs_lose_nothing():
   # The long form is `make torture`.
   from benchmarks import torture

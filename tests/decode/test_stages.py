@@ -286,6 +286,7 @@ def test_a_tick_sends_the_activations_of_one_group():
   assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
 
 
+@pytest.mark.slow
 def test_weights_split_over_the_stages_go_to_theirs_once():
   axes = {"data": 2, "stage": 4}
   names = nxp.LogicalRules(batch="data", embed="stage", heads=(), mlp=(), vocab=())

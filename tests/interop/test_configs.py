@@ -39,6 +39,7 @@ def run(case, folder):
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("family", FOLLOWED)
+@pytest.mark.slow
 def test_the_outputs_of_transformers_or_an_error(tmp_path, family):
   equal, wrong = 0, []
   cases = [case for case in FOUND["cases"] if case["config"]["model_type"] == family]

@@ -53,6 +53,7 @@ def test_an_unknown_split():
     next(digits.batches(split="test"))
 
 
+@pytest.mark.slow
 def test_it_learns_to_read_digits():
   recipe = load_recipe("digits")
   plan = plan_recipe(recipe, nxp.make_mesh(recipe.mesh()))

@@ -64,6 +64,7 @@ def stacked(stages, virtual_stages):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("kind", [separate, stacked])
+@pytest.mark.slow
 def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
   plan, loss, batch, microbatches, pipeline = kind(4, virtual_stages)
   options = {"microbatches": microbatches, "pipeline": pipeline}
@@ -88,6 +89,7 @@ def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.slow
 def test_the_memory_plan_follows_the_order(order):
   plan, loss, *_ = separate(4, 1)
   batch = jax.ShapeDtypeStruct((256, 128), jnp.int32)
@@ -137,6 +139,7 @@ class Named(benchmark.Stacked):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [separate, stacked])
+@pytest.mark.slow
 def test_search_proposes_stages(kind):
   _, loss, batch, _, pipeline = kind(4, 1)
   init = {separate: lambda: Model(nnx.Rngs(0)), stacked: lambda: Named(nnx.Rngs(0))}[kind]

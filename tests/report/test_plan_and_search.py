@@ -338,6 +338,7 @@ def test_an_axis_that_leaves_the_host_is_slower():
   assert links.overlapped["data"] / links.overlapped["fsdp"] == pytest.approx(450 / 50, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_model_ranks_layouts_as_the_compiled_programs_do():
   """Predicted link time against the sent bytes of compiled programs, over five layouts."""
   big = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)

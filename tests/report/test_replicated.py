@@ -44,6 +44,7 @@ MESHES = {"fsdp": {"fsdp": 8}, "tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "mesh"), [("Llama", "tensor"), ("Llama", "fsdp"), ("ConvNet", "tensor")])
+@pytest.mark.slow
 def test_a_plain_model_has_none(name, mesh):
   """Except depthwise convolutions with channels over `tensor`: XLA gathers examples and channels for them."""
   init, loss, batch = MODELS[name]

@@ -38,6 +38,7 @@ COLUMNS = nxp.PathRules([("embed_tokens.embedding", ("tensor", "fsdp"))])
 @pytest.mark.parametrize(
   ("sizes", "budget"), [({"fsdp": 8, "tensor": 1}, 2.6), ({"fsdp": 4, "tensor": 2}, 14)]
 )
+@pytest.mark.slow
 def test_a_language_model_sends_weights(sizes, budget, rules):
   report = compiled(sizes, *rules)
   assert report.sent().bytes <= budget * report.quantities["params"]

@@ -315,6 +315,7 @@ def test_each_product_runs_once_and_each_gradient_travels_twice(sizes):
   assert [c.kind for c in muon.collectives].count("all-to-all") == 6
 
 
+@pytest.mark.slow
 def test_replicas_gather_the_updates_once():
   init = functools.partial(Net, 8, 64, 128, use_bias=False)
   muon, adam = (

@@ -504,6 +504,7 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.slow
 def test_forward_mode_has_the_same_gradients(order: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
@@ -567,6 +568,7 @@ class Hidden(Model):
     return jax.checkpoint(super().__call__)(tokens)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_a_pipeline_says_why() -> None:
   stages = nxp.make_mesh(data=2, stage=4)
   for make, mesh, options, message in (

@@ -139,6 +139,7 @@ def test_scopes_in_use_and_arrays_of_the_host():
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_on_mixed_axes_is_read_again_and_compiled_for_a_machine():
   plan, batch, loss = planned("decoder", "mixed")
   again = nxp.Plan.from_json(plan.to_json())

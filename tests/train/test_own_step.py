@@ -117,6 +117,7 @@ def test_so_do_jax_jit_and_no_jit(make, kind):
   np.testing.assert_allclose(losses_of(make, kind=kind, zero=1), expected(kind), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_the_placement_the_compiler_moves_small_parameters():
   """What `ShardedOptimizer` is for; once this fails, XLA and flax keep the layout by themselves."""
 

@@ -99,6 +99,7 @@ def gan_by_hand():
   return models, np.array([step(models, optimizers, batch) for batch in points()])
 
 
+@pytest.mark.slow
 def test_a_gan_equals_a_loop_written_by_hand():
   expected, losses = gan_by_hand()
   gen_plan, gen, gen_opt = make(generator, optax.adam(1e-2))

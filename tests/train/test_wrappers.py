@@ -49,6 +49,7 @@ def assert_close(a, b, rtol=1e-5):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.slow
 def test_masters_train_as_float32_parameters_do(zero):
   # The gradients are taken at the rounded parameters, so the reference rounds its parameters too.
   plan = plan_on("dp x fsdp x tp", nxp.with_masters(optax.adam(1e-2)), jnp.bfloat16, zero=zero)

@@ -61,6 +61,7 @@ def check(
   return nxp.check_gradients(model, nxp.shard_batch(x, plan), loss, **{"tries": 0, **options})
 
 
+@pytest.mark.slow
 def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   found = check(lambda: Block("tensor"), tries=4)
   assert not found
@@ -170,6 +171,7 @@ def test_right_custom_rule_is_right():
   assert check(lambda: Block(None, with_own_rule(same)))
 
 
+@pytest.mark.slow
 def test_small_leaf_among_large_ones_weighs_alike():
   """The gradient of the scale is a thousandth of the others', and twice too large."""
 
@@ -331,6 +333,7 @@ def test_differences_that_round_too_coarsely_decide_nothing():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.slow
 def test_coarse_dtypes(dtype: Any):
   class Low(nnx.Module):
     def __init__(self, change: Any):
@@ -348,6 +351,7 @@ def test_coarse_dtypes(dtype: Any):
   assert found.dtype == jnp.dtype(dtype).name
 
 
+@pytest.mark.slow
 def test_gradient_that_is_zero_but_for_rounding_is_no_alarm():
   """A bias before a norm, and the bias of the keys, whose gradients are zero."""
 
@@ -476,6 +480,7 @@ def test_rounding_hides_no_other_fault(middle: Any):
   assert check(lambda: Block(None, middle)).wrong == ("norm.scale", "up.kernel")
 
 
+@pytest.mark.slow
 def test_each_of_many_equal_layers_is_looked_at():
   class Deep(nnx.Module):
     def __init__(self):
@@ -507,6 +512,7 @@ def test_whole_arrays_that_do_not_fit_a_device_are_not_checked(monkeypatch: pyte
   assert found.wrong == ("norm.scale",)
 
 
+@pytest.mark.slow
 def test_advice_is_what_helps():
   advice = {
     "nxp.train_step": check(lambda: Block("tensor")),

@@ -45,6 +45,7 @@ def plan_of(mesh, tx=None, **options):
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 
 
+@pytest.mark.slow
 def test_equal_steps_are_equal_also_with_padding_zero_and_microbatches():
   plan = plan_of({"data": 2, "fsdp": 4}, uneven="pad", zero=1)
   found = nxp.check_step(plan, None, loss_fn, X, microbatches=2)
@@ -56,6 +57,7 @@ def test_equal_steps_are_equal_also_with_padding_zero_and_microbatches():
   assert found.meshes == ("data 2 x fsdp 4", "one device")
 
 
+@pytest.mark.slow
 def test_difference_in_loss_statistics_and_updates_is_named():
   def on(layout):
     """As if the compiler had computed something else on the smaller mesh."""
