@@ -60,6 +60,10 @@ WAYS = {
   "found, blocks": found("blockwise"),
   "whole": whole,
 }
+KERNELS = {  # for TPUs only
+  "ring, zigzag, by kernel": nxp.parallel.context_attention(causal=True, zigzag=True, fused=True),
+  "all to all, by kernel": nxp.parallel.context_attention(how="ulysses", causal=True, fused=True),
+}
 
 NOTES = [
   "Times: 8 simulated devices on the cores of one shared machine, so only ratios say something. The tiles of"
@@ -166,7 +170,7 @@ def compiled(record: Record) -> None:
   mesh = nxp.report.topology_mesh(CHIP, context=CHIPS)
   for length in LENGTHS:
     group = f"{length // 1024}k positions, bfloat16, {HEADS} heads of {WIDTH}, {KEY_HEADS} of keys"
-    for name, attend in WAYS.items():
+    for name, attend in {**WAYS, **KERNELS}.items():
       try:
         peak = program(attend, length, mesh).memory_analysis().peak_memory_in_bytes / 2**20
         print(f"{group}: {name}: {peak:.1f} MiB", flush=True)
@@ -177,9 +181,9 @@ def compiled(record: Record) -> None:
         print(f"{group}: {name}: does not fit: {str(error)[:200]}", flush=True)
         record.value(f"{name}: does not fit in a chip's memory of", 16, "GiB", group=group)
     shard = 2 * length // CHIPS * KEY_HEADS * WIDTH * 2
-    for name in ("ring, zigzag", "found, ring"):
+    for name in ("ring, zigzag", "ring, zigzag, by kernel", "found, ring"):
       for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
-        moves = sent(program(WAYS[name], length, mesh, gradient))
+        moves = sent(program({**WAYS, **KERNELS}[name], length, mesh, gradient))
         way = "forward and backward" if gradient else "forward"
         # Backward: keys and values again (XLA sends those to the next device once for both ways), and their
         # gradients: in float32, and home in bfloat16.

@@ -639,6 +639,27 @@ def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
   np.testing.assert_allclose(jax.jit(run)(jnp.tri(128, dtype=bool), x), x)
 
 
+def test_the_backward_pass_of_a_splash_kernel_takes_its_options_and_what_the_forward_pass_saved():
+  """`layers/fused_ring.py` calls it with the result and the sums of several shards of keys."""
+  from jax.experimental.pallas.ops.tpu import splash_attention
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+  mask = splash_attention.MultiHeadMask([splash_attention.FullMask((128, 128))])
+  kernel = splash_attention.make_splash_mqa_single_device(mask, save_residuals=True, interpret=True)
+  names = [*inspect.signature(splash_attention_kernel._splash_attention_bwd).parameters]
+  assert {*names} - {*kernel.kwargs} == {"res", "do"}
+  q, k = np.ones((1, 128, 128), np.float32), np.ones((128, 128), np.float32)
+  _, saved = jax.eval_shape(
+    lambda: splash_attention_kernel._splash_attention_fwd(
+      kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info, q, k, k, None, None,
+      **kernel.kwargs | {"save_residuals": False},
+    )
+  )  # fmt: skip
+  assert [getattr(x, "shape", x) for x in saved[:7]] == [
+    (1, 128, 128), (128, 128), (128, 128), None, None, (1, 128, 128), (1, 128)
+  ]  # fmt: skip
+
+
 def test_the_client_of_the_distributed_runtime_waits_at_named_barriers():
   """`hosts/agree.py` calls it: the public `sync_global_devices` has no timeout, and names nobody."""
   from jax._src import distributed

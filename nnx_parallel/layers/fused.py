@@ -60,14 +60,14 @@ def splash_attention(
     NotFused: it has no blocks for these lengths.
   """
   rows, columns = query.shape[0], key.shape[0]
-  splash, sizes = _splash(rows, columns)
+  splash, sizes = splash_and_blocks(rows, columns)
   known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
   kernel = splash.make_splash_mqa_single_device(
     known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
   )
   if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
     kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-  found: Any = kernel(_padded(query)[None], _padded(key), _padded(value))
+  found: Any = kernel(lane_padded(query)[None], lane_padded(key), lane_padded(value))
   return found[0, :, : value.shape[1]]
 
 
@@ -96,7 +96,7 @@ def splash_sequence(
     NotFused: the kernel has no block size for this length.
   """
   length = key.shape[0]
-  splash, sizes = _splash(length, length)
+  splash, sizes = splash_and_blocks(length, length)
   shape = (length, length)
   mask: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
   if window is not None:
@@ -104,12 +104,16 @@ def splash_sequence(
   masks = splash.MultiHeadMask([mask] * query.shape[0])
   kernel = splash.make_splash_mqa_single_device(masks, block_sizes=sizes, interpret=interpret)
   ids = None if segments is None else splash.SegmentIds(segments, segments)
-  found: Any = kernel(_padded(query), _padded(key), _padded(value), ids)
+  found: Any = kernel(lane_padded(query), lane_padded(key), lane_padded(value), ids)
   return found[..., : value.shape[-1]]
 
 
-def _splash(rows: int, columns: int) -> tuple[Any, Any]:
-  """The module of the kernel, and the sizes of its blocks for these lengths."""
+def splash_and_blocks(rows: int, columns: int) -> tuple[Any, Any]:
+  """The module of the kernel, and the sizes of its blocks for these lengths.
+
+  Raises:
+    NotFused: there are no such blocks.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
 
   q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
@@ -120,7 +124,7 @@ def _splash(rows: int, columns: int) -> tuple[Any, Any]:
   return splash, splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
-def _padded(x: jax.Array) -> jax.Array:
+def lane_padded(x: jax.Array) -> jax.Array:
   """With features that fill the lanes of the chip."""
   return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),))
 

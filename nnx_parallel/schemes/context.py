@@ -30,6 +30,7 @@ from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
+from nnx_parallel.layers.fused_ring import RINGS
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
@@ -83,9 +84,10 @@ def context_attention(
     zigzag: whether the positions are in the order of `nxp.parallel.zigzag`, so that a causal ring gives all
       devices equal work.
     block: the number of queries, and of keys, for which scores are computed at a time.
-    fused: with `"ulysses"`, compute the heads of a device with the fused kernel of its chip, if JAX has a
-      suitable kernel (TPUs; a length that is a multiple of 128, no `mask` and no `positions`) and the other
-      mesh axes are batch axes; else blockwise.
+    fused: compute with the fused kernel of the chip, if JAX has a suitable kernel and the other mesh axes are
+      batch axes; else blockwise. The kernel of TPUs needs a length that is a multiple of 128 (in a ring: the
+      length of each shard, and with `zigzag` half of it), no `mask`, no `positions`, and in a ring no
+      `window`.
     heads_axis: with `"ring"`, a second mesh axis, whose size must divide the number of heads. Outside the
       attention, `axis` and `heads_axis` shard the positions, with `axis` as the major axis. Inside the
       attention, `heads_axis` shards the heads, and only `axis` shards the positions: all-to-alls over
@@ -244,12 +246,6 @@ class ContextAttention:
   def __post_init__(self) -> None:
     if self.how not in ("ring", "ulysses"):
       raise SchemeError(f"how={self.how!r} is not a way to attend.", fix='how="ring" or how="ulysses"')
-    if self.fused and self.how == "ring":
-      raise SchemeError(
-        "a ring merges the results of each shard, and the fused kernel that JAX has cannot do that in a"
-        " gradient.",
-        fix='how="ulysses", fused=True',
-      )
     if self.heads_axis is not None and (self.how != "ring" or self.heads_axis in (self.axis, "")):
       raise SchemeError(
         f"heads_axis={self.heads_axis!r} is not a second mesh axis beside the axis of a ring.",
@@ -604,40 +600,57 @@ def _by_rings(
 
 
 def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
-  """The same as `_Sequence.attend`, where each device computes its heads by the kernel; None: it cannot."""
-  kernel, options, share = kernel_in_use(SEQUENCES), sequence.options, sequence.share
+  """The same as `_Sequence.attend`, where each device computes its part by the kernel; None: it cannot."""
+  options, by_ring = sequence.options, sequence.options.how == "ring"
+  kernel = kernel_in_use(RINGS if by_ring else SEQUENCES)
   mesh = jax.sharding.get_abstract_mesh()
-  sizes, explicit = axis_sizes(mesh), AxisType.Explicit in mesh.axis_types
+  sizes, own = axis_sizes(mesh), [axis for axis in options.axes.values() if axis in mesh.axis_names]
   # Over other axes, the kernel would be replicated.
-  rest = math.prod(n for axis, n in sizes.items() if axis not in (*sequence.examples, options.axis))
-  fits = options.axis in sizes and rest == 1 and not explicit and not sequence.mapped
-  if kernel is None or not fits or "keep" in given or "row positions" in given:
+  rest = math.prod(n for axis, n in sizes.items() if axis not in (*sequence.examples, *own))
+  fits = options.axis in own and rest == 1 and not sequence.mapped
+  taken = "keep" in given or sequence.by_data or (by_ring and options.window is not None)
+  if kernel is None or not fits or taken or AxisType.Explicit in mesh.axis_types:
     return None
-
-  def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
-    return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if options.zigzag else x
-
-  attend = functools.partial(kernel, causal=options.causal, window=options.window)
+  call: dict[str, Any] = {"causal": options.causal}
+  if by_ring:
+    call |= {"axis": options.axis, "size": sequence.shards, "zigzag": options.zigzag}
+    kernel = functools.partial(kernel, **call)
+  else:
+    kernel = _on_all_positions(functools.partial(kernel, **call, window=options.window), sequence)
 
   def local(q: Any, k: Any, v: Any, segments: jax.Array | None) -> jax.Array:
-    q, k, v, segments = (None if x is None else ordered(x, 1, inverse=True) for x in (q, k, v, segments))
     q = jnp.moveaxis(q[:, :, :, 0] * q.shape[-1] ** -0.5, 1, 3)  # [batch, heads, group, length, features]
     k, v = (jnp.moveaxis(x[:, :, :, 0], 1, 2) for x in (k, v))
-    each = jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None if segments is None else 0))
-    return ordered(each(q, k, v, segments), 3)[:, :, None]
+    return kernel(q, k, v, segments)[:, :, None]
 
-  segments, rows = given.get("row segment_ids"), entry_of(sequence.examples)
-  split = PartitionSpec(rows, None, None, options.axis)
+  rows, segments, share = entry_of(sequence.examples), given.get("row segment_ids"), sequence.share
+  place, heads = (options.axis, options.heads_axis) if by_ring else (None, options.axis)
+  of_segments = None if segments is None else PartitionSpec(rows, place)
   run = jax.shard_map(
     local,
-    in_specs=(split, split, split, None if segments is None else PartitionSpec(rows)),
-    out_specs=PartitionSpec(rows, None, options.axis),
+    in_specs=(*[PartitionSpec(rows, place, None, heads)] * 3, of_segments),
+    out_specs=PartitionSpec(rows, None, heads, None, place),
     check_vma=False,
   )
   q, k, v = (share.by_heads(given[name], (("row", 1, 1), ("heads", 3, 1))) for name in ("q", "k", "v"))
   with contextlib.suppress(NotFused):
     return share.by_positions(run(q, k, v, segments), (("row", 4, 1), ("heads", 2, 1)))
   return None
+
+
+def _on_all_positions(attend: Callable[..., jax.Array], sequence: _Sequence) -> Callable[..., jax.Array]:
+  """The kernel of some heads for each example and head of keys, with the positions in their order."""
+
+  def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
+    return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if sequence.options.zigzag else x
+
+  def each(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    q, k, v = (ordered(x, dim, inverse=True) for x, dim in ((q, 3), (k, 2), (v, 2)))
+    segments = None if segments is None else ordered(segments, 1, inverse=True)
+    heads = jax.vmap(attend, (0, 0, 0, None))
+    return ordered(jax.vmap(heads, (0, 0, 0, None if segments is None else 0))(q, k, v, segments), 3)
+
+  return each
 
 
 def _examples_over(query: jax.Array, mesh: AnyMesh | None, others: Collection[str]) -> tuple[str, ...]:

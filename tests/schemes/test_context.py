@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers import fused
+from nnx_parallel.layers import fused, fused_ring
 from nnx_parallel.report.program.collectives import collectives
 
 HEADS, WIDTH = 4, 8
@@ -642,5 +642,46 @@ def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
     with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):
       assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
       np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
-  with pytest.raises(SchemeError, match="a ring merges the results of each shard"):
-    nxp.parallel.context_attention(fused=True)
+  monkeypatch.setitem(fused_ring.RINGS, "cpu", functools.partial(fused_ring.splash_ring, interpret=True))
+  q, k, v, _, _ = drawn(2, 512, 4)
+  for options in ({"window": 9}, {"zigzag": True}):  # half of a shard has 64 positions
+    attend = nxp.parallel.context_attention(causal=True, fused=True, **options)
+    with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, context=4)):
+      assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
+
+
+RINGS = {
+  "causal": ({"data": 2, "context": 4}, 512, {"causal": True}),
+  "zigzag": ({"data": 2, "context": 4}, 1024, {"causal": True, "zigzag": True}),
+  "both sides": ({"context": 2}, 256, {}),
+  "some heads": ({"data": 2, "context": 2, "heads": 2}, 512, {"causal": True, "heads_axis": "heads"}),
+}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("case", RINGS)
+def test_the_fused_kernel_computes_a_ring(case, segmented, monkeypatch):
+  monkeypatch.setitem(fused_ring.RINGS, "cpu", functools.partial(fused_ring.splash_ring, interpret=True))
+  axes, length, options = RINGS[case]
+  (q, k, v, w, segments), shards = drawn(2, length, 2), axes["context"]
+  attend = nxp.parallel.context_attention(fused=True, **options)
+
+  def turned(x, **how):
+    return nxp.parallel.zigzag(x, shards, **how) if options.get("zigzag") else x
+
+  def split(q, k, v):
+    q, k, v, ids = map(turned, (q, k, v, segments))
+    return turned(attend(q, k, v, segment_ids=ids if segmented else None), inverse=True)
+
+  def loss(function):
+    return jax.jit(jax.value_and_grad(lambda *x: (function(*x) * w).sum(), argnums=(0, 1, 2)))
+
+  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
+    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
+    found = loss(split)(q, k, v)
+  plain = functools.partial(whole, causal=options.get("causal", False))
+  expected = loss(lambda *x: plain(*x, segments if segmented else None))(q, k, v)
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
