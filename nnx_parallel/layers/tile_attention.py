@@ -200,7 +200,7 @@ class TileAttention:
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
     seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
       None: all tiles.
-    met: `arrays -> [blocks of queries, blocks of keys]`: which tiles the values of the arrays, such as the
+    needed: `arrays -> [blocks of queries, blocks of keys]`: which tiles the values of the arrays, such as the
       ids of documents, do not hide completely, for the arrays that a device holds during a visit; None: all.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
@@ -215,7 +215,7 @@ class TileAttention:
   weighed: Callable[[Sequence[jax.Array], jax.Array, jax.Array, Places], tuple[jax.Array, jax.Array]]
   spread: Callable[[jax.Array, Sequence[int]], jax.Array]
   seen: np.ndarray | None = None
-  met: Callable[[Sequence[jax.Array]], jax.Array] | None = None
+  needed: Callable[[Sequence[jax.Array]], jax.Array] | None = None
   zeros_too: bool = False
 
   def __call__(self, *arrays: jax.Array, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -394,7 +394,7 @@ class TileAttention:
 
     Each device computes the tiles that it sees.
     """
-    met = None if self.met is None else self.met(given)
+    needed = None if self.needed is None else self.needed(given)
     ahead, visits = (hop, self._visits[hop : hop + 1]) if isinstance(hop, int) else (1, self._visits[1:-1])
     patterns, which = np.unique(visits.reshape(-1, visits[0, 0].size), axis=0, return_inverse=True)
     counts = patterns.sum(1)
@@ -414,7 +414,7 @@ class TileAttention:
         return body(state, given, places, self.share.places(device, source, places))
 
       wanted = [number < jnp.asarray(counts)[mine]] if len({*counts}) > 1 else []
-      wanted += [] if met is None else [met[tile[0], tile[1]]]
+      wanted += [] if needed is None else [needed[tile[0], tile[1]]]
       if not wanted:
         return computed(state), None
       return jax.lax.cond(jnp.stack(wanted).all(), computed, lambda state: state, state), None

@@ -346,11 +346,12 @@ class ContextAttention:
       segment_ids: as for a call, `[batch, length]`; None for one document.
       positions: as for a call, `[batch, length]`; None for the order that the options say.
     """
-    sequence = _Sequence(self, shards, 1, (length, length), by_data=positions is not None)
-    shape = (1 if segment_ids is None else len(segment_ids), length, 1, 1)
-    given = _by_position({"segment_ids": segment_ids, "positions": positions}, shape, shape)
-    met = np.asarray(sequence.met(given, sequence.share.grid))
-    return sequence.share.visits(sequence.seen & met).sum((-1, -2)).T
+    sequence = _Sequence(self, shards, 1, (length, length), has_positions=positions is not None)
+    arrays = {"segment_ids": segment_ids, "positions": positions}
+    batch = next((len(x) for x in arrays.values() if x is not None), 1)
+    given = _by_position(arrays, *[(batch, length, 1, 1)] * 2)
+    needed = np.asarray(sequence.needed(given, sequence.share.grid))
+    return sequence.share.visits(sequence.seen & needed).sum((-1, -2)).T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +365,7 @@ class _Sequence:
     lengths: the number of queries and of keys.
     precision: of the products.
     mapped: mesh axes of an enclosing `jax.vmap`.
-    by_data: whether the positions of the elements are an argument.
+    has_positions: whether the positions of the elements are an argument.
     examples: the mesh axes that split the examples, as far as they are known.
   """
 
@@ -374,7 +375,7 @@ class _Sequence:
   lengths: tuple[int, int]
   precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
-  by_data: bool = False
+  has_positions: bool = False
   examples: tuple[str, ...] = ()
 
   @property
@@ -419,7 +420,7 @@ class _Sequence:
     """Which tiles have a query that sees a key, `[blocks of queries, blocks of keys]`."""
     grid = self.share.grid
     row, column = (self.position(grid.starts(name)) for name in ("row", "column"))
-    if self.by_data:
+    if self.has_positions:
       return np.ones((len(row), len(column)), bool)
     behind = row[:, None] - column[None]
     near = self.near(behind - grid.blocks["column"] + 1, behind + grid.blocks["row"] - 1)
@@ -430,7 +431,7 @@ class _Sequence:
     seen, window = most >= 0 if self.options.causal else True, self.options.window
     return seen if window is None else seen & (least < window) & (most > -window)
 
-  def met(self, given: Mapping[str, AnyArray], grid: Grid) -> jax.Array:
+  def needed(self, given: Mapping[str, AnyArray], grid: Grid) -> jax.Array:
     """Which tiles have a query that sees a key, by the segments, the positions and the mask of any example.
 
     Args:
@@ -483,7 +484,7 @@ class _Sequence:
     scores = self.product("bqhngd,bshnd->bhngqs", q, k) / math.sqrt(q.shape[-1])
     seen: list[jax.Array] = []
     if self.options.causal or self.options.window is not None:
-      if self.by_data:
+      if self.has_positions:
         row, column = given["row positions"], given["column positions"]
       else:
         row, column = (self.position(grid.indices(name, places))[None] for name in ("row", "column"))
@@ -543,7 +544,7 @@ class _Sequence:
       weighed=weighed,
       spread=lambda x, shape: jnp.broadcast_to(x[..., None], shape),
       seen=self.seen,
-      met=(lambda arrays: self.met(named(arrays), self.share.own)) if len(given) > 3 else None,
+      needed=(lambda arrays: self.needed(named(arrays), self.share.own)) if len(given) > 3 else None,
       zeros_too=True,
     )
     laid = [_laid(x, share, share.split(labels[name])) for name, x in given.items()]
@@ -608,7 +609,7 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
   # Over other axes, the kernel would be replicated.
   rest = math.prod(n for axis, n in sizes.items() if axis not in (*sequence.examples, *own))
   fits = options.axis in own and rest == 1 and not sequence.mapped
-  taken = "keep" in given or sequence.by_data or (by_ring and options.window is not None)
+  taken = "keep" in given or sequence.has_positions or (by_ring and options.window is not None)
   if kernel is None or not fits or taken or AxisType.Explicit in mesh.axis_types:
     return None
   call: dict[str, Any] = {"causal": options.causal}
