@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -658,6 +660,28 @@ def test_the_backward_pass_of_a_splash_kernel_takes_its_options_and_what_the_for
   assert [getattr(x, "shape", x) for x in saved[:7]] == [
     (1, 128, 128), (128, 128), (128, 128), None, None, (1, 128, 128), (1, 128)
   ]  # fmt: skip
+
+
+ONE_GATHERS = """
+import jax, jax.numpy as jnp
+mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+def at(*spec):
+  return jax.NamedSharding(mesh, jax.P(*spec))
+def both(x, kernel):
+  y = jnp.einsum("bls,ws->blw", x, kernel)
+  y = jax.lax.with_sharding_constraint(y, at(("data", "fsdp"), None, "tensor"))
+  return jax.lax.with_sharding_constraint(kernel, at("tensor")).sum() + y.sum()
+x = jax.device_put(jnp.ones((16, 4, 8)), at(("data", "fsdp"), None, "tensor"))
+print(jax.jit(both)(x, jax.device_put(jnp.ones((16, 8)), at(("tensor", "fsdp")))))
+"""
+
+
+@pytest.mark.slow
+def test_a_parameter_that_only_one_of_two_products_gathers_ends_the_process():
+  """If this fails, `train/hold.py` need not gather parameters in products with constant gradients."""
+  found = subprocess.run([sys.executable, "-c", ONE_GATHERS], capture_output=True, text=True, check=False)
+  assert found.returncode == (0 if OLD else -signal.SIGABRT), found.stderr
+  assert OLD or "HloShardingV3" in found.stderr
 
 
 def test_the_client_of_the_distributed_runtime_waits_at_named_barriers():
