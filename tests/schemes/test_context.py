@@ -319,6 +319,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", DOCUMENTS)
 def test_documents_in_their_own_zigzag_order_have_the_same_values_and_gradients(case):
   sizes, options, explicit = DOCUMENTS[case]
@@ -571,6 +572,7 @@ def packed_loss(model, batch):
   return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["labels"]).mean()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_step_on_packed_documents_equals_one_device(explicit):
