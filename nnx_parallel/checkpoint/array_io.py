@@ -26,7 +26,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.storage import kvstore_of
+from nnx_parallel.checkpoint.storage import is_local, kvstore_of
 
 _CLEAN_UP_S = 10.0  # other writes should end within this time
 # Below this a replicated array is written by one process, not cut into one file per replica.
@@ -62,11 +62,32 @@ def start_save(
   context.memory_options.write_concurrent_bytes = budget
   context.memory_options.transfer_concurrent_bytes = None if background else budget
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
+  later = background and jax.process_count() == 1 and is_local(step_dir)
+  if later:
+    _require_folders(step_dir, items)
+  # Else the writes of one item, which need the same cores, begin before the next item is copied.
+  context.async_options.create_directories_asynchronously = later
   with context, quiet():
     response: Any = ocp.save_checkpointables_async(
       step_dir, {name: dict(tree) for name, tree in items.items()}
     )
   return response.result if jax.process_count() == 1 else functools.partial(_result, response)
+
+
+def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
+  """Makes folders like those of a save, and deletes them.
+
+  If Orbax cannot make a folder in the background, its threads wait for twenty minutes, also when the process
+  ends.
+
+  Raises:
+    OSError: a folder cannot be made.
+  """
+  try:
+    for name in items:
+      (step_dir / name / "array_metadatas" / "process_0").mkdir(parents=True)
+  finally:
+    step_dir.rmtree(missing_ok=True)
 
 
 def _result(response: Any, seconds: float) -> None:
@@ -133,8 +154,6 @@ def _context() -> ocp.Context:
   saving.use_ocdbt = False
   saving.use_compression = False
   saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
-  # In the background an unwritable parent is noticed late, and the process then hangs at exit.
-  context.async_options.create_directories_asynchronously = False
   return context
 
 

@@ -446,6 +446,31 @@ def test_a_new_folder_s_name_is_made_durable_also_behind_a_link(tmp_path, monkey
   assert Checkpointer(tmp_path / "disk" / "runs").steps() == [1]
 
 
+NO_FOLDERS = """
+import errno, os, sys
+import jax.numpy as jnp
+import nnx_parallel as nxp
+make = os.mkdir
+def full(path, *rest, **more):
+  if "nnx-saving" in os.fspath(path) and os.fspath(path).endswith("model"):
+    raise OSError(errno.ENOSPC, "No space left on device", os.fspath(path))
+  return make(path, *rest, **more)
+os.mkdir = full
+with nxp.Checkpointer(sys.argv[1], asynchronous=True) as checkpointer:
+  checkpointer.save(1, {"w": jnp.ones(3)})
+"""
+
+
+@pytest.mark.slow
+def test_a_background_save_whose_folders_cannot_be_made_fails_at_once(tmp_path):
+  command = [sys.executable, "-c", NO_FOLDERS, str(tmp_path)]
+  found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+  assert found.returncode == 1
+  assert "cannot save step 1" in found.stderr
+  assert "the disk is full" in found.stderr
+  assert names(tmp_path) == []
+
+
 def test_a_limit_on_open_files_is_no_full_disk(tmp_path, monkeypatch):
   monkeypatch.setattr(storage, "make_tree_durable", broken(24))
   with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: too many files are open\."):
