@@ -204,7 +204,7 @@ class Job:
       plan=self.plan,
       start=self.position,
       tokens=self.recipe.tokens,
-      extra=self._extra,
+      extra=None if options.get("checkpointer") is None else self._extra,
       progress=progress,
       **options,
     )
