@@ -6,12 +6,15 @@ of each chip, arguments and results included, and what a ring sends beside what 
 temporaries are no measure here: it gives 0.5 MiB for programs that hold accumulators of 32 MiB.
 
   python -m benchmarks context            the chips' part needs the TPU compiler (`tpu-aot`)
+  python -m benchmarks.context documents  the groups with that in their names
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -91,51 +94,46 @@ def documents(draw: np.random.Generator) -> dict[str, list[int]]:
   return found
 
 
-def packed(record: Record) -> None:
-  """Adds the tiles that a causal ring computes for packed documents, in several orders."""
-  attend, whole = WAYS["ring"], WAYS["ring, zigzag"]
-  for name, lengths in documents(np.random.default_rng(0)).items():
-    ids = np.repeat(np.arange(len(lengths)), lengths)[None]
-    given = {"segment_ids": ids, "positions": np.concatenate([np.arange(n) for n in lengths])[None]}
-    orders = {
-      "documents not told": whole.tiles(PACKED, CHIPS),
-      "as packed": attend.tiles(PACKED, CHIPS, **given),
-      "zigzag of the sequence": whole.tiles(PACKED, CHIPS, segment_ids=nxp.parallel.zigzag(ids, CHIPS)),
-      "zigzag of each long document": attend.tiles(
-        PACKED, CHIPS, **nxp.parallel.zigzag(given, CHIPS, segment_ids=ids)
-      ),
-    }
-    least = sum(n * (n + 1) / 2 for n in lengths) / 512**2
-    group = f"documents: {name}"
-    for order, tiles in orders.items():
-      record.value(f"{order}: tiles over the least", round(float(tiles.sum() / least), 2), "", group=group)
-      slowest = float(CHIPS * tiles.max(0).sum() / least)
-      record.value(f"{order}: those of the slowest device over the least", round(slowest, 2), "", group=group)
+def packed(record: Record, group: str, lengths: list[int]) -> None:
+  """Adds the tiles that a causal ring computes for documents of these lengths, in several orders."""
+  attend, zigzag = WAYS["ring"], WAYS["ring, zigzag"]
+  ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+  given = {"segment_ids": ids, "positions": np.concatenate([np.arange(n) for n in lengths])[None]}
+  orders = {
+    "one document, zigzag": zigzag.tiles(PACKED, CHIPS),
+    "as packed": attend.tiles(PACKED, CHIPS, **given),
+    "zigzag of the sequence": zigzag.tiles(PACKED, CHIPS, segment_ids=nxp.parallel.zigzag(ids, CHIPS)),
+    "zigzag of each long document": attend.tiles(
+      PACKED, CHIPS, **nxp.parallel.zigzag(given, CHIPS, segment_ids=ids)
+    ),
+  }
+  least = sum(n * (n + 1) / 2 for n in lengths) / 512**2
+  for order, tiles in orders.items():
+    record.value(f"{order}: tiles over the least", round(float(tiles.sum() / least), 2), "", group=group)
+    slowest = float(CHIPS * tiles.max(0).sum() / least)
+    record.value(f"{order}: of the slowest devices", round(slowest, 2), "", group=group)
 
 
 def summed(attend: Any, q: Any, k: Any, v: Any) -> Any:
   return attend(q, k, v).astype(jnp.float32).sum()
 
 
-def timed(record: Record) -> None:
+def timed(record: Record, group: str, length: int) -> None:
   """Adds the time of each way on simulated devices."""
-  mesh = nxp.make_mesh(context=CHIPS)
-  for length in TIMED_LENGTHS:
-    draw = np.random.default_rng(0).normal
-    shapes = [(1, length, heads, TIMED_WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    with jax.set_mesh(mesh):
-      given = [
-        jax.device_put(draw(size=shape).astype(np.float32), NamedSharding(mesh, LAYOUT)) for shape in shapes
-      ]
-      cases = {
-        name: functools.partial(
-          jax.jit(jax.value_and_grad(functools.partial(summed, way), (0, 1, 2))).lower(*given).compile(),
-          *given,
-        )
-        for name, way in WAYS.items()
-      }
-    group = f"{length} positions, float32, {HEADS} heads of {TIMED_WIDTH}, {KEY_HEADS} of keys"
-    record.compare(measure(cases, rounds=9, warmup=1), baseline="whole", group=group)
+  mesh, draw = nxp.make_mesh(context=CHIPS), np.random.default_rng(0).normal
+  shapes = [(1, length, heads, TIMED_WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+  with jax.set_mesh(mesh):
+    given = [
+      jax.device_put(draw(size=shape).astype(np.float32), NamedSharding(mesh, LAYOUT)) for shape in shapes
+    ]
+    cases = {
+      name: functools.partial(
+        jax.jit(jax.value_and_grad(functools.partial(summed, way), (0, 1, 2))).lower(*given).compile(),
+        *given,
+      )
+      for name, way in WAYS.items()
+    }
+  record.compare(measure(cases, rounds=9, warmup=1), baseline="whole", group=group)
 
 
 def program(attend: Any, length: int, mesh: Any, gradient: bool = True) -> Any:
@@ -154,44 +152,50 @@ def sent(compiled: Any) -> int:
   return sum(item.sent_bytes for item in items if "permute" in item.kind)
 
 
-def main() -> None:
-  """Times and compiles every way, and writes the record."""
-  title = __doc__.split("\n", 1)[0]
-  record = Record("context", title, command="python -m benchmarks context", notes=NOTES)
-  timed(record)
-  packed(record)
-  if not missing_compiler(read_machine(CHIP)):
-    compiled(record)
-  record.write()
-
-
-def compiled(record: Record) -> None:
+def compiled(record: Record, group: str, length: int) -> None:
   """Adds the memory of each way on chips, and what a ring sends."""
   mesh = nxp.report.topology_mesh(CHIP, context=CHIPS)
+  for name, attend in {**WAYS, **KERNELS}.items():
+    try:
+      peak = program(attend, length, mesh).memory_analysis().peak_memory_in_bytes / 2**20
+      print(f"{group}: {name}: {peak:.1f} MiB", flush=True)
+      record.value(f"{name}: peak of a chip", round(peak, 1), "MiB", group=group)
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      print(f"{group}: {name}: does not fit: {str(error)[:200]}", flush=True)
+      record.value(f"{name}: does not fit in a chip's memory of", 16, "GiB", group=group)
+  shard = 2 * length // CHIPS * KEY_HEADS * WIDTH * 2
+  for name in ("ring, zigzag", "ring, zigzag, by kernel", "found, ring"):
+    for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
+      moves = sent(program({**WAYS, **KERNELS}[name], length, mesh, gradient))
+      way = "forward and backward" if gradient else "forward"
+      # Backward: keys and values again (XLA sends those to the next device once for both ways), and their
+      # gradients: in float32, and home in bfloat16.
+      expected = moved or (2 * (CHIPS - 1) - 1 + 2 * (CHIPS - 1) + 1) * shard
+      print(f"{group}: {name}, {way}: sends {moves}, must send {expected}", flush=True)
+      record.value(f"{name}, {way}: sent by a chip", moves / 2**20, "MiB", group=group)
+      record.value(f"{name}, {way}: must be sent", expected / 2**20, "MiB", group=group)
+
+
+def main(part: str = "") -> None:
+  """Makes the record, or only the groups with a part of their name."""
+  title, heads = __doc__.split("\n", 1)[0], f"{HEADS} heads of"
+  record = Record("context", title, command="python -m benchmarks context", notes=NOTES)
+  groups: dict[str, Callable[[], None]] = {}
+
+  def add(group: str, function: Callable[..., None], of: Any) -> None:
+    groups[group] = functools.partial(function, record, group, of)
+
+  for length in TIMED_LENGTHS:
+    add(f"{length} positions, float32, {heads} {TIMED_WIDTH}, {KEY_HEADS} of keys", timed, length)
+  for name, lengths in documents(np.random.default_rng(0)).items():
+    add(f"documents: {name}", packed, lengths)
   for length in LENGTHS:
-    group = f"{length // 1024}k positions, bfloat16, {HEADS} heads of {WIDTH}, {KEY_HEADS} of keys"
-    for name, attend in {**WAYS, **KERNELS}.items():
-      try:
-        peak = program(attend, length, mesh).memory_analysis().peak_memory_in_bytes / 2**20
-        print(f"{group}: {name}: {peak:.1f} MiB", flush=True)
-        record.value(f"{name}: peak of a chip", round(peak, 1), "MiB", group=group)
-      except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-          raise
-        print(f"{group}: {name}: does not fit: {str(error)[:200]}", flush=True)
-        record.value(f"{name}: does not fit in a chip's memory of", 16, "GiB", group=group)
-    shard = 2 * length // CHIPS * KEY_HEADS * WIDTH * 2
-    for name in ("ring, zigzag", "ring, zigzag, by kernel", "found, ring"):
-      for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
-        moves = sent(program({**WAYS, **KERNELS}[name], length, mesh, gradient))
-        way = "forward and backward" if gradient else "forward"
-        # Backward: keys and values again (XLA sends those to the next device once for both ways), and their
-        # gradients: in float32, and home in bfloat16.
-        expected = moved or (2 * (CHIPS - 1) - 1 + 2 * (CHIPS - 1) + 1) * shard
-        print(f"{group}: {name}, {way}: sends {moves}, must send {expected}", flush=True)
-        record.value(f"{name}, {way}: sent by a chip", moves / 2**20, "MiB", group=group)
-        record.value(f"{name}, {way}: must be sent", expected / 2**20, "MiB", group=group)
+    add(f"{length // 1024}k positions, bfloat16, {heads} {WIDTH}, {KEY_HEADS} of keys", compiled, length)
+  here = [group for group in groups if "bfloat16" not in group or not missing_compiler(read_machine(CHIP))]
+  record.make(groups, [group for group in here if part in group])
 
 
 if __name__ == "__main__":
-  main()
+  main(*sys.argv[1:])
