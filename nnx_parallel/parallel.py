@@ -12,12 +12,13 @@ with epy.lazy_api_imports(globals()):
     map_shards,
     matmul_reduce_scatter,
   )
-  from nnx_parallel.schemes.context import context_attention, zigzag
+  from nnx_parallel.schemes.context import context_attention
   from nnx_parallel.schemes.experts import experts
   from nnx_parallel.schemes.per_matrix import per_matrix
   from nnx_parallel.schemes.pipeline import pipeline
   from nnx_parallel.schemes.routing import Routing, balanced_bias, route
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+  from nnx_parallel.schemes.zigzag import zigzag
   from nnx_parallel.train.axes import auto_axes
   from nnx_parallel.train.rng import fold_rng_over_axis
 

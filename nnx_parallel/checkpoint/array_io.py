@@ -62,11 +62,11 @@ def start_save(
   context.memory_options.write_concurrent_bytes = budget
   context.memory_options.transfer_concurrent_bytes = None if background else budget
   context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
-  later = background and jax.process_count() == 1 and is_local(step_dir)
-  if later:
-    _require_folders(step_dir, items)
   # Else the writes of one item, which need the same cores, begin before the next item is copied.
-  context.async_options.create_directories_asynchronously = later
+  folders_later = background and jax.process_count() == 1 and is_local(step_dir)
+  if folders_later:
+    _require_folders(step_dir, items)
+  context.async_options.create_directories_asynchronously = folders_later
   with context, quiet():
     response: Any = ocp.save_checkpointables_async(
       step_dir, {name: dict(tree) for name, tree in items.items()}

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.core.types import PyTree
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layers.fused import lane_padded, splash_and_blocks
+from nnx_parallel.layers.tile_attention import around, is_first, sent
 
 
 def splash_ring(
@@ -59,7 +60,7 @@ def splash_ring(
 
 
 RINGS: dict[str, Callable[..., jax.Array]] = {"tpu": splash_ring}
-"""The kernel of each platform."""
+"""The attention in a ring by the kernel of each platform that has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,10 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """The arguments of `splash_ring`, the heads of the queries for each head of keys, and the length."""
+  """The arguments of `splash_ring`, the heads of the queries for each head of keys, and the length.
+
+  `before` and `after` are for causal attention.
+  """
 
   axis: str
   size: int
@@ -102,35 +106,34 @@ class _Ring:
   @property
   def before(self) -> _Part:
     """Which queries see which keys of a device that is before this one on the axis."""
-    return _Part(keys=self.length // 2) if self.causal and self.zigzag else _Part()
+    return _Part(keys=self.length // 2) if self.zigzag else _Part()
 
   @property
   def after(self) -> _Part | None:
     """Which queries see which keys of a device that is after this one; None: no query sees a key."""
-    if not self.causal:
-      return _Part()
     return _Part(first=self.length // 2) if self.zigzag else None
 
   def forward(
     self, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
   ) -> tuple[jax.Array, PyTree]:
     """The result, and what the backward pass needs."""
-    none = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32), jnp.full(query.shape[:-1], -jnp.inf)
+    none = [
+      jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32),
+      jnp.full(query.shape[:-1], -jnp.inf),
+    ]
 
-    def visit(part: _Part, moving: PyTree) -> PyTree:
-      found = self._kernel(part, lambda kernel, *given: kernel(*given), moving, query, segments)
-      found = found[0], found[1][0]
-      return [x.at[:, :, :, part.rows].set(y.astype(x.dtype)) for x, y in zip(none, found, strict=True)]
+    def attended(part: _Part, moving: PyTree) -> PyTree:
+      result, (total,) = self._kernel(part, lambda kernel, *given: kernel(*given), moving, query, segments)
+      pairs = zip(none, (result, total), strict=True)
+      return [x.at[:, :, :, part.rows].set(y.astype(x.dtype)) for x, y in pairs]
 
-    def step(moving: PyTree, state: PyTree, hop: Any) -> PyTree:
-      (result, total), (more, its_total) = state, self._seen(hop, visit, moving, [*none])
+    def visit(hop: AnyArray, moving: PyTree, state: PyTree) -> PyTree:
+      (result, total), (more, its_total) = state, self._seen(hop, attended, moving, none)
       after = jnp.logaddexp(total, its_total)
       scales = [jnp.exp(x - after)[..., None] for x in (total, its_total)]
       return [result * scales[0] + more * scales[1], after]
 
-    moving = key, value, segments
-    state, moving = visit(_Part(causal=self.causal), moving), self._sent(moving)
-    result, total = self._around(step, moving, state)
+    result, total = around(visit, (key, value, segments), none, self.size - 1, self._sent)
     result = result.astype(query.dtype)
     return result, (query, key, value, segments, result, total)
 
@@ -139,50 +142,37 @@ class _Ring:
     query, key, value, segments, result, total = saved
     none = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
 
-    def visit(part: _Part, moving: PyTree) -> PyTree:
+    def pulled(part: _Part, moving: PyTree) -> PyTree:
       found = self._kernel(part, _pull, moving, query, segments, result, total, arriving)
       places = (3, part.rows), (2, part.columns), (2, part.columns)
       triples = zip(none, found, places, strict=True)
       return [x.at[(*[slice(None)] * d, at)].set(y.astype(x.dtype)) for x, y, (d, at) in triples]
 
-    def step(moving: PyTree, state: PyTree, hop: Any) -> PyTree:
-      # The sums arrive while this device computes its share of them.
-      arrived = [state[0], *self._sent(state[1:])]
-      return [x + y for x, y in zip(arrived, self._seen(hop, visit, moving, none), strict=True)]
+    def visit(hop: AnyArray, moving: PyTree, state: PyTree) -> PyTree:
+      if not is_first(hop):  # the sums of a shard arrive while this device computes its share of them
+        state = [state[0], *self._sent(state[1:])]
+      return [x + y for x, y in zip(state, self._seen(hop, pulled, moving, none), strict=True)]
 
-    moving = key, value, segments
-    state, moving = visit(_Part(causal=self.causal), moving), self._sent(moving)
-    of_query, *sums = self._around(step, moving, state)
+    of_query, *sums = around(visit, (key, value, segments), none, self.size - 1, self._sent)
     found = zip((of_query, *self._sent(sums)), (query, key, value), strict=True)
     return (*(g.astype(x.dtype) for g, x in found), None)
 
-  def _around(self, step: Callable[..., PyTree], moving: PyTree, state: PyTree) -> PyTree:
-    """`step(moving, state, hop)` for each shard that arrives; the next shard arrives meanwhile."""
-
-    def body(carry: PyTree, hop: jax.Array) -> tuple[PyTree, None]:
-      moving, state = carry
-      following = self._sent(moving)
-      return (following, step(moving, state, hop)), None
-
-    if self.size > 2:
-      (moving, state), _ = jax.lax.scan(body, (moving, state), jnp.arange(1, self.size - 1))
-    return step(moving, state, self.size - 1) if self.size > 1 else state
-
-  def _seen(self, hop: Any, visit: Callable[[_Part, PyTree], PyTree], moving: PyTree, none: PyTree) -> PyTree:
-    """A visit to the shard that has made `hop` hops, with the part of it that this device sees."""
-    later = self.after
-    if not self.causal:
-      return visit(_Part(), moving)
+  def _seen(
+    self, hop: AnyArray, compute: Callable[[_Part, PyTree], PyTree], moving: PyTree, none: PyTree
+  ) -> PyTree:
+    """`compute` for the part of a shard that this device sees, after `hop` hops of the shard."""
+    if is_first(hop) or not self.causal:
+      return compute(_Part(causal=self.causal), moving)
+    after = self.after
     return jax.lax.cond(
       jax.lax.axis_index(self.axis) >= hop,
-      lambda moving: visit(self.before, moving),
-      lambda moving: none if later is None else visit(later, moving),
+      lambda moving: compute(self.before, moving),
+      lambda moving: none if after is None else compute(after, moving),
       moving,
     )
 
   def _sent(self, tree: PyTree) -> PyTree:
-    pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+    return sent(tree, self.axis, self.size)
 
   def _kernel(
     self,

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
-from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.fused_ring import RINGS
@@ -35,6 +35,7 @@ from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
 from nnx_parallel.schemes.tokens import check_not_mapped
+from nnx_parallel.schemes.zigzag import zigzag
 
 How = Literal["ring", "ulysses"]
 
@@ -112,122 +113,6 @@ def context_attention(
     True
   """
   return ContextAttention(axis, how, causal, window, zigzag, block, fused, heads_axis)
-
-
-def zigzag(
-  tree: PyTree,
-  shards: int,
-  *,
-  dim: int = 1,
-  inverse: bool = False,
-  segment_ids: np.ndarray | None = None,
-  block: int = 256,
-) -> PyTree:
-  """Reorders positions so that each shard has an early and a late part of the sequence.
-
-  The sequence is cut into `2 * shards` parts. Shard `i` gets part `i` and, after it, part
-  `2 * shards - 1 - i`. Apply it to everything that is indexed by position: tokens, labels, loss weights,
-  segment ids, and the position numbers that rotary or learned position embeddings need. Compute labels first:
-  after the reordering the next token is no longer the next element. A sum or mean over positions stays the
-  same.
-
-  With `segment_ids`, each long document of a packed sequence is cut separately, and each shard has an early
-  and a late part of it. The parts have equal lengths, which are a multiple of `block`: the first positions of
-  a document, which attend to few others, are left over. The shards share them and the short documents in
-  their old order. Pass the ids, and the number of each position in its document, in the new order to
-  `context_attention`, without its option `zigzag`.
-
-  Args:
-    tree: a pytree of NumPy or JAX arrays with the positions along `dim`. The length must be a multiple of
-      `2 * shards`.
-    shards: the size of the mesh axis that shards the positions; with `heads_axis`, the size of `axis` alone.
-    dim: the array dim of the positions.
-    inverse: whether to restore the original order instead.
-    segment_ids: integers of global shape `[batch, length]`, in the original order: a document is a run of
-      equal integers. The length must be a multiple of `shards`, and the arrays of `tree` have the shape
-      `[batch, length, ...]`.
-    block: with `segment_ids`, the positions of the smallest part. Documents of fewer than
-      `2 * shards * block` positions are not cut. Half of the block of the attention suits most lengths.
-
-  Returns:
-    Arrays of the same kinds and shapes.
-
-  Raises:
-    SchemeError: the length is not a multiple of `2 * shards`; with `segment_ids`, of `shards`.
-
-  Example:
-    >>> import numpy as np, nnx_parallel as nxp
-    >>> nxp.parallel.zigzag(np.arange(8), 2, dim=0)
-    array([0, 1, 6, 7, 2, 3, 4, 5])
-    >>> ids = np.array([[1, 1, 1, 1, 1, 2, 2, 2]])
-    >>> nxp.parallel.zigzag(np.arange(8)[None], 2, segment_ids=ids, block=1)
-    array([[1, 4, 0, 5, 2, 3, 6, 7]])
-  """
-  if segment_ids is not None:
-    order = _order_of_documents(np.asarray(segment_ids), shards, dim, block)
-    order = np.argsort(order, -1) if inverse else order
-    return jax.tree.map(lambda x: _in_order(x, order), tree)
-  parts = [part for i in range(shards) for part in (i, 2 * shards - 1 - i)]
-  order = np.argsort(parts) if inverse else np.asarray(parts)
-
-  def moved(x: jax.Array) -> jax.Array:
-    length = x.shape[dim]
-    _check_parts(length, 2 * shards, f"dim {dim} of an array of shape {tuple(x.shape)}, for {shards} shards")
-    ahead = dim % x.ndim
-    split = x.reshape(*x.shape[:ahead], 2 * shards, length // (2 * shards), *x.shape[ahead + 1 :])
-    if isinstance(x, np.ndarray):
-      return split.take(order, ahead).reshape(x.shape)
-    layout = jax.typeof(split).sharding  # on Explicit axes, a moved dim keeps its layout only if it is named
-    picked = split.at[(*[slice(None)] * ahead, order)]
-    named = AxisType.Explicit in layout.mesh.axis_types
-    return (picked.get(out_sharding=layout) if named else picked.get()).reshape(x.shape)
-
-  return jax.tree.map(moved, tree)
-
-
-def _order_of_documents(segment_ids: np.ndarray, shards: int, dim: int, block: int) -> np.ndarray:
-  """For each element in the new order, its old index, `[batch, length]`."""
-  count, (*batch, length) = 2 * shards, segment_ids.shape
-  if len(batch) != 1 or dim != 1:
-    raise SchemeError(
-      "documents are ordered in arrays of shape [batch, length, ...].",
-      details=f"segment_ids {segment_ids.shape}, dim={dim}",
-      fix="segment_ids of shape [batch, length], and dim=1.",
-    )
-  _check_parts(length, shards, f"segment_ids {segment_ids.shape}, for {shards} shards")
-  found = np.empty(segment_ids.shape, int)
-  for row, ids in enumerate(segment_ids):
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-    kept, cut = np.ones(length, bool), list[np.ndarray]()
-    for start, size in zip(starts, np.diff(starts, append=length), strict=True):
-      if size >= count * block:
-        inside = np.arange(start + size % (count * block), start + size)
-        kept[inside] = False
-        cut.append(inside.reshape(count, -1))
-    others = np.flatnonzero(kept).reshape(shards, -1)
-    shares = [[*(x[[i, count - 1 - i]].ravel() for x in cut), others[i]] for i in range(shards)]
-    found[row] = np.concatenate([part for share in shares for part in share])
-  return found
-
-
-def _check_parts(length: int, count: int, details: str) -> None:
-  if length % count:
-    raise SchemeError(
-      f"{length} positions cannot be cut into {count} equal parts.",
-      details=details,
-      fix=f"pad them to {-(-length // count) * count}, with a loss weight of 0.",
-    )
-
-
-def _in_order(x: Any, order: np.ndarray) -> Any:
-  """An array `[batch, length, ...]` with the elements of each row in another order."""
-  if x.shape[:2] != order.shape:
-    raise SchemeError(
-      f"an array of shape {tuple(x.shape)} does not fit segment ids of shape {order.shape}.",
-      fix="arrays [batch, length, ...] with the batch and the length of the segment ids.",
-    )
-  index = order.reshape(*order.shape, *[1] * (x.ndim - 2))
-  return (np if isinstance(x, np.ndarray) else jnp).take_along_axis(x, index, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +205,9 @@ class ContextAttention:
       # An Explicit axis of one device, on the dims of queries and of keys, would be twice in the scores.
       single = [axis for axis in self.axes.values() if sizes.get(axis) == 1 and is_explicit_here(axis)]
       given = query, key, value, by_position, keep
-      result = _attention(sequence, *jax.tree.map(lambda x: _without_axes(x, single), given))
+      if single:
+        given = jax.tree.map(lambda x: _typed(jnp.asarray(x), single, None), given)
+      result = _attention(sequence, *given)
       if single:
         result = jax.sharding.reshard(result, jax.typeof(query).sharding.spec)
     return result.reshape(*shape[:-1], value.shape[-1])
@@ -591,7 +478,7 @@ def _by_rings(
   if second is None or sequence.rings == 1:
     return x
   if is_explicit_here(second):
-    return _typed(x, second, rows if inverse else heads)
+    return _typed(x, (second,), rows if inverse else heads)
   own = () if is_explicit_here(axis) else (axis,)  # a constraint can name Auto axes only
   layout: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
   layout[rows] = entry_of((*own, second) if inverse else own)
@@ -612,17 +499,16 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
   taken = "keep" in given or sequence.has_positions or (by_ring and options.window is not None)
   if kernel is None or not fits or taken or AxisType.Explicit in mesh.axis_types:
     return None
-  call: dict[str, Any] = {"causal": options.causal}
+  attend = functools.partial(kernel, causal=options.causal)
   if by_ring:
-    call |= {"axis": options.axis, "size": sequence.shards, "zigzag": options.zigzag}
-    kernel = functools.partial(kernel, **call)
+    attend = functools.partial(attend, axis=options.axis, size=sequence.shards, zigzag=options.zigzag)
   else:
-    kernel = _on_all_positions(functools.partial(kernel, **call, window=options.window), sequence)
+    attend = _on_all_positions(functools.partial(attend, window=options.window), sequence)
 
   def local(q: Any, k: Any, v: Any, segments: jax.Array | None) -> jax.Array:
     q = jnp.moveaxis(q[:, :, :, 0] * q.shape[-1] ** -0.5, 1, 3)  # [batch, heads, group, length, features]
     k, v = (jnp.moveaxis(x[:, :, :, 0], 1, 2) for x in (k, v))
-    return kernel(q, k, v, segments)[:, :, None]
+    return attend(q, k, v, segments)[:, :, None]
 
   rows, segments, share = entry_of(sequence.examples), given.get("row segment_ids"), sequence.share
   place, heads = (options.axis, options.heads_axis) if by_ring else (None, options.axis)
@@ -674,23 +560,20 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 
 
 def _laid(x: jax.Array, share: Share, label: tuple[DimName, int, int] | None) -> jax.Array:
-  """An array with the dim of a label, and only that dim, on the axis; for Explicit axes only."""
+  """An array with dim 0 on the axes of the examples, and the dim of a label on the axis, if Explicit."""
+  if share.examples and is_explicit_here(share.examples[0]):
+    x = _typed(x, share.examples, 0)
   if share.axis is None or not share.is_explicit:
     return x
-  return _typed(x, share.axis, None if label is None else label[1])
+  return _typed(x, (share.axis,), None if label is None else label[1])
 
 
-def _typed(x: jax.Array, axis: str, dim: int | None) -> jax.Array:
-  """`x` with an Explicit axis on one dim of its type, or on none; other axes stay as they are."""
-  axes = [without(own, frozenset({axis})) for own in axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)]
+def _typed(x: jax.Array, names: Sequence[str], dim: int | None) -> jax.Array:
+  """`x` with some Explicit axes on one dim of its type, or on none; other axes stay as they are."""
+  axes = [without(own, frozenset(names)) for own in axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)]
   if dim is not None:
-    axes[dim] = (*axes[dim], axis)
+    axes[dim] = (*axes[dim], *names)
   return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
-
-
-def _without_axes(x: AnyArray, axes: Sequence[str]) -> AnyArray:
-  """`x` without some Explicit axes in its type."""
-  return functools.reduce(lambda x, axis: _typed(jnp.asarray(x), axis, None), axes, x)
 
 
 def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -61,6 +62,8 @@ class Case:
     options: of `context_attention`.
     packed: whether sequences are packed into segments.
     padded: whether some keys are not seen.
+    by_document: whether packed documents are in an order of their own, with their positions.
+    in_scope: whether rules say how the examples are split.
   """
 
   mesh: dict[str, int]
@@ -71,6 +74,8 @@ class Case:
   options: dict[str, Any]
   packed: bool
   padded: bool
+  by_document: bool
+  in_scope: bool
 
   @classmethod
   def of(cls, seed):
@@ -91,15 +96,19 @@ class Case:
     axes = [name for name, size in sizes.items() if size > 1]
     explicit = ((), axes, [name for name in axes if draw.integers(2)])[draw.integers(3)]
     length, keys = (2 * shards * rings * int(draw.integers(1, 6)) for _ in range(2))
+    kv_heads = 4 if tensor > 1 else int(draw.choice([1, 2, 4]))
+    packed, padded, by_document, in_scope = (bool(draw.integers(2)) for _ in range(4))
     return cls(
       mesh={name: size for name, size in sizes.items() if size > 1},
       explicit=tuple(explicit),
       length=length,
       keys=length if is_alone else keys,
-      kv_heads=4 if tensor > 1 else int(draw.choice([1, 2, 4])),
+      kv_heads=kv_heads,
       options=options,
-      packed=is_alone and bool(draw.integers(2)),
-      padded=bool(draw.integers(2)),
+      packed=is_alone and packed,
+      padded=padded,
+      by_document=is_alone and packed and by_document and not options["zigzag"],
+      in_scope=in_scope,
     )
 
 
@@ -124,8 +133,15 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
 
   shards, is_zigzag = case.mesh["context"], case.options["zigzag"]
   *rest, keep = given
+  ordered, positions = functools.partial(nxp.parallel.zigzag, shards=shards), None
+  if case.by_document:
+    ordered = functools.partial(ordered, segment_ids=rest[-1], block=1)
+    positions = np.broadcast_to(np.arange(case.length), rest[-1].shape)
+    if keep is not None:
+      keep = ordered(np.broadcast_to(keep[:, 0, 0], rest[-1].shape))[:, None, None]
+    rest, positions = ordered((rest, positions))
   if is_zigzag:
-    rest, keep = nxp.parallel.zigzag(rest, shards), nxp.parallel.zigzag(keep, shards, dim=-1)
+    rest, keep = ordered(rest), ordered(keep, dim=-1)
   mesh = nxp.make_mesh(case.mesh, explicit=case.explicit)
   tensor, batch = ("tensor" if "tensor" in case.mesh else None), next(iter(case.mesh))
   batch = None if batch == "context" else batch
@@ -138,13 +154,14 @@ def test_values_and_gradients_are_those_of_the_whole_sequence(seed):
   attend = nxp.parallel.context_attention(**case.options)
 
   def split(q, k, v, segments, keep):
-    return attend(q, k, v, keep, segment_ids=segments)
+    return attend(q, k, v, keep, segment_ids=segments, positions=positions)
 
-  with jax.set_mesh(mesh):
+  scope = nxp.use_rules(nxp.LogicalRules(batch=batch), mesh) if case.in_scope else contextlib.nullcontext()
+  with jax.set_mesh(mesh), scope:
     found = jax.jit(jax.value_and_grad(functools.partial(loss, split), (0, 1, 2), True))(*placed, keep)
   (_, own), own_gradients = jax.tree.map(np.asarray, found)
-  if is_zigzag:
-    own, own_gradients = nxp.parallel.zigzag((own, own_gradients), shards, inverse=True)
+  if is_zigzag or case.by_document:
+    own, own_gradients = ordered((own, own_gradients), inverse=True)
   for a, b in zip((own, *own_gradients), (out, *gradients), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(case))
 
@@ -436,6 +453,12 @@ def test_options_and_meshes_that_are_none_are_refused():
     nxp.parallel.zigzag(ids[:, :12], 2, segment_ids=ids)
   with pytest.raises(SchemeError, match="dim=0"):
     nxp.parallel.zigzag(ids, 2, dim=0, segment_ids=ids)
+  with pytest.raises(SchemeError, match="block=0 is not a number from 1 up"):
+    nxp.parallel.zigzag(ids, 2, segment_ids=ids, block=0)
+  with pytest.raises(SchemeError, match=r"shards=2\.5 is not"):
+    nxp.parallel.zigzag(ids, 2.5)
+  with pytest.raises(SchemeError, match="block='a' is not"):
+    nxp.parallel.zigzag(ids, 2, segment_ids=ids, block="a")
   x = jnp.ones((1, 24, 1, 4))
   with pytest.raises(SchemeError, match="zigzag=True and positions= both"):
     nxp.parallel.context_attention(zigzag=True)(x, x, x, positions=ids)
@@ -607,15 +630,12 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("case", FUSED)
-def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
-  axes, kv_heads, options, segmented = FUSED[case]
-  monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
-  q, k, v, w, segments = drawn(2, 256, kv_heads)
+def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
+  """An attention by the fused kernel has the values and gradients of the whole sequence."""
+  (q, k, v, w, segments), shards = drawn(2, length, kv_heads), axes["context"]
   segments = segments if segmented else None
-  attend = nxp.parallel.context_attention(how="ulysses", fused=True, **options)
-  given = {name: x for name, x in options.items() if name != "zigzag"}
-  shards = axes["context"]
+  attend = nxp.parallel.context_attention(fused=True, **options)
+  plain = {name: options[name] for name in ("causal", "window") if name in options}
 
   def turned(x, **how):
     return nxp.parallel.zigzag(x, shards, **how) if options.get("zigzag") and x is not None else x
@@ -631,9 +651,16 @@ def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
     assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
     found = loss(split)(q, k, v)
-  expected = loss(lambda *x: whole(*x, segments, **given))(q, k, v)
+  expected = loss(lambda *x: whole(*x, segments, **plain))(q, k, v)
   for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
+  monkeypatch.setitem(fused.SEQUENCES, "cpu", functools.partial(fused.splash_sequence, interpret=True))
+  axes, kv_heads, options, segmented = FUSED[case]
+  assert_by_kernel(axes, {"how": "ulysses", **options}, 256, kv_heads, segmented=segmented)
 
 
 def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
@@ -666,24 +693,4 @@ RINGS = {
 def test_the_fused_kernel_computes_a_ring(case, segmented, monkeypatch):
   monkeypatch.setitem(fused_ring.RINGS, "cpu", functools.partial(fused_ring.splash_ring, interpret=True))
   axes, length, options = RINGS[case]
-  (q, k, v, w, segments), shards = drawn(2, length, 2), axes["context"]
-  attend = nxp.parallel.context_attention(fused=True, **options)
-
-  def turned(x, **how):
-    return nxp.parallel.zigzag(x, shards, **how) if options.get("zigzag") else x
-
-  def split(q, k, v):
-    q, k, v, ids = map(turned, (q, k, v, segments))
-    return turned(attend(q, k, v, segment_ids=ids if segmented else None), inverse=True)
-
-  def loss(function):
-    return jax.jit(jax.value_and_grad(lambda *x: (function(*x) * w).sum(), argnums=(0, 1, 2)))
-
-  mesh = nxp.make_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
-  with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), mesh):
-    assert "pallas_call" in str(jax.make_jaxpr(split)(q, k, v))
-    found = loss(split)(q, k, v)
-  plain = functools.partial(whole, causal=options.get("causal", False))
-  expected = loss(lambda *x: plain(*x, segments if segmented else None))(q, k, v)
-  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+  assert_by_kernel(axes, options, length, 2, segmented=segmented)
