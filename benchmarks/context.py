@@ -77,9 +77,9 @@ NOTES = [
   " the compiler shares between both ways, and the gradients, in float32 until they go home in bfloat16; this"
   " formula was written after reading the compiled program.",
   f"Packed documents: a causal ring over {PACKED:,} positions and {CHIPS} devices, in tiles of 512 x 512. The"
-  " least is half of the square of each document's length. The other devices wait at each visit for the"
-  " device with most tiles: their sum over the visits, times the number of devices. Counted from the data,"
-  " without a compiler.",
+  " least is half of the square of each document's length. At each visit, the other devices wait for the"
+  " device with most tiles: the last column is the sum of these tiles over the visits, times the number of"
+  " devices. Counted from the data, without a compiler.",
 ]
 
 

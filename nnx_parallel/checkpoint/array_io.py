@@ -75,10 +75,10 @@ def start_save(
 
 
 def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
-  """Makes folders like those of a save, and deletes them.
+  """Makes the folders that a save needs, and deletes them.
 
-  If Orbax cannot make a folder in the background, its threads wait for twenty minutes, also when the process
-  ends.
+  If Orbax cannot make a folder in the background, its threads wait for twenty minutes, and the process cannot
+  end before.
 
   Raises:
     OSError: a folder cannot be made.

@@ -65,12 +65,12 @@ RINGS: dict[str, Callable[..., jax.Array]] = {"tpu": splash_ring}
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """A part of a device's queries, for which the kernel computes the attention to a part of a shard of keys.
+  """Queries of a device, and keys of a shard, for which the kernel computes the attention.
 
   Attributes:
     first: the first query.
     keys: the number of keys; None: all keys of the shard.
-    causal: whether a query sees only the keys up to its own place.
+    causal: whether a query sees only the keys up to its own index.
   """
 
   first: int = 0

@@ -234,8 +234,8 @@ class TileAttention:
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
     seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
       None: all tiles.
-    needed: `arrays -> [blocks of queries, blocks of keys]`: which tiles the values of the arrays, such as the
-      ids of documents, do not hide completely, for the arrays that a device holds during a visit; None: all.
+    needed: `arrays -> [blocks of queries, blocks of keys]`: which tiles are not hidden completely by the
+      values (such as document ids) of the arrays that a device holds during a visit; None: all tiles.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 

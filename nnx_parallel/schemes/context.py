@@ -319,7 +319,7 @@ class _Sequence:
     return seen if window is None else seen & (least < window) & (most > -window)
 
   def needed(self, given: Mapping[str, AnyArray], grid: Grid) -> jax.Array:
-    """Which tiles have a query that sees a key, by the segments, the positions and the mask of any example.
+    """Which tiles have a query that sees a key in any example, by segments, positions and mask.
 
     Args:
       given: the arrays, for the queries and keys of `grid`.

@@ -32,10 +32,10 @@ def zigzag(
   same.
 
   With `segment_ids`, each long document of a packed sequence is cut separately, and each shard has an early
-  and a late part of it. The parts have equal lengths, which are a multiple of `block`: the first positions of
-  a document, which attend to few others, are left over. The shards share them and the short documents in
-  their old order. Pass the ids, and the number of each position in its document, in the new order to
-  `context_attention`, without its option `zigzag`.
+  and a late part of the document. The parts have equal lengths, which are a multiple of `block`; the first
+  positions of a document stay uncut if they do not fill all parts. The shards share these positions, and the
+  short documents, in their old order. Pass the ids, and the number of each position in its document, in the
+  new order to `context_attention`, without its option `zigzag`.
 
   Args:
     tree: a pytree of NumPy or JAX arrays with the positions along `dim`. The length must be a multiple of
