@@ -71,13 +71,10 @@ MATRIX = frozenset((
 
 @dataclasses.dataclass(frozen=True)
 class DimMap:
-  """The dims of one operation, as factors.
+  """The dims of one operation as factors: of each operand, and of each result.
 
-  Attributes:
-    operands: the factors of each operand.
-    results: the factors of each result.
-    mixed: the factors along which positions are not treated alike.
-    major: factors that are only the major part of some of their dims, in a reshape.
+  Positions along `mixed` factors are not treated alike; in a reshape, `major` factors are only the major part
+  of some of their dims.
   """
 
   operands: tuple[Factors, ...]
@@ -115,17 +112,9 @@ def dim_map(eqn: JaxprEqn) -> DimMap | None:
 def moved(
   dim: int, outer: int, length: int, before: Sequence[int], after: Sequence[int]
 ) -> tuple[int, int] | None:
-  """Where a part of a dim goes in a reshape: the product of the sizes ahead of it stays.
+  """Where a part of a dim goes in a reshape: its new dim, and the size before it there; None if it is split.
 
-  Args:
-    dim: a dim before the reshape, which is `outer x length x rest`.
-    outer: the size of the dim before the part.
-    length: the size of the part.
-    before: the shape.
-    after: the new shape.
-
-  Returns:
-    The new dim, and the size before the part in it; None if the reshape splits the part.
+  The dim is `outer x length x rest`. The product of the sizes ahead of the part stays.
 
   Example:
     >>> moved(1, 1, 6, (4, 6), (24,))

@@ -14,8 +14,7 @@ def accept_extra(tx: optax.GradientTransformation) -> optax.GradientTransformati
   """`optax.with_extra_args_support`, also for an update that takes only certain names (`optax.contrib.sam`).
 
   Example:
-    >>> import jax.numpy as jnp, optax
-    >>> from nnx_parallel.core.extra_args import accept_extra
+    >>> import jax.numpy as jnp
     >>> tx = accept_extra(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
     >>> tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=1.0)[0]
     Array([0.1, 0.1], dtype=float32)

@@ -63,13 +63,9 @@ def draw_grid(
 ) -> Figure:
   """A grid of boxes with device numbers; the last dim runs to the right, other dims run downwards.
 
-  Args:
-    devices: the numbers in each box, along the last dim.
-    names: the names of the other dims; dims of size 1 are left out.
-    label: the text for `(dim, position)` of a row or column.
-    title: a few lines above.
-    note: a line below.
-    dashed: whether the box at an index is drawn dashed.
+  The numbers in each box are along the last dim of `devices`; `names` are of its other dims, which are left
+  out if their size is 1. `label` gives the text for `(dim, position)` of a row or column; boxes at `dashed`
+  indices are drawn dashed; `title` stands above, `note` below.
   """
   counts = devices.shape[:-1]
   wide = [dim for dim, count in enumerate(counts) if count > 1]

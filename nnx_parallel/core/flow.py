@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
 from nnx_parallel.core.dims import PRODUCTS, DimMap, dim_map, same_majors
 from nnx_parallel.core.interpret import Facts
-from nnx_parallel.core.types import JaxprEqn
+from nnx_parallel.core.types import AnyArray, JaxprEqn
 
 DimAxes = tuple[str, ...]
 Axes = tuple[DimAxes, ...]
@@ -32,8 +32,7 @@ class Flow:
 
   Attributes:
     axes: mesh axes of each dim.
-    data: whether its values depend on the batch.
-    weight: whether they depend on parameters.
+    data: whether its values depend on the batch; `weight`: on parameters.
     parameter: position of the input with the same values, if that is a parameter.
     value: a number for this value. Its variable is not enough: jax traces equal calls once, to one jaxpr.
   """
@@ -59,8 +58,7 @@ class Met:
     main_is_left: whether the left operand is the data; the right operand is then a parameter, or data too.
     shared: axes of the dims that both operands have and the result keeps.
     wanted: axes of the parameter's free dims that do not split the batch.
-    main: axes of the data operand's free dims in the result.
-    other: axes of the other operand's free dims in the result.
+    main: axes of the data operand's free dims in the result; `other`: of the other operand's.
   """
 
   axes: Axes
@@ -73,15 +71,11 @@ class Met:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """The pairs of dims of the two operands of a product.
+  """The pairs of dims of the two operands of a product, and the FLOPs of the full product.
 
-  Attributes:
-    summed: dims of the left and of the right operand that are summed over.
-    shared: dims that both have and the result keeps.
-    free: dims that only one operand has.
-    flops: the FLOPs of the full product.
-    places: the dim of the result for each of the shared dims, the free dims of the left, and of the right
-      operand. None for a plain product: in this order.
+  The result keeps the `shared` dims that both operands have, and the `free` dims of one of them. `places` has
+  the dim of the result for each shared dim, and each free dim of the left, and of the right operand; None for
+  a plain product, which has this order.
   """
 
   summed: tuple[Sequence[int], Sequence[int]]
@@ -211,17 +205,29 @@ def constraint(eqn: JaxprEqn, before: Axes) -> Axes:
   return tuple(own if left else axes for left, own, axes in zip(free, before, asked, strict=True))
 
 
+def unsplit(array: AnyArray) -> Flow:
+  """The flow of a number or an array that is part of the program."""
+  return Flow(((),) * np.ndim(array), data=False)
+
+
 def flow_facts(follow: Callable[[JaxprEqn, list[Flow]], Any]) -> Facts[Flow]:
   """How layouts propagate through operations (`follow`), loops and branches."""
   return Facts(
-    constant=lambda x: Flow(((),) * jax.numpy.ndim(x), data=False),
+    constant=unsplit,
     follow=follow,
     join=_either,
-    row=lambda _, flow: Flow(flow.axes[1:], flow.data, flow.weight),
-    stack=lambda _, flow: Flow(((), *flow.axes), flow.data, flow.weight),
+    row=lambda _, flow: Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter),
+    stack=lambda _, flow: Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter),
   )
 
 
 def _either(one: Flow, other: Flow) -> Flow:
   """The common layout of two values: a carry that starts as zeros takes the layout of the body's result."""
-  return Flow(one.axes if one.names else other.axes, one.data or other.data, one.weight or other.weight)
+  if one == other:
+    return one
+  return Flow(
+    one.axes if one.names else other.axes,
+    one.data or other.data,
+    one.weight or other.weight,
+    one.parameter if one.parameter == other.parameter else None,
+  )

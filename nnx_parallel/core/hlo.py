@@ -60,16 +60,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """One line of a computation.
+  """One line of a computation: `name = result opcode(arguments), rest`.
 
-  Attributes:
-    name: its name in the program.
-    opcode: the name of its operation.
-    result: the text of its type.
-    inputs: the instructions of the same computation that it reads.
-    arguments: the text between its parentheses.
-    rest: everything after them.
-    root: whether the computation returns its value.
+  `inputs` are the instructions of the same computation that it reads; the computation returns the value of
+  its `root`.
   """
 
   name: str
@@ -205,8 +199,8 @@ class Program:
   def executed(self) -> Iterator[Executed]:
     """Every instruction that runs, loops multiplied out, fused computations included.
 
-    All branches of a conditional are listed, each as if it were taken: an upper bound. A loop of unknown
-    length (`trips`) is listed once: a lower bound.
+    All branches of a conditional are listed: an upper bound. A loop of unknown length (`trips`) is listed
+    once: a lower bound.
     """
     yield from self._walk(self.entry, 1, None)
 
@@ -332,10 +326,9 @@ def read_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def read_instruction(line: str, known: dict[str, Instruction] | None = None) -> Instruction | None:
-  """One line of a computation, indented; None for another text.
+  """One line of a computation, indented; None for another text. `known` has the instructions before it.
 
-  `known` has the instructions before it. Dumps write `%loop#2` for an element of a tuple, which becomes an
-  instruction there.
+  Dumps write `%loop#2` for an element of a tuple, which becomes an instruction there.
   """
   match = _INSTRUCTION.match(line)
   if not match:

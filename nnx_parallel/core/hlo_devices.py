@@ -40,12 +40,9 @@ Labels = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class AxisMatch:
-  """The mesh axes a collective runs over.
+  """The mesh axes a collective runs over, in mesh order; none when every group is a single device.
 
-  Attributes:
-    axes: names, in mesh order; empty when every group is a single device.
-    complete: whether a group spans all of these axes; False if it spans a part of them (a pair of neighbours,
-      a split axis).
+  They are not `complete` if a group spans only a part of them: a pair of neighbours, a split axis.
   """
 
   axes: tuple[str, ...]
@@ -53,10 +50,7 @@ class AxisMatch:
 
 
 class AxisFinder:
-  """Names the mesh axes of a grouping.
-
-  Args:
-    sizes: axis name -> size in devices, in mesh order.
+  """Names the mesh axes of a grouping, for axis sizes in mesh order.
 
   Example:
     >>> finder = AxisFinder({"data": 2, "model": 4})
@@ -116,9 +110,8 @@ def group_rows(text: str, devices: int) -> list[list[int]]:
 def blocks_over(text: str, sizes: Mapping[str, int]) -> tuple[int, Labels, Labels]:
   """Reads axes as `'a', 'b':(2)2`, where the second is a part of an axis: 2 blocks, inside 2 other blocks.
 
-  Returns:
-    The number of blocks; the block of each position of the mesh; and the position in the first block with the
-    same place in all other axes.
+  Returns the number of blocks; the block of each position of the mesh; and the position in the first block
+  with the same place in all other axes.
   """
   rest = np.arange(math.prod(sizes.values()))
   count, block = 1, np.zeros_like(rest)
@@ -171,12 +164,10 @@ def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str]) -> Labels:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How an array is split over devices.
+  """How an array is split over devices: into this number of `parts` along each dim; none if it is replicated.
 
-  Attributes:
-    parts: the number of blocks along each dim; empty if the array is replicated.
-    blocks: (devices, dims): the number of the block that each device holds.
-    manual: whether it is inside a `shard_map`, so that the array is a block already.
+  `blocks`, (devices, dims), has the number of the block that each device holds. Inside a `shard_map`, the
+  array is `manual`: a block already.
   """
 
   parts: tuple[int, ...]

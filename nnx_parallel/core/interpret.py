@@ -92,13 +92,10 @@ def run_operations(
 def interpret(
   jaxpr: Program, inputs: Sequence[Value], rule: Rule = bind, lift: Callable[[jax.Array], Value] = _same
 ) -> list[Value]:
-  """The results of a program, one operation at a time.
+  """The results of a program, one operation at a time, for one value of each input.
 
-  Args:
-    jaxpr: the program, closed or not.
-    inputs: one value for each input of the program.
-    rule: gives the results of an operation, or `DEFAULT`, which runs the operation itself on arrays.
-    lift: makes a value from an array, for literals and constants.
+  `rule` gives the results of an operation, or `DEFAULT`, which runs the operation itself on arrays. `lift`
+  makes a value from an array, for literals and constants.
   """
   values = values_of(jaxpr, inputs, lift)
   run_operations(opened(jaxpr).eqns, values, rule, lift)
@@ -120,7 +117,6 @@ class Inner:
 
   Attributes:
     key: the parameter of the operation that holds it; the branches of a cond share one parameter.
-    program: the program, closed or not.
     inputs: for each input of the program, the position of the operation's input that it reads.
     gives: whether the operation returns the program's results; a while does not return its condition.
   """
@@ -138,8 +134,7 @@ class Wiring:
   Attributes:
     inner: the programs; empty for an operation that JAX runs as one unit (a kernel).
     carried: in a loop, a result -> the input that it is in the next step.
-    rows: inputs that a scan reads row by row.
-    stacked: results that a scan makes row by row.
+    rows: inputs that a scan reads row by row; `stacked`: results that it makes row by row.
   """
 
   inner: Sequence[Inner] = ()
@@ -180,8 +175,7 @@ class Facts(Generic[F]):
     join: a join in the sense of lattices (equal facts give the same fact, in any order, and it soon stops
       growing): the fact of a value that is one of two: the results of two branches, or the first carry of a
       loop and the carry after a step.
-    row: the fact of a row in a scan, given the scan and the fact of all rows.
-    stack: the inverse: the fact of all rows, given the fact of a row.
+    row: the fact of a row in a scan, given the scan and the fact of all rows; `stack` is the inverse.
   """
 
   constant: Callable[[jax.Array], F]
@@ -215,14 +209,11 @@ def facts_after(eqn: JaxprEqn, inputs: Sequence[F], facts: Facts[F]) -> Sequence
 def through(
   eqn: JaxprEqn, inputs: Sequence[F], inside: Callable[[Inner, list[F]], Sequence[F]], facts: Facts[F]
 ) -> list[F]:
-  """The facts of the results of an operation that runs programs.
+  """The facts of the results of an operation that runs programs, given the facts of its inputs.
 
-  Args:
-    eqn: the operation.
-    inputs: the facts of its inputs.
-    inside: the facts of the results of one of its programs, given the facts of the inputs. For a loop it is
-      called until the facts of the carry stay the same, which `join` has to ensure; the last result counts.
-    facts: how facts propagate through loops and branches.
+  `inside` gives the facts of the results of one of its programs, from the facts of the program's inputs. For
+  a loop it is called until the facts of the carry stay the same, which `join` has to ensure; the last result
+  counts.
   """
   wires, known = wiring(eqn), list(inputs)
   for _ in range(ROUNDS):

@@ -282,11 +282,7 @@ def call_equation(
 ) -> JaxprEqn:
   """An operation that computes variables of a trace from other variables by a function, traced once.
 
-  Args:
-    function: a function of flat arrays.
-    inputs: variables of the trace.
-    outputs: the variables that it makes.
-    like: the operation whose place in the source it takes.
+  The function is of flat arrays; the operation takes the place of `like` in the source.
   """
   jitted = jax.jit(function, inline=False)
   eqn: Any

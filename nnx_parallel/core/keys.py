@@ -37,13 +37,10 @@ def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
 
 
 class Keys:
-  """Keys for the static parts of programs.
+  """Keys for the static parts of programs, and, by `of_constant`, of the constants that they carry.
 
-  Args:
-    of_constant: the key of a constant that a program carries.
-    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left
-      out.
-    shared: whether equal inner programs get a number, so that only keys of one object can be compared.
+  With `rules`, gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left out.
+  If `shared`, equal inner programs get a number, so that only keys of one object can be compared.
   """
 
   def __init__(
@@ -135,13 +132,10 @@ class Keys:
     inputs: list[Var],
     fixed: Callable[[JaxprEqn], bool],
   ) -> Hashable:
-    """A key of operations, with numbers in place of variables.
+    """A key of operations, with numbers in place of variables; `numbers` receives those of new variables.
 
-    Args:
-      eqns: the operations.
-      numbers: the number of each known variable; numbers of other variables are added.
-      inputs: receives the variables that no operation makes, and the literals that are not of the program.
-      fixed: whether the literals of an operation are part of its key.
+    `inputs` receives the variables that no operation makes, and the literals that are not of the program:
+    those of operations that are not `fixed`.
     """
     code: list[Hashable] = []
     for eqn in eqns:

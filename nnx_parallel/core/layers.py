@@ -21,13 +21,10 @@ _NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """Adjacent modules of one class and structure: the blocks of a model.
+  """Adjacent modules of one class and structure: the blocks of a model, by their paths in order.
 
-  Attributes:
-    pattern: their dotted paths, with `*` for the number.
-    kind: the name of their class.
-    paths: where they are, in order.
-    unlike: how their Variables differ from earlier layers with the same pattern and class.
+  `pattern` is their dotted path, with `*` for the number; `unlike` says how their Variables differ from
+  earlier layers with the same pattern and class.
   """
 
   pattern: str
@@ -45,14 +42,8 @@ def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
 
   Layers are two or more modules of one class that have a matrix among their Variables, and are the elements
   of a list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Modules with Variables
-  of equal paths, types, shapes and dtypes form a group, and at least one group has two or more modules.
-
-  Args:
-    model: a module, live or abstract, or a tuple or dict of them.
-    pattern: dotted paths of the layers, with `*` for any part: `"decoder.blocks.*"`. None: see above.
-
-  Returns:
-    Groups of layers, in the order of the model.
+  of equal paths, types, shapes and dtypes form a group, and at least one group has two or more modules. A
+  pattern gives their dotted paths instead, with `*` for any part: `"decoder.blocks.*"`.
 
   Example:
     >>> from flax import nnx

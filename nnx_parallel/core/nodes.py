@@ -132,8 +132,6 @@ def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, AnyArray]) -> None:
   Other containers that are not modules are also copied; `nnx.update` rejects tuples and dataclasses.
 
   Example:
-    >>> from flax import nnx
-    >>> from nnx_parallel.core.nodes import set_arrays
     >>> module = nnx.Dict(table=nnx.data((1.0, jax.numpy.zeros(2))))
     >>> set_arrays(module, {("table", 1): jax.numpy.ones(2)})
     >>> module.table
@@ -154,8 +152,6 @@ def aliases(module: object) -> dict[Path, tuple[Path, ...]]:
   """The other paths of tied Variables and shared submodules, by path in `variables(module)`.
 
   Example:
-    >>> from flax import nnx
-    >>> from nnx_parallel.core.nodes import aliases
     >>> module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     >>> module.transposed = module.kernel
     >>> aliases(module)

@@ -50,17 +50,13 @@ def logical_kind(variable: Variable) -> type[Variable]:
 
 
 def pad_variable(variable: Variable, array: AnyArray, storage_shape: tuple[int, ...]) -> Variable:
-  """A padded Variable with the type, metadata and (global) shape of another.
+  """A padded Variable around a stored array, abstract or not, of a (global) storage shape.
 
-  Args:
-    variable: the Variable without padding.
-    array: the stored array, or its `ShapeDtypeStruct` (global storage shape).
-    storage_shape: global shape in elements, with the padding.
+  It has the type, metadata and (global) shape of `variable`, which has no padding.
 
   Example:
     >>> import jax.numpy as jnp
     >>> from flax import nnx
-    >>> from nnx_parallel.core.padding import pad_variable
     >>> padded = pad_variable(nnx.Param(jnp.ones(3)), jnp.array([1.0, 1.0, 1.0, 0.0]), (4,))
     >>> isinstance(padded, nnx.Param), padded.shape, padded.sum().item(), padded.get_raw_value().shape
     (True, (3,), 3.0, (4,))
@@ -241,14 +237,10 @@ def _pad_like(value: AnyArray, like: AnyArray) -> AnyArray:
 def logical_transformation(
   tx: optax.GradientTransformation, parameters: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps an optimizer so that it computes at logical shapes on padded arrays.
+  """Wraps an optimizer so that it computes at logical shapes, which `parameters` have, on padded arrays.
 
   Gradients, parameters and state are cut to their logical shapes before the update and padded with zeros
   after it, so the optimizer never averages, clips or counts the padding. The state keeps its structure.
-
-  Args:
-    tx: the optax transformation.
-    parameters: its parameters as `ShapeDtypeStruct`s at their logical shapes.
   """
   inner = accept_extra(tx)
 

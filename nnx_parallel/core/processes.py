@@ -22,8 +22,7 @@ _old_keys: dict[str, str] = {}
 def wait_for_all(name: str, timeout: float) -> None:
   """Waits until all processes have called `barrier` with the same name, equally often.
 
-  Raises:
-    HostError: names the processes that did not come within `timeout` seconds.
+  A `HostError` names the processes that did not come within `timeout` seconds.
   """
   _wait(f"nnx_parallel/{name}/{next(_uses[name])}", name, timeout)
 
@@ -31,10 +30,7 @@ def wait_for_all(name: str, timeout: float) -> None:
 class Exchange:
   """A text of each process, for all processes; on any thread.
 
-  All processes make it, and call `all` equally often for each name.
-
-  Args:
-    name: its purpose.
+  All processes make it for the same purpose, `name`, and call `all` equally often.
   """
 
   def __init__(self, name: str):
@@ -52,8 +48,7 @@ class Exchange:
   def all(self, timeout: float = LONGEST_S) -> list[str]:
     """Waits until all have said theirs, and returns the texts by process.
 
-    Raises:
-      HostError: names the processes that did not come within `timeout` seconds.
+    A `HostError` names the processes that did not come within `timeout` seconds.
     """
     _wait(self._key, self._name, timeout)
     found = self.so_far()

@@ -23,16 +23,10 @@ def on_shards(
   out_specs: PyTree,
   axes: Collection[str] | None = None,
 ) -> Callable[..., Any]:
-  """`jax.shard_map` over some axes; `f` itself without a mesh.
+  """`jax.shard_map` over some axes, by default over all that are not manual yet; `f` itself without a mesh.
 
-  `f` places its own collectives and has its own backward pass: JAX checks neither.
-
-  Args:
-    f: a function of pytrees of arrays.
-    mesh: the mesh; None: the active mesh, if there is one.
-    in_specs: one spec for each argument.
-    out_specs: the specs of the results.
-    axes: the axes that become manual; None: all that are not manual yet.
+  `f` is a function of pytrees of arrays, with one spec for each argument. It places its own collectives and
+  has its own backward pass: JAX checks neither.
   """
   if mesh is None:
     return f
@@ -60,11 +54,7 @@ def laid_out(
 ) -> jax.Array:
   """`x` with the Explicit axes of this spec in its type; `x` itself if no axis is Explicit.
 
-  Args:
-    x: an array.
-    mesh: the mesh, or None.
-    spec: the spec.
-    axes: the axes that the spec covers: other axes stay as they are; None: all axes.
+  The spec covers these axes (by default all): other axes stay as they are.
   """
   if mesh is None or AxisType.Explicit not in mesh.axis_types:
     return x
@@ -97,10 +87,8 @@ def computed_on_auto_axes(
 ) -> Callable[..., Any]:
   """`run` with Auto axes in place of `mesh`'s Explicit axes; its arguments and results keep their types.
 
-  Args:
-    run: a function of pytrees of arrays, to be traced under `jax.jit`.
-    mesh: the mesh of its arguments.
-    specs: the specs of its results: `results -> PartitionSpecs`, as a prefix of their tree.
+  It is of pytrees of arrays on `mesh`, to be traced under `jax.jit`. `specs` gives the `PartitionSpec`s of
+  its results, as a prefix of their tree.
   """
   auto = auto_mesh(mesh)
 

@@ -205,7 +205,7 @@ def text_table(
   width: int | None = None,
   measure: Sequence[Sequence[str]] | None = None,
 ) -> str:
-  """Aligns rows under a header.
+  """Aligns rows under a header; by default in a table of `page_width()` columns.
 
   On a narrow page, columns of prose are printed below their row, and long names continue after a dot.
 
@@ -215,7 +215,7 @@ def text_table(
     right: columns that are aligned to the right.
     wrap: columns of prose; they share the remaining `width`, and wrap.
     below: columns that are printed below their row on a narrow page; by default the columns of `wrap`.
-    width: columns of text; by default `page_width()`.
+    width: columns of text.
     measure: rows that decide the widths, for several tables of equal widths.
   """
   width = width or page_width()

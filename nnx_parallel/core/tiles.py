@@ -52,11 +52,7 @@ class Grid:
   """Blocks of named dims.
 
   The last block ends where its dim ends, so it may overlap the previous block: only `fresh` positions count.
-
-  Attributes:
-    lengths: the lengths of the named dims.
-    blocks: the block lengths of some of them.
-    parts: the number of equal parts of some of them; each part is cut into blocks separately.
+  Each dim has a length; some are cut into `blocks` of a length, separately in each of their equal `parts`.
   """
 
   lengths: Mapping[DimName, int]
@@ -157,10 +153,7 @@ class Grid:
 class Tiles:
   """The part of a program that some of its values need, evaluated for a tile of them.
 
-  Args:
-    body: the program; calls in it are leaves.
-    grid: the blocks.
-    leaf: whether a value is sliced rather than computed for each tile.
+  Calls in the program are leaves; so are values that `leaf` wants sliced rather than computed for each tile.
 
   Attributes:
     leaves: the values that are sliced, in order.
@@ -174,11 +167,7 @@ class Tiles:
     self.parts: dict[Node, tuple[JaxprEqn, list[Labels]]] = {}
 
   def need(self, var: Var, labels: Labels, strict: Callable[[Var], bool] = lambda _: False) -> None:
-    """Adds a value to the evaluated values.
-
-    Raises:
-      Untiled: an operation that must be evaluated tile by tile (`strict`) cannot be.
-    """
+    """Adds a value to the evaluated values; `Untiled` if a `strict` operation has no blocks."""
     if isinstance(var, core.Literal) or (var, labels) in self.parts or (var, labels) in self.leaves:
       return
     eqn = self._made.get(var)
@@ -244,8 +233,7 @@ class Tiles:
 def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> list[Labels]:
   """The labels that the operands of an operation need, given the labels of its result.
 
-  Raises:
-    Untiled: a block of the result is not a function of blocks of the operands.
+  Raises `Untiled` if a block of the result is not a function of blocks of the operands.
   """
   labels = tuple(label for label in labels if lengths[label[0]] > 1)
   dims = {dim for _, dim, _ in labels}
@@ -272,12 +260,9 @@ def pulled(eqn: JaxprEqn, labels: Labels, lengths: Mapping[DimName, int]) -> lis
 
 
 def pushed(eqn: JaxprEqn, operand: int, labels: Labels, lengths: Mapping[DimName, int]) -> Labels:
-  """The labels of an operation's result, given the labels of an operand.
+  """The labels of an operation's result, given the labels of an operand; `Untiled` without a map of its dims.
 
   Dims that it sums over lose their labels, and so do dims that a reshape splits.
-
-  Raises:
-    Untiled: the operation has no map of its dims.
   """
   if eqn.primitive.name == "reshape":
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

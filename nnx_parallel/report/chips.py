@@ -231,11 +231,9 @@ def _as_set(row: Chip) -> Chip:
 
 
 def traced_arithmetic(operands: Sequence[Any], precision: Any = None) -> str:
-  """The arithmetic of an operation of a trace.
+  """The arithmetic of an operation of a trace: of the wider of its two operands, and of its `precision`.
 
-  Args:
-    operands: the two arrays, abstract or not; the wider type counts.
-    precision: its parameter of this name, into which JAX has put `jax_default_matmul_precision`.
+  JAX has put `jax_default_matmul_precision` into that parameter.
 
   Example:
     >>> x = jax.ShapeDtypeStruct((8, 8), jax.numpy.float32)
@@ -251,11 +249,7 @@ def traced_arithmetic(operands: Sequence[Any], precision: Any = None) -> str:
 
 
 def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:
-  """The arithmetic of an instruction of a compiled program.
-
-  Args:
-    types: element types of its operands by their HLO names, e.g. `"bf16"`; the wider type counts.
-    attributes: the text after its operands.
+  """The arithmetic of an instruction, from the HLO types of its operands and the text after its operands.
 
   Example:
     >>> compiled_arithmetic(("f32", "f32"), "lhs_contracting_dims={1}, operand_precision={high,highest}")

@@ -49,18 +49,11 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 Picture = Literal["memory", "devices", "collectives", "timeline"]
-_ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """One array that the step takes.
-
-  Attributes:
-    name: as JAX names it, e.g. `state[3]`; with a plan, its path.
-    bytes: per device.
-    donated: whether the compiler reuses its memory for a result.
-  """
+  """One array that the step takes: its name (a path, with a plan) and its bytes per device."""
 
   name: str
   bytes: int
@@ -429,10 +422,10 @@ def report_of(
   slices: Labels | None = None,
   verify: bool = False,
 ) -> CompileReport:
-  """Reports on a program that JAX has lowered (it is compiled here) or compiled.
+  """Reports on a program that JAX has lowered (it is compiled here) or compiled, or on its `nnx.jit` wrapper.
 
   Args:
-    program: the lowered or compiled program, or its `nnx.jit` wrapper.
+    program: the program.
     chip: as in `compile_report`.
     axes: mesh axis -> size; by default the axes of the arguments' mesh.
     state: bytes per device of the arguments by category; the remaining arguments are called "inputs".

@@ -91,11 +91,10 @@ def devices_figure(axes: Mapping[str, int]) -> Figure:
 
 
 def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], limit: float = 0.0) -> Figure:
-  """Horizontal bars, the first on top.
+  """Horizontal bars, the first on top; more than one group of items has a legend.
 
-  `label` names the quantity of the scale; `units` are the scales and names of its units, smallest first.
-  `limit`, the memory that a device may use, is a line, if it is near. More than one group of items has a
-  legend.
+  `label` names the quantity; `units` are its units, smallest first. `limit`, the memory that a device may
+  use, is a line, if it is near.
   """
   most = max((item.start + item.value for item in items), default=1.0)
   scale, unit = _unit(most, units)

@@ -172,9 +172,7 @@ def topology_mesh(text: str, *, explicit: bool | Collection[str] = False, **axes
 def slice_numbers(mesh: Mesh, text: str | None = None) -> npt.NDArray[np.int64]:
   """The TPU slice, or the host of other devices, at each position of a mesh.
 
-  Args:
-    mesh: a mesh of real devices, or of the devices of a topology.
-    text: the topology; for simulated devices, only it knows the slices.
+  For simulated devices, only the name of the topology, `text`, knows the slices.
   """
   if text is not None and text.startswith("cpu:"):
     return np.arange(mesh.size) // read_machine(text).slice_size
@@ -231,8 +229,8 @@ def _gpu(named: Machine) -> list[Any]:
 class _Target(NamedTuple):
   """Facts about a GPU that the NVIDIA compiler needs, in addition to the figures of `Chip`.
 
-  Sources: the compute-capability tables of the CUDA programming guide (threads, registers, shared memory) and
-  NVIDIA's architecture white papers (multiprocessors, clock, L2).
+  Sources: the CUDA programming guide (threads, registers, shared memory), and NVIDIA's architecture white
+  papers (multiprocessors, clock, L2).
   """
 
   label: str
@@ -254,11 +252,7 @@ _TARGETS: Mapping[str, _Target] = {
 
 
 def target_text(chip: Chip) -> str:
-  """The `GpuTargetConfigProto` of an NVIDIA chip, as text.
-
-  Raises:
-    ReportError: there is no description of this chip.
-  """
+  """The `GpuTargetConfigProto` of an NVIDIA chip, as text; a `ReportError` without a description of it."""
   if chip.name not in _TARGETS:
     raise ReportError(
       f"no compiler target for the GPU {chip.name!r}.", fix=f"use one of {', '.join(_TARGETS)}."

@@ -34,10 +34,7 @@ current_trace: Callable[[], object] = get_opaque_trace_state
 
 
 class Template:
-  """The structure of some modules, which rebuilds them around other arrays.
-
-  Args:
-    objects: a module, or a tuple or dict of modules and optimizers; live or abstract.
+  """The structure of some modules, which rebuilds them around other arrays; the modules may be abstract.
 
   Attributes:
     paths: the paths of the leaves, in order: Variables, and arrays outside of Variables.
@@ -85,11 +82,7 @@ class Template:
     return nnx.merge(self.graphdef, nnx.from_flat_state(made))
 
   def arrays(self, objects: Model) -> list[AnyArray]:
-    """The arrays of `objects`, which `build` made, in the order of `paths`.
-
-    Raises:
-      TrainError: a Variable was added or removed since.
-    """
+    """The arrays of `objects`, which `build` made; a `TrainError` if Variables were added or removed."""
     after = variables(objects)
     for path in after:
       if path not in self.index:
@@ -131,10 +124,8 @@ class Binding:
     move: whether arrays without a mesh are moved to the mesh of the other arrays, in the live Variables.
 
   Attributes:
-    labels: the dotted paths of all leaves.
-    shardings: the pinned shardings of all leaves; None where nothing is pinned.
-    variable_labels: the dotted paths in the order of `read`.
-    variable_shardings: the pinned shardings in the order of `read`.
+    labels: the dotted paths of all leaves; `variable_labels` of those that `read` returns.
+    shardings: the pinned shardings of all leaves, or None; `variable_shardings` of those that `read` returns.
     raw: the arrays outside of Variables.
     mesh: the mesh of all shardings, or None.
     scope: the scope of the plan that the Variables were made from, if there is one.
@@ -256,11 +247,7 @@ def some_of(labels: Sequence[str], count: int) -> str:
 
 
 def check_outside(roots: Iterable[Model]) -> None:
-  """Refuses objects whose Variables may not be changed here, because another program is being traced.
-
-  Raises:
-    TrainError: the step is called inside `jax.jit`, `nnx.jit` or another transform.
-  """
+  """Refuses (`TrainError`) objects that are changed while `jax.jit` or another transform is traced."""
   for variable in variables(tuple(roots)).values():
     if not isinstance(variable, nnx.Variable):
       continue

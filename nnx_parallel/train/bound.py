@@ -38,12 +38,8 @@ News = tuple[str, ...] | None
 class Bound:
   """A step for some live objects: their binding, and the programs of their structure.
 
-  Args:
-    options: the options of the step.
-    roots: as for `Binding`.
-    reasons: why it was made.
-    structures: the structures that the step knows; a new structure is added.
-    forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
+  `roots` are as for `Binding`. New structures are added to `structures`. `forget` is called when one of the
+  objects is garbage-collected, so that its arrays are not kept alive.
   """
 
   def __init__(
@@ -140,11 +136,7 @@ class Bound:
     explain(error, self.structure.argument_labels, arrays, batch)
 
   def _check_last(self) -> None:
-    """Raises the error of the last step on the devices, once it is known.
-
-    Raises:
-      TrainError: the last step failed after it had returned, so its arrays have no values.
-    """
+    """Raises a `TrainError` if the last step failed on the devices after it had returned."""
     loss, self._loss = jax.tree.leaves(self._loss), None
     if not loss or loss[0].is_deleted() or not loss[0].is_ready():
       return

@@ -29,10 +29,8 @@ class Layout(NamedTuple):
 
   Attributes:
     mesh: the mesh, or None on one device.
-    gradients: path in the models -> the sharding of its gradient: the array's sharding, or the sharding of
-      its optimizer state. None if it is on no mesh.
-    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
-      in each microbatch.
+    gradients: path in the models -> the sharding of its gradient, or None if it is on no mesh.
+    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist.
     used: mesh axes that split some array of the model.
     batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
   """
@@ -55,14 +53,10 @@ class Layout(NamedTuple):
 
 
 class Total(NamedTuple):
-  """The results of a batch.
+  """The results of a batch: `terms` and gradients, summed over `parts`, local parts included.
 
-  Attributes:
-    grads: one array for each trained array; float32 sums, not yet divided, if there are several parts.
-    terms: the terms, summed over the parts.
-    parts: the number of parts in the sum, local parts included.
-    rest: position -> new value, as in `Objective`.
-    how: where the gradients of replicas are reduced, as a phrase.
+  The gradients are float32 and not yet divided, if there are several parts. `rest` has the changed arrays, as
+  in `Objective`; `how` says where the gradients of replicas are reduced.
   """
 
   grads: list[jax.Array]
@@ -76,14 +70,8 @@ class Total(NamedTuple):
 class Accumulation:
   """The gradients and terms of a loss, summed over `count` microbatches.
 
-  Attributes:
-    objective: the function to differentiate.
-    trained: the arrays with gradients.
-    rest: the other arrays.
-    count: the number of microbatches.
-    layouts: the layouts of the gradients.
-    changes: the positions of the arrays in `rest` that the objective changes.
-    tangents: a direction; the derivative along it takes the place of the gradients.
+  The objective changes the arrays of `rest` at the positions `changes`. With `tangents`, the derivative along
+  them takes the place of the gradients.
   """
 
   objective: Objective
@@ -183,7 +171,7 @@ def whole_batch(loss: Differentiable, batch: PyTree, layout: Layout) -> Total:
 def in_microbatches(
   loss: Differentiable, batch: PyTree, count: int, layout: Layout, reduction: DTypeLike | None = None
 ) -> Total:
-  """Gradients summed over `count` microbatches in a scan.
+  """Gradients summed over `count` microbatches in a scan; a pipeline takes `loss.parts` microbatches at once.
 
   Microbatch `m` is every `count`-th example from `m` on, so that each microbatch stays spread over all
   devices. Where the model is replicated over mesh axes that split the batch, each replica sums its own
@@ -192,12 +180,8 @@ def in_microbatches(
   those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how`
   gives the reason. In both cases the numbers equal the numbers on one device.
 
-  Args:
-    loss: its sums are added up, so the objective must not divide by counts.
-    batch: global arrays with the examples on dim 0.
-    count: how often the loss is called; a pipeline takes `loss.parts` microbatches at once.
-    layout: the layout of the step.
-    reduction: the dtype in which replicas that hold the full model sum their gradients; None: float32.
+  Sums are added up, so the objective must not divide by counts. `reduction` is the dtype in which replicas
+  that hold the full model sum their gradients; None: float32.
 
   Raises:
     TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.

@@ -115,7 +115,7 @@ def held(
   batch_at: int = 1,
   relaxed: int = 0,
 ) -> Callable[..., PyTree]:
-  """A step with the layouts of its plan held, forward and backward.
+  """A step with the layouts of its plan held, forward and backward; `run` itself on one device.
 
   Args:
     run: `(arrays, batch, ...) -> results`, to be traced under `jax.jit`; without a scope, any function of
@@ -127,9 +127,6 @@ def held(
     batch_at: the position of the batch among the arguments; earlier arguments are arrays of the model.
     relaxed: which constraints to leave out, if XLA cannot compile the program: 1 leaves out constraints that
       move the sharding of a table from its rows to its columns, 2 keeps only the constraints of convolutions.
-
-  Returns:
-    A function with the same arguments and results; `run` itself on one device.
   """
   if mesh is None or mesh.size == 1:
     return run
@@ -204,12 +201,9 @@ def _flow(x: jax.Array, spec: Sequence[Any], *, data: bool) -> Flow:
 class _Rewriting(Interpreter[Flow]):
   """Evaluates a trace once more, with constraints added.
 
-  Args:
-    mesh: the mesh.
-    batch: axes larger than 1 that split the batch.
-    stored: axes larger than 1 that split parameters or other state.
-    positions: axes that split the positions of activations between layers.
-    moves: whether tables are looked up and summed by columns.
+  `batch` and `stored` are the axes larger than 1 that split the batch, and parameters or other state;
+  `positions` split the positions of activations between layers. With `moves`, tables are looked up and summed
+  by columns.
   """
 
   def __init__(

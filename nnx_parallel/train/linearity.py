@@ -60,8 +60,7 @@ class Fact:
   """How a value of the batch's program follows from the values of the parts.
 
   Attributes:
-    kind: the relation.
-    scale: the constant factor of the relation.
+    kind: the relation, up to the constant factor `scale`.
     dim: for `part`: the dim along which the parts are concatenated.
     outer: for `part`: the number of blocks: the dim is `outer x parts x rest`. None for a value that is
       constant along the dim, which holds for any number of blocks.
@@ -105,17 +104,11 @@ def factors(
 ) -> tuple[list[float], str]:
   """How the results for a batch follow from the results for its parts.
 
-  Args:
-    part: the closed jaxpr of the program for one part.
-    whole: the closed jaxpr of the program for all parts at once.
-    parts: the number of parts.
-    splits: for each flat input, whether the parts split its dim 0; else all parts get the same.
-    wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, or `"rows"`: the parts'
-      results concatenated.
+  `part` and `whole` are closed jaxprs, for one part and for all parts at once. `splits` says of each flat
+  input whether the parts split its dim 0; else all parts get the same. Wanted of each result is the `"mean"`
+  of the parts' results, their `"sum"`, or `"rows"`: the results concatenated.
 
-  Returns:
-    For each result, the factor for the wanted combination; and why some result does not follow, empty if all
-    results do.
+  Returns the factor for each wanted combination; and why some result does not follow, empty if all do.
   """
   pair = _Pair(parts)
   found: list[float] = []
@@ -134,11 +127,7 @@ def factors(
 
 
 class _Pair:
-  """Compares two traces of one program step by step.
-
-  Args:
-    parts: the number of parts of the second trace's batch.
-  """
+  """Compares two traces of one program step by step, for a batch and for one of its `parts`."""
 
   def __init__(self, parts: int):
     self.parts = parts

@@ -55,11 +55,7 @@ def takes_several(loss_fn: LossFn) -> bool:
 
 
 def check_several(loss_fns: Iterable[Callable[..., Any]], count: int) -> None:
-  """Refuses a batch given as several arguments for a loss function that takes one batch.
-
-  Raises:
-    TrainError: there is such a loss function.
-  """
+  """Refuses (`TrainError`) several arguments for a loss function that takes one batch."""
   for loss_fn in loss_fns:
     if not takes_several(loss_fn):
       raise TrainError(

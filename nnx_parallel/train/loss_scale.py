@@ -23,13 +23,10 @@ from nnx_parallel.train.wrappers import MastersState, all_finite, chosen
 
 
 class LossScaleState(NamedTuple):
-  """State of `with_loss_scale`.
+  """State of `with_loss_scale`, around the state of the wrapped transformation.
 
-  Attributes:
-    inner: state of the wrapped transformation.
-    scale: the factor of the loss, a float32 power of two.
-    good_steps: finite steps since the scale last changed.
-    skipped: the total number of steps whose gradients were not finite.
+  `scale` is the factor of the loss, a float32 power of two; `good_steps` counts finite steps since it last
+  changed, `skipped` all steps whose gradients were not finite.
   """
 
   inner: PyTree
@@ -167,11 +164,7 @@ def loss_scale_of(optimizer: Optimizer) -> jax.Array:
 
 
 def find_scale(optimizer: Optimizer) -> jax.Array | None:
-  """The loss scale of an optimizer, live or traced, or None.
-
-  Raises:
-    TrainError: a transformation is around `with_loss_scale`.
-  """
+  """The loss scale of an optimizer, or None; a `TrainError` if a transformation is around it."""
   state = optimizer.opt_state
   if _is_scaled(state):
     return value_of(state.scale)

@@ -53,13 +53,10 @@ def weighted(sum: AnyArray, count: AnyArray) -> Weighted:
 
 
 class Terms(NamedTuple):
-  """The terms of one (micro)batch.
+  """The terms of one (micro)batch, by name; outputs are arrays with the examples on dim 0.
 
-  Attributes:
-    sums: name -> float32 scalar, or an array for a summary; one of the names is `loss`.
-    counts: name -> float32, the divisor of the sum; None for a plain scalar, which counts as one whether the
-      part is large or small.
-    outputs: name -> array with the examples on dim 0.
+  Sums are float32 scalars, or arrays for a summary; one of them is `loss`. A count is None for a plain
+  scalar, which counts as one whether the part is large or small.
   """
 
   sums: dict[str, Any]
@@ -215,11 +212,7 @@ def pairs(found: Terms, batch: PyTree, parts: int = 1) -> Metrics:
 
 
 def check_examples(batch: PyTree) -> None:
-  """Refuses a batch without examples, whose mean would be NaN.
-
-  Raises:
-    TrainError: dim 0 of an array has length 0.
-  """
+  """Refuses (`TrainError`) a batch without examples, whose mean would be NaN."""
   for name, leaf in named_leaves(batch):
     if jnp.shape(leaf)[:1] == (0,):
       raise TrainError(
@@ -235,11 +228,7 @@ def examples_in(batch: PyTree) -> int:
 
 
 def weight_of(metric: str, batch: PyTree) -> int:
-  """The weight of a metric that is a plain scalar: the number of examples of the batch.
-
-  Raises:
-    TrainError: the arrays have different lengths.
-  """
+  """The weight of a plain scalar: the number of examples; a `TrainError` if arrays differ in length."""
   sizes = {leaf.shape[0]: name for name, leaf in named_leaves(batch) if jnp.ndim(leaf)}
   if len(sizes) > 1:
     raise TrainError(
@@ -267,11 +256,7 @@ def diagnostics(
 
 
 def merged(metrics: Metrics, found: Metrics) -> Metrics:
-  """Both dicts of metrics.
-
-  Raises:
-    TrainError: the loss function returned a metric with one of these names.
-  """
+  """Both dicts of metrics; a `TrainError` if the loss function returned one of these names."""
   if taken := sorted(metrics.keys() & found.keys()):
     raise TrainError(
       f"the loss function returned a metric {taken[0]!r}, which diagnostics=True adds.",

@@ -21,22 +21,14 @@ CompilerOption = str | int | float | bool
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-  """The loss function of a step, and the options of `train_step` or `eval_step`.
+  """The loss function of a step, and the options of `train_step` or `eval_step`, under the same names.
 
   Attributes:
     loss_fn: one loss function, or key -> loss function for several models that are trained in turn.
-    microbatches: the number of parts of each batch.
     layers: how the layers of the loss, its attention and its head are computed.
-    outputs: names of metrics that are per-example arrays.
-    gradients: the layout of gradients; see `train_step`.
-    reduction: dtype in which replicas sum their gradients, or None.
-    pairs: whether metrics come as `(sum, count)` pairs.
-    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
-    compiler_options: options of XLA.
 
   Raises:
-    TrainError: not a loss function, an invalid number of microbatches, an unknown gradient layout or
-      reduction dtype, or compiler options that are no dict.
+    TrainError: an option that no step can have.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]
@@ -89,13 +81,8 @@ class StepOptions:
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:
   """Whether gradients take the layout of their optimizer state as soon as they exist.
 
-  Args:
-    gradients: the option of `train_step`; None: as the plan says.
-    stage: the plan's ZeRO stage.
-    further: whether some optimizer state is split more than its parameter.
-
-  Returns:
-    False also where a stage finds nothing to split: both layouts are then the same.
+  `gradients` is the option of `train_step`, `stage` the plan's ZeRO stage; `further` says whether some
+  optimizer state is split more than its parameter. Otherwise both layouts are the same.
 
   Raises:
     TrainError: `gradients` is "scattered", and nothing can be scattered.

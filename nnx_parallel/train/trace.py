@@ -74,10 +74,9 @@ def differentiable(
   wrt: Mapping[Hashable, nnx.filterlib.Filter],
   scale: jax.Array | None = None,
 ) -> Differentiable:
-  """The loss of traced models as a function of the trained arrays.
+  """The loss of traced models as a function of the trained arrays, times `scale` unless that is None.
 
-  `wrt` is the filter of the Variables that are trained, by the key of their model; the key is None for a
-  single model. The loss is multiplied by `scale`, unless it is None.
+  `wrt` is the filter of the trained Variables by the key of their model; the key is None for a single model.
 
   Raises:
     TrainError: nothing to train, or a trained array has no gradient.
@@ -214,13 +213,8 @@ def trained_by(
 ) -> dict[Path, int]:
   """The Variables that an optimizer trains: path in its model -> leaf of the template of all models.
 
-  Models may share Variables, which the template has at only one path.
-
-  Args:
-    template: the template of `models`.
-    models: one module, or a tuple or dict of modules.
-    key: the key of the model that the optimizer trains; None for a single model.
-    wrt: the optimizer's filter.
+  `key` is of its model; None for a single model. Models may share Variables, which the template has only
+  once.
   """
   leaves = {id(leaf): i for i, leaf in enumerate(template.leaves)}
   chosen = nnx.filterlib.to_predicate(wrt)

@@ -40,11 +40,9 @@ T = TypeVar("T")
 def update(
   options: StepOptions, models: Model, optimizers: Optimizers, batch: PyTree, layout: Layout
 ) -> tuple[Metrics, str, LayersUsed]:
-  """Updates traced `models` and `optimizers` in place.
+  """Updates traced `models` and `optimizers` in place; several are in tuples or dicts with the same keys.
 
   Returns metrics, how gradients were reduced, and how layers were computed.
-
-  For several models, `optimizers` is a tuple or dict with the same keys.
   """
   check_examples(batch)
   if not isinstance(options.loss_fn, Mapping):
@@ -60,11 +58,7 @@ def update(
 
 
 def of_loss(key: Hashable, optimizers: Mapping[Hashable, T]) -> T:
-  """The optimizer of a loss.
-
-  Raises:
-    TrainError: there is no such optimizer.
-  """
+  """The optimizer of a loss; a `TrainError` if there is none."""
   if key not in optimizers:
     raise TrainError(
       f"there is a loss for {key!r}, and no optimizer.",

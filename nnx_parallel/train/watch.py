@@ -88,11 +88,7 @@ def plain_attributes(objects: Model) -> dict[str, object]:
 
 
 def check_plain_attributes(before: Mapping[str, object], objects: Model) -> None:
-  """Refuses a loss function that wrote plain attributes, which no compiled step can write back.
-
-  Raises:
-    TrainError: an attribute of `before` has another value, is gone, or is new.
-  """
+  """Refuses (`TrainError`) a loss function that wrote plain attributes, which no step writes back."""
   for name, old, new in _differences(before, plain_attributes(objects)):
     change = (
       "added" if old is _ABSENT else "removed" if new is _ABSENT else f"changed from {old!r} to {new!r}"

@@ -127,10 +127,7 @@ def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.
 class Looks:
   """Compares the derivatives of a subject, for any set of its leaves.
 
-  Args:
-    subject: the subject of the check.
-    seed: the seed of the directions.
-    directions: the number of directions; None: 1, or 2 in coarse dtypes.
+  Without a number of directions, there is one, or 2 in coarse dtypes.
   """
 
   def __init__(self, subject: Subject, seed: int = 0, directions: int | None = None):
@@ -188,14 +185,10 @@ class Looks:
   def look(
     self, name: str, chosen: Sequence[int], *, closer: bool = False, by_device: bool = False
   ) -> GradientComparison:
-    """Compares the derivatives along directions in some leaves.
+    """Compares the derivatives along directions in the chosen leaves.
 
-    Args:
-      name: for the leaves.
-      chosen: their positions.
-      closer: use all directions, to decide.
-      by_device: compare with the derivative by a program that XLA does not partition, and not with forward
-        mode on the layout.
+    A closer look uses all directions, to decide. With `by_device`, it compares with the derivative by a
+    program that XLA does not partition, and not with forward mode on the layout.
     """
     which = list(chosen)
     factors = np.zeros(len(self.factors))
@@ -487,8 +480,7 @@ def _weights(norms: np.ndarray, floor: float) -> tuple[np.ndarray[Any, Any], np.
   """The factor of each direction, and the norm that each gradient is measured against.
 
   All gradients have equal weights, except gradients below the floor: the rounding of a zero gradient (of a
-  bias before a norm) must not hide other gradients. A gradient that is exactly zero was stopped, and has full
-  weight.
+  bias before a norm) must not hide others. A gradient that is exactly zero was stopped, and has full weight.
   """
   finite = np.isfinite(norms)
   sizes = np.where(finite, np.maximum(norms, floor), 1.0)

@@ -67,13 +67,9 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """The comparison of a program before and after partitioning.
+  """The names of the correct results of a partitioned program, its faults, and the rest, with reasons.
 
-  Attributes:
-    right: the names of the correct results.
-    faults: the wrong results.
-    unknown: result -> why it could not be compared.
-    shortened: whether only the first and last passes of the longest loops were run.
+  With `shortened`, only the first and last passes of the longest loops were run.
   """
 
   right: tuple[str, ...] = ()
@@ -83,12 +79,9 @@ class Comparison:
 
 
 def compare(whole: hlo.Program, split: hlo.Program, names: Mapping[int, str] | None = None) -> Comparison:
-  """Compares a program right before and right after it was split over devices.
+  """Compares a program right before it was split over devices, with layouts, and right after.
 
-  Args:
-    whole: the program before the partitioner, with layouts.
-    split: the partitioner's result.
-    names: the number of a result -> its name.
+  `names` maps the number of a result to its name.
   """
   count = len(whole.entry.root.shapes)
   labels = [(names or {}).get(n, f"result {n}") for n in range(count)]

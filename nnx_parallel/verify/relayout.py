@@ -18,13 +18,9 @@ from nnx_parallel.layout.resolve import shard_counts
 
 @dataclasses.dataclass(frozen=True)
 class Relayout:
-  """Another layout for a group of equal leaves.
+  """Another sharding for a group of equal leaves, at some positions among the trained arrays.
 
-  Attributes:
-    name: the group.
-    positions: the positions of its leaves among the trained arrays.
-    sharding: the other layout.
-    extra_bytes: the additional bytes on each device.
+  It takes `extra_bytes` more on each device.
   """
 
   name: str

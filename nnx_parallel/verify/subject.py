@@ -69,8 +69,7 @@ class Subject:
     wrt: the filter of the trained Variables, by the key of their model.
     layout: the layout of the gradients.
     places: the places of the arrays in the programs.
-    mend: `(program, shardings of its arrays, 1, relaxed) -> program`: the step's rewriting before
-      compilation.
+    mend: `(program, shardings, 1, relaxed) -> program`: the step's rewriting before compilation.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
@@ -363,9 +362,8 @@ def signs(seed: jax.Array, number: int, like: AnyArray) -> jax.Array:
   """Random +1 and -1 with the shape and dtype of an array, the same in every program and every layout.
 
   They are computed from the positions of the elements, so that a compiler can fuse them into their use: the
-  array is not copied, and nothing is drawn in one layout and moved to another. `jax.random` would hold two
-  words for each element on some devices. `number` distinguishes the arrays of a model. A complex array gets
-  signs for both parts.
+  array is not copied, and nothing is drawn in one layout and moved to another. `number` distinguishes the
+  arrays of a model. A complex array gets signs for both parts.
 
   Example:
     >>> import jax.numpy as jnp

@@ -177,7 +177,7 @@ def memory_categories(work: Workload, sizes: Sizes, microbatches: int = 1) -> di
   largest activation (the logits), and the last weights are gathered for both passes. While a layer is
   differentiated, the saved inputs of all layers are alive with the layer's recomputed activations, its
   gathered weights, and the gradients so far. At the update, no activation is left, and state in host memory
-  passes through the device. With several microbatches, the sum of their gradients is kept too.
+  passes through the device.
   """
   under_way = 1.0
   if work.staged is not None:

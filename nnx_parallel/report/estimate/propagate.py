@@ -17,13 +17,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from nnx_parallel.core.dims import IDENTITIES, MOVES
-from nnx_parallel.core.flow import Flow, Meeting, Met, constraint, meeting, result_axes, shard_map_axes
-from nnx_parallel.core.interpret import DEFAULT, Facts, Inner, read, through, values_of, walk, wiring
+from nnx_parallel.core.flow import (
+  Flow,
+  Meeting,
+  Met,
+  constraint,
+  flow_facts,
+  meeting,
+  result_axes,
+  shard_map_axes,
+  unsplit,
+)
+from nnx_parallel.core.interpret import DEFAULT, Inner, read, through, values_of, walk, wiring
 from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of
-from nnx_parallel.core.types import AnyArray, JaxprEqn, Program, Var
+from nnx_parallel.core.types import JaxprEqn, Program, Var
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
 
@@ -38,7 +47,7 @@ _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
 ))  # fmt: skip
-
+_FLOWS = flow_facts(lambda eqn, _: DEFAULT)
 
 Split = frozenset[str]
 Sizes = Mapping[str, int]
@@ -62,13 +71,10 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutChange:
-  """An array of the batch that changes its layout, forward and (the other way) backward.
+  """An array of the batch that changes its layout over some axes, forward and (the other way) backward.
 
-  Attributes:
-    axes: the exchanged axes.
-    part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
-      a gather.
-    times: the number of runs.
+  `part` is the array, per run, and the axes that divide it while it is sent: before an exchange of dims,
+  after a gather.
   """
 
   axes: Split
@@ -78,17 +84,14 @@ class LayoutChange:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """One matrix product or convolution, or a kernel that states its cost.
+  """One matrix product, convolution or kernel with a known cost; arrays and FLOPs are global, per run.
 
   Attributes:
     arithmetic: type and precision, as `Chip.peak` takes them.
-    flops: the FLOPs of the full product, once per run.
-    times: the number of runs.
     split: axes that divide the work.
     summed: axes over which partial results are added up.
-    out: the result, per run.
     source: the identity of the data operand, so that products of one input are recognised.
-    data: the data operand as it is multiplied, per run.
+    data: the data operand as it is multiplied.
     spread: axes of the other operand's free dims that the data operand does not have: its gradient is summed
       over them. If the data is split over them (sequence parallelism), a gather before and a scatter of the
       gradient send as much as this sum.
@@ -134,7 +137,7 @@ class Propagation:
   Attributes:
     products: matrix products in order.
     kept: parts under `jax.checkpoint`.
-    largest: (bytes, axes) of the largest arrays that depend on the batch, per run; without elementwise
+    largest: axes -> bytes of the largest array that depends on the batch, per run; without elementwise
       results, which compilers fuse into their readers.
     flows: the flow of every variable of the outermost trace.
     moves: arrays that change their layout.
@@ -151,12 +154,9 @@ class Propagation:
     batch_axes: Sequence[str] = (),
     stage: str | None = None,
   ) -> None:
-    """Starts with no product.
+    """Leaves out products whose results `saves` accepts.
 
-    Args:
-      saves: products whose results it accepts are left out of `products`.
-      batch_axes: axes that split the batch.
-      stage: the axis of the stages, in the trace of a pipeline (`layers/pipeline.py`).
+    `stage` is the axis of stages in the trace of a pipeline (`layers/pipeline.py`).
     """
     self._saves, self._batch, self._stage = saves, frozenset(batch_axes), stage
     self.products: list[Product] = []
@@ -366,32 +366,6 @@ class Propagation:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
       self.moves.append(LayoutChange(split & arriving, self._part(split, var), times))
-
-
-def unsplit(array: AnyArray) -> Flow:
-  """The flow of a number or an array that is part of the program."""
-  return Flow(((),) * len(np.shape(array)), False)
-
-
-def _joined(first: Flow, after: Flow) -> Flow:
-  """A value that starts as zeros takes the axes of the value from a loop's body, or from another branch."""
-  if first == after:
-    return first
-  return Flow(
-    first.axes if first.names else after.axes,
-    first.data or after.data,
-    first.weight or after.weight,
-    first.parameter if first.parameter == after.parameter else None,
-  )
-
-
-_FLOWS: Facts[Flow] = Facts(
-  constant=unsplit,
-  follow=lambda eqn, _: DEFAULT,
-  join=_joined,
-  row=lambda _, flow: Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter),
-  stack=lambda _, flow: Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter),
-)
 
 
 def _is_heavy(name: str) -> bool:

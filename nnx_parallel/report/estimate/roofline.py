@@ -238,10 +238,9 @@ def step_time(
 
 
 def compiled_time(report: CompileReport) -> StepTime | None:
-  """Predicts the time of a compiled program by the same model, from its FLOPs, traffic and collectives.
+  """The time of a compiled program by the same model, from its FLOPs, traffic and collectives.
 
-  Returns:
-    None if the table has no figures for the devices. FLOPs include recomputation, so `mfu` counts it.
+  None without figures for the devices. FLOPs include recomputation, so `mfu` counts it.
   """
   chip, cost = report.chip, report.cost
   if chip is None:
@@ -264,8 +263,8 @@ def compiled_time(report: CompileReport) -> StepTime | None:
 class Links:
   """The seconds of collectives on the links of a machine, by axes joined with `+`.
 
-  `overlapped` are links that overlap with compute, `waiting` links that compute waits for; `slice_size` is
-  the number of devices that the fast links join: by default the chip's domain, or all devices.
+  Compute overlaps with some, and waits for others. Fast links join `slice_size` devices: by default the
+  chip's domain, or all devices.
   """
 
   def __init__(self, sizes: Sizes, chip: Chip, slice_size: int | None = None):
@@ -289,10 +288,7 @@ class Links:
     seconds[name] = seconds.get(name, 0.0) + sent / bandwidth + runs * per_run
 
   def ring(self, axes: Collection[str], part: Sharded, runs: float, *, passes: float, hidden: bool) -> None:
-    """Adds `runs` collectives in which all of `part` goes `passes` times around the ring over `axes`.
-
-    Axes of size 1 are left out; `part` is the total of a group, with the other axes that divide it.
-    """
+    """Adds `runs` collectives in which `part` goes `passes` times around the ring over axes larger than 1."""
     over = tuple(axis for axis, size in self.sizes.items() if axis in axes and size > 1)
     if over:
       n = math.prod(self.sizes[axis] for axis in over)
@@ -368,17 +364,11 @@ def _send_between_stages(staged: StagedWork, links: Links) -> None:
 def _rounds(stage: int, microbatches: int, stored: int, read: int, once: int) -> tuple[int, int]:
   """Bytes of parameters that go around the ring for their gradients and update, and in how many collectives.
 
-  An all-reduce goes around twice, a reduce-scatter and an all-gather once each. Stage 0: an all-reduce.
-  Stage 1: a reduce-scatter of the gradient and an all-gather of the updated parameter. Stage 2: a
-  reduce-scatter in each microbatch, and the all-gather. TPU programs do this; CPU programs write each
-  reduce-scatter as an all-reduce and a slice.
-
-  Args:
-    stage: ZeRO stage.
-    microbatches: the number of microbatches of the batch.
-    stored: bytes of the parameters.
-    read: bytes of the gradients of one microbatch.
-    once: bytes of the gradients that are sent once for all microbatches.
+  An all-reduce goes around twice, a reduce-scatter and an all-gather once each. Stage 0: an all-reduce. Stage
+  1: a reduce-scatter of the gradient and an all-gather of the updated parameter. Stage 2: a reduce-scatter in
+  each microbatch, and the all-gather. TPU programs do this; CPU programs write each reduce-scatter as an
+  all-reduce and a slice. `stored` is of the parameters, `read` of the gradients of one microbatch, `once` of
+  the gradients that are sent once for all microbatches.
   """
   return {
     0: (2 * once, 1),

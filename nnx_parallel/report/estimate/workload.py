@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in
-from nnx_parallel.core.flow import Flow
+from nnx_parallel.core.flow import Flow, unsplit
 from nnx_parallel.core.interpret import is_literal
 from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts, without_unused
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
@@ -49,7 +49,6 @@ from nnx_parallel.report.estimate.propagate import (
   Sharded,
   Sizes,
   Split,
-  unsplit,
 )
 from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.gradients import check_divides
@@ -62,12 +61,9 @@ from nnx_parallel.train.update import apply
 class Trained:
   """Trained parameters of one layout, and their gradients.
 
-  Attributes:
-    stored: the parameters.
-    read: their bytes in the type in which the loss uses them, which is also the type of a microbatch's
-      gradients.
-    summed: bytes of the gradients' sum over microbatches, which is in float32 or wider.
-    further: additional axes over which the ZeRO stage splits their update.
+  `read` and `summed` are bytes: of the parameters in the type in which the loss uses them, which is also the
+  type of a microbatch's gradients, and of the sum over microbatches, in float32 or wider. The ZeRO stage
+  splits their update over the `further` axes too.
   """
 
   stored: Sharded
@@ -107,16 +103,10 @@ class Workload:
   """One step of a model on a batch.
 
   Attributes:
-    parameters: trained and frozen parameters.
-    used: the same parameters in the type in which they are gathered: the type of their use if it is narrower,
-      else their own type.
-    trained: the parameters that get a gradient.
+    used: `parameters` in the type in which they are gathered: the type of their use if it is narrower.
     other: the model's other state.
-    optimizer: the optimizer's state in device memory, without the masters.
-    masters: float32 copies of parameters in a smaller type; see `with_masters`.
+    optimizer: the optimizer's state in device memory, without `masters` (see `with_masters`).
     on_host: the optimizer's state in host memory; leaves of one shape and layout are merged.
-    batch: the inputs.
-    batch_axes: axes that split the batch.
     gather_axes: the `batch_axes` over which parameters are gathered before use; the other batch axes hold
       different experts.
     token_axes: axes over which gradients of parameters are summed: the batch axes, and an axis that splits
@@ -131,9 +121,7 @@ class Workload:
       parameters of all layers before it scans them; nothing if they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
-    products: matrix products of the forward pass.
-    recomputed: matrix products that recomputation repeats.
-    update: matrix products of the optimizer.
+    products: matrix products of the forward pass; `recomputed` of recomputation, `update` of the optimizer.
     exchanged: groups of matrices that `per_matrix` sends to other devices, and back.
     uncounted: operation -> runs, of operations that compute and are not among the products.
     stage: ZeRO stage, 0 if it splits nothing.
@@ -193,14 +181,9 @@ def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
 class StepTrace:
   """The programs of a step; they do not depend on the sizes of mesh axes, except the axis of pipeline stages.
 
-  Attributes:
-    forward: the loss.
-    backward: from the same inputs to the activations that the loss saves for the backward pass.
-    update: from the parameters, their gradients and the optimizer's state to the new values; None without an
-      optimizer.
-    schedule: the schedule of the pipeline, if `forward` is the trace of a pipeline.
-    plain: the loss without the pipeline.
-    parts: recomputed part of the loss -> its own `backward`, computed on request.
+  `backward` goes from the inputs of `forward`, the loss, to the activations that the loss saves; `parts` has
+  the same of recomputed parts, on request. `update` goes from the parameters, their gradients and the
+  optimizer's state to the new values. With a pipeline, `plain` is the loss without it.
   """
 
   forward: ClosedJaxpr
@@ -221,9 +204,7 @@ def trace_step(
   pipeline: Pipeline | None = None,
   microbatches: int = 1,
 ) -> StepTrace:
-  """Traces a step abstractly; the arguments are as for `memory_plan`.
-
-  The loss is traced with the plan's rules in scope, so that `constrain` works as in training.
+  """Traces a step abstractly, with the plan's rules in scope; the arguments are as for `memory_plan`.
 
   Raises:
     TrainError: no such remat policy, or no layer for it.
@@ -280,11 +261,7 @@ def workload_of(
   gradients: Gradients | None = None,
   pipeline: Pipeline | None = None,
 ) -> Workload:
-  """The arrays, products and collectives of a traced step on the layout of a plan.
-
-  Raises:
-    TrainError: gradients that cannot be scattered.
-  """
+  """The arrays, products and collectives of a traced step; a `TrainError` if it cannot scatter gradients."""
   batch_axes, inputs = plan.batch_axes, jax.tree.leaves(batch_structs(batch))
   paths, trained_count = _order(plan)
   leaves = [plan.of("model")[path] for path in paths]
@@ -350,11 +327,7 @@ def finds_layers(plan: Plan, loss: LossFn, batch: PyTree, layers: str | None = N
 
 
 def batch_structs(batch: PyTree) -> PyTree:
-  """The batch as `ShapeDtypeStruct`s; Python numbers are scalars.
-
-  Raises:
-    ReportError: no array in it.
-  """
+  """The batch as `ShapeDtypeStruct`s; Python numbers are scalars. A `ReportError` without any array."""
 
   def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
@@ -372,11 +345,7 @@ def batch_structs(batch: PyTree) -> PyTree:
 
 
 def check_batch(plan: Plan, batch: PyTree, microbatches: int = 1) -> None:
-  """Refuses a batch that a step with this plan could not split: a report of it would mislead.
-
-  Raises:
-    ReportError: the shards of the batch, in each microbatch, or another dim cannot be even.
-  """
+  """Refuses (`ReportError`) a batch that a step with this plan could not split: its report would mislead."""
   sizes = axis_sizes(plan.mesh)
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch_structs(batch)):
     counts = shard_counts(plan.batch_spec(len(leaf.shape)), len(leaf.shape), sizes)
@@ -580,12 +549,9 @@ def _layer(
 
 
 class _Scanned(NamedTuple):
-  """Parameters that a scan reads.
+  """Parameters that a scan reads: `once` of one pass, as used; `casts` of all, as they are multiplied.
 
-  Attributes:
-    once: the parameters of one pass, in the type in which they are used.
-    casts: all parameters, as cast where they are multiplied.
-    narrowed: the extra bytes of trained parameters over what the scan reads, which was cast before it.
+  `narrowed` has the extra bytes of trained parameters over what the scan reads, which was cast before it.
   """
 
   once: tuple[Sharded, ...]
@@ -598,8 +564,7 @@ def _scanned(
 ) -> list[_Scanned]:
   """One entry for each scan of the outermost level.
 
-  `flows` has the flows of its variables, `read` the bytes per element in which parameters are used; the first
-  parameters are `trained`.
+  `flows` are of its variables, `read` the bytes per element in which parameters are used, first the trained.
   """
   found: list[_Scanned] = []
   for eqn in opened(traced).eqns:

@@ -91,16 +91,16 @@ class Collective:
   def sent_bytes(self) -> int:
     """The bytes that each device sends in one step with ring algorithms.
 
-    Of a payload `S` in a group of `n`: all-gather, reduce-scatter and all-to-all send `S (n-1)/n`,
-    all-reduce twice that, a permute or broadcast `S`.
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-    MPICH", 2005.
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+    2005.
     """
     return self.times * ring_bytes(self.kind, self.bytes, self.group_size)
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
   """The bytes that each device sends for a collective of `payload` bytes in a group of `group_size`.
+
+  All-gather, reduce-scatter and all-to-all send `S (n-1)/n`, all-reduce twice that, the others `S`.
 
   Example:
     >>> ring_bytes("all-reduce", 800, 8), ring_bytes("all-gather", 800, 8)
@@ -117,10 +117,8 @@ def collectives(
 ) -> tuple[Collective, ...]:
   """The collectives of a compiled program that move data, in program order.
 
-  Args:
-    program: HLO text (`Compiled.as_text()` or a dumped file) or a parsed program.
-    axes: mesh axis -> size in devices, in mesh order (`dict(mesh.shape)`).
-    slices: the slice or host at each position of the mesh; by default there is a single slice.
+  `program` is HLO text, or a parsed program; `axes` are in mesh order (`dict(mesh.shape)`); `slices` has the
+  slice or host at each position of the mesh, and by default there is a single slice.
   """
   program = hlo.parse(program) if isinstance(program, str) else program
   finder = AxisFinder(axes)

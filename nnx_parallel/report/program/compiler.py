@@ -54,13 +54,10 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-  """The memory that was missing, by a compiler that checks it (TPU).
+  """The bytes per device that were missing, by a compiler that checks the memory (TPU).
 
-  Attributes:
-    bytes: the bytes needed per device.
-    total: whether `bytes` is everything. Otherwise the arguments that are not donated come on top: the
-      compiler's "temporaries" are the total of its memory report, which includes donated arguments and
-      results (libtpu 0.0.42 and 0.0.50).
+  If they are not the `total`, arguments that are not donated come on top: the compiler's "temporaries" are
+  the total of its memory report, which includes donated arguments and results (libtpu 0.0.42 and 0.0.50).
   """
 
   bytes: int
@@ -71,13 +68,8 @@ class Shortage:
 class Reshard:
   """One `Involuntary full rematerialization` warning of the partitioner.
 
-  Attributes:
-    op: the JAX name stack, or the HLO name if there is no name stack.
-    source: `file.py:line`, or an empty string.
-    shape: dtype and dims as the compiler printed them, which may be one device's block.
-    bytes: the bytes of that shape.
-    before: the original sharding, as the compiler writes it.
-    after: the sharding that was requested.
+  `op` is the JAX name stack, or the HLO name; `shape` is as the compiler printed it, and may be one device's
+  block, of `bytes`. `before` and `after` are the original sharding and the requested one.
   """
 
   op: str
@@ -90,17 +82,17 @@ class Reshard:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """The output of a compilation.
+  """The output of a compilation; texts that were not dumped are empty.
 
   Attributes:
     text: the final program; if it ran out of memory, as far as the compiler came.
-    partitioned: the program of one device right after SPMD partitioning; empty if not dumped.
-    before: the program right before partitioning, with the layout of each array; empty if not dumped.
+    partitioned: the program of one device right after SPMD partitioning.
     memory: the compiler's figures.
     shortage: the missing memory, or None.
     log: the compiler's log.
     seconds: wall time of the compilation.
-    live: the compiler's list of live ranges, or an empty string.
+    live: the compiler's list of live ranges.
+    before: the program right before partitioning, with the layout of each array.
   """
 
   text: str
@@ -114,11 +106,7 @@ class Compiled:
 
 
 def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
-  """Compiles a lowered program and keeps the partitioned program and the log.
-
-  Raises:
-    ReportError: the compiler failed for another reason than memory.
-  """
+  """Compiles a lowered program; a `ReportError` if that failed for another reason than memory."""
   with tempfile.TemporaryDirectory() as folder:
     options = {
       "xla_dump_to": folder,

@@ -39,15 +39,10 @@ class PeakBuffer:
 
 
 def at_peak(dump: str, program: hlo.Program, names: Mapping[str, str]) -> tuple[PeakBuffer, ...]:
-  """Reads the compiler's list of values that are alive at the peak.
+  """The values that are alive at the peak, from the compiler's list (`*-live-range.txt`), which may be empty.
 
-  Args:
-    dump: the file `*-live-range.txt` that `xla_dump_to` writes, on each backend; may be empty.
-    program: the final program.
-    names: argument as JAX names it -> name to print.
-
-  Returns:
-    Largest first; arrays of one shape and line are merged; without the arguments and arrays below a KiB.
+  Largest first; arrays of one shape and line are merged; without the arguments and arrays below a KiB.
+  `names` maps arguments as JAX names them to names to print.
   """
   section = _SECTION.search(dump)
   if not section:

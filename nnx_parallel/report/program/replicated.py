@@ -93,14 +93,10 @@ class _Dims(thin.Thinning):
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-  """An array of the program before partitioning.
+  """An array of the program before partitioning: its global dims, the dim of the examples, and its layout.
 
-  Attributes:
-    dims: the global dims of the array.
-    examples: the dim that indexes the examples, or None.
-    tiling: its layout.
-    place: its place in the program.
-    constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
+  `place` is its place in the program; `constraint` the line of a sharding constraint on it that replicates
+  the batch, or an empty string.
   """
 
   dims: tuple[int, ...]
@@ -135,13 +131,8 @@ def replicated_activations(
 ) -> tuple[ReplicatedActivation, ...]:
   """Lists activations that are replicated over the batch axes, largest first; merges equal shapes and lines.
 
-  Args:
-    before: the program before the partitioner, with layouts.
-    final: the program that the compiler made.
-    sizes: mesh axis -> size, in mesh order.
-    batch_axes: the mesh axes that shard the batch.
-    is_batch: whether an argument of the program, by its JAX name, is part of the batch.
-    least: the minimum number of bytes of a listed array.
+  `before` is the program before the partitioner, with layouts, `final` the program that the compiler made.
+  `is_batch` takes the JAX name of an argument. Arrays of less than `least` bytes are left out.
   """
   groups = _groups(sizes, batch_axes)
   # The compiler may merge dims, so `known` has each array by its dims and by its size. If one line makes both

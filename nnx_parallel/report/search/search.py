@@ -314,9 +314,6 @@ def search(
 def searched_axes(rules: Rules) -> tuple[str, ...]:
   """Mesh axes that rules name: first the axes of the batch, then other axes by appearance.
 
-  Raises:
-    ReportError: the rules name no axis.
-
   Example:
     >>> import nnx_parallel as nxp
     >>> searched_axes(nxp.LogicalRules(mlp="tensor", batch=("data", "fsdp"), embed="fsdp"))
@@ -345,12 +342,7 @@ def meshes(
 ) -> list[Sizes]:
   """The meshes to try; if no usual mesh fits, all meshes of the machine's devices.
 
-  Args:
-    machine: the machine, with its number of devices and how many of them the fast links join.
-    axes: the axes of the rules.
-    batch_axes: the axes that split the batch.
-    idle: the axes that get size 1.
-    stage: the axis of pipeline stages, which is also tried without a pipeline.
+  Axes that are `idle` get size 1; `stage`, the axis of pipeline stages, is also tried without a pipeline.
   """
 
   def is_usual(sizes: Sizes) -> bool:
@@ -444,8 +436,7 @@ class _Task:
   ) -> tuple[list[Candidate], Candidate | None, list[str]]:
     """Compiles the first `most` candidates until one is accepted.
 
-    Returns:
-      All candidates, rejected candidates last; the winner; and notes.
+    Returns all candidates, rejected candidates last; the winner; and notes.
     """
     text, note = self._compiler()
     if not most or not fitting or text is None:
