@@ -183,13 +183,8 @@ class CompileReport(Paged):
       ReportError: there is no such kind or axis.
 
     Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax.sharding import AxisType
-      >>> from jax.sharding import NamedSharding
-      >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-      >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+      >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+      >>> x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))
       >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
       >>> report.sent("all-reduce", axis="data").times, report.sent("all-gather").bytes
       (1, 0)
@@ -217,13 +212,8 @@ class CompileReport(Paged):
       A dict: the values of these fields as text -> bytes.
 
     Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax.sharding import AxisType
-      >>> from jax.sharding import NamedSharding
-      >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-      >>> x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+      >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+      >>> x = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))
       >>> report = compile_report(jax.jit(lambda x: x.sum(0)).lower(x))
       >>> report.bytes_by("kind", "axes")
       {('all-reduce', 'data'): 32}
@@ -256,11 +246,8 @@ class CompileReport(Paged):
         chip), or matplotlib is not installed.
 
     Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax.sharding import NamedSharding
-      >>> from jax.sharding import PartitionSpec as P
-      >>> x = jax.device_put(jnp.ones(8), NamedSharding(jax.make_mesh((8,), ("data",)), P("data")))
+      >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
+      >>> x = jax.device_put(jnp.ones(8), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))
       >>> report = compile_report(jax.jit(lambda x: x * 2).lower(x))
       >>> report.picture("devices").axes[0].get_xlabel()
       'data'
@@ -304,11 +291,8 @@ def compile_report(
       evenly; or `verify` is used on a program that is already compiled.
 
   Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
+    >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
     >>> step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())

@@ -97,7 +97,7 @@ def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], l
   use, is a line, if it is near.
   """
   most = max((item.start + item.value for item in items), default=1.0)
-  scale, unit = _unit(most, units)
+  scale, unit = next((unit for unit in reversed(units) if most >= unit[0]), units[0])
   figure = new_figure(height=0.28 * len(items) + 1.0)
   axes: Any = figure.subplots()
   for group, colour in zip(dict.fromkeys(item.group for item in items), itertools.cycle(PALETTE)):
@@ -118,11 +118,6 @@ def bars(items: Sequence[Bar], label: str, units: Sequence[tuple[float, str]], l
   if axes.get_legend_handles_labels()[0]:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
   return figure
-
-
-def _unit(most: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-  """Scale and name of the largest unit that `most` reaches."""
-  return next((unit for unit in reversed(units) if most >= unit[0]), units[0])
 
 
 def _mark(axes: Any, limit: float, most: float, scale: float) -> str:

@@ -80,7 +80,8 @@ def advice(report: CompileReport) -> str:
       "splits the parameters."
     )
   if report.peak:
-    lines.append(f"Largest at the peak: {_buffer_text(report.peak[0])}.{_full_batch(report)}")
+    size, array, origin = peak_table(report, most=1).rows[0]
+    lines.append(f"Largest at the peak: {size} of {array} from {origin}.{_full_batch(report)}")
   return " ".join(lines)
 
 
@@ -191,11 +192,6 @@ def peak_table(report: CompileReport, most: int = _BUFFERS) -> Table:
     (format_bytes(t.bytes), _array(t), _origin(t.parameters, t.source, t.op)) for t in report.peak[:most]
   ]
   return Table("In memory at the peak, besides the arguments", ("bytes>", "array", "from"), rows)
-
-
-def _buffer_text(buffer: PeakBuffer) -> str:
-  origin = _origin(buffer.parameters, buffer.source, buffer.op)
-  return f"{format_bytes(buffer.bytes)} of {_array(buffer)} from {origin}"
 
 
 def _array(buffer: PeakBuffer) -> str:

@@ -16,7 +16,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.propagate import Product, Sizes
-from nnx_parallel.report.estimate.workload import Workload, check_batch, per_device, trace_workload
+from nnx_parallel.report.estimate.workload import Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 
 CASES = 24
@@ -135,11 +135,8 @@ def memory_plan(
       number of stages.
 
   Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
+    >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(1024, 1024, use_bias=False, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=256), nxp.fsdp(), optimizer=optax.adam(1e-3))
     >>> batch = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
@@ -149,12 +146,10 @@ def memory_plan(
   check_plan(plan, "memory_plan(plan, loss_fn, batch)")
   if microbatches < 1:
     raise ReportError(f"microbatches={microbatches} is not a positive number.", fix="microbatches=1.")
-  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   work = trace_workload(
-    plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=stages,
+    plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=pipeline,
     microbatches=microbatches,
   )  # fmt: skip
-  check_batch(plan, batch, microbatches)
   sizes = axis_sizes(plan.mesh)
   near = (leaf for leaf in plan.leaves if not leaf.on_host)
   leaves = sorted(near, key=lambda leaf: -leaf.bytes_per_device)

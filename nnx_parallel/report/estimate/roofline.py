@@ -46,13 +46,7 @@ from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.propagate import Product, Sharded, Sizes
-from nnx_parallel.report.estimate.workload import (
-  StagedWork,
-  Workload,
-  check_batch,
-  per_device,
-  trace_workload,
-)
+from nnx_parallel.report.estimate.workload import StagedWork, Workload, per_device, trace_workload
 from nnx_parallel.train.options import Gradients
 
 EXPOSED = 0.1
@@ -184,11 +178,8 @@ def predict_time(
     TrainError: the remat policy does not exist, it finds no layer, or the gradients cannot be scattered.
 
   Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
+    >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(8192, 8192, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     >>> plan = nxp.plan(init, nxp.abstract_mesh(fsdp=256), nxp.fsdp(), optimizer=optax.adam(1e-3))
     >>> batch = jax.ShapeDtypeStruct((1 << 22, 8192), jnp.bfloat16)
@@ -197,12 +188,10 @@ def predict_time(
     'compute'
   """
   check_plan(plan, "predict_time(plan, loss_fn, batch, chip=...)")
-  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   work = trace_workload(
-    plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=stages,
+    plan, loss, batch, remat=remat, layers=layers, gradients=gradients, pipeline=pipeline,
     microbatches=microbatches,
   )  # fmt: skip
-  check_batch(plan, batch, microbatches)
   return step_time(
     work, axis_sizes(plan.mesh), chip_named(chip), microbatches=microbatches, slice_size=slice_size
   )

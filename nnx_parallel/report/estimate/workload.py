@@ -246,12 +246,15 @@ def trace_workload(
   remat: Policy = "as written",
   layers: str | None = None,
   gradients: Gradients | None = None,
-  pipeline: Pipeline | None = None,
+  pipeline: str | Pipeline | None = None,
   microbatches: int = 1,
 ) -> Workload:
-  """Traces a step and lists its arrays, products and collectives; see `trace_step` and `workload_of`."""
+  """Traces a step, lists its arrays, products and collectives, and checks that its batch divides."""
+  pipeline = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   options: Any = {"remat": remat, "layers": layers, "pipeline": pipeline, "microbatches": microbatches}
-  return workload_of(plan, trace_step(plan, loss, batch, **options), batch, gradients, pipeline)
+  work = workload_of(plan, trace_step(plan, loss, batch, **options), batch, gradients, pipeline)
+  check_batch(plan, batch, microbatches)
+  return work
 
 
 def workload_of(
@@ -271,7 +274,7 @@ def workload_of(
   seen = Propagation(batch_axes=batch_axes, stage=pipeline.axis if pipeline is not None else None)
   seen.run(trace.forward, flows)
   read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(leaves)]
-  kept = _residuals(trace.backward, flows, batch_axes)
+  kept, kept_outside, kept_weights = _residuals(trace.backward, flows, batch_axes)
   again = [_layer(item, batch_axes, trace.parts) for item in seen.kept]
   scanned = _scanned(trace.forward, seen.flows, leaves[:trained_count], read)
   layer = max((parts for parts, _ in again), key=lambda p: sum(x.bytes for x in p), default=())
@@ -300,9 +303,9 @@ def workload_of(
     batch_axes=batch_axes,
     gather_axes=tuple(axis for axis in batch_axes if axis not in shared),
     token_axes=tuple(axis for axis in axis_sizes(plan.mesh) if axis in tokens),
-    kept=kept.scanned,
-    kept_outside=kept.outside,
-    kept_weights=kept.weights,
+    kept=kept,
+    kept_outside=kept_outside,
+    kept_weights=kept_weights,
     layer=layer,
     layer_weights=max((x.once for x in scanned), key=lambda p: sum(x.bytes for x in p), default=()),
     casts=_merge(part for x in scanned for part in x.casts),
@@ -495,14 +498,10 @@ def _flow(leaf: LeafPlan, number: int | None = None) -> Flow:
   return Flow(axes_by_dim(leaf.spec, len(leaf.shape)), False, True, number)
 
 
-class _Residuals(NamedTuple):
-  scanned: tuple[Sharded, ...]
-  outside: tuple[Sharded, ...]
-  weights: tuple[Sharded, ...]
-
-
-def _residuals(traced: Program, flows: Sequence[Flow], batch_axes: Sequence[str]) -> _Residuals:
-  """The residuals of a traced forward pass, without its inputs."""
+def _residuals(
+  traced: Program, flows: Sequence[Flow], batch_axes: Sequence[str]
+) -> tuple[tuple[Sharded, ...], tuple[Sharded, ...], tuple[Sharded, ...]]:
+  """The residuals of a traced forward pass but its inputs: of scans, outside scans, and of weights only."""
   body = opened(traced)
   seen = Propagation(batch_axes=batch_axes)
   seen.run(traced, flows)
@@ -511,7 +510,9 @@ def _residuals(traced: Program, flows: Sequence[Flow], batch_axes: Sequence[str]
   # loops.
   results = dict.fromkeys(var for var in body.outvars if not is_literal(var))
   inputs = set(body.invars)
-  saved = [var for var in results if var in seen.flows and var not in inputs and not _on_host(var)]
+  # `remat="offload"` moves values to the host's memory.
+  near = [var for var in results if var.aval.memory_space is not jax.memory.Space.Host]
+  saved = [var for var in near if var in seen.flows and var not in inputs]
   data = [var for var in saved if seen.flows[var].data]
   weights = [var for var in saved if seen.flows[var].weight and not seen.flows[var].data]
   rows = dict.fromkeys(var for var in data if var in loops)
@@ -521,12 +522,7 @@ def _residuals(traced: Program, flows: Sequence[Flow], batch_axes: Sequence[str]
   def parts(group: Iterable[Var]) -> tuple[Sharded, ...]:
     return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
 
-  return _Residuals(parts(rows), parts(outside), parts(weights))
-
-
-def _on_host(var: Var) -> bool:
-  """Whether a value was moved to the host's memory, as by `remat="offload"`."""
-  return var.aval.memory_space is jax.memory.Space.Host
+  return parts(rows), parts(outside), parts(weights)
 
 
 def _layer(
@@ -544,8 +540,8 @@ def _layer(
   traced = known[id(item.jaxpr)]
   again = Propagation(item.saves, batch_axes)
   again.run(without_unused(traced), item.inputs, item.times)
-  found = _residuals(traced, item.inputs, batch_axes)
-  return _merge((*found.scanned, *found.outside)), tuple(again.products)
+  scanned, outside, _ = _residuals(traced, item.inputs, batch_axes)
+  return _merge((*scanned, *outside)), tuple(again.products)
 
 
 class _Scanned(NamedTuple):

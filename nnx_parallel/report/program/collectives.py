@@ -124,7 +124,6 @@ def collectives(
   finder = AxisFinder(axes)
   slices = np.zeros(finder.devices, np.int64) if slices is None else slices
   origins = Origins(program)
-  scattered = _scattering_fusions(program)
   found: list[Collective] = []
   for run in program.executed():
     match = _KIND.match(run.instruction.opcode)
@@ -132,7 +131,7 @@ def collectives(
     if (not match and not across) or _LATER_STEP.search(run.instruction.rest):
       continue
     kind = match[1] if match else _ACROSS.get(across[1], across[1].lower()) if across else ""
-    collective = _describe(program, run, kind, finder, slices, scattered, origins)
+    collective = _describe(program, run, kind, finder, slices, origins)
     if collective.group_size > 1:
       found.append(collective)
   return tuple(found)
@@ -152,7 +151,6 @@ def _describe(
   kind: str,
   finder: AxisFinder,
   slices: Labels,
-  scattered: frozenset[str],
   origins: Origins,
 ) -> Collective:
   instruction = run.instruction
@@ -161,7 +159,8 @@ def _describe(
   labels, group_size = (_between_programs if across else _groups)(instruction, finder.devices, programs)
   match = finder.match(labels)
   complete = match.complete and (not across or _all_programs(instruction, programs))
-  if kind == "all-reduce" and run.computation.name in scattered:
+  # Fusions of a TPU program that are reduce-scatters: an all-reduce, then a slice of its result.
+  if kind == "all-reduce" and run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
   shapes = _payload(instruction, kind, group_size)
   made = origins.made(instruction, run.caller)
@@ -273,8 +272,3 @@ def _overlapped_sending(run: hlo.Executed) -> bool:
 def _computes(at: hlo.Instruction) -> bool:
   """Whether an instruction computes more than scalars."""
   return at.opcode in _COMPUTE and max((s.elements for s in at.shapes), default=0) > 1
-
-
-def _scattering_fusions(program: hlo.Program) -> frozenset[str]:
-  """The fusions of a TPU program that are reduce-scatters: an all-reduce, then a slice of its result."""
-  return frozenset(name for name in program.computations if name.startswith("all-reduce-scatter"))

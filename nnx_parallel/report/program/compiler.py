@@ -222,8 +222,5 @@ def _standard_error() -> Generator[list[str]]:
       os.unlink(name)
       watch.communicate(b"done\n")
       with os.fdopen(saved, "w") as stderr:
-        stderr.writelines(line for line in log[0].splitlines(True) if not _reported(line))
-
-
-def _reported(line: str) -> bool:
-  return "Involuntary full rematerialization" in line
+        reported = "Involuntary full rematerialization"
+        stderr.writelines(line for line in log[0].splitlines(True) if reported not in line)

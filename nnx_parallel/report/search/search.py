@@ -259,10 +259,8 @@ def search(
     TrainError: `layers` matches no module, or a pipeline finds no consecutive equal layers.
 
   Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
     >>> from flax import nnx
-    >>> import nnx_parallel as nxp
     >>> init = lambda: nnx.Linear(4096, 4096, use_bias=False, rngs=nnx.Rngs(0))
     >>> batch = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     >>> rules = [nxp.LogicalRules(batch="fsdp"), nxp.fsdp()]
