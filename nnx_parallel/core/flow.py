@@ -97,15 +97,11 @@ class Meeting:
     kept = tuple(used.take(without(main.axes[d], wanted)) for d in main_free)
     added = tuple(used.take(other.axes[d]) for d in other_free)
     frees = (kept, added) if main_is_left else (added, kept)
-    axes = self._arranged((*shared, *frees[0], *frees[1]))
+    axes: Axes = (*shared, *frees[0], *frees[1])
+    if self.places is not None:
+      placed = dict(zip(self.places, axes, strict=True))
+      axes = tuple(placed[d] for d in sorted(placed))
     return Met(axes, main_is_left, names, wanted, kept, added)
-
-  def _arranged(self, axes: Axes) -> Axes:
-    """The axes of the shared and the free dims in the order of the result."""
-    if self.places is None:
-      return axes
-    placed = dict(zip(self.places, axes, strict=True))
-    return tuple(placed[d] for d in sorted(placed))
 
 
 def meeting(eqn: JaxprEqn) -> Meeting | None:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +63,12 @@ class AxisFinder:
   def __init__(self, sizes: Mapping[str, int]):
     self.devices = math.prod(sizes.values())
     wide = [name for name, size in sizes.items() if size > 1]
+    ids = np.arange(self.devices).reshape(*sizes.values())
     self._grids: dict[tuple[str, ...], Labels] = {}
     for count in range(len(wide) + 1):
       for axes in itertools.combinations(wide, count):
-        self._grids[axes] = _grid_labels(sizes, axes)
+        first = ids[tuple(slice(1) if name in axes else slice(None) for name in sizes)]
+        self._grids[axes] = np.broadcast_to(first, ids.shape).ravel()
     self._exact = {labels.tobytes(): axes for axes, labels in reversed(self._grids.items())}
 
   def match(self, labels: Labels) -> AxisMatch:
@@ -153,13 +155,6 @@ def pair_labels(text: str, devices: int) -> Labels:
 def pairs_of(text: str) -> list[tuple[int, int]]:
   """(source, target) of `source_target_pairs`."""
   return [(int(a), int(b)) for a, b in _PAIR.findall(text)]
-
-
-def _grid_labels(sizes: Mapping[str, int], axes: Sequence[str]) -> Labels:
-  """Labels of the sub-grids over `axes`."""
-  ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
-  first = ids[tuple(slice(1) if name in axes else slice(None) for name in sizes)]
-  return np.broadcast_to(first, ids.shape).ravel()
 
 
 @dataclasses.dataclass(frozen=True)

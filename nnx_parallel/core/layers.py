@@ -61,7 +61,7 @@ def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
   for depth, same_depth in itertools.groupby(sorted(modules, key=_depth), _depth):
     beside: dict[tuple[str, type[nnx.Module]], list[tuple[Path, nnx.Module]]] = {}
     for path, module in same_depth:
-      name = _pattern(path) if pattern is None else _matched(path, pattern)
+      name = _pattern(path, pattern)
       if name is not None and not any(path[:n] in taken for n in range(depth)):
         beside.setdefault((name, type(module)), []).append((path, module))
     for (name, kind), members in beside.items():
@@ -69,7 +69,8 @@ def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
       for path, module in members:
         groups.setdefault(_structure(module), []).append(path)
       # Parts of different widths are stages, which have layers inside.
-      if pattern is None and not (any(map(_has_matrix, groups)) and max(map(len, groups.values())) > 1):
+      matrix = any(len(shape) > 1 for structure in groups for _, _, shape, _ in structure)
+      if pattern is None and not (matrix and max(map(len, groups.values())) > 1):
         continue
       first = next(iter(groups))
       for structure, paths in groups.items():
@@ -95,17 +96,15 @@ def modules_of(model: Model) -> Iterator[tuple[Path, nnx.Module]]:
         yield (path if key is None else (key, *path)), node
 
 
-def _pattern(path: Path) -> str | None:
-  """The path with `*` for the number at its end; None if it has no number."""
+def _pattern(path: Path, given: str | None) -> str | None:
+  """The given pattern, or the path with `*` for the number at its end; None if it has neither."""
+  if given is not None:
+    return given if fnmatch.fnmatchcase(path_str(path), given) else None
   if not path:
     return None
   last = str(path[-1])
   name = _NUMBER.sub("*", last)
   return path_str((*path[:-1], name)) if name != last else None
-
-
-def _matched(path: Path, pattern: str) -> str | None:
-  return pattern if fnmatch.fnmatchcase(path_str(path), pattern) else None
 
 
 _Structure = tuple[tuple[Path, type, tuple[int, ...], np.dtype[Any]], ...]
@@ -125,7 +124,3 @@ def _unlike(structure: _Structure, other: _Structure) -> str:
   path, kind, shape, dtype = more[0]
   text = f"{path_str(path)} is {kind.__name__} {format_array(dtype, shape)}"
   return text if more[0] in structure else f"there {text}"
-
-
-def _has_matrix(structure: _Structure) -> bool:
-  return any(len(shape) > 1 for _, _, shape, _ in structure)

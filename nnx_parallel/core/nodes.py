@@ -68,6 +68,15 @@ def named_leaves(batch: PyTree) -> list[tuple[str, Leaf]]:
   return [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
 
 
+def parts_of_type(tree: PyTree, kind: type) -> list[Any]:
+  """The parts of a pytree that are of a type; what is inside them is not searched."""
+
+  def is_part(part: object) -> bool:
+    return isinstance(part, kind)
+
+  return [part for part in jax.tree.leaves(tree, is_leaf=is_part) if is_part(part)]
+
+
 def iter_nodes(module: object) -> Iterator[tuple[Path, object]]:
   """Yields path and object of modules (any `nnx.Pytree`) and Variables: a fast `nnx.iter_graph`.
 

@@ -7,6 +7,7 @@ zeros.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -41,8 +42,7 @@ def is_pick(eqn: JaxprEqn) -> bool:
   )
 
 
-def _sum_of_row(x: jax.Array) -> jax.Array:
-  return jnp.sum(x, axis=-1, keepdims=True, dtype=x.dtype)
+_sum_of_row = functools.partial(jnp.sum, axis=-1, keepdims=True)
 
 
 def picked(

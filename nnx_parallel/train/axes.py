@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.mesh import auto_mesh, is_explicit
+from nnx_parallel.core.nodes import parts_of_type
 from nnx_parallel.core.shards import auto_sharding, computed_on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
@@ -160,7 +161,7 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(step)
   def on_auto(*args: Any) -> Any:
-    objects = {n: x for n, x in enumerate(args) if _has_modules(x)}
+    objects = {n: x for n, x in enumerate(args) if parts_of_type(x, nnx.Pytree)}
     template = Template(objects)
     arrays = template.arrays(objects)
     kinds: list[Any] = [jax.typeof(arrays[i]).sharding for i in template.variables]
@@ -183,13 +184,6 @@ def auto_axes(step: Callable[..., Any]) -> Callable[..., Any]:
     return result
 
   return on_auto
-
-
-def _has_modules(tree: PyTree) -> bool:
-  def is_module(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree)
-
-  return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
 def with_types(

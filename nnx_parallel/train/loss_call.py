@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -107,25 +106,20 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
   except Exception as error:
     # From the frame of the body on: the first frame is this function, the second is `call_loss`.
     trace = error.__traceback__ and error.__traceback__.tb_next
+    layer, module = _layer(models, trace)
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
-      layer = _layer(models, trace)
-      raise _on_explicit_axes("the loss function" if layer is None else layer.name, error) from error
-    if isinstance(error, TypeError) and str(error).endswith("object is not callable") and _is_own(trace):
+      raise _on_explicit_axes(layer, error) from error
+    own = len(list(traceback.walk_tb(trace))) == 2  # of the loss function, and not of one that it calls
+    if isinstance(error, TypeError) and str(error).endswith("object is not callable") and own:
       raise TrainError(
         "the loss function calls its second argument, which is the batch.",
         details=_first_line(error),
         fix="def loss_fn(model, batch): ..., in this order.",
       ) from error
-    layer = _layer(models, trace)
-    if layer is not None and not isinstance(error, TrainError):
-      error.add_note(_note(layer, batch))
+    if module is not None and not isinstance(error, TrainError):
+      error.add_note(_note(layer, module, batch))
     raise
-
-
-def _is_own(trace: TracebackType | None) -> bool:
-  """Whether the loss function raised an error directly, and not a function that it called."""
-  return len(list(traceback.walk_tb(trace))) == 2
 
 
 def _first_line(error: BaseException) -> str:
@@ -157,29 +151,21 @@ def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-  """A layer on the stack of an error: its path, class and line of code; and the arrays that it holds."""
-
-  name: str
-  module: Any
-
-
-def _layer(models: Model, trace: TracebackType | None) -> _Layer | None:
-  """The innermost layer of `models` on the stack of an error."""
+def _layer(models: Model, trace: TracebackType | None) -> tuple[str, Any]:
+  """The innermost layer on the stack of an error: path, class and line of code; and the module, or None."""
   paths = {id(module): path_str(path) for path, module in nnx.iter_modules(models)}
-  found = None
+  found = "the loss function", None
   for frame, line in traceback.walk_tb(trace):
     module = frame.f_locals.get("self")
     if id(module) in paths:
       name = f"{paths[id(module)]} " if paths[id(module)] else ""
-      found = _Layer(f"{name}({type(module).__name__}, line {line} of {frame.f_code.co_name})", module)
+      found = f"{name}({type(module).__name__}, line {line} of {frame.f_code.co_name})", module
   return found
 
 
-def _note(layer: _Layer, batch: PyTree) -> str:
+def _note(layer: str, module: nnx.Module, batch: PyTree) -> str:
   """Where an error was raised, with the shapes there."""
-  held = {path_str(path): value_of(leaf) for path, leaf in variables(layer.module).items()}
+  held = {path_str(path): value_of(leaf) for path, leaf in variables(module).items()}
   own = [f"{path} {x.dtype}{[*x.shape]}" for path, x in held.items() if hasattr(x, "shape")]
   given = [f"{name} {jnp.result_type(x)}{[*jnp.shape(x)]}" for name, x in named_leaves(batch)]
-  return f"in the layer {layer.name}\n  its arrays: {few(own) or 'none'}\n  {few(given)}"
+  return f"in the layer {layer}\n  its arrays: {few(own) or 'none'}\n  {few(given)}"

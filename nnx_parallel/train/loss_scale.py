@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.nodes import parts_of_type, value_of
 from nnx_parallel.core.types import Optimizer, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import widen
@@ -105,7 +105,7 @@ def with_loss_scale(
   ) -> tuple[PyTree, LossScaleState]:
     unscaled = jax.tree.map(lambda g: widen(g) / state.scale.astype(widen(g).dtype), grads)
     finite = all_finite(unscaled)
-    if not any(map(_is_masters, jax.tree.leaves(state.inner, is_leaf=_is_masters))):
+    if not parts_of_type(state.inner, MastersState):
       unscaled = jax.tree.map(lambda u, g: u.astype(g.dtype), unscaled, grads)
     if "grad" in extra:
       extra["grad"] = unscaled
@@ -166,9 +166,9 @@ def loss_scale_of(optimizer: Optimizer) -> jax.Array:
 def find_scale(optimizer: Optimizer) -> jax.Array | None:
   """The loss scale of an optimizer, or None; a `TrainError` if a transformation is around it."""
   state = optimizer.opt_state
-  if _is_scaled(state):
+  if isinstance(state, LossScaleState):
     return value_of(state.scale)
-  if any(map(_is_scaled, jax.tree.leaves(state, is_leaf=_is_scaled))):
+  if parts_of_type(state, LossScaleState):
     raise TrainError(
       "with_loss_scale must be the outermost transformation.",
       details=f"it is inside {type(state).__name__}, which would see gradients before they are unscaled",
@@ -205,11 +205,3 @@ def _backward(factor: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 scaled_in_backward.defvjp(lambda x, factor: (x, factor), _backward)
-
-
-def _is_scaled(node: object) -> bool:
-  return isinstance(node, LossScaleState)
-
-
-def _is_masters(node: object) -> bool:
-  return isinstance(node, MastersState)

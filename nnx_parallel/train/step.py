@@ -46,7 +46,7 @@ class _Step:
   def __init__(self, options: StepOptions):
     self.options = options
     self.layers = LayersUsed()
-    self.calls, self._takes_several = 0, False
+    self.calls = 0
     self.compiles: list[Compile] = []
     self._bounds: dict[Hashable, Bound] = {}
     self._structures: dict[Hashable, Structure] = {}
@@ -90,10 +90,8 @@ class _Step:
 
   def _joined(self, batch: PyTree, more: Sequence[PyTree]) -> tuple[PyTree, ...]:
     """One batch of the arrays that a call gave separately."""
-    if not self._takes_several:  # once: a signature takes 10 us to read
-      losses = self.options.loss_fn
-      check_several(losses.values() if isinstance(losses, Mapping) else [losses], 1 + len(more))
-      self._takes_several = True
+    losses = self.options.loss_fn
+    check_several(losses.values() if isinstance(losses, Mapping) else [losses], 1 + len(more))
     return (batch, *more)
 
   def _done(self, bound: Bound, news: News, batch: PyTree) -> None:
@@ -168,7 +166,12 @@ class TrainStep(_Step):
   def _record(self, bound: Bound, compiled: Compile) -> None:
     super()._record(bound, compiled)
     self.reduction = bound.structure.reduction
-    _warn_unplanned(bound.unplanned())
+    if unplanned := bound.unplanned():
+      logger.warning(
+        "%s: the plan has no such array, so each device holds all of it. Fix: plan the edited constructor,"
+        " and create from that plan.",
+        few(unplanned),
+      )
 
   def lower(self, model: Model, optimizer: Optimizers = None, batch: PyTree = None) -> jax.stages.Lowered:
     """Lowers the step for these arguments, which may be abstract, without running it.
@@ -499,15 +502,6 @@ def unknown_option(function: Callable[..., Any], name: str) -> TrainError:
   return TrainError(
     f"{function.__name__} has no option {name}.", details=f"options: {', '.join(own)}", fix=fix
   )
-
-
-def _warn_unplanned(labels: list[str]) -> None:
-  if labels:
-    logger.warning(
-      "%s: the plan has no such array, so each device holds all of it. Fix: plan the edited constructor, and"
-      " create from that plan.",
-      few(labels),
-    )
 
 
 def _abstract(plan: Plan) -> Any:

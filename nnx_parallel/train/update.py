@@ -12,9 +12,9 @@ import optax
 import optax.contrib
 from flax import nnx
 
-from nnx_parallel.core.nodes import Path, path_str, plain_path, variables
+from nnx_parallel.core.nodes import Path, parts_of_type, path_str, plain_path, variables
 from nnx_parallel.core.padding import is_padded
-from nnx_parallel.core.types import Leaf, Model, Optimizer, Optimizers, PyTree
+from nnx_parallel.core.types import Model, Optimizer, Optimizers, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, placement_of, plain_update
@@ -169,7 +169,8 @@ def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
   """Refuses an optimizer whose state is for other parameters: before an edit, or of another model."""
   parameters = nnx.as_pure(nnx.state(model, optimizer.wrt))
   if placement_of(optimizer) is not None:  # made at the shapes without padding
-    parameters = nnx.as_pure(nnx.map_state(_struct, nnx.state(model, optimizer.wrt)))
+    state = nnx.state(model, optimizer.wrt)
+    parameters = nnx.as_pure(nnx.map_state(lambda _, x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
   try:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
       needed = _shapes(jax.eval_shape(optimizer.tx.init, parameters))
@@ -199,10 +200,6 @@ def _check_state(optimizer: Optimizer, model: Model, key: Hashable) -> None:
     details="\n".join([*lines[:5], *more]),
     fix=fix,
   )
-
-
-def _struct(_: Path, leaf: Leaf) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
@@ -249,20 +246,13 @@ def extra_arguments(tx: optax.GradientTransformation, state: PyTree, given: dict
   more = {
     name: make(given["value_fn"])
     for kind, (name, make) in _NEEDED_BY_STATE.items()
-    if _holds(kind, state) or not takes_any
+    if parts_of_type(state, kind) or not takes_any
   }
   return {name: x for name, x in {**given, **more}.items() if takes_any or name in parameters}
 
 
-def _holds(kind: type, state: PyTree) -> bool:
-  def matches(node: object) -> bool:
-    return isinstance(node, kind)
-
-  return any(map(matches, jax.tree.leaves(state, is_leaf=matches)))
-
-
 def _check_transformation(optimizer: Optimizer) -> None:
-  if _holds(optax.LookaheadState, optimizer.opt_state):
+  if parts_of_type(optimizer.opt_state, optax.LookaheadState):
     raise TrainError(
       "optax.lookahead keeps two copies of the parameters, which nnx.Optimizer cannot give it.",
       details="its update needs optax.LookaheadParams(fast, slow) in place of the model's parameters",

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.extra_args import accept_extra
-from nnx_parallel.core.nodes import path_str, value_of, variables
+from nnx_parallel.core.nodes import parts_of_type, path_str, value_of, variables
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import is_low, widen
@@ -156,7 +156,7 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
     >>> float(model.bias[0]), float(nxp.ema_of(optimizer, model).bias[0])
     (-1.0, -0.25)
   """
-  states = [n for n in jax.tree.leaves(optimizer.opt_state, is_leaf=_is_average) if _is_average(n)]
+  states = parts_of_type(optimizer.opt_state, AverageState)
   if len(states) != 1:
     raise TrainError(
       f"the optimizer's state holds {len(states)} averages, but ema_of needs one.",
@@ -246,10 +246,6 @@ def chosen(first: jax.Array, a: PyTree, b: PyTree) -> PyTree:
 
 def _is_masked(node: object) -> bool:
   return isinstance(node, optax.MaskedNode)
-
-
-def _is_average(node: object) -> bool:
-  return isinstance(node, AverageState)
 
 
 def _merged(masters: PyTree, params: PyTree) -> PyTree:
