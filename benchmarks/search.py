@@ -47,10 +47,11 @@ def program_time(
   stages send, permutes, is waited for.
   """
   on_cpu = report.target.endswith("cpu")
+  arithmetic = max(predicted.arithmetic, key=lambda name: predicted.arithmetic[name], default="")
   beside = {axis for name in predicted.overlapped for axis in name.split("+")}
   links = Links(report.axes, machine.chip, machine.slice_size)
   for c in report.collectives:
-    widened = on_cpu and predicted.main_arithmetic == "bfloat16" and c.dtype == "f32"
+    widened = on_cpu and arithmetic == "bfloat16" and c.dtype == "f32"
     sliced = on_cpu and c.kind == "all-reduce" and set(c.axes) <= set(scattered)
     sent = c.sent_bytes / ((2 if widened else 1) * (2 if sliced else 1))
     hop = c.kind == "collective-permute" and "+".join(c.axes) in predicted.waiting

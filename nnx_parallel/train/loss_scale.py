@@ -21,6 +21,8 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.train.losses import widen
 from nnx_parallel.train.wrappers import MastersState, all_finite, chosen
 
+_MINIMUM, _MAXIMUM = 1.0, 2.0**24
+
 
 class LossScaleState(NamedTuple):
   """State of `with_loss_scale`, around the state of the wrapped transformation.
@@ -40,17 +42,15 @@ def with_loss_scale(
   *,
   initial: float = 2.0**15,
   growth_interval: int = 2000,
-  minimum: float = 1.0,
-  maximum: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
   """Adds a dynamic loss scale to an optimizer, for computing in float16.
 
   The transformation divides the gradients by the scale. A step whose gradients contain a NaN or an infinity
-  changes neither the parameters nor the state of `tx`, and halves the scale. After `growth_interval`
-  consecutive finite steps, the scale doubles. Other Variables, such as batch statistics, keep the values of
-  the forward pass. `train_step` finds the scale and multiplies the loss by it, but returns unscaled metrics.
-  In a step that you write yourself, multiply the loss by `loss_scale_of(optimizer)` before you differentiate
-  it.
+  changes neither the parameters nor the state of `tx`, and halves the scale, to 1 at least. After
+  `growth_interval` consecutive finite steps, the scale doubles, up to 2**24. Other Variables, such as batch
+  statistics, keep the values of the forward pass. `train_step` finds the scale and multiplies the loss by it,
+  but returns unscaled metrics. In a step that you write yourself, multiply the loss by
+  `loss_scale_of(optimizer)` before you differentiate it.
 
   Args:
     tx: the transformation that gets unscaled gradients. `with_loss_scale` must be outermost: a transformation
@@ -58,15 +58,12 @@ def with_loss_scale(
       `with_loss_scale(with_masters(tx))`.
     initial: the first scale, a power of two.
     growth_interval: the number of finite steps before the scale doubles.
-    minimum: the scale is not halved below this power of two.
-    maximum: the scale is not doubled above this power of two.
 
   Returns:
     A transformation for `plan(optimizer=...)` or `nnx.Optimizer`; its state is a `LossScaleState`.
 
   Raises:
-    TrainError: a scale is not a power of two, the bounds are in the wrong order, or the interval is less than
-      1.
+    TrainError: the first scale is not a power of two in these bounds, or the interval is less than 1.
 
   Example:
     >>> import jax.numpy as jnp, numpy as np, optax, nnx_parallel as nxp
@@ -82,16 +79,13 @@ def with_loss_scale(
 
   Source: Mixed Precision Training, arXiv:1710.03740.
   """
-  for name, value in (("initial", initial), ("minimum", minimum), ("maximum", maximum)):
-    if not (value > 0 and math.frexp(value)[0] == 0.5):
-      raise TrainError(
-        f"{name}={value} is not a power of two, so dividing by it would round gradients.",
-        fix=f"{name}={2.0 ** round(math.log2(value)) if 0 < value < math.inf else 2.0**15}",
-      )
-  if not minimum <= initial <= maximum:
+  if math.frexp(initial)[0] != 0.5:
     raise TrainError(
-      f"initial={initial} is not between minimum={minimum} and maximum={maximum}.", fix="initial=2.0**15"
+      f"initial={initial} is not a power of two, so dividing by it would round gradients.",
+      fix=f"initial={2.0 ** round(math.log2(initial)) if 0 < initial < math.inf else 2.0**15}",
     )
+  if not _MINIMUM <= initial <= _MAXIMUM:
+    raise TrainError(f"initial={initial} is not between {_MINIMUM} and {_MAXIMUM}.", fix="initial=2.0**15")
   if growth_interval < 1:
     raise TrainError(f"growth_interval={growth_interval} is not a number of steps.", fix="1 or more.")
   inner = accept_extra(tx)
@@ -112,8 +106,8 @@ def with_loss_scale(
     updates, inner_state = inner.update(unscaled, state.inner, params, **extra)
     good = jnp.where(finite, state.good_steps + 1, 0)
     grown = good >= growth_interval
-    scale = jnp.where(grown, jnp.minimum(state.scale * 2, maximum), state.scale)
-    scale = jnp.where(finite, scale, jnp.maximum(state.scale / 2, minimum))
+    scale = jnp.where(grown, jnp.minimum(state.scale * 2, _MAXIMUM), state.scale)
+    scale = jnp.where(finite, scale, jnp.maximum(state.scale / 2, _MINIMUM))
     new = LossScaleState(
       chosen(finite, inner_state, state.inner),
       scale,

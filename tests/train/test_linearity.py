@@ -77,7 +77,6 @@ FOLLOWS = {
   ),
   "scan": (scanned, "mean"),
   "vmap": (lambda p, b: jax.vmap(lambda x: features(p, {"x": x[None]})[0].max())(b["x"]).mean(), "mean"),
-  "map": (lambda p, b: jax.lax.map(lambda x: x.sum() ** 2, b["x"] * 1.0).mean() + 0 * p["w"].sum(), "mean"),
   "checkpoint": (lambda p, b: jax.checkpoint(lambda p: losses(p, b).mean())(p), "mean"),
   "rows as one dim": (lambda p, b: (features(p, b).reshape(-1, 4) ** 2).mean(), "mean"),
   "look-up": (lambda p, b: (p["w"][b["y"]] ** 2).mean(), "mean"),

@@ -89,11 +89,6 @@ class StepTime(Shown):
     return sum(self.arithmetic.values())
 
   @property
-  def main_arithmetic(self) -> str:
-    """The type and precision of most FLOPs, or an empty string without any."""
-    return max(self.arithmetic, key=lambda name: self.arithmetic[name], default="")
-
-  @property
   def seconds(self) -> float:
     """The predicted seconds of the complete step."""
     return max(self.terms().values()) + sum(self.waiting.values()) + self.exposed
