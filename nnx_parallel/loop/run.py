@@ -359,7 +359,7 @@ def _flops(step: Any, model: Model, batch: PyTree) -> float:
     return math.nan
   losses = step.options.loss_fn
   binding = Binding({"model": model})
-  arrays = binding.with_raw(binding.read())
+  arrays = binding.leaves()
 
   def forward(arrays: list[jax.Array], batch: PyTree) -> list[jax.Array]:
     several = losses.values() if isinstance(losses, Mapping) else [losses]

@@ -29,21 +29,23 @@ _FEW = 3
 @text_of.register
 def report_text(report: CompileReport) -> str:
   """The full report as plain text."""
-  wrong = faults_table(report)
   donated = sum(item.bytes for item in report.arguments if item.donated)
   kept = arguments_table(report, kept=True)
   sections = [
     "\n".join(head(report)) + "\n",
-    render(*wrong) + _FAULTS_FIX if wrong.rows else "",
+    _text(faults_table(report)),
     memory_text(report),
-    *(render(*table) for table in (peak_table(report), *sent_tables(report)) if table.rows),
+    *map(_text, (peak_table(report), *sent_tables(report))),
     "" if report.collectives else "Nothing is sent between devices.\n",
     replicated_text(report),
-    render(*reshards_table(report)) if report.reshards else "",
-    f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n"
-    + (render(*kept) if kept.rows else ""),
+    _text(reshards_table(report)),
+    f"Donated: {format_bytes(donated)} of {format_bytes(report.memory.arguments)} arguments.\n" + _text(kept),
   ]
   return "\n".join(section for section in sections if section)
+
+
+def _text(table: Table) -> str:
+  return render(*table) if table.rows else ""
 
 
 def verdict(report: CompileReport) -> str:
@@ -158,13 +160,11 @@ def faults_table(report: CompileReport) -> Table:
     for fault in (report.results.faults if report.results else ())
   ]
   columns = ("result", "is", "first wrong at", "instruction")
-  return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows)
-
-
-_FAULTS_FIX = """\
-Fix: constrain the value at that line to one layout, nxp.constrain(x, "batch", ...), or give the parameter in
-that operation another layout; then compile again.
-"""
+  fix = (
+    'Fix: constrain the value at that line to one layout, nxp.constrain(x, "batch", ...), or give the'
+    " parameter in\nthat operation another layout; then compile again."
+  )
+  return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows, fix)
 
 
 def memory_text(report: CompileReport) -> str:
@@ -234,23 +234,21 @@ def _origin(parameters: Sequence[str], source: str, op: str) -> str:
   return f"{names} at {place}"
 
 
-def replicated_text(report: CompileReport, most: int = _BUFFERS) -> str:
+def replicated_text(report: CompileReport) -> str:
   """Activations that devices also hold for other devices' examples, and where they begin."""
-  found = report.replicated_activations
-  if not found:
+  if report.replicated_activations == ():
     least = format_bytes(SHARE * report.need_bytes)
-    return "" if found is None else f"No activation of {least} or more is replicated over the batch axes.\n"
-  first = min(found, key=lambda one: one.place)
-  fix = f": {first.fix}" if first.fix else ""
-  return (
-    render(*replicated_table(report, most))
-    + f"Fix: begin with the first of them in the program, {first} at {_place(first)}{fix}.\n"
-  )
+    return f"No activation of {least} or more is replicated over the batch axes.\n"
+  return _text(replicated_table(report))
 
 
 def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   """The largest activations that are replicated along the batch, and how each is sharded."""
-  found = report.replicated_activations or ()
+  found, note = report.replicated_activations or (), ""
+  if found:
+    first = min(found, key=lambda one: one.place)
+    fix = f": {first.fix}" if first.fix else ""
+    note = f"Fix: begin with the first of them in the program, {first} at {_place(first)}{fix}."
   rows = [
     (
       format_bytes(one.bytes),
@@ -263,7 +261,7 @@ def replicated_table(report: CompileReport, most: int = _BUFFERS) -> Table:
   ]
   more = f" (and {len(found) - most} smaller)" if len(found) > most else ""
   columns = ("each>", "array", "devices", "made at", "fix")
-  return Table(f"Activations replicated over the batch axes{more}", columns, rows)
+  return Table(f"Activations replicated over the batch axes{more}", columns, rows, note)
 
 
 def _place(one: ReplicatedActivation) -> str:

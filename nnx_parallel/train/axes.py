@@ -77,8 +77,7 @@ def places_of_losses(
     models = binding.template.build(arrays)[0]
     return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
 
-  arrays = binding.with_raw(binding.read())
-  return places_inside(places_outside(binding), forward, arrays, batch)
+  return places_inside(places_outside(binding), forward, binding.leaves(), batch)
 
 
 def places_outside(binding: Binding) -> Places:

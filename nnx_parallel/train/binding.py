@@ -163,13 +163,9 @@ class Binding:
     """The current arrays of the Variables (raw arrays excluded), in order."""
     return [variable.get_raw_value() for variable in self.variables]
 
-  def with_raw(self, arrays: Iterable[AnyArray]) -> list[AnyArray]:
-    """All leaves: `arrays` for the Variables, the module's own for raw arrays."""
-    return self.template.join(arrays, self.raw)
-
-  def without_raw(self, leaves: Sequence[AnyArray]) -> list[AnyArray]:
-    """The leaves of the Variables only, in the order of `read`."""
-    return [leaves[i] for i in self._own]
+  def leaves(self) -> list[AnyArray]:
+    """The current values of all leaves, raw arrays included."""
+    return self.template.join(self.read(), self.raw)
 
   def _check_plain(self) -> None:
     values = [variable.get_raw_value() for variable in self.variables]

@@ -96,7 +96,7 @@ class Subject:
 
   @property
   def _placed(self) -> list[jax.Array]:
-    return self.places.placed(self.binding.with_raw(self.binding.read()))
+    return self.places.placed(self.binding.leaves())
 
   @property
   def _abstract(self) -> list[jax.ShapeDtypeStruct]:
