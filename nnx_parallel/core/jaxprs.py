@@ -21,7 +21,6 @@ from nnx_parallel.core.types import (
   ClosedJaxpr,
   Jaxpr,
   JaxprEqn,
-  P,
   Program,
   PyTree,
   Value,
@@ -303,7 +302,7 @@ def operations_behind(
   return kept[::-1]
 
 
-def without_unused(jaxpr: P) -> P:
+def without_unused(jaxpr: Program) -> Program:
   """A jaxpr, closed or not, without the operations whose results nobody reads."""
   inner = opened(jaxpr)
   if inner is not jaxpr:
