@@ -38,26 +38,15 @@ _DIM = re.compile(r"\{([^{}]*)\}")
 Labels = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True)
-class AxisMatch:
-  """The mesh axes a collective runs over, in mesh order; none when every group is a single device.
-
-  They are not `complete` if a group spans only a part of them: a pair of neighbours, a split axis.
-  """
-
-  axes: tuple[str, ...]
-  complete: bool
-
-
 class AxisFinder:
   """Names the mesh axes of a grouping, for axis sizes in mesh order.
 
   Example:
     >>> finder = AxisFinder({"data": 2, "model": 4})
     >>> finder.match(group_labels("[4,2]<=[2,4]T(1,0)", 8))
-    AxisMatch(axes=('data',), complete=True)
+    (('data',), True)
     >>> finder.match(group_labels("{{0,1},{2,3},{4,5},{6,7}}", 8))
-    AxisMatch(axes=('model',), complete=False)
+    (('model',), False)
   """
 
   def __init__(self, sizes: Mapping[str, int]):
@@ -71,15 +60,18 @@ class AxisFinder:
         self._grids[axes] = np.broadcast_to(first, ids.shape).ravel()
     self._exact = {labels.tobytes(): axes for axes, labels in reversed(self._grids.items())}
 
-  def match(self, labels: Labels) -> AxisMatch:
-    """Axes of a grouping; `labels[i]` is the smallest member of the group that holds position `i`."""
+  def match(self, labels: Labels) -> tuple[tuple[str, ...], bool]:
+    """The axes of a grouping, in mesh order, and whether a group spans all of them, or a part: neighbours.
+
+    `labels[i]` is the smallest member of the group that holds position `i`.
+    """
     exact = self._exact.get(labels.tobytes())
     if exact is not None:
-      return AxisMatch(exact, True)
+      return exact, True
     for axes, grid in self._grids.items():
       # Smaller groups fit inside the sub-grid when both members share the sub-grid's label.
       if bool(np.all(grid == grid[labels])):
-        return AxisMatch(axes, False)
+        return axes, False
     raise AssertionError("the full mesh contains every group")
 
 

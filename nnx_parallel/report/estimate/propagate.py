@@ -31,7 +31,7 @@ from nnx_parallel.core.flow import (
   unsplit,
 )
 from nnx_parallel.core.interpret import DEFAULT, Inner, read, through, values_of, walk, wiring
-from nnx_parallel.core.jaxprs import called, is_checkpoint, nbytes, opened, params_of
+from nnx_parallel.core.jaxprs import is_checkpoint, nbytes, opened
 from nnx_parallel.core.types import JaxprEqn, Program, Var
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
 from nnx_parallel.report.estimate.fusion import is_fused
@@ -118,25 +118,12 @@ class Product:
   gathers: tuple[LayoutChange, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class RematRegion:
-  """A rematerialised part of the trace: its jaxpr, the axes of its inputs and how often it runs.
-
-  `saves(primitive, **params)` is true for a result that is not computed again; None: nothing is kept.
-  """
-
-  jaxpr: Program
-  inputs: tuple[Flow, ...]
-  times: int
-  saves: Callable[..., bool] | None
-
-
 class Propagation:
   """One pass over a jaxpr.
 
   Attributes:
     products: matrix products in order.
-    kept: parts under `jax.checkpoint`.
+    kept: parts under `jax.checkpoint`, the flows of their inputs, and their runs.
     largest: axes -> bytes of the largest array that depends on the batch, per run; without elementwise
       results, which compilers fuse into their readers.
     flows: the flow of every variable of the outermost trace.
@@ -154,13 +141,13 @@ class Propagation:
     batch_axes: Sequence[str] = (),
     stage: str | None = None,
   ) -> None:
-    """Leaves out products whose results `saves` accepts.
+    """Leaves out products whose results a policy of `jax.checkpoint` saves.
 
     `stage` is the axis of stages in the trace of a pipeline (`layers/pipeline.py`).
     """
     self._saves, self._batch, self._stage = saves, frozenset(batch_axes), stage
     self.products: list[Product] = []
-    self.kept: list[RematRegion] = []
+    self.kept: list[tuple[JaxprEqn, list[Flow], int]] = []
     self.largest: dict[frozenset[str], int] = {}
     self.moves: list[LayoutChange] = []
     self.hops: list[LayoutChange] = []
@@ -219,7 +206,7 @@ class Propagation:
     """An operation that runs programs: counted once the carries of its loops are known."""
     changes, arriving = bool(wiring(eqn).carried), dict[Inner, list[Flow]]()
     if is_checkpoint(eqn):
-      self.kept.append(RematRegion(called(eqn), tuple(inputs), times, params_of(eqn).get("policy")))
+      self.kept.append((eqn, inputs, times))
     times *= eqn.params.get("length", 1)
 
     def inside(inner: Inner, inputs: list[Flow]) -> list[Flow]:

@@ -8,7 +8,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,18 @@ from flax import nnx
 from nnx_parallel.core.axes import axes_by_dim, axes_in
 from nnx_parallel.core.flow import Flow, unsplit
 from nnx_parallel.core.interpret import is_literal
-from nnx_parallel.core.jaxprs import as_function, nbytes, opened, scan_counts, without_unused
+from nnx_parallel.core.jaxprs import (
+  as_function,
+  called,
+  nbytes,
+  opened,
+  params_of,
+  scan_counts,
+  without_unused,
+)
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.types import AnyArray, ClosedJaxpr, Leaf, LossFn, Program, PyTree, Var
+from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Leaf, LossFn, Program, PyTree, Var
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import (
   LayerOptions,
@@ -45,7 +53,6 @@ from nnx_parallel.report.estimate.propagate import (
   LayoutChange,
   Product,
   Propagation,
-  RematRegion,
   Sharded,
   Sizes,
   Split,
@@ -275,9 +282,8 @@ def workload_of(
   seen.run(trace.forward, flows)
   read = [seen.read.get(n) or leaf.dtype.itemsize or 1 for n, leaf in enumerate(leaves)]
   kept, kept_outside, kept_weights = _residuals(trace.backward, flows, batch_axes)
-  again = [_layer(item, batch_axes, trace.parts) for item in seen.kept]
-  scanned = _scanned(trace.forward, seen.flows, leaves[:trained_count], read)
-  layer = max((parts for parts, _ in again), key=lambda p: sum(x.bytes for x in p), default=())
+  again = [_layer(*item, batch_axes, trace.parts) for item in seen.kept]
+  layer_weights, casts, narrowed = _scanned(trace.forward, seen.flows, leaves[:trained_count], read)
   model = [leaf for leaf in plan.leaves if leaf.root == "model"]
   state = [leaf for leaf in plan.leaves if leaf.root == "optimizer"]
   near = [leaf for leaf in state if not leaf.on_host]
@@ -306,11 +312,11 @@ def workload_of(
     kept=kept,
     kept_outside=kept_outside,
     kept_weights=kept_weights,
-    layer=layer,
-    layer_weights=max((x.once for x in scanned), key=lambda p: sum(x.bytes for x in p), default=()),
-    casts=_merge(part for x in scanned for part in x.casts),
+    layer=max((parts for parts, _ in again), key=_total, default=()),
+    layer_weights=layer_weights,
+    casts=casts,
     # Scattered gradients leave the scan for another layout, one layer at a time.
-    narrowed=() if scattered else _merge(part for x in scanned for part in x.narrowed),
+    narrowed=() if scattered else narrowed,
     largest=tuple(Sharded(size, split) for split, size in seen.largest.items()),
     moves=tuple(seen.moves),
     products=tuple(seen.products),
@@ -526,63 +532,53 @@ def _residuals(
 
 
 def _layer(
-  item: RematRegion, batch_axes: Sequence[str], known: dict[int, ClosedJaxpr]
+  eqn: JaxprEqn, inputs: list[Flow], times: int, batch_axes: Sequence[str], known: dict[int, ClosedJaxpr]
 ) -> tuple[tuple[Sharded, ...], tuple[Product, ...]]:
   """Arrays alive while a recomputed layer is differentiated, and the products run for them."""
+  program = called(eqn)
 
   def kept(*values: jax.Array) -> PyTree:
-    _, pullback = jax.vjp(as_function(item.jaxpr), *values)
+    _, pullback = jax.vjp(as_function(program), *values)
     return jax.tree.leaves(pullback)
 
-  if id(item.jaxpr) not in known:
-    arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(item.jaxpr).invars]
-    known[id(item.jaxpr)] = jax.make_jaxpr(kept)(*arrays)
-  traced = known[id(item.jaxpr)]
-  again = Propagation(item.saves, batch_axes)
-  again.run(without_unused(traced), item.inputs, item.times)
-  scanned, outside, _ = _residuals(traced, item.inputs, batch_axes)
+  if id(program) not in known:
+    arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(program).invars]
+    known[id(program)] = jax.make_jaxpr(kept)(*arrays)
+  traced = known[id(program)]
+  again = Propagation(params_of(eqn).get("policy"), batch_axes)
+  again.run(without_unused(traced), inputs, times)
+  scanned, outside, _ = _residuals(traced, inputs, batch_axes)
   return _merge((*scanned, *outside)), tuple(again.products)
-
-
-class _Scanned(NamedTuple):
-  """Parameters that a scan reads: `once` of one pass, as used; `casts` of all, as they are multiplied.
-
-  `narrowed` has the extra bytes of trained parameters over what the scan reads, which was cast before it.
-  """
-
-  once: tuple[Sharded, ...]
-  casts: tuple[Sharded, ...]
-  narrowed: tuple[Sharded, ...]
 
 
 def _scanned(
   traced: Program, flows: Mapping[Var, Flow], trained: Sequence[LeafPlan], read: Sequence[int]
-) -> list[_Scanned]:
-  """One entry for each scan of the outermost level.
+) -> tuple[tuple[Sharded, ...], tuple[Sharded, ...], tuple[Sharded, ...]]:
+  """`layer_weights`, `casts` and `narrowed` of a `Workload`, from the scans of the outermost level.
 
   `flows` are of its variables, `read` the bytes per element in which parameters are used, first the trained.
   """
-  found: list[_Scanned] = []
-  for eqn in opened(traced).eqns:
+  passes, casts, narrowed = [list[Sharded]()], dict[tuple[int, int], Sharded](), list[Sharded]()
+  for place, eqn in enumerate(opened(traced).eqns):
     if eqn.primitive.name != "scan":
       continue
-    once, casts, narrowed = list[Sharded](), dict[int, Sharded](), list[Sharded]()
-    rows: list[Any] = scan_counts(eqn).split(eqn.invars)[2]
-    for var in rows:
+    passes.append([])
+    for var in scan_counts(eqn).split(eqn.invars)[2]:
       number = None if is_literal(var) else flows[var].parameter
       if number is None:
         continue
-      own: Any = opened(traced).invars[number].aval
-      aval: Any = var.aval
-      split = flows[var].names
-      used = math.prod(aval.shape) * min(read[number], own.dtype.itemsize)
-      once.append(Sharded(used // eqn.params["length"], split))
+      own, split = opened(traced).invars[number].aval, flows[var].names
+      used = math.prod(var.aval.shape) * min(read[number], own.dtype.itemsize)
+      passes[-1].append(Sharded(used // eqn.params["length"], split))
       if used < nbytes(own):
-        casts[number] = Sharded(used, split)
-      if number < len(trained) and nbytes(aval) < nbytes(own):
-        narrowed.append(Sharded(nbytes(own) - nbytes(aval), split))
-    found.append(_Scanned(tuple(once), tuple(casts.values()), tuple(narrowed)))
-  return found
+        casts[place, number] = Sharded(used, split)
+      if number < len(trained) and nbytes(var.aval) < nbytes(own):
+        narrowed.append(Sharded(nbytes(own) - nbytes(var.aval), split))
+  return max(map(tuple, passes), key=_total), _merge(casts.values()), _merge(narrowed)
+
+
+def _total(parts: Iterable[Sharded]) -> int:
+  return sum(part.bytes for part in parts)
 
 
 def _part(leaf: LeafPlan) -> Sharded:

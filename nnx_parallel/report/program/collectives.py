@@ -157,8 +157,8 @@ def _describe(
   programs = finder.devices // program.partitions if program.partitions > 1 else 1
   across = instruction.opcode == "send"
   labels, group_size = (_between_programs if across else _groups)(instruction, finder.devices, programs)
-  match = finder.match(labels)
-  complete = match.complete and (not across or _all_programs(instruction, programs))
+  axes, complete = finder.match(labels)
+  complete = complete and (not across or _all_programs(instruction, programs))
   # Fusions of a TPU program that are reduce-scatters: an all-reduce, then a slice of its result.
   if kind == "all-reduce" and run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
@@ -166,7 +166,7 @@ def _describe(
   made = origins.made(instruction, run.caller)
   return Collective(
     kind=kind,
-    axes=match.axes,
+    axes=axes,
     complete=complete,
     group_size=group_size,
     dtype=shapes[0].dtype if shapes else "",
