@@ -75,8 +75,7 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 def opened(jaxpr: Program) -> Jaxpr:
   """The jaxpr itself, closed or not."""
-  inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
-  return inner
+  return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Program) -> Sequence[jax.Array]:
@@ -86,8 +85,7 @@ def constants(jaxpr: Program) -> Sequence[jax.Array]:
 
 def as_function(jaxpr: Program) -> Callable[..., Sequence[jax.Array]]:
   """A jaxpr as a function of flat arrays."""
-  inner: Any = opened(jaxpr)
-  closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
+  closed = core.ClosedJaxpr(opened(jaxpr), constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
 
 
@@ -206,8 +204,7 @@ def among(var: Var, some: Container[Var]) -> bool:
 def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set[Var]:
   """Some variables of a program, or of a list of its operations, and the variables that depend on them."""
   found = {*first}
-  eqns: Any = getattr(jaxpr, "eqns", jaxpr)
-  for eqn in eqns:
+  for eqn in getattr(jaxpr, "eqns", jaxpr):
     if any(among(var, found) for var in eqn.invars):
       found.update(eqn.outvars)
   return found
@@ -251,13 +248,10 @@ def scan_counts(eqn: JaxprEqn) -> ScanCounts:
   The parameters with these counts have different names in different versions.
   """
   inner = opened(eqn.params["jaxpr"])
-  rows = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, inner.invars, strict=True))
-  carried = sum(_rank(a) == _rank(b) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
+  inputs, results = zip(eqn.invars, inner.invars, strict=True), zip(eqn.outvars, inner.outvars, strict=True)
+  rows = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in inputs)
+  carried = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in results)
   return ScanCounts(len(eqn.invars) - rows - carried, carried)
-
-
-def _rank(var: Var) -> int:
-  return len(var.aval.shape)
 
 
 def struct(aval: Aval) -> jax.ShapeDtypeStruct:
@@ -284,7 +278,6 @@ def call_equation(
   The function is of flat arrays; the operation takes the place of `like` in the source.
   """
   jitted = jax.jit(function, inline=False)
-  eqn: Any
   (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
   return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
 

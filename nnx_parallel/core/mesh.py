@@ -161,15 +161,6 @@ def is_explicit_here(axis: str | None) -> bool:
   return dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(axis) == AxisType.Explicit
 
 
-def axis_kinds(mesh: AnyMesh) -> str:
-  """The types of the axes, for messages: `Auto`, `Explicit`, or both with their axes."""
-  found = explicit_axes(mesh)
-  if isinstance(found, bool):
-    return "Explicit" if found else "Auto"
-  rest = [str(name) for name in mesh.axis_names if name not in found]
-  return f"Explicit {', '.join(found)} and Auto {', '.join(rest)}"
-
-
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
   """Mesh axis name -> size in devices, in mesh order (a plain dict, for messages and JSON)."""
   return {str(name): int(size) for name, size in mesh.shape.items()}
@@ -192,7 +183,11 @@ def describe_mesh(mesh: AnyMesh) -> str:
       inside one host: data, tensor
   """
   sizes = " x ".join(f"{k}={v}" for k, v in axis_sizes(mesh).items())
-  types = axis_kinds(mesh)
+  explicit = explicit_axes(mesh)
+  types = "Explicit" if explicit is True else "Auto"
+  if isinstance(explicit, list):
+    rest = [str(name) for name in mesh.axis_names if name not in explicit]
+    types = f"Explicit {', '.join(explicit)} and Auto {', '.join(rest)}"
   if isinstance(mesh, AbstractMesh):
     return f"mesh {sizes} = {mesh.size} devices (abstract, {types} axes)"
   kind = mesh.devices.flat[0].device_kind

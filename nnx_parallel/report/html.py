@@ -175,18 +175,13 @@ def search_page(result: SearchResult) -> str:
 
 def _memory(title: str, categories: Mapping[str, int], usable: int | None) -> str:
   """A bar of the memory in use, out of the memory that a device may use, and its legend."""
-  parts = {name: size for name, size in categories.items() if size}
+  parts = {html.escape(name): size for name, size in categories.items() if size}
   need = sum(parts.values())
-  full = max(need, usable or 0, 1)
-  drawn = "".join(
-    f"<i style='width:{100 * size / full:.2f}%;background:{colour}' title='{html.escape(name)}'></i>"
-    for (name, size), colour in zip(parts.items(), itertools.cycle(PALETTE))
-  )
-  names = "".join(
-    f"<span><b style='background:{colour}'></b>{html.escape(name)} {format_bytes(size)}"
-    f" ({100 * size / max(need, 1):.0f} %)</span>"
-    for (name, size), colour in zip(parts.items(), itertools.cycle(PALETTE))
-  )
+  full, drawn, names = max(need, usable or 0, 1), "", ""
+  for (name, size), colour in zip(parts.items(), itertools.cycle(PALETTE)):
+    drawn += f"<i style='width:{100 * size / full:.2f}%;background:{colour}' title='{name}'></i>"
+    share = f"{format_bytes(size)} ({100 * size / max(need, 1):.0f} %)"
+    names += f"<span><b style='background:{colour}'></b>{name} {share}</span>"
   of = f" of {format_bytes(usable)} usable" if usable else ""
   head = f"{title}: {format_bytes(need)}{of}"
   return _section(head, f"<div class=bar role=img>{drawn}</div><div class=key>{names}</div>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from nnx_parallel.core import hlo
 from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
@@ -91,13 +91,12 @@ def _operand_shapes(instruction: hlo.Instruction) -> list[hlo.Shape]:
 def _flops(instruction: hlo.Instruction) -> int:
   if instruction.opcode == "dot":
     left = instruction.inputs[0].shapes[0]
-    dims = instruction.attribute("lhs_contracting_dims").strip("{}")
-    return 2 * instruction.shapes[0].elements * _product(left, dims)
+    return 2 * instruction.shapes[0].elements * _product(left, instruction.numbers("lhs_contracting_dims"))
   if instruction.opcode == "custom-call":
     dims, estimate = _CONTRACTING.search(instruction.rest), _ESTIMATE.search(instruction.rest)
     if dims:
       left = instruction.inputs[0].shapes[0]
-      return 2 * instruction.shapes[0].elements * _product(left, dims.group(1).replace('"', ""))
+      return 2 * instruction.shapes[0].elements * _product(left, map(int, re.findall(r"\d+", dims[1])))
     return int(estimate[1]) if estimate else 0
   if instruction.opcode == "convolution":
     kernel = instruction.inputs[1].shapes[0]
@@ -109,8 +108,8 @@ def _flops(instruction: hlo.Instruction) -> int:
   return 0
 
 
-def _product(shape: hlo.Shape, dims: str) -> int:
-  return math.prod(shape.dims[int(d)] for d in dims.split(",") if d)
+def _product(shape: hlo.Shape, dims: Iterable[int]) -> int:
+  return math.prod(shape.dims[d] for d in dims)
 
 
 def _traffic(instruction: hlo.Instruction, program: hlo.Program) -> int:
