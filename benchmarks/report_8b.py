@@ -15,16 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -34,7 +27,8 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks import llama
-from benchmarks.harness import RESULTS, Record
+from benchmarks.harness import Record
+from benchmarks.maxtext_step import compile_by_maxtext, is_installed
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.memory import memory_plan
 from nnx_parallel.report.topology import missing_compiler, read_machine
@@ -68,7 +62,7 @@ NOTES = [
   " GiB it is left out.",
   "MaxText on v5e, fsdp 16: one jax and one libtpu compile both sides, and one reader, `nnx_parallel.report`,"
   " reads the peak and every collective of both. MaxText's side is `python -m benchmarks.maxtext_step"
-  f" REPORT.json {' '.join(MAXTEXT)}` and the options in the name of its rows; this is MaxText's"
+  f" REPORT.pickle {' '.join(MAXTEXT)}` and the options in the name of its rows; this is MaxText's"
   " `train_compile` with the same options.",
   "Same choices: `grad_dtype=bfloat16 gradient_clipping_threshold=0` beside ours, and MaxText's defaults"
   " beside ours with choices of MaxText: gradients of the layers kept in float32, clipped by their global"
@@ -145,72 +139,52 @@ def compiled(case: Case) -> tuple[CompileReport, int]:
   return nxp.compile_report(step, plan, batch=batch, topology=case.topology, verify=True), planned
 
 
-def maxtext(options: tuple[str, ...]) -> Mapping[str, Any]:
-  """The report, as JSON, of MaxText's own step for the first case, compiled in a process of its own."""
-  with tempfile.TemporaryDirectory() as folder:
-    report = Path(folder) / "report.json"
-    script = Path(__file__).with_name("maxtext_step.py")
-    subprocess.run([sys.executable, str(script), str(report), *MAXTEXT, *options], check=True)
-    return json.loads(report.read_text())
-
-
-def add(record: Record, group: str, report: Mapping[str, Any], planned: int | None = None) -> None:
-  """Adds the rows of a report, which is `CompileReport.to_json` of either side."""
-  verdict = "fits" if report["fits"] else "does not fit"
-  record.value(f"need per device, {verdict}", round(report["need_bytes"] / GIB, 2), "GiB", group=group)
+def add(record: Record, group: str, report: CompileReport, planned: int | None = None) -> None:
+  """Adds the rows of a report."""
+  verdict = "fits" if report.fits else "does not fit"
+  record.value(f"need per device, {verdict}", round(report.need_bytes / GIB, 2), "GiB", group=group)
   if planned is not None:
     record.value("planned without a compiler", round(planned / GIB, 2), "GiB", group=group)
-  results = report["results"] or {"right": (), "faults": (), "unknown": ()}
-  compared = sum(len(results[name]) for name in ("right", "faults", "unknown"))
-  if compared:
-    record.value(f"results right as split, of {compared}", len(results["right"]), "", group=group)
-  record.value("arguments", round(report["memory"]["arguments"] / GIB, 2), "GiB", group=group)
+  if (results := report.results) is not None:
+    compared = sum(map(len, (results.right, results.faults, results.unknown)))
+    record.value(f"results right as split, of {compared}", len(results.right), "", group=group)
+  record.value("arguments", round(report.memory.arguments / GIB, 2), "GiB", group=group)
   sent: Counter[str] = Counter()
-  for one in report["collectives"]:
-    sent[f"{one['kind']} over {'+'.join(one['axes'])}"] += one["bytes"] * one["times"]
+  for one in report.collectives:
+    sent[f"{one.kind} over {'+'.join(one.axes)}"] += one.bytes * one.times
   for name, size in sent.most_common():
     if size > 0.01 * GIB:
       record.value(f"sent, {name}", round(size / GIB, 2), "GiB", group=group)
-  print(f"{group}: {report['need_bytes'] / GIB:.2f} GiB", flush=True)
+  print(f"{group}: {report.need_bytes / GIB:.2f} GiB", flush=True)
 
 
-def again(part: str) -> None:
-  """Compiles the cases whose names have this part, and puts their rows into the record that is there."""
-  old = json.loads((RESULTS / "report_8b.json").read_text())
-  record = Record("report_8b", TITLE, "python -m benchmarks report_8b")
-  chosen = [case for case in CASES if part in case.name]
-  for case in chosen:
-    report, planned = compiled(case)
-    add(record, case.name, json.loads(report.to_json()), planned)
-  names = {case.name for case in chosen}
-  record.rows += [row for row in old["rows"] if row["group"] not in names]
-  before = ", ".join(f"{name} {old['environment'][name]}" for name in ("date", "commit", "python", "libtpu"))
-  rest = f"Compiled as the last line says: rows with {part!r} in their names. The others are older: {before}."
-  record.notes = [*NOTES, *(note for note in old["notes"] if note not in NOTES), rest]
-  record.write()
+def add_case(record: Record, case: Case) -> None:
+  """Compiles a case and adds its rows."""
+  report, planned = compiled(case)
+  add(record, case.name, report, planned)
 
 
-def main() -> None:
-  """Compiles every case whose compiler is here, MaxText's where it is installed, and writes the record."""
-  here = [case for case in CASES if missing_compiler(read_machine(case.topology)) is None]
-  if not here:
-    print("no compiler of another machine is installed: nothing is compiled, no record is written")
-    return
+def add_maxtext(record: Record, group: str, options: tuple[str, ...]) -> None:
+  """Adds the rows of MaxText's own step for the first case."""
+  add(record, group, compile_by_maxtext(*MAXTEXT, *options))
+
+
+def main(part: str = "") -> None:
+  """Compiles the cases with a part of their name whose compilers are here, into the record."""
   record = Record("report_8b", TITLE, "python -m benchmarks report_8b", notes=NOTES)
-  for case in here:
-    report, planned = compiled(case)
-    add(record, case.name, json.loads(report.to_json()), planned)
-    record.write()
-  if (
-    importlib.util.find_spec("maxtext") is None
-    or missing_compiler(read_machine(CASES[0].topology)) is not None
-  ):
-    print("MaxText or the TPU compiler is not installed: its rows are left out")
-    return
+  groups = {case.name: functools.partial(add_case, record, case) for case in CASES}
+  here = [case.name for case in CASES if missing_compiler(read_machine(case.topology)) is None]
   for options in MAXTEXT_OPTIONS:
-    add(record, f"{CASES[0].name}, MaxText {' '.join(options) or 'defaults'}", maxtext(options))
-    record.write()
+    group = f"{CASES[0].name}, MaxText {' '.join(options) or 'defaults'}"
+    groups[group] = functools.partial(add_maxtext, record, group, options)
+    if CASES[0].name in here and is_installed():
+      here.append(group)
+  chosen = [group for group in here if part in group]
+  if not chosen:
+    print("no case, or neither MaxText nor a compiler of another machine is installed: no record is written")
+    return
+  record.make(groups, chosen)
 
 
 if __name__ == "__main__":
-  again(sys.argv[1]) if len(sys.argv) > 1 else main()
+  main(*sys.argv[1:])

@@ -138,6 +138,25 @@ def test_convolutions_have_the_flops_that_jax_counts(options):
   assert cost(program(lowered)).flops == counted
 
 
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"window_strides": (1,), "padding": [(63, 63)]},  # how TPU compilers write a product with two output dims
+    {"window_strides": (2,), "padding": "SAME"},
+    {"window_strides": (3,), "padding": [(5, -2)], "lhs_dilation": (2,), "rhs_dilation": (3,)},
+  ],
+  ids=["product", "same", "dilated"],
+)
+def test_products_with_the_padding_of_a_convolution_are_not_counted(options):
+  shapes = (
+    jax.ShapeDtypeStruct((16, 32, 8), F32),
+    jax.ShapeDtypeStruct((64 if len(options) == 2 else 3, 8, 4), F32),
+  )
+  run = lambda x, w: jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=("NHC", "HIO", "NHC"))
+  lowered = jax.jit(run).lower(*shapes)
+  assert cost(program(lowered)).flops == lowered.cost_analysis()["flops"]
+
+
 def test_the_backward_pass_of_a_strided_convolution_computes_no_zeros():
   init = lambda: nnx.Conv(8, 16, (2, 2), strides=2, padding="VALID", use_bias=False, rngs=nnx.Rngs(0))
   graphdef, state = nnx.split(nnx.eval_shape(init))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from nnx_parallel.core import hlo
+from nnx_parallel.core.hlo_dims import window_params
 from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-_LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
-_DILATED = re.compile(r"\blhs_dilate=([\dx]+)")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)')
 # Custom calls that annotate a layout or place, wait, or sort.
@@ -99,13 +102,41 @@ def _flops(instruction: hlo.Instruction) -> int:
       return 2 * instruction.shapes[0].elements * _product(left, map(int, re.findall(r"\d+", dims[1])))
     return int(estimate[1]) if estimate else 0
   if instruction.opcode == "convolution":
-    kernel = instruction.inputs[1].shapes[0]
-    labels, dilated = _LABELS.search(instruction.rest), _DILATED.search(instruction.rest)
-    out = kernel.dims[labels.group(1).index("o")] if labels else 1
-    # Zeros between the elements of the left operand (a stride's gradient) are not counted.
-    zeros = math.prod(int(n) for n in dilated[1].split("x")) if dilated else 1
-    return 2 * instruction.shapes[0].elements * kernel.elements // max(1, out * zeros)
+    return _convolution_flops(instruction)
   return 0
+
+
+def _convolution_flops(instruction: hlo.Instruction) -> int:
+  """Two for each product with an element of the left operand; products with padding or holes do not count.
+
+  TPU compilers write a matrix product with several dims of its result as a convolution over padding.
+  """
+  left, kernel = (operand.shapes[0].dims for operand in instruction.inputs[:2])
+  out, labels = instruction.shapes[0], _LABELS.search(instruction.rest)
+  if labels is None:
+    return 2 * out.elements * math.prod(kernel)
+  of_left, of_kernel, of_out = labels.groups()
+  products = out.elements * math.prod(kernel) // max(1, kernel[of_kernel.index("o")])
+  along = [str(n) for n in range(len(of_left) - 2)]
+  sizes = [(left[of_left.index(n)], kernel[of_kernel.index(n)], out.dims[of_out.index(n)]) for n in along]
+  window = window_params(instruction, len(along))
+  pads = [low for low, _ in window["padding"]]
+  steps = zip(window["window_strides"], window["base_dilation"], window["window_dilation"], pads, strict=True)
+  for size, own in zip(sizes, steps, strict=True):
+    products = products * _products_along(size, *own) // max(1, size[1] * size[2])
+  return 2 * products
+
+
+@functools.cache
+def _products_along(size: tuple[int, int, int], stride: int, holes: int, spread: int, pad: int) -> int:
+  """The products along one dim of a convolution that meet an element of the left operand.
+
+  The sizes are of the left operand, the kernel and the result; the dilations of the left operand (`holes`) and
+  of the kernel (`spread`); and the padding is in front of the left operand.
+  """
+  left, kernel, out = size
+  places = (np.arange(out) * stride - pad + k * spread for k in range(kernel))
+  return sum(int(((at >= 0) & (at <= (left - 1) * holes) & (at % holes == 0)).sum()) for at in places)
 
 
 def _product(shape: hlo.Shape, dims: Iterable[int]) -> int:
