@@ -85,7 +85,7 @@ def plus_one(custom):
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
   """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
 
-  `train/custom_rules.py` knows custom rules by this name, and names their functions to the user.
+  `verify/subject.py` knows custom rules by this name, and names their functions to the user.
   """
   eqn = equations(function, X)[name]
   program = inner_program(eqn)

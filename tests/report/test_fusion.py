@@ -11,8 +11,9 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.layers.layers import with_layers
 from nnx_parallel.report.compile_report import compile_report
-from nnx_parallel.report.estimate.fusion import is_fused, stored
 from nnx_parallel.report.estimate.memory import memory_plan
+from nnx_parallel.report.estimate.propagate import is_fused
+from nnx_parallel.report.estimate.workload import stored
 
 WORDS, WIDTH, TOKENS = 4096, 64, 512
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.core.dims import IDENTITIES, MOVES
+from nnx_parallel.core.dims import ELEMENTWISE, IDENTITIES, MOVES
 from nnx_parallel.core.flow import (
   Flow,
   Meeting,
@@ -31,10 +31,9 @@ from nnx_parallel.core.flow import (
   unsplit,
 )
 from nnx_parallel.core.interpret import DEFAULT, Inner, read, through, values_of, walk, wiring
-from nnx_parallel.core.jaxprs import is_checkpoint, nbytes, opened
+from nnx_parallel.core.jaxprs import CALLS, called, is_checkpoint, nbytes, opened
 from nnx_parallel.core.types import JaxprEqn, Program, Var
 from nnx_parallel.report.chips import ENDLESS, traced_arithmetic
-from nnx_parallel.report.estimate.fusion import is_fused
 
 # Operations outside `jax.lax` without arithmetic worth counting.
 _LIGHT = MOVES | IDENTITIES | {
@@ -47,6 +46,8 @@ _COLLECTIVES = frozenset((
   "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_scatter", "ragged_all_to_all",
   "reduce_scatter",
 ))  # fmt: skip
+_FUSED = ELEMENTWISE - {"name", "reduce_precision"} | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
+"""The argument of `checkpoint_name` may be kept, and the result of `reduce_precision` is stored as it is."""
 _FLOWS = flow_facts(lambda eqn, _: DEFAULT)
 
 Split = frozenset[str]
@@ -353,6 +354,14 @@ class Propagation:
     """An array that is split over some of the `arriving` axes along another dim: an all-to-all."""
     if split & arriving:
       self.moves.append(LayoutChange(split & arriving, self._part(split, var), times))
+
+
+def is_fused(eqn: JaxprEqn) -> bool:
+  """Whether an operation is elementwise, or a function of such operations only (`jnp.where`)."""
+  name = eqn.primitive.name
+  if name in CALLS:
+    return all(is_fused(inner) for inner in opened(called(eqn)).eqns)
+  return name in _FUSED
 
 
 def _is_heavy(name: str) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,11 +18,14 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in
+from nnx_parallel.core.dims import PRODUCTS
 from nnx_parallel.core.flow import Flow, unsplit
-from nnx_parallel.core.interpret import is_literal
+from nnx_parallel.core.interpret import Facts, facts_of, is_literal
 from nnx_parallel.core.jaxprs import (
+  CALLS,
   as_function,
   called,
+  inner_equations,
   nbytes,
   opened,
   params_of,
@@ -48,7 +52,6 @@ from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.sharded_optimizer import per_matrix_states
 from nnx_parallel.layout.tracing import state_paths
-from nnx_parallel.report.estimate.fusion import stored
 from nnx_parallel.report.estimate.propagate import (
   LayoutChange,
   Product,
@@ -56,6 +59,7 @@ from nnx_parallel.report.estimate.propagate import (
   Sharded,
   Sizes,
   Split,
+  is_fused,
 )
 from nnx_parallel.train.axes import on_fitting_axes
 from nnx_parallel.train.gradients import check_divides
@@ -529,6 +533,44 @@ def _residuals(
     return _merge(Sharded(nbytes(var.aval), seen.flows[var].names) for var in group)
 
   return parts(rows), parts(outside), parts(weights)
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+  """Whether an operation is a product, or a function with a product (`jnp.einsum`)."""
+  eqns = inner_equations(eqn) if eqn.primitive.name in CALLS else [eqn]
+  return any(e.primitive.name in PRODUCTS for e in eqns)
+
+
+def stored(jaxpr: Program, saved: Collection[Var]) -> list[Var]:
+  """The variables of a jaxpr that a program keeps to recover the saved variables, except inputs.
+
+  Compilers fuse an elementwise operation into the operation that reads it, and repeat it in the backward pass
+  rather than keep its result. They keep results of products, loops, gathers and reductions, and the operands
+  of products, which are in memory anyway. So where a trace saves `exp(logits)` in float32 and a mask of the
+  targets, the program keeps the logits: an elementwise result is replaced by its sources if these, without
+  the sources that are kept anyway, are no larger. Inputs of the trace cost nothing.
+  Source: XLA's fusion passes; the figures are in `benchmarks/results/report_figures.md`.
+  """
+  body = opened(jaxpr)
+  sources = facts_of(jaxpr, [()] * len(body.invars), _SOURCES)
+  read = {id(var) for eqn in body.eqns if _is_product(eqn) for var in eqn.invars}
+  kept: dict[Var, None] = {var: None for var in saved if id(var) in read}
+  for var in sorted((v for v in saved if v not in kept), key=lambda v: -nbytes(v.aval)):
+    further = [source for source in sources[var] if source not in kept]
+    kept |= dict.fromkeys(further if sum(nbytes(v.aval) for v in further) <= nbytes(var.aval) else [var])
+  return list(kept)
+
+
+def _sources_after(eqn: JaxprEqn, inputs: list[tuple[Var, ...]]) -> list[tuple[Var, ...]]:
+  if eqn.primitive.name == "optimization_barrier":
+    return inputs
+  if is_fused(eqn):
+    return [tuple(dict.fromkeys(itertools.chain(*inputs)))] * len(eqn.outvars)
+  return [(var,) for var in eqn.outvars]
+
+
+_SOURCES: Facts[tuple[Var, ...]] = Facts(lambda _: (), _sources_after, lambda a, b: (*a, *b))
+"""The results of operations that are not fused, from which a variable is computed."""
 
 
 def _layer(

@@ -131,8 +131,8 @@ def _convolution_flops(instruction: hlo.Instruction) -> int:
 def _products_along(size: tuple[int, int, int], stride: int, holes: int, spread: int, pad: int) -> int:
   """The products along one dim of a convolution that meet an element of the left operand.
 
-  The sizes are of the left operand, the kernel and the result; the dilations of the left operand (`holes`) and
-  of the kernel (`spread`); and the padding is in front of the left operand.
+  The sizes are of the left operand, the kernel and the result; `holes` is the dilation of the left operand,
+  `spread` of the kernel, and `pad` the padding in front of the left operand.
   """
   left, kernel, out = size
   places = (np.arange(out) * stride - pad + k * spread for k in range(kernel))
