@@ -312,11 +312,10 @@ def train_step(
   """Makes a compiled train step from a loss function.
 
   The step reads the live Variables, runs one compiled program to which their arrays are donated, and writes
-  the results back. If you edit the module, the next step sees the edit; after an edit that changes the
-  structure, the step is compiled again, with the reason in `step.compiles`. The step does not notice changes
-  of a Variable's metadata, and changes inside an object that is neither a module nor a list or dict: call
-  `step.rebind()` after such changes. If the optimizer was made from a plan, a replaced layer gets the layout
-  of the plan; new parameters are an error that shows the right call.
+  the results back. The next step sees your edits of the module; after an edit that changes the structure, it
+  is compiled again, with the reason in `step.compiles` (`step.rebind()` lists the edits that it cannot see).
+  If the optimizer was made from a plan, a replaced layer gets the layout of the plan; new parameters are an
+  error that shows the right call.
 
   An array that something else also holds (a clone of the model, or a value that you read before) is copied,
   not donated. The step does not notice that you hold a single shard: the next step deletes
@@ -328,12 +327,10 @@ def train_step(
 
   Args:
     loss_fn: a function `loss_fn(model, batch)` that returns `loss`, or `(loss, metrics)` with a dict of
-      metrics. If the function requires several arguments after the model, such as `loss_fn(model, x, y)` or
-      `loss_fn(model, *batch)`, it gets the elements of a batch that is a tuple or list. The loss and each
-      metric are scalars, or `nxp.weighted(sum, count)`: sums and counts are added over microbatches before
-      they are divided, so that uneven parts (because of padding or masks) have the right weight. A count has
-      no gradient, even if it is computed from parameters. For several models that are trained in turn (a
-      GAN), pass a dict: key -> loss function. Later losses see the models that earlier losses updated.
+      metrics; each is a scalar or `nxp.weighted(sum, count)`. If it requires several arguments after the
+      model, such as `loss_fn(model, x, y)` or `loss_fn(model, *batch)`, it gets the elements of a batch that
+      is a tuple or list. For several models that are trained in turn (a GAN), pass a dict: key -> loss
+      function. Later losses see the models that earlier losses updated.
     microbatches: the number of parts into which the compiled step splits the batch; it accumulates their
       gradients.
     remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
@@ -352,19 +349,17 @@ def train_step(
     attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
       queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
       uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs, if the mask does not differ
-      between examples or heads), and blockwise attention otherwise; `step.layers` reports the choice and the
-      reason. If a rule shards
+      between examples or heads), else blockwise attention; `step.layers` gives the reason. If a rule shards
       `seq` over an axis that shards no weight, each device computes its own queries, and gathers the keys and
-      values in each layer. With `"ring"`, the keys and values travel around the devices of that axis instead,
-      and no device has all of them. With `"ulysses"`, each device computes all positions of some heads (the
-      number of key heads must be a multiple of the axis size). With these two, an attention that the devices
-      cannot share is an error that names it. None computes attention as the model is written.
+      values in each layer. With `"ring"`, these travel around the devices of that axis instead. With
+      `"ulysses"`, each device computes all positions of some heads (the number of key heads must be a
+      multiple of the axis size). With these two, an attention that the devices cannot share is an error. None
+      computes attention as the model is written.
     loss_chunks: the number of chunks of the vocabulary (the columns of the head) in which the head and the
       loss are computed, so that the full logits never exist. Sums over the vocabulary add the logits as they
       are; if logits reach several hundreds, an entropy loses digits. None computes the loss as it is written.
-    pipeline: the mesh axis of pipeline stages, or a `Pipeline`. Each stage computes some of the layers, while
-      other stages compute other microbatches. The results equal the results of the same `microbatches`
-      without a pipeline. `step.layers` describes the stages and their waiting time.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers for
+      one microbatch at a time, with equal results. `step.layers` describes the stages and their waiting time.
     outputs: the names of metrics that are arrays with the examples on dim 0. They are returned as they are,
       without a mean.
     gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
@@ -381,8 +376,7 @@ def train_step(
     compiler_options: options of XLA for this step, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`. They
       also hold for `step.lower` and `nxp.compile_report`. XLA raises an error for a name that it does not
       know.
-    **unknown: do not pass it. An argument name from another library raises an error that shows the
-      corresponding name in this function.
+    **unknown: do not pass it: a name from another library raises an error with the name in this function.
 
   Returns:
     A callable `(model, optimizer, batch) -> metrics`.
@@ -438,19 +432,15 @@ def eval_step(
   Args:
     loss_fn: as in `train_step`.
     microbatches: the number of microbatches of a pipeline; only a pipeline uses it.
-    scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
-      the program do not grow with the depth. `"auto"` does not scan, because an evaluation recomputes
-      nothing.
+    scan_layers: as in `train_step`; `"auto"` does not scan, because an evaluation recomputes nothing.
     layers: as in `train_step`.
     attention: as in `train_step`.
     loss_chunks: as in `train_step`.
     pipeline: as in `train_step`. Each microbatch starts with the same state of the module, so a loss function
       that draws random numbers draws the same numbers for all microbatches. Batch statistics are computed for
       each microbatch.
-    outputs: the names of metrics that are arrays with the examples on dim 0. They are returned as they are,
-      without a mean.
-    pairs: whether to return pairs `(sum, count)` instead of means, for exact means over many batches (see
-      `MetricSums`). The count of a plain scalar is the number of examples in the batch.
+    outputs: as in `train_step`.
+    pairs: as in `train_step`, for exact means over many batches.
     compiler_options: as in `train_step`.
 
   Returns:

@@ -54,12 +54,12 @@ def check_gradients(
 ) -> GradientCheck:
   """Checks the gradients of a loss, compiled for the layout of a live model, against forward mode.
 
-  XLA partitions a program, and for some layouts the partitioned program is silently wrong: for example, the
-  loss is right, but the gradient of a leaf is half the correct value. This function works on the mesh and at
-  full size. It draws random directions of +1 and -1, and compares the product of the gradient with each
-  direction with the derivative of the loss along the direction in forward mode. It does so first for all
-  leaves together, with equal weights. If the two differ, it also does so for groups of equal layers and for
-  single leaves. The model does not change, and it is not copied.
+  For some layouts the program that XLA partitions is silently wrong: for example, the loss is right, but the
+  gradient of a leaf is half the correct value. This function works on the mesh and at full size. It draws
+  random directions of +1 and -1, and compares the product of the gradient with each direction with the
+  derivative of the loss along it in forward mode: first for all leaves together, with equal weights, and if
+  the two differ, for groups of equal layers and for single leaves. The model does not change, and is not
+  copied.
 
   It checks the program that a `jax.jit` of your own would run, without `train_step`. To check the program of
   a step, call `step.check_gradients`.
