@@ -241,8 +241,8 @@ def _of_module(binding: Binding, function: Callable[..., PyTree]) -> Callable[..
     arrays = binding.template.join(leaves, raw)
     (module,) = binding.template.build(arrays)
     found = function(module, *args)
-    leaves = binding.template.arrays((module,))
-    after = [leaves[i] for i in binding.template.variables]
+    changed = binding.template.arrays((module,))
+    after = [changed[i] for i in binding.template.variables]
     return found, {i: new for i, (old, new) in enumerate(zip(leaves, after, strict=True)) if old is not new}
 
   return run

@@ -20,7 +20,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from nnx_parallel.core.axes import axes_by_dim, axes_of, entry_of, without
+from nnx_parallel.core.dims import dim_map
 from nnx_parallel.core.flow import (
   Axes,
   Flow,
@@ -286,20 +287,16 @@ class _Rewriting(Interpreter[Flow]):
     """
     numbers, table, found = eqn.params["dimension_numbers"], flows[0], self._followed(eqn, flows)
     rows = {axis for d in numbers.start_index_map for axis in table.axes[d]} & self.batch
-    whole = zip(eqn.params["slice_sizes"], inputs[0].shape, strict=True)
-    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    window = [d for d, (size, length) in enumerate(whole) if d not in dropped and size == length]
-    column = self._free(table.axes, rows, window, inputs[0])
+    dims: Any = dim_map(eqn)
+    own = {d: to for d, to in enumerate(dims.operands[0]) if to in numbers.offset_dims}
+    column = self._free(table.axes, rows, own, inputs[0])
     if table.data or column is None or not self._is_minor(found[0], rows):
       return bind(eqn, inputs), found
     axes = _moved(table.axes, rows, column)
     self._tables[inputs[0].shape] = table.axes
-    offset = dict(
-      zip((d for d in range(len(table.axes)) if d not in dropped), numbers.offset_dims, strict=True)
-    )
     wanted = self._laid(inputs[1], _moved(flows[1].axes, rows))
     results = bind(eqn, [self._laid(inputs[0], axes), wanted])
-    return [self._laid(results[0], _moved(found[0].axes, rows, offset[column]))], found
+    return [self._laid(results[0], _moved(found[0].axes, rows, own[column]))], found
 
   def _summed_rows(
     self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]
@@ -311,11 +308,10 @@ class _Rewriting(Interpreter[Flow]):
     numbers, updates, found = eqn.params["dimension_numbers"], flows[2], self._followed(eqn, flows)
     examples = [d for d in range(len(updates.axes)) if d not in numbers.update_window_dims]
     split = {axis for d in examples for axis in updates.axes[d]} & self.stored
-    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window = (d for d in range(len(inputs[0].shape)) if d not in dropped)
-    own = dict(zip(window, numbers.update_window_dims, strict=True))
-    same = [d for d in own if inputs[0].shape[d] == inputs[2].shape[own[d]]]
-    column = self._free(found[0].axes, split, same, inputs[0])
+    dims: Any = dim_map(eqn)
+    places = [(row, dims.operands[2][row]) for row in numbers.update_window_dims]
+    own = {d: row for row, d in places if d is not None}
+    column = self._free(found[0].axes, split, own, inputs[0])
     if column is None or _EXAMPLES in found[0].names or not self._is_minor(updates, split):
       return bind(eqn, inputs), found
     # Laid out as it comes first: else the new layout would spread to the layers before.
@@ -329,7 +325,7 @@ class _Rewriting(Interpreter[Flow]):
         result = self._laid(result, axes)
     return [result], [dataclasses.replace(found[0], axes=axes)]
 
-  def _free(self, axes: Axes, moved: set[str], dims: Sequence[int], x: jax.Array) -> int | None:
+  def _free(self, axes: Axes, moved: set[str], dims: Iterable[int], x: jax.Array) -> int | None:
     """The longest of some dims that an axis can split further.
 
     None for several axes: to move several axes between dims, XLA replicates the array.

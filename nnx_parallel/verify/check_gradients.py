@@ -38,6 +38,7 @@ _CLOSER = {"float64": 1e-7, "float32": 3e-3, "float16": 3e-2, "bfloat16": 0.15}
 _FLOOR = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 _COARSE = 0.5  # a tolerance beyond this sees no gradient that is twice too large
+_LEAVES = 16
 _BY_DEVICE = "by each device on its own"
 
 
@@ -363,10 +364,26 @@ def _looked(looks: Looks, by_group: bool) -> tuple[list[GradientComparison], boo
     together = looks.look(name, group, closer=True, by_device=by_device)
     found.append(together)
     if not together and len(group) > 1:
-      found += [looks.look(leaves[n][0], [n], closer=True, by_device=by_device) for n in group]
+      found += _closer(looks, group, by_device)
   if not found[0] and found[0].difference <= looks.closer and all(found[1:]):
     found[0] = dataclasses.replace(found[0], verdict="not decided", why="no single group is wrong")
   return found, by_device
+
+
+def _closer(looks: Looks, group: Sequence[int], by_device: bool) -> list[GradientComparison]:
+  """Compares the leaves of a wrong group: one by one, or first in halves if there are many."""
+  names = [looks.subject.leaves[n][0] for n in group]
+  if len(group) <= _LEAVES:
+    return [
+      looks.look(name, [n], closer=True, by_device=by_device) for name, n in zip(names, group, strict=True)
+    ]
+  found: list[GradientComparison] = []
+  half = len(group) // 2
+  for some in (slice(half), slice(half, None)):
+    name = f"{names[some][0]} to {names[some][-1]}"
+    found.append(looks.look(name, group[some], closer=True, by_device=by_device))
+    found += [] if found[-1] else _closer(looks, group[some], by_device)
+  return found
 
 
 def _notes(looks: Looks, first: GradientComparison, by_device: bool) -> list[str]:
