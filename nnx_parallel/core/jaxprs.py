@@ -15,17 +15,7 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding
 
-from nnx_parallel.core.types import (
-  AnyArray,
-  Aval,
-  ClosedJaxpr,
-  Jaxpr,
-  JaxprEqn,
-  Program,
-  PyTree,
-  Value,
-  Var,
-)
+from nnx_parallel.core.types import AnyArray, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, PyTree, Value, Var
 
 T = TypeVar("T")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")

@@ -31,20 +31,10 @@ _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np
 _NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
 """Metadata keys that are a layout in other code, but mean nothing to flax."""
-_FLAX_KEYS = frozenset(
-  (
-    *_NAME_KEYS,
-    DECLARED,
-    SCOPE,
-    PADDED,
-    "sharding_rules",
-    "mesh",
-    "optimizer_sharding",
-    "eager_sharding",
-    "hijax",
-    "ref",
-  )
-)
+_FLAX_KEYS = frozenset((
+  *_NAME_KEYS, DECLARED, SCOPE, PADDED, "sharding_rules", "mesh", "optimizer_sharding", "eager_sharding",
+  "hijax", "ref",
+))  # fmt: skip
 
 
 def path_str(path: Path) -> str:

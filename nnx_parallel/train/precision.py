@@ -22,14 +22,9 @@ from nnx_parallel.train.loss_scale import with_loss_scale
 from nnx_parallel.train.wrappers import with_masters
 
 NORMS = (
-  nnx.BatchNorm,
-  nnx.GroupNorm,
-  nnx.InstanceNorm,
-  nnx.LayerNorm,
-  nnx.RMSNorm,
-  nnx.SpectralNorm,
+  nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.SpectralNorm,
   nnx.WeightNorm,
-)
+)  # fmt: skip
 """Layers that `Precision.norms` is for, with their subclasses."""
 
 

@@ -11,23 +11,12 @@ from typing import Any
 import numpy as np
 
 from nnx_parallel.core import hlo
-from nnx_parallel.core.hlo_devices import (
-  AxisFinder,
-  Labels,
-  group_labels,
-  pair_labels,
-  pairs_of,
-)
+from nnx_parallel.core.hlo_devices import AxisFinder, Labels, group_labels, pair_labels, pairs_of
 from nnx_parallel.report.program.origins import Origins
 
 KINDS = (
-  "all-gather",
-  "all-reduce",
-  "reduce-scatter",
-  "all-to-all",
-  "collective-permute",
-  "collective-broadcast",
-)
+  "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
+)  # fmt: skip
 _KIND = re.compile(rf"^(?:ragged-)?({'|'.join(KINDS)})(-start)?$")
 # A mark of TPU programs on later steps of one collective that a fusion interleaves with compute.
 _LATER_STEP = re.compile(r'"async_collective_fusion_config":\{[^{}]*"flag_start":"(?!-1)')
