@@ -138,7 +138,7 @@ def loss_scale_of(optimizer: Optimizer) -> jax.Array:
     >>> optimizer = nnx.Optimizer(model, nxp.with_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
     >>> scale = nxp.loss_scale_of(optimizer)
     >>> loss_fn = lambda model: (model(jnp.ones((8, 4))) ** 2).mean().astype(jnp.float32) * scale
-    >>> optimizer.update(model, nnx.grad(loss_fn)(model))
+    >>> _ = optimizer.update(model, nnx.grad(loss_fn)(model))
     >>> float(loss_fn(model)) < float(loss_fn(nnx.Linear(4, 4, dtype=jnp.float16, rngs=nnx.Rngs(0))))
     True
   """
