@@ -285,10 +285,9 @@ def compile_report(
     The report; print it, read its fields, or turn it into JSON or a page.
 
   Raises:
-    ReportError: the plan is abstract and no topology is given, the topology does not have as many devices as
-      the plan, its compiler is not installed, or the compiler rejects the program for another reason than
-      memory; or `step` is not a step; or the batch has no array, or an array that the plan cannot shard
-      evenly; or `verify` is used on a program that is already compiled.
+    ReportError: an abstract plan has no topology, or one with another number of devices or without its
+      compiler; the compiler rejects the program for another reason than memory; `step` is no step; the batch
+      has no array or does not divide; or `verify` is used on a program that is already compiled.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp

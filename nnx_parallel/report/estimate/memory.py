@@ -127,12 +127,11 @@ def memory_plan(
     A `MemoryPlan`; print it, or read its `categories`.
 
   Raises:
-    ReportError: `microbatches` is not positive, the chip is not in the table, or the batch has no array or an
-      array that the layout and its microbatches cannot split evenly.
-    TrainError: the remat policy does not exist, it or the pipeline finds no layer, the microbatches of the
-      pipeline do not divide the batch, or the gradients cannot be scattered.
-    SchemeError: the mesh does not have the axis of stages, or the number of microbatches does not fit the
-      number of stages.
+    ReportError: `microbatches` is not positive, the chip is unknown, or the batch has no array or does not
+      divide.
+    TrainError: there is no such remat policy, no layer for it or for the pipeline, or the gradients cannot be
+      scattered.
+    SchemeError: the stages of the pipeline do not fit the mesh or the microbatches.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp

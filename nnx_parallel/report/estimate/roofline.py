@@ -168,9 +168,8 @@ def predict_time(
     A `StepTime`, which you can print. The docstring of the module says what the model leaves out.
 
   Raises:
-    ReportError: the chip is not in the table, or the batch has no array, or an array that the layout and its
-      microbatches cannot split evenly.
-    TrainError: the remat policy does not exist, it finds no layer, or the gradients cannot be scattered.
+    ReportError: the chip is unknown, or the batch has no array or does not divide.
+    TrainError: there is no such remat policy, no layer for it, or the gradients cannot be scattered.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp

@@ -241,14 +241,12 @@ def search(
     zero: the ZeRO stage; as in `plan`.
     optimizer_memory: where the optimizer's state is stored between steps; as in `plan`.
     max_microbatches: the largest number of microbatches to try; the search tries powers of two.
-    pipeline: the mesh axis of pipeline stages, or a `Pipeline`. If given, the search also tries 2, 4 and 8
-      stages over this axis, and traces the loss again for each of them. If you pass the name of an axis, the
-      search uses the order 1F1B, which saves the fewest activations. Stacked layers stay on their stages if
-      the rules shard them over this axis.
-    compile_best: the maximum number of layouts to compile, in the order of their rank. The search uses the
-      compiler of the machine; if it is not installed, the search compiles for simulated CPU devices, if this
-      process has enough of them. The first layout that fits and computes the right results (`report.faults`)
-      wins. Rejected layouts come last.
+    pipeline: the mesh axis of pipeline stages, or a `Pipeline`, of which 2, 4 and 8 stages are tried too. The
+      name of an axis means the order 1F1B, which saves the fewest activations. Stacked layers stay on their
+      stages if the rules shard them over this axis.
+    compile_best: the maximum number of layouts to compile, in the order of their rank, with the compiler of
+      the machine; without it, for simulated CPU devices, if this process has enough of them. The first layout
+      that fits and computes the right results (`report.faults`) wins. Rejected layouts come last.
 
   Returns:
     A `SearchResult` with all candidates, ranked; print it.
