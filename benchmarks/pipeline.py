@@ -48,9 +48,7 @@ NOTES = [
   " up the gradients of all layers, in each microbatch; in a pipeline those of its stage.",
   "Sent between stages, payload of a device, forward and backward: one microbatch from stage to stage in each"
   " tick, and one in the buffer from which stage 0 takes its input; after the last tick, one, and the results"
-  " of all groups. With virtual stages, the weights of stacked layers are also put into another order"
-  " once in a"
-  " step: those of a stage are then no neighbours.",
+  " of all groups. The layers have a stack for each virtual stage, so no weights are sent.",
 ]
 
 
@@ -66,15 +64,17 @@ class Layer(nnx.Module):
 
 
 class Stacked(nnx.Module):
-  """Layers whose parameters are stacked, so that they lie on their stages all the time."""
+  """Layers in a stack for each virtual stage, so that they lie on their stages all the time."""
 
-  def __init__(self, rngs: nnx.Rngs):
-    self.layers = nnx.vmap(Layer, in_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})(
-      rngs.split(LAYERS)
-    )
+  def __init__(self, rngs: nnx.Rngs, stacks: int = 1):
+    make = nnx.vmap(Layer, in_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    self.stacks = nnx.List([make(rngs.split(LAYERS // stacks)) for _ in range(stacks)])
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+    through = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    for stack in self.stacks:
+      x = through(x, stack)
+    return x
 
 
 class Decoder(nnx.Module):
@@ -98,14 +98,19 @@ def loss(model: Stacked, x: jax.Array) -> jax.Array:
   return (model(x) ** 2).mean()
 
 
-def plan_of(mesh: Any, kind: Any = Stacked) -> nxp.Plan:
+def plan_of(mesh: Any, kind: Any = Stacked, **options: int) -> nxp.Plan:
   stage = "stage" if "stage" in mesh.shape else None
   rules = [
     nxp.LogicalRules(batch="data"),
-    nxp.PathRules({r"(body\.)?layers\..*": (stage, None, None)}),
+    nxp.PathRules({r"(body\.)?stacks\..*": (stage, None, None)}),
     nxp.replicate(),
   ]
-  return nxp.plan(lambda: kind(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
+  return nxp.plan(lambda: kind(nnx.Rngs(0), **options), mesh, rules, optimizer=optax.sgd(1e-3))
+
+
+def plan_for(way: nxp.parallel.Schedule | None, mesh: Any) -> nxp.Plan:
+  """The plan of the layers for a schedule."""
+  return plan_of(mesh, stacks=1 if way is None else way.virtual_stages)
 
 
 def step_of(way: nxp.parallel.Schedule | None, order: Any = "gpipe") -> Any:
@@ -141,7 +146,7 @@ def main() -> None:
   x = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
   cases: dict[str, Any] = {}
   for name, way in {"no pipeline": None, **WAYS}.items():
-    plan = plan_of(nxp.make_mesh(sizes_of(way)))
+    plan = plan_for(way, nxp.make_mesh(sizes_of(way)))
     model, optimizer = nxp.create_sharded_model(plan)
     batch, step = nxp.shard_batch(x, plan), step_of(way)
     cases[name] = functools.partial(step, model, optimizer, batch)
@@ -174,7 +179,7 @@ def main() -> None:
     if missing_compiler(read_machine(text)):
       continue
     for name, way in WAYS.items():
-      plan = plan_of(nxp.report.topology_mesh(text, **sizes_of(way)))
+      plan = plan_for(way, nxp.report.topology_mesh(text, **sizes_of(way)))
       batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
       report = nxp.compile_report(step_of(way), plan, batch=batch)
       found = [item for item in report.collectives if item.axes == ("stage",) and item.bytes > 4]

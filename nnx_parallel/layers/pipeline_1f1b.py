@@ -30,7 +30,7 @@ from nnx_parallel.core.interpret import Values, read, values_of
 from nnx_parallel.core.jaxprs import among, dependents, is_inexact
 from nnx_parallel.core.types import AnyArray, PyTree, Var
 from nnx_parallel.layers.pipeline import GROUPS, Belt, PipelineLoop, at, put, staged, swapped, where
-from nnx_parallel.layers.stacks import Key, by_variable, each_of, variables
+from nnx_parallel.layers.stacks import Key, variables
 from nnx_parallel.layers.stages import TrainPipeline
 
 PIPELINE_RULE = "pipeline_1f1b"
@@ -147,9 +147,7 @@ class _Gradients:
     self.trains = [
       key
       for key, some in self.stack.rows.items()
-      if key not in of.of_layers
-      and not moving.isdisjoint(each_of(some))
-      and is_inexact(each_of(some)[0].aval)
+      if key not in of.of_layers and not moving.isdisjoint(some) and is_inexact(some[0].aval)
     ]
     places = {var: n for n, var in enumerate(self.outer)}
     self.sent = [*of.travels, *of.gathered]
@@ -347,7 +345,7 @@ class _Gradients:
       values = self._values(outer, batch) | dict(zip(self.bridge, parts[0], strict=True))
       values |= {var: parts[1][0][n] for var, n in self.stack.final.items()}
       for key, x in parts[2].items():
-        values |= by_variable(self.stack.made[key], x)
+        values |= self.stack.by_variable(key, x)
       self.of.evaluate(self.of.after, values)
       return read(self.of.outputs[0], values), [read(var, values) for var in self.wanted]
 

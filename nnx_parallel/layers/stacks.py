@@ -8,6 +8,7 @@ A run of marked calls is a chain if each input of a call is one of
 
 A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. A chain
 becomes one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked.
+Consecutive scans of one body are also one stack of layers, for a pipeline.
 Weights that a layer only reads after a cast are cast first. Operations between the calls that do not depend
 on the chain are evaluated before the chain.
 """
@@ -28,6 +29,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.interpret import (
   Rule,
   Values,
+  flattened,
   is_literal,
   read,
   run_operations,
@@ -39,6 +41,7 @@ from nnx_parallel.core.jaxprs import (
   called,
   dependents,
   equations,
+  is_call,
   is_inexact,
   nbytes,
   opened,
@@ -55,8 +58,8 @@ Place = tuple[int, int]
 """The number of a call in its unit, and the position of one of its inputs or results."""
 Key = Any
 """Identifies an input or a result of a layer: its position, or its place in a chain."""
-EachLayer: TypeAlias = Any
-"""What each layer reads or makes: a list with a variable for each, or one variable that has them stacked."""
+EachLayer: TypeAlias = list[Var]
+"""What the layers read or make: a variable for each layer, or for each scan, where it has a dim of layers."""
 Body: TypeAlias = Callable[
   [Sequence[jax.Array], Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]
 ]
@@ -116,10 +119,11 @@ class Stack:
     same: inputs that are one value for all layers.
     carried: the inputs that the first layer takes from outside, and later layers from the previous layer.
     final: a result of the last layer -> the carried input that it would be.
-    rows: an input of each layer -> the variable of each layer, or the variable that stacks them.
-    made: a result of each layer -> the same.
+    rows: an input of each layer -> its variables.
+    made: a result of each layer -> its variables.
     step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
     used: the variables that are read outside of the layers.
+    scanned: the number of layers of each variable, which is a scan; 0: each layer has its own variables.
     size: how many layers of the model each layer is.
     narrow: rows that the layers only read cast -> the narrower dtype.
   """
@@ -134,13 +138,14 @@ class Stack:
   made: dict[Key, EachLayer]
   step: Callable[[Mapping[Key, jax.Array]], Body]
   used: set[Var]
+  scanned: int = 0
   size: int = 1
   narrow: Mapping[Key, DTypeLike | None] = dataclasses.field(default_factory=dict[Key, DTypeLike | None])
 
   @property
   def row_variables(self) -> list[Var]:
     """The variables of all rows."""
-    return [var for some in self.rows.values() for var in variables(each_of(some))]
+    return [var for some in self.rows.values() for var in variables(some)]
 
   @property
   def nbytes(self) -> int:
@@ -159,20 +164,30 @@ class Stack:
     carry, made = self.step(given)(carry, [given[key] for key in self.rows])
     return carry, dict(zip(self.made, made, strict=True))
 
-  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> jax.Array:
-    """A row of all layers, `[layers, ...]`, narrower where they only read it cast."""
-    some, dtype = self.rows[key], self.narrow.get(key) if narrow else None
-    if not isinstance(some, list):
-      return read(some, values)
-    return jnp.stack([jnp.asarray(read(var, values), dtype) for var in each_of(some)])
+  def stacks(self, key: Key, values: Values, *, narrow: bool = True) -> list[jax.Array]:
+    """A row of all layers, or of each scan, `[layers, ...]`; narrower where they only read it cast."""
+    found = [read(var, values) for var in self.rows[key]]
+    if self.scanned:
+      return found
+    dtype = self.narrow.get(key) if narrow else None
+    return [jnp.stack([jnp.asarray(x, dtype) for x in found])]
+
+  def places(self, key: Key) -> Iterator[tuple[Var, int | slice]]:
+    """The variables of a result, and where they are among the results of all layers."""
+    for n, var in enumerate(self.made[key]):
+      yield var, slice(n * self.scanned, (n + 1) * self.scanned) if self.scanned else n
+
+  def by_variable(self, key: Key, x: jax.Array) -> Values:
+    """A result of all layers, `[layers, ...]`, as the values of its variables."""
+    return {var: x[place] for var, place in self.places(key)}
 
   def run(self, values: Values, *, scan: bool) -> Values:
     """The results of calls that are used elsewhere, from one scan or from one layer after another."""
     step = self.step({key: read(var, values) for key, var in self.same.items()})
     carry: list[jax.Array] = [read(var, values) for var in self.carried]
     if scan:
-      stacks = [self.stacked(key, values) for key in self.rows]
-      carry, made = jax.lax.scan(step, carry, stacks, length=self.length)
+      rows = [self.stacks(key, values)[0] for key in self.rows]
+      carry, made = jax.lax.scan(step, carry, rows, length=self.length)
     else:
       of_layers: list[list[jax.Array]] = []
       for n in range(self.length):
@@ -258,13 +273,13 @@ class Stacks:
     return [read(var, values) for var in self.body.outvars]
 
   def largest(self, how: Treatment) -> Stack:
-    """The equal layers, marked calls or a scan, that hold the most bytes.
+    """The equal layers, marked calls or scans, that hold the most bytes.
 
     Raises:
       TrainError: there are no equal layers.
     """
     stacks = [self.stack(chain, how) for chain in self.chains.values() if len(chain.units) > 1]
-    stacks += [self._of_scan(n, how) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
+    stacks += [self._of_scans(numbers, how) for numbers in self._consecutive_scans()]
     found = max(stacks, key=lambda stack: stack.nbytes, default=None)
     if found is None:
       inside = [eqn for eqn in self.eqns if is_or_has_layers(eqn) and not is_marked(eqn)]
@@ -317,24 +332,56 @@ class Stacks:
       narrow={place: self._read_as(chain.units[0][place[0]], place[1]) for place in rows},
     )
 
-  def _of_scan(self, number: int, how: Treatment) -> Stack:
-    """The layers of a scan that the model has."""
-    eqn = self.eqns[number]
-    counts, length = scan_counts(eqn), eqn.params["length"]
-    fixed, carried, rows = counts.split(eqn.invars)
-    keys = counts.split(range(len(eqn.invars)))
-    run = how.in_scan(eqn)
+  def _consecutive_scans(self) -> list[list[int]]:
+    """The scans over layers that the model has; together, those of one body that continue one another."""
+    runs: list[list[int]] = []
+    for n, eqn in enumerate(self.eqns):
+      if not _is_stack(eqn):
+        continue
+      if runs and self._continues(runs[-1][-1], n):
+        runs[-1].append(n)
+      else:
+        runs.append([n])
+    return runs
+
+  def _continues(self, before: int, number: int) -> bool:
+    """Whether a scan has the body of an earlier scan, and only its results as first carried values."""
+    first, second = self.eqns[before], self.eqns[number]
+    # Without calls: the name of a marked call is the path of its layer.
+    programs = [identity(flattened(eqn.params["jaxpr"], is_call)) for eqn in (first, second)]
+    if first.params["length"] != second.params["length"] or programs[0] != programs[1]:
+      return False
+    counts = scan_counts(first)
+    (same, _, _), (fixed, carried, rows) = counts.split(first.invars), counts.split(second.invars)
+    passed = first.outvars[: counts.carried]
+    later = dependents(self.eqns[before:number], first.outvars)
+    return (
+      all(map(_is_same, same, fixed))
+      and all(map(_is_same, passed, carried))
+      and not self.used((before, number)) & {*passed}
+      and not any(among(var, later) for var in rows)
+    )
+
+  def _of_scans(self, numbers: Sequence[int], how: Treatment) -> Stack:
+    """The layers of consecutive scans."""
+    eqns = [self.eqns[n] for n in numbers]
+    counts, length = scan_counts(eqns[0]), eqns[0].params["length"]
+    inputs = [counts.split(eqn.invars) for eqn in eqns]
+    keys = counts.split(range(len(eqns[0].invars)))
+    made = zip(*[eqn.outvars[counts.carried :] for eqn in eqns], strict=True)
+    run = how.in_scan(eqns[0])
     return Stack(
-      numbers=frozenset((number,)),
-      length=length,
-      name=f"a scan of {length}",
-      same=dict(zip(keys[0], fixed, strict=True)),
-      carried=carried,
-      final={var: n for n, var in enumerate(eqn.outvars[: counts.carried])},
-      rows=dict(zip(keys[2], rows, strict=True)),
-      made=dict(enumerate(eqn.outvars[counts.carried :])),
-      step=lambda same: step_of_scan(eqn, [same[key] for key in keys[0]], run),
-      used=self.used((number,)),
+      numbers=frozenset(numbers),
+      length=length * len(eqns),
+      name=f"a scan of {length}" if len(eqns) == 1 else f"{len(eqns)} scans of {length}",
+      same=dict(zip(keys[0], inputs[0][0], strict=True)),
+      carried=inputs[0][1],
+      final={var: n for n, var in enumerate(eqns[-1].outvars[: counts.carried])},
+      rows={key: [rows[n] for _, _, rows in inputs] for n, key in enumerate(keys[2])},
+      made={n: [*some] for n, some in enumerate(made)},
+      step=lambda same: step_of_scan(eqns[0], [same[key] for key in keys[0]], run),
+      used=self.used(numbers),
+      scanned=length,
     )
 
   def _stacked(self, chain: Chain) -> int:
@@ -447,16 +494,6 @@ def step_of_scan(eqn: JaxprEqn, fixed: Sequence[jax.Array], body: Callable[..., 
 def _is_stack(eqn: JaxprEqn) -> bool:
   """Whether an operation is a scan over layers, in order."""
   return has_layer_rows(eqn) and not eqn.params["reverse"] and not repeats_layers(eqn)
-
-
-def each_of(some: EachLayer) -> list[Var]:
-  """The variables of a row: one for each layer, or the variable that stacks them."""
-  return some if isinstance(some, list) else [some]  # pyright: ignore[reportUnknownVariableType]
-
-
-def by_variable(some: EachLayer, x: jax.Array) -> Values:
-  """A result of all layers, `[layers, ...]`, as the values of its variables."""
-  return {var: x[u] for u, var in enumerate(some)} if isinstance(some, list) else {some: x}
 
 
 def variables(some: Iterable[Var]) -> Iterator[Var]:

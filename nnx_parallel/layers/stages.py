@@ -28,8 +28,8 @@ from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
-from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
-from nnx_parallel.layers.stacks import Key, Stacks, Treatment, by_variable, each_of, variables
+from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along, staged
+from nnx_parallel.layers.stacks import Key, Stacks, Treatment, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,12 @@ class AroundLayers:
   @property
   def made_variables(self) -> list[Var]:
     """The results of the layers besides the carry."""
-    return [var for some in self.stack.made.values() for var in each_of(some)]
+    return [var for some in self.stack.made.values() for var in some]
 
   @property
   def made_outside(self) -> list[Key]:
     """Those of them that are read outside of the layers."""
-    return [key for key, some in self.stack.made.items() if not self.read.isdisjoint(each_of(some))]
+    return [key for key, some in self.stack.made.items() if not self.read.isdisjoint(some)]
 
   @property
   def same(self) -> dict[Key, Var]:
@@ -146,23 +146,26 @@ class AroundLayers:
 
   def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> jax.Array:
     """A row of all layers, on their stages."""
-    stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
-    return piped.split_layers(stacked, replicated=isinstance(self.stack.rows[key], list))
+    stacks = self.stack.stacks(key, values, narrow=key not in self.of_layers)
+    if self.stack.scanned == piped.schedule.stages * piped.schedule.chunk:
+      return piped.split_chunks(stacks)
+    if len(stacks) > 1:
+      stacks = [jnp.concatenate([staged(x, piped.mesh, None) for x in stacks])]
+    return piped.split_layers(stacks[0], replicated=not self.stack.scanned)
 
   def _of_layers(self) -> tuple[dict[Key, Key], set[Var]]:
     """Inputs that each layer changes -> results that are the new values; and the variables of the inputs."""
     news = {self.inputs[i]: self.outputs[o] for o, i in self.changed.items()}
-    makers = {var: (key, u) for key, some in self.stack.made.items() for u, var in enumerate(each_of(some))}
+    makers = {var: (key, u) for key, some in self.stack.made.items() for u, var in enumerate(some)}
     found: dict[Key, Key] = {}
     new: set[Var] = set()
     for key, some in self.stack.rows.items():
-      rows = each_of(some)
-      if any(not among(row, news) or row in self.read for row in rows):
+      if any(not among(row, news) or row in self.read for row in some):
         continue
-      made = [makers.get(news[row], (None, 0)) for row in rows]
-      if made[0][0] is not None and made == [(made[0][0], u) for u in range(len(rows))]:
+      made = [makers.get(news[row], (None, 0)) for row in some]
+      if made[0][0] is not None and made == [(made[0][0], u) for u in range(len(some))]:
         found[key] = made[0][0]
-        new.update(news[row] for row in rows)
+        new.update(news[row] for row in some)
     return found, new
 
 
@@ -267,16 +270,14 @@ class TrainPipeline(AroundLayers):
     (final, _), state, made = piped((carried, sent), rows, state, shared, gathered)
     found = {var: final[n] for var, n in stack.final.items()}
     for key, x in made.items():
-      some = stack.made[key]
-      of = enumerate(some) if isinstance(some, list) else [(slice(None), some)]
-      found |= {var: piped.split_microbatches(x[:, u]) for u, var in of}
+      found |= {var: piped.split_microbatches(x[:, place]) for var, place in stack.places(key)}
     return found, self.changed_by_layers(piped, state)
 
   def changed_by_layers(self, piped: PipelineLoop, state: dict[Key, jax.Array]) -> Values:
     """The final values of the arrays that the layers change."""
     changed: Values = {}
     for key, new in state.items():
-      changed |= by_variable(self.stack.made[self.of_layers[key]], piped.joined_layers(new))
+      changed |= self.stack.by_variable(self.of_layers[key], piped.joined_layers(new))
     return changed
 
   def result(
@@ -314,7 +315,7 @@ class TrainPipeline(AroundLayers):
     if not self.alone:
       return []
     body = opened(self._flat)
-    changing = {row for key in self.of_layers for row in each_of(self.stack.rows[key])}
+    changing = {row for key in self.of_layers for row in self.stack.rows[key]}
     of_batch = [
       body.invars[n] for n, var in enumerate(self.inputs) if n >= self.signature.model or var in changing
     ]

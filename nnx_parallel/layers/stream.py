@@ -25,7 +25,7 @@ from nnx_parallel.core.text import format_bytes
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
-from nnx_parallel.layers.stacks import Key, Stacks, Treatment, each_of
+from nnx_parallel.layers.stacks import Key, Stacks, Treatment
 from nnx_parallel.layers.stages import AroundLayers, Signature
 
 
@@ -88,22 +88,22 @@ class DecodePipeline(AroundLayers):
     self.constant = [i for i in others if i in states - changing]
     """The states that do not change."""
     self.sort([self.inputs[i] for i in (*self.calls, *self.alone.values())])
-    wrong = [var for some in self.stack.made.values() for var in each_of(some) if var in self.read]
+    wrong = [var for some in self.stack.made.values() for var in some if var in self.read]
     if wrong:
       raise TrainError(
         "a second result of a layer is used outside of the layers.",
         details=", ".join(str(var.aval) for var in wrong[:4]),
         fix="leave it out of the results of the call; or call without pipeline=.",
       )
-    self.first = {key: self.inputs.index(each_of(self.stack.rows[key])[0]) for key in self.of_layers}
+    self.first = {key: self.inputs.index(self.stack.rows[key][0]) for key in self.of_layers}
     """State of the layers -> the position of the input that the first layer changes."""
     self.travels = [key for key, var in self.same.items() if var in self.varies]
     """The values that all layers read and that differ between groups: they travel with the group."""
 
   def __str__(self) -> str:
     stack, stages, chunk = self.stack, self.schedule.stages, self.schedule.chunk
-    moved = any(isinstance(some, list) for key, some in stack.rows.items() if key not in self.of_layers)
-    sizes = {key: sum(nbytes(var.aval) for var in each_of(some)) for key, some in stack.rows.items()}
+    moved = stack.scanned < stack.length and stack.rows.keys() > self.of_layers.keys()
+    sizes = {key: sum(nbytes(var.aval) for var in some) for key, some in stack.rows.items()}
     caches = sum(sizes[key] for key in self.of_layers)
     weights = (sum(sizes.values()) - caches) // stages
     return (
