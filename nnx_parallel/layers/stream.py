@@ -202,6 +202,6 @@ class DecodePipeline(AroundLayers):
     spec = self.specs.get(self.first[key])
     if spec is None or self.mesh is None:
       return staged(x, self.mesh, self.axis)
-    spec = spec if isinstance(self.stack.rows[key], list) else spec[1:]
+    spec = spec[1:] if self.stack.scanned else spec
     own = [entry_of(without(axes_of(entry), frozenset((self.axis,)))) for entry in spec]
     return pinned(x, NamedSharding(self.mesh, PartitionSpec(self.axis, None, None, *own)))
