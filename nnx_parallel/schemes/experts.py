@@ -4,11 +4,9 @@ Each device has some of the experts and some of the tokens. One all-to-all sends
 their experts, and another all-to-all returns the results. There are two forms:
 - With a capacity, an expert has a fixed number of slots for the tokens of each device (arXiv:2006.16668). All
   shapes are fixed. Choices beyond the capacity are dropped and counted.
-- Without a capacity, no token is dropped (arXiv:2211.15841). A token goes once to each device that has some
-  of its experts, and this device returns one weighted sum. One round of exchange suffices for a nearly even
-  load; smaller rounds follow for a skewed load. An expert computes its tokens in as many blocks as needed.
-  `jax.lax.ragged_dot` does not replace these blocks: except on TPUs, it multiplies each row by all experts,
-  and it computes only matrix products, not any function of an expert.
+- Without a capacity, no token is dropped (arXiv:2211.15841). There are as many rounds of exchange as the load
+  needs, and in each round as many blocks of rows as each expert needs. `jax.lax.ragged_dot` does not replace
+  these blocks: except on TPUs, it multiplies each row by all experts, and it computes only matrix products.
 
 The axes that shard the tokens are Manual in this module: its code sorts, exchanges and sums the tokens of one
 device. The compiler handles the other axes, such as an axis that shards the width of each expert.
@@ -134,8 +132,7 @@ def experts(
     dims = [tuple(name for names in dims for name in names)]
     fills = 0, 0, count  # padding chooses an expert that does not exist
     given = [_flat(x, around.mesh, _ways(free, dims[0]), n) for x, n in zip(given, fills, strict=True)]
-  manual = tuple(name for names in dims for name in names)
-  tokens = math.prod(given[0].shape[:-1]) // _ways(free, manual)
+  tokens = math.prod(given[0].shape[:-1]) // _ways(free, [name for names in dims for name in names])
   choices = tokens * top_k
   kind = _Kind(
     expert_fn,
@@ -146,7 +143,7 @@ def experts(
     None if capacity is None else math.ceil(capacity * choices / count),
     math.ceil(min(buffer * tokens * _share(count, count // ways, top_k), tokens)),
     block,
-    around.mesh if manual else None,
+    around.mesh if any(dims) else None,
     manual_too(around.mesh),
   )
   result, dropped = _over_devices(kind, weights, *given)
@@ -177,16 +174,12 @@ class _Kind:
   """The static options of a call of `experts`.
 
   Attributes:
-    function: the function of one expert.
-    axis: the mesh axis of the experts; None: one device.
-    ways: the size of the axis.
-    experts: the number of experts on all devices.
+    function, axis, ways, experts: of one expert; the mesh axis of the experts, its size, and their number.
     tokens: the mesh axes that shard each dim of the tokens.
     capacity: slots for each pair of a device and an expert; None: no capacity.
     buffer: slots for the tokens of each pair of devices in the first round.
     block: rows that an expert computes at a time.
-    mesh: the mesh; None: one device.
-    mapped: mesh axes of an enclosing `jax.vmap`.
+    mesh, mapped: the mesh, or None for one device; mesh axes of an enclosing `jax.vmap`.
   """
 
   function: ExpertFn
@@ -269,30 +262,28 @@ class _Queues:
 
   Attributes:
     order: the numbers of the choices, sorted by expert.
-    rank: for each choice, its place in `order`.
-    starts: for each expert, the place of its first choice.
+    starts: for each expert, the place of its first choice in `order`.
     ends: for each expert, the place after its last choice.
-    experts: for each choice, the number of its expert.
-    exist: for each choice, False if it is padding, which has no expert.
   """
 
   order: jax.Array
-  rank: jax.Array
   starts: jax.Array
   ends: jax.Array
-  experts: jax.Array
-  exist: jax.Array
 
   @classmethod
   def of(cls, experts: jax.Array, count: int) -> _Queues:
-    """Sorts the choices, from the expert of each choice."""
+    """Sorts the choices, from the expert of each choice; a number that no expert has is padding."""
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ordered, numbers = experts[order], jnp.arange(count, dtype=jnp.int32)
     starts, ends = (
       jnp.searchsorted(ordered, numbers, side=side).astype(jnp.int32) for side in ("left", "right")
     )
-    exist = (experts >= 0) & (experts < count)
-    return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts, exist)
+    return cls(order, starts, ends)
+
+  @property
+  def rank(self) -> jax.Array:
+    """For each choice, its place in `order`."""
+    return jnp.argsort(self.order).astype(jnp.int32)
 
 
 def _at(order: jax.Array, places: jax.Array, filled: jax.Array) -> jax.Array:
@@ -358,14 +349,14 @@ def _with_capacity(
   """The sums of a device's tokens `[tokens, features]`, and how many of its choices were dropped."""
   assert kind.capacity is not None
   size = kind.capacity
-  by_choice = experts.T
-  queues = _Queues.of(by_choice.reshape(-1), kind.experts)
+  own = experts.T.reshape(-1)
+  queues = _Queues.of(own, kind.experts)
   places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
   choices = _at(queues.order, places, places < queues.ends[:, None]).reshape(-1)
-  exists = queues.exist
-  own = jnp.where(exists, queues.experts, 0)
+  exists = (own >= 0) & (own < kind.experts)
+  own = jnp.where(exists, own, 0)
   at = queues.rank - queues.starts[own]
-  slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(by_choice.shape)
+  slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(experts.T.shape)
   rows = kind.exchanged(_sent(x, choices, slots).reshape(kind.experts, size, -1))
   rows = rows.reshape(kind.ways, kind.own, size, -1).swapaxes(0, 1).reshape(kind.own, kind.ways * size, -1)
   done = jax.vmap(kind.function)(parameters, rows)
@@ -444,9 +435,9 @@ class _Rounds:
     there = there - jnp.repeat(jnp.arange(kind.ways, dtype=jnp.int32), size)[:, None] * kind.own
     there = kind.exchanged(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
     shares = kind.exchanged(_read(weights, tokens))
-    blocks = _Blocks.of(kind, there.T.reshape(-1))
+    queues = _Queues.of(there.T.reshape(-1), kind.own)
     sent, received = (jnp.clip(count - start, 0, size) for count in (self.sent, self.received))
-    return _Round(kind, tokens, slots, sent, received, blocks, shares.T.reshape(-1))
+    return _Round(kind, tokens, slots, sent, received, queues, shares.T.reshape(-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,8 +451,7 @@ class _Round:
       number beyond the last slot.
     sent: the number of filled slots for each device.
     received: the number of rows from each device.
-    blocks: the choices of the rows that arrive, by expert. Choice `c` of row `r` has the number
-      `c * rows + r`.
+    queues: the choices of the rows that arrive. Choice `c` of row `r` has the number `c * rows + r`.
     shares: the weights of these choices.
   """
 
@@ -470,7 +460,7 @@ class _Round:
   slots: jax.Array
   sent: jax.Array
   received: jax.Array
-  blocks: _Blocks
+  queues: _Queues
   shares: jax.Array
 
   def send(self, x: jax.Array) -> jax.Array:
@@ -484,42 +474,23 @@ class _Round:
     return _read(rows, self.slots).astype(jnp.float32).sum(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-  """Choices sorted by expert, in blocks of one expert each; the last block of an expert may be partly full.
+def _by_expert(kind: _Kind, queues: _Queues, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
+  """The state after all blocks of choices of one expert; `visit(expert, choices, exist, state)` handles one.
 
-  Attributes:
-    size: the number of choices of a block.
-    queues: the choices, sorted.
-    last: for each expert, the number of the block after its last block.
+  The last block of an expert may be partly full: there, `choices` repeats its last choice, and `exist` is
+  False.
   """
+  size = min(kind.block, queues.order.size)
+  last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
 
-  size: int
-  queues: _Queues
-  last: jax.Array
+  def body(n: jax.Array | int, state: PyTree) -> PyTree:
+    expert = (last <= n).sum(dtype=jnp.int32)
+    before = jnp.where(expert > 0, last[expert - 1], 0)
+    places = queues.starts[expert] + (n - before) * size + jnp.arange(size, dtype=jnp.int32)
+    end = queues.ends[expert]
+    return visit(expert, queues.order[jnp.minimum(places, end - 1)], places < end, state)
 
-  @classmethod
-  def of(cls, kind: _Kind, experts: jax.Array) -> _Blocks:
-    """Builds the blocks from the expert of each choice; empty choices have a number after the last expert."""
-    queues = _Queues.of(experts, kind.own)
-    size = min(kind.block, experts.size)
-    last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
-    return cls(size, queues, last)
-
-  def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all blocks; `visit(expert, choices, exist, state)` handles one block.
-
-    In the empty places of a block, `choices` repeats the last choice of the expert, and `exist` is False.
-    """
-
-    def body(n: jax.Array | int, state: PyTree) -> PyTree:
-      expert = (self.last <= n).sum(dtype=jnp.int32)
-      before = jnp.where(expert > 0, self.last[expert - 1], 0)
-      places = self.queues.starts[expert] + (n - before) * self.size + jnp.arange(self.size, dtype=jnp.int32)
-      end = self.queues.ends[expert]
-      return visit(expert, self.queues.order[jnp.minimum(places, end - 1)], places < end, state)
-
-    return jax.lax.fori_loop(0, self.last[-1], body, state)
+  return jax.lax.fori_loop(0, last[-1], body, state)
 
 
 def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
@@ -552,7 +523,7 @@ def _dropless_forward(
       found = kind.function(_of_one(parameters, expert), arrived[rows])
       return sums.at[rows].add(found.astype(jnp.float32) * own[:, None])
 
-    sums = now.blocks.run(block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
+    sums = _by_expert(kind, now.queues, block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
     return total + now.send_back(sums.astype(row.dtype))
 
   total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
@@ -586,7 +557,7 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
       return by_parameter, by_row, by_share.at[choices].set(shares)
 
     zeros = jnp.zeros(arrived.shape, jnp.float32), jnp.zeros_like(now.shares)
-    by_parameter, by_row, by_share = now.blocks.run(block, (by_parameter, *zeros))
+    by_parameter, by_row, by_share = _by_expert(kind, now.queues, block, (by_parameter, *zeros))
     # A token's weights for a device are in the slot of its first choice for the device.
     back = kind.exchanged(by_share.reshape(-1, len(by_row)).T)
     by_weight += _read(back, now.slots).sum(0)
