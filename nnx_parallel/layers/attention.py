@@ -62,10 +62,11 @@ from nnx_parallel.core.tiles import (
 )
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
+from nnx_parallel.layers.fused import by_kernel
 from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
 from nnx_parallel.layers.softmaxes import NotByBlocks, Softmax, Softmaxes, named_dims, wholes
+from nnx_parallel.layers.splash import Kernel, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 

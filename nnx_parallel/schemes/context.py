@@ -29,8 +29,7 @@ from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
-from nnx_parallel.layers.fused_ring import RINGS
+from nnx_parallel.layers.splash import RINGS, SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
