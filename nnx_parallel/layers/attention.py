@@ -62,6 +62,7 @@ from nnx_parallel.core.tiles import (
 )
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layers.forms import as_quotients, with_sinks_apart, without_shifts
 from nnx_parallel.layers.fused import by_kernel
 from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
@@ -238,7 +239,7 @@ def _way(attention: Attention) -> _Way:
 
 def _changed(jaxpr: Program, way: _Way, found: _Found, layers: dict[Hashable, tuple[Program, _Found]]) -> Any:
   """The program with its attention rewritten. Equal layers share one rewritten program."""
-  flat = flattened(jaxpr, is_opened)
+  flat = with_sinks_apart(as_quotients(without_shifts(flattened(jaxpr, is_opened))), is_opened)
   body = flat.jaxpr
   softmaxes = Softmaxes(body)
   eqns: dict[int, JaxprEqn] = {}
@@ -310,6 +311,8 @@ def _replaced(body: Jaxpr, match: Softmax, way: _Way) -> tuple[JaxprEqn | None, 
   if way.kernel is None:
     return _blocked(body, match, way), ""
   try:
+    if match.sink is not None:
+      raise NotFused("it has an attention sink")
     return by_kernel(body, match, way.kernel), None
   except NotFused as problem:
     return _blocked(body, match, way), f"{match}: {problem}"
@@ -597,13 +600,15 @@ class _Program:
     product, values = self.match.product, self.match.product.invars[1 - self.match.side]
 
     def attention_by_blocks(*given: jax.Array) -> list[jax.Array]:
-      result, largest = attention(*given[: len(self.nodes)])
+      sink = None if self.match.sink is None else given[len(self.nodes)].transpose(self.match.turned)
+      result, largest = attention(*given[: len(self.nodes)], sink=sink)
       if math.isfinite(fill):
         sees_none = self.spread(largest <= fill, result.shape)
         result = jnp.where(sees_none, self.mean(given[-1]).astype(result.dtype), result)
       return [result]
 
-    inputs = [var for var, _ in self.nodes] + ([values] if math.isfinite(fill) else [])
+    inputs = [var for var, _ in self.nodes] + ([] if self.match.sink is None else [self.match.sink])
+    inputs += [values] if math.isfinite(fill) else []
     return call_equation(attention_by_blocks, inputs, product.outvars, product)
 
 

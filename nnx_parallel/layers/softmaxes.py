@@ -32,6 +32,10 @@ _WITH_OTHERS = ("add", "add_any", "log", "max", "sub")
 _SCALES = (*PLACES, "neg")
 _PASSED = (*PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
+LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze")
+"""Operations that give a number for each row another layout."""
+STOPPED = (*LAYOUT, "stop_gradient")
+"""The same for a number without a gradient, such as a maximum."""
 Lengths = dict[DimName, int]
 
 
@@ -48,6 +52,8 @@ class Softmax:
     largest: the maximum over the keys.
     order: for each dim of the scores, the matching dim of the array that `largest` reduces.
     total: the sum over the keys.
+    sink: a logit of each row that belongs to no key, or None.
+    cuts: the maximum and the sum, a sink included.
     product: of the weights and the values.
     side: which operand of the product the weights are.
     labels: the dims of the weights and of the product's result, as dims of the scores.
@@ -58,6 +64,8 @@ class Softmax:
   largest: JaxprEqn
   order: tuple[int, ...]
   total: JaxprEqn
+  sink: Var | None
+  cuts: tuple[Var, Var]
   product: JaxprEqn
   side: int
   labels: tuple[Labels, Labels]
@@ -73,11 +81,6 @@ class Softmax:
     """For each dim of the sum, the matching dim of the maximum."""
     kept = [d for d in range(len(self.order)) if d not in self.summed]
     return [sorted(self.order[d] for d in kept).index(self.order[d]) for d in kept]
-
-  @property
-  def cuts(self) -> tuple[Var, Var]:
-    """The maxima and the sums of the rows."""
-    return self.largest.outvars[0], self.total.outvars[0]
 
   def __str__(self) -> str:
     return named_softmax(self.exp)
@@ -174,14 +177,13 @@ class Softmaxes:
     Raises:
       NotByBlocks: the weights are not the exponentials of scores minus their maximum, over their sum.
     """
-    text, top = named_softmax(exp), _largest(exp, self._made)
+    text, top = named_softmax(exp), _top(exp, self._made)
     if top is None:
       raise NotByBlocks(
         f"{text}: it does not subtract the maximum from its scores (but another number, or nothing)"
       )
     no_quotient = NotByBlocks(
-      f"{text}: its weights are not exponentials over their sum"
-      " (a log-sum-exp, an epsilon, a sink, softmax plus one)"
+      f"{text}: its weights are not exponentials over their sum (a sink, an epsilon, softmax plus one)"
     )
     scores = exp.outvars[0]
     weighed = dependents(self.body, [scores])
@@ -190,12 +192,12 @@ class Softmaxes:
       raise no_quotient
     (side,) = sides
     lengths, named = named_dims(scores.aval.shape)
-    largest, order = top
-    axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
+    axes = {d for d, place in enumerate(top.order) if place in top.largest.params["axes"]}
     # The powers of the exponential and of its sum in a value.
     powers: dict[Var, tuple[int, int]] = {scores: (1, 0)}
     labels: dict[Var, Labels] = {scores: named}
     totals: list[JaxprEqn] = []
+    with_sink: Var | None = None
     selected: set[Var] = set()  # weights of which some were replaced: a row of them may be all zeros
     for eqn in operations_behind(self.body.eqns, [product.invars[side]]):
       used = [n for n, var in enumerate(eqn.invars) if among(var, weighed)]
@@ -203,6 +205,9 @@ class Softmaxes:
         continue
       name, out, own_labels = eqn.primitive.name, eqn.outvars[0], labels[eqn.invars[used[0]]]
       own = [powers[var] if among(var, weighed) else None for var in eqn.invars]
+      if top.sink is not None and name == "add" and top.is_sum(eqn, totals):
+        powers[out], labels[out], with_sink = (0, 1), own_labels, out
+        continue
       is_total = name == "reduce_sum" and own == [(1, 0)] and {*own_labels} == {*named}
       if is_total and {*map(int, eqn.params["axes"])} == axes:
         totals.append(eqn)
@@ -221,15 +226,15 @@ class Softmaxes:
         selected.add(out)
     if len(totals) > 1:
       raise NotByBlocks(f"{text}: its weights are summed {len(totals)} times")
-    weights = product.invars[side]
-    if powers[weights] != (1, -1):
+    weights, has_sink = product.invars[side], with_sink is not None
+    if powers[weights] != (1, -1) or has_sink != (top.sink is not None):
       raise no_quotient
     placed = _summed_over(product, side, labels[weights], axes, lengths)
     if placed is None:
       raise no_quotient
-    return Softmax(
-      exp, largest, order, totals[0], product, side, (labels[weights], placed), weights in selected
-    )
+    cuts = top.cut, with_sink or totals[0].outvars[0]
+    given, zeros_too = (labels[weights], placed), weights in selected
+    return Softmax(exp, top.largest, top.order, totals[0], top.sink, cuts, product, side, given, zeros_too)
 
   def _scores(self, exp: JaxprEqn) -> list[Var]:
     """The argument of an exponential, and the operand from which it subtracts a maximum."""
@@ -293,26 +298,78 @@ def named_softmax(exp: JaxprEqn) -> str:
   return f"softmax of {exp.outvars[0].aval.str_short()}"
 
 
-def _largest(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> tuple[JaxprEqn, tuple[int, ...]] | None:
-  """The maximum that is subtracted before an exponential, and its `Softmax.order`; None: there is none."""
+@dataclasses.dataclass(frozen=True)
+class _Top:
+  """The value that is subtracted from scores before the exponential.
+
+  Attributes:
+    largest: the maximum over the keys.
+    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
+    cut: the maximum, a sink included.
+    sink: a logit of each row that belongs to no key, or None.
+    shift: the operand of the subtraction.
+    made: the operation of each value.
+  """
+
+  largest: JaxprEqn
+  order: tuple[int, ...]
+  cut: Var
+  sink: Var | None
+  shift: Var
+  made: Mapping[Var, JaxprEqn]
+
+  def is_sum(self, eqn: JaxprEqn, totals: Sequence[JaxprEqn]) -> bool:
+    """Whether an operation adds the sink's exponential to the sum of the other exponentials."""
+    sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
+    if len(sums) != 1:
+      return False
+    exp = maker(origin(eqn.invars[1 - sums[0]], self.made, LAYOUT), self.made)
+    below = maker(exp.invars[0], self.made) if exp is not None and exp.primitive.name == "exp" else None
+    if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
+      return False
+    sink: Any = self.sink
+    return origin(below.invars[0], self.made, LAYOUT) is origin(sink, self.made, STOPPED)
+
+
+def _top(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> _Top | None:
+  """The maximum that is subtracted before an exponential, or None."""
   difference = maker(exp.invars[0], made)
   if difference is None or difference.primitive.name != "sub":
     return None
-  scores, var = difference.invars
+  var, cut, sink = difference.invars[1], None, None
   while (eqn := maker(var, made)) is not None:
     name = eqn.primitive.name
     if name == "reduce_max":
-      (first, dims), (second, wanted) = (uncast(x, made, ("stop_gradient",)) for x in (eqn.invars[0], scores))
-      if first is second:
-        return eqn, tuple(dims.index(d) for d in wanted)
-      return (eqn, tuple(range(len(wanted)))) if eqn.invars[0].aval.shape == scores.aval.shape else None
+      order = _order_of(eqn.invars[0], difference.invars[0], made)
+      return None if order is None else _Top(eqn, order, cut or var, sink, difference.invars[1], made)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
+    elif name == "max" and cut is None:  # with a sink
+      cut, (var, sink) = var, eqn.invars
+    elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
+      var = eqn.invars[2]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
       return None
   return None
+
+
+def _is_where_finite(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> bool:
+  """Whether a selection is the value, and 0 where that is not finite."""
+  if len(eqn.invars) != 3 or not among(eqn.invars[0], made):
+    return False
+  test = made[eqn.invars[0]]
+  is_test = test.primitive.name == "is_finite" and test.invars[0] is eqn.invars[2]
+  return is_test and _is_zero(eqn.invars[1], made)
+
+
+def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
+  """For each dim of the scores, the matching dim of a transposed copy; None: the value is not such a copy."""
+  (first, dims), (second, wanted) = (uncast(x, made, ("stop_gradient",)) for x in (var, scores))
+  if first is second:
+    return tuple(dims.index(d) for d in wanted)
+  return tuple(range(len(wanted))) if var.aval.shape == scores.aval.shape else None
 
 
 def uncast(var: Var, made: Mapping[Var, JaxprEqn], others: Sequence[str] = ()) -> tuple[Var, tuple[int, ...]]:

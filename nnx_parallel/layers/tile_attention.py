@@ -252,11 +252,16 @@ class TileAttention:
   needed: Callable[[Sequence[jax.Array]], jax.Array] | None = None
   zeros_too: bool = False
 
-  def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result, and the maxima of the rows, which have no gradient."""
+  def __call__(self, *arrays: jax.Array, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """The result, and the maxima of the rows, which have no gradient.
+
+    Args:
+      arrays: that are read by tiles.
+      sink: a logit of each row that belongs to no key, or None.
+    """
     attention = jax.custom_vjp(lambda *given: self._with_kept(*given)[0])
     attention.defvjp(self._with_kept, self._pulled)
-    return attention(*arrays)
+    return attention(sink, *arrays)
 
   @property
   def _wide(self) -> DTypeLike:
@@ -268,28 +273,30 @@ class TileAttention:
     counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
     return self.share.visits(np.ones(counts, bool) if self.seen is None else self.seen)
 
-  def _with_kept(self, *given: jax.Array) -> tuple[PyTree, PyTree]:
+  def _with_kept(self, sink: jax.Array | None, *given: jax.Array) -> tuple[PyTree, PyTree]:
     own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
     specs = [self.share.spec(labels) for labels in self.inputs]
     stats = tuple(self.share.spec(labels) for labels in (self.result, self.row, self.row))
-    result, largest, total = self.share.over(self._forward, specs, stats)(*own)
-    return (self.share.by_positions(result, self.result), largest), (own, result, largest, total)
+    result, largest, total = self.share.over(self._forward, [stats[1], *specs], stats)(sink, *own)
+    return (self.share.by_positions(result, self.result), largest), (own, sink, result, largest, total)
 
   def _pulled(self, saved: PyTree, cotangents: PyTree) -> tuple[jax.Array | None, ...]:
-    given, *results = saved
+    given, sink, *results = saved
     share, floats = self.share, self.inputs[: self.slopes]
     specs = [share.spec(labels) for labels in self.inputs]
-    stats = [share.spec(labels) for labels in (self.result, self.row, self.row, self.result)]
+    stats = [share.spec(labels) for labels in (self.row, self.result, self.row, self.row, self.result)]
     slopes = [share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats]
     arriving = share.by_heads(cotangents[0], self.result)
-    run = share.over(self._backward, [*stats, *specs], slopes)
+    run = share.over(self._backward, [*stats, *specs], (stats[0], *slopes))
+    of_sink, *found = run(sink, *results, arriving, *given)
     found = [
-      share.by_positions(x, own) if share.has(own) else x.sum(0)
-      for x, own in zip(run(*results, arriving, *given), floats, strict=True)
+      share.by_positions(x, own) if share.has(own) else x.sum(0) for x, own in zip(found, floats, strict=True)
     ]
-    return (*found, *[None] * (len(given) - len(found)))
+    return (of_sink, *found, *[None] * (len(given) - len(found)))
 
-  def _forward(self, device: AnyArray, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def _forward(
+    self, device: AnyArray, sink: jax.Array | None, *arrays: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result of a device, and the maxima and sums of its rows."""
     grid, carried = self.share.own, (self.row, self.row, self.result)
 
@@ -312,7 +319,10 @@ class TileAttention:
 
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
 
-    largest, total, result = self._around(visit, arrays, self._start(device, arrays))
+    largest, total, result = self._start(device, arrays)
+    if sink is not None:  # as a first key that is always visible, with the value 0
+      largest, total = sink.astype(total.dtype), jnp.ones_like(total)
+    largest, total, result = self._around(visit, arrays, (largest, total, result))
     if self.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
     result = (result / self.spread(total, result.shape)).astype(self.dtype)
@@ -342,13 +352,14 @@ class TileAttention:
   def _backward(
     self,
     device: AnyArray,
+    sink: jax.Array | None,
     result: jax.Array,
     largest: jax.Array,
     total: jax.Array,
     arriving: jax.Array,
     *given: jax.Array,
   ) -> PyTree:
-    """The gradients of a device's arrays."""
+    """The gradients of a device's sink and arrays."""
     share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
     arriving = arriving.astype(self._wide)
     pull = jax.linear_transpose(lambda x: self.spread(x, result.shape), total)
@@ -395,10 +406,13 @@ class TileAttention:
     # An array that all devices read has one gradient per device, summed outside: XLA gathers the examples for
     # a sum here.
     home = self.share.size - (len(self._visits) - 1)
-    return [
+    found = [
       (self.share.sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
       for x, own in zip(found, floats, strict=True)
     ]
+    if sink is not None:
+      sink = (-sloped / total * jnp.exp(sink.astype(total.dtype) - finite(largest))).astype(sink.dtype)
+    return sink, *found
 
   def _each_tile(
     self,

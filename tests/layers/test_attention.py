@@ -26,6 +26,7 @@ Q, K, V, K2, V2 = (
 )
 PADDING = np.arange(KEYS)[None] < np.array([[18], [11]])
 BIAS = RANDOM.normal(size=(HEADS, QUERIES, KEYS)).astype(np.float32)
+SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
 TABLE = RANDOM.normal(size=(40, HEADS)).astype(np.float32)
 
 
@@ -55,10 +56,18 @@ def by_log_sum(s):
   return jnp.exp(s - jax.nn.logsumexp(s, -1)[..., None])
 
 
-def with_sinks(s):
-  """Each head has a logit that belongs to no key."""
-  sinks = jnp.broadcast_to(jnp.linspace(-1, 2, HEADS)[None, :, None, None], (*s.shape[:3], 1))
-  return jax.nn.softmax(jnp.concatenate([s, sinks], -1))[..., :-1]
+def by_log_sum_by_hand(s):
+  largest = s.max(-1, keepdims=True)
+  return jnp.exp(s - (largest + jnp.log(jnp.exp(s - largest).sum(-1, keepdims=True))))
+
+
+def sink_of_groups(q, k, v, sinks):
+  scores = jnp.einsum("bqhgd,bkhd->bhgqk", q.reshape(BATCH, QUERIES, 2, 2, WIDTH), k)
+  scores = jnp.where(causal(), scores, -1e9)
+  sinks = jnp.broadcast_to(sinks.reshape(1, 2, 2, 1, 1), (*scores.shape[:-1], 1))
+  combined = jnp.concatenate([scores, sinks], -1)
+  weights = jax.nn.softmax(combined - combined.max(-1, keepdims=True))[..., :-1]
+  return jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v)
 
 
 def in_bfloat16(q, k, v):
@@ -137,6 +146,11 @@ CASES = {
   "nnx, causal": (lambda q, k, v: nnx.dot_product_attention(q, k, v, is_causal=True), Q, K, V),
   "nnx": (lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=causal()[None, None]), Q, K, V),
   "nnx with bias": (lambda q, k, v, b: nnx.dot_product_attention(q, k, v, bias=b[None]), Q, K, V, BIAS),
+  "log-softmax": (functools.partial(attend, softmax=lambda s: jnp.exp(jax.nn.log_softmax(s))), Q, K, V),
+  "log-sum-exp": (functools.partial(attend, softmax=by_log_sum, change=window), Q, K, V),
+  "log-sum-exp by hand": (functools.partial(attend, softmax=by_log_sum_by_hand), Q, K, V),
+  "maximum first": (functools.partial(attend, change=lambda s: s - s.max(-1, keepdims=True)), Q, K, V),
+  "sink, repeated heads": (sink_of_groups, Q, K2, V2, SINKS),
 }  # fmt: skip
 
 
@@ -295,14 +309,8 @@ def divided_after(q, k, v):
 
 OTHER_FORMS = [
   (plus_one, "its weights are not exponentials over their sum"),
-  (sink_in_the_maximum_only, "it does not subtract the maximum from its scores"),
+  (sink_in_the_maximum_only, "its weights are not exponentials over their sum"),
   (without_max, "it does not subtract the maximum from its scores"),
-  (by_log_sum, "it does not subtract the maximum from its scores"),
-  (
-    lambda s: jnp.exp(jax.nn.log_softmax(s)),
-    "its weights are not exponentials over their sum (a log-sum-exp",
-  ),
-  (with_sinks, "its weights go through slice"),
 ]
 
 
@@ -317,6 +325,17 @@ def others_too(q, k, v):
     / features.sum((1, 3))[:, None, :, None]
   )
   return x
+
+
+def test_a_token_that_is_joined_to_others_is_no_sink():
+  def classified(q, k, v):
+    joined = jnp.concatenate([attend(q, k, v) @ K[0, :WIDTH, 0], jnp.ones((BATCH, 1, HEADS, WIDTH))], 1)
+    return jnp.tanh(joined)
+
+  changed = nxp.with_layers(loss_of(classified), attention=5)
+  names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(changed)([Q, K, V], np.float32(1)))]
+  assert "pad" not in names
+  assert "concatenate" in names
 
 
 def test_each_attention_that_is_left_is_said():
@@ -350,18 +369,12 @@ def error_of(attention):
   return str(caught.value)
 
 
-def read_weights_too(arrays, direction):
-  q, k, v = arrays
-  weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-  return (jnp.einsum("bhqk,bkhd->bqhd", weights, v) * direction).sum() + (weights * jnp.log(weights)).sum()
+def test_weights_that_are_read_elsewhere_too():
+  def loss(arrays, direction):
+    q, k, v = arrays
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return (jnp.einsum("bhqk,bkhd->bqhd", weights, v) * direction).sum() + (weights * jnp.log(weights)).sum()
 
-
-def maximum_of_all(arrays, direction):
-  return loss_of(functools.partial(attend, change=lambda s: s - s.max(-1, keepdims=True)))(arrays, direction)
-
-
-@pytest.mark.parametrize("loss", [read_weights_too, maximum_of_all])
-def test_weights_that_are_read_elsewhere_too(loss):
   used = LayersUsed()
   jax.eval_shape(with_options(loss, LayerOptions(attention=5), used), [Q, K, V], np.float32(1))
   assert "so all of them exist: softmax of float32[2,4,13,18]" in used.done[0]

@@ -49,6 +49,7 @@ class Case:
     form: how the mask is used: by a selection, by an addition, or by `jax.nn.softmax(where=)`.
     fill: the score of what is hidden.
     cap: of the scores.
+    has_sink: whether each head has a logit that belongs to no key.
     has_bias: whether an array is added to the scores.
     kv_heads: heads of keys and values, each for a group of queries.
     full: whether positions are arrays of the size of the scores.
@@ -63,6 +64,7 @@ class Case:
   form: str
   fill: float
   cap: float | None
+  has_sink: bool
   has_bias: bool
   kv_heads: int
   full: bool
@@ -84,6 +86,7 @@ class Case:
       form=str(draw.choice(["selected", "selected", "added", "where"])),
       fill=float(draw.choice(FILLS)),
       cap=2.5 if draw.integers(3) == 0 else None,
+      has_sink=bool(draw.integers(4) == 0),
       has_bias=bool(draw.integers(3) == 0),
       kv_heads=int(draw.choice([2, HEADS])),
       full=bool(draw.integers(2)),
@@ -116,17 +119,20 @@ class Case:
 
   def __call__(self, given, others):
     """The attention, weighted and summed."""
-    (q, k, v, bias), (segments, lengths, direction) = given, others
+    (q, k, v, sinks, bias), (segments, lengths, direction) = given, others
     k, v = (jnp.repeat(x, HEADS // self.kv_heads, 2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
     scores = scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
     scores = scores + bias if self.has_bias else scores
     seen = self.seen(segments, lengths) if self.parts else None
-    if seen is not None and self.form == "selected":
+    if seen is not None and (self.form == "selected" or self.has_sink):
       scores = jnp.where(seen, scores, self.fill)
     elif seen is not None and self.form == "added":
       scores = scores + jnp.where(seen, 0.0, self.fill)
-    if self.form == "where" and seen is not None:
+    if self.has_sink:
+      sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+      weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
+    elif self.form == "where" and seen is not None:
       weights = jax.nn.softmax(scores, where=seen, axis=-1)
     else:
       weights = jax.nn.softmax(scores)
@@ -149,7 +155,7 @@ def arrays(case, seed):
   segments = np.sort(draw.integers(0, 3, (2, max(case.rows, case.columns)))).astype(np.int32)
   lengths = draw.integers(1, case.columns + 1, 2).astype(np.int32)
   direction = draw.normal(size=q.shape).astype(np.float32)
-  return (q, k, v, bias), (segments, lengths, direction)
+  return (q, k, v, np.linspace(-1, 2, HEADS, dtype=np.float32), bias), (segments, lengths, direction)
 
 
 @pytest.mark.cases(20)
