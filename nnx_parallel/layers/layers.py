@@ -6,6 +6,7 @@ that is already under `jax.checkpoint`. A model without any of them is an error.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from nnx_parallel.core.interpret import flattened, interpret
+from nnx_parallel.core.interpret import flattened, interpret, is_literal
 from nnx_parallel.core.jaxprs import (
+  CALLS,
   as_function,
   bind,
   called,
@@ -44,11 +46,13 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import (
+  Scalars,
   calls_layers,
   is_marked,
   layer_of,
   marked,
   repeats_layers,
+  scalars_as,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
@@ -393,7 +397,7 @@ def _traced(
   function: Callable[..., PyTree], args: tuple[PyTree, ...], options: LayerOptions, note: LayersUsed
 ) -> tuple[ClosedJaxpr, PyTree]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
-  traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+  traced, shape = _traced_once(function, args)
   remat = options.how
   if remat.needs_layers and not has_layers(traced):
     uncalled = (
@@ -416,6 +420,37 @@ def _traced(
     rewritten.append(line)
   note.done, note.reasons = tuple(rewritten), ()
   return traced, shape
+
+
+def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
+  """The trace of a loss and its results; a layer receives arrays where other layers of its class do."""
+  found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
+  with scalars_as(scalars):
+    traced, shape = found(*args)
+  if not scalars.mixed:
+    return traced, shape
+  try:
+    with scalars_as(Scalars(traced=scalars.mixed)):
+      # A new function: JAX would return the cached trace of the same function.
+      again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
+  except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
+    return traced, shape  # Python reads the number
+  (types, numbers), (new_types, new_numbers) = _operations(traced), _operations(again)
+  known = {x for place in scalars.mixed for x in scalars.given[place]}
+  is_same = types == new_types and known.issuperset(numbers - new_numbers) and not new_numbers - numbers
+  return (again if is_same else traced), shape
+
+
+def _operations(jaxpr: Program) -> tuple[list[object], collections.Counter[float]]:
+  """The operations of a program and their types, except broadcasts of scalars; and its numbers."""
+  types: list[object] = []
+  numbers: collections.Counter[float] = collections.Counter()
+  for eqn in equations(jaxpr):
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS):
+      types.append((eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]))
+    literals = [var.val for var in eqn.invars if is_literal(var)]
+    numbers.update(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+  return types, numbers
 
 
 def _treated(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -30,13 +32,61 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
 )
 from nnx_parallel.core.layers import Layers, modules_of
-from nnx_parallel.core.nodes import path_str
-from nnx_parallel.core.types import Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
+from nnx_parallel.core.nodes import is_key, path_str
+from nnx_parallel.core.types import DType, Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
 from nnx_parallel.errors import TrainError
 
 MARK = "layer:"
 """Starts the name of each marked call."""
 _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("whether calls are marked", default=False)
+
+
+@dataclasses.dataclass
+class Scalars:
+  """Numbers of Python among the arguments of layers: `aux = 0.0`, to which each layer adds an array.
+
+  Without it, the first layer would be traced with a constant, and its program would differ from later layers.
+
+  Attributes:
+    given: the arguments that were Python numbers -> the numbers.
+    arrays: the arguments that were scalar arrays -> their dtype; None where the dtype differs between calls.
+    traced: the arguments that become arrays of this dtype.
+  """
+
+  given: dict[Hashable, list[float]] = dataclasses.field(default_factory=dict[Hashable, list[float]])
+  arrays: dict[Hashable, DType | None] = dataclasses.field(default_factory=dict[Hashable, DType | None])
+  traced: Mapping[Hashable, DType | None] = dataclasses.field(default_factory=dict[Hashable, DType | None])
+
+  @property
+  def mixed(self) -> dict[Hashable, DType | None]:
+    """The arguments that are numbers in some calls and arrays in others -> the dtype of the arrays."""
+    return {place: dtype for place in self.given if (dtype := self.arrays.get(place)) is not None}
+
+  def array(self, place: Hashable, x: Value) -> jax.Array | None:
+    """A scalar as the array that the layer receives; None: the scalar stays as it is."""
+    if is_tracer(x):
+      self.arrays[place] = x.dtype if self.arrays.get(place, x.dtype) == x.dtype else None
+      return x
+    dtype = self.traced.get(place)
+    kind = jnp.inexact if isinstance(x, float) else jnp.number
+    own = getattr(x, "dtype", None)
+    if dtype is not None and (jnp.issubdtype(dtype, kind) if own is None else own == dtype):
+      return jnp.asarray(x, dtype)
+    self.given.setdefault(place, []).append(float(x))
+    return None
+
+
+_SCALARS: contextvars.ContextVar[Scalars | None] = contextvars.ContextVar("scalars", default=None)
+
+
+@contextlib.contextmanager
+def scalars_as(scalars: Scalars) -> Generator[None]:
+  """Notes in its body the numbers that layers get, and makes arrays of some of them."""
+  token = _SCALARS.set(scalars)
+  try:
+    yield
+  finally:
+    _SCALARS.reset(token)
 
 
 class _NewStructure(Exception):
@@ -139,9 +189,17 @@ def _closed_call(
   name: str, kind: type, layer: object, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> PyTree:
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+  # NumPy arrays stay as they are: Python may compute with them.
   nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
-  # NumPy arrays and known scalars stay as they are: Python may compute with them.
-  arrays = {n: x for n, x in enumerate(leaves) if isinstance(x, jax.Array) and (x.ndim or is_tracer(x))}
+  scalars = _SCALARS.get() or Scalars()
+  arrays: dict[int, jax.Array] = {}
+  for n, x in enumerate(leaves):
+    if type(x) in (int, float) or _is_number(x):
+      # A scalar that is not a tracer stays as it is too.
+      array = scalars.array((kind, tree, n), x)
+      arrays |= {} if array is None else {n: array}
+    elif isinstance(x, jax.Array):
+      arrays[n] = x
   result: list[PyTree] = []
 
   def call(modules: tuple[Any, dict[int, Value]], given: dict[int, Value]) -> dict[int, Value]:
@@ -195,6 +253,12 @@ def _with_changes(call: Callable[..., dict[int, Value]], modules: PyTree, arrays
     flat = nnx.to_flat_state(jax.tree.unflatten(structure, [new.get(n, x) for n, x in enumerate(leaves)]))
     nnx.update(modules, nnx.from_flat_state([(path, x) for n, (path, x) in enumerate(flat) if n in new]))
   return found
+
+
+def _is_number(x: object) -> bool:
+  if not isinstance(x, (jax.Array, np.generic)) or x.ndim:
+    return False
+  return not is_key(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _is_node(x: object) -> bool:

@@ -324,9 +324,7 @@ def with_aux(first):
 
 @pytest.mark.parametrize("first", [0.0, 0, np.float32(0), jnp.float32(0)], ids=lambda x: type(x).__name__)
 def test_a_number_that_becomes_an_array(first):
-  told = same(Net(5, with_aux(first), Balanced), scan_layers=True)
-  assert "layers.1 to layers.4: one scan of 4" in told
-  assert "layers.0 and layers.1 differ in the arrays that they get: none" in told
+  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, with_aux(first), Balanced), scan_layers=True)
 
 
 class Reading(Balanced):
