@@ -344,9 +344,7 @@ class Bound:
       raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
-  def _turns(
-    self, axis: str, others: list[jax.Array], caches: list[jax.Array], rows: int, length: int
-  ) -> Turns:
+  def _turns(self, others: list[jax.Array], caches: list[jax.Array], rows: int, length: int) -> Turns:
     """Calls of the model for one group of rows, with its layers on stages."""
 
     def call(others: list[jax.Array], inputs: PyTree, state: State) -> PyTree:
@@ -364,7 +362,7 @@ class Bound:
     specs = [getattr(where, "spec", None) for where in self._of_caches]
     specs += [None] * len(jax.tree.leaves(state[1]))
     layers, mesh = self.options.layer_options, self.places.mesh
-    return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
+    return Turns(call, layers, others, state, inputs, labels, specs, mesh, self._used)
 
   def _rows_of_a_batch(
     self, others: list[jax.Array], caches: list[jax.Array], batch: int, length: int
@@ -478,7 +476,7 @@ class Bound:
     with default_scope(self.places.scope):
       loop, asked, own = self._loop(caches, others, args)
       if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, self._length(args))
+        turns = self._turns(others, caches, batch // self.stages, self._length(args))
         found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
         return [], Generated(*(self._rows(join_batch(x)) for x in found[:2]))
       if isinstance(sampling, Beams):

@@ -44,13 +44,6 @@ class PipelineState(NamedTuple):
   alone: dict[int, jax.Array]
 
 
-class Prepared(NamedTuple):
-  """The values that all ticks share: arrays by variable, and the weights of the layers on their stages."""
-
-  values: Values
-  rows: dict[Key, jax.Array]
-
-
 class DecodePipeline(AroundLayers):
   """A traced call of one group of rows, whose layers are a circulating pipeline.
 
@@ -60,6 +53,8 @@ class DecodePipeline(AroundLayers):
       has its own states.
     axis: the mesh axis of the stages.
     mesh: the mesh, or None.
+    model: the arrays of the model.
+    states: input -> the initial state of each group.
     specs: input -> the spec of a state; the compiler chooses the spec of a missing state.
 
   Raises:
@@ -75,18 +70,16 @@ class DecodePipeline(AroundLayers):
     how: Treatment,
     axis: str,
     mesh: AnyMesh | None,
+    model: Sequence[jax.Array],
+    states: Mapping[int, jax.Array],
     specs: Mapping[int, PartitionSpec],
   ):
     super().__init__(program, signature, how)
     stages = size_along(mesh, axis)
     self.schedule = Schedule(stages, stages, self.stack.length)
-    self.axis, self.mesh, self.specs = axis, mesh, specs
-    changing, states = {*self.changed.values()}, {*signature.states.values()}
-    others = range(signature.model, len(self.inputs))
-    self.calls = [i for i in others if i not in states]
+    self.axis, self.mesh, self.states, self.specs = axis, mesh, states, specs
+    self.calls = [i for i in range(signature.model, len(self.inputs)) if i not in states]
     """The inputs that differ in each call."""
-    self.constant = [i for i in others if i in states - changing]
-    """The states that do not change."""
     self.sort([self.inputs[i] for i in (*self.calls, *self.alone.values())])
     wrong = [var for some in self.stack.made.values() for var in each_of(some) if var in self.read]
     if wrong:
@@ -99,6 +92,14 @@ class DecodePipeline(AroundLayers):
     """State of the layers -> the position of the input that the first layer changes."""
     self.travels = [key for key, var in self.same.items() if var in self.varies]
     """The values that all layers read and that differ between groups: they travel with the group."""
+    # What all ticks share: arrays by variable, and the weights of the layers on their stages.
+    self.values = values_of(program.jaxpr, model)
+    self.values.update({self.inputs[i]: x for i, x in states.items() if i not in self.changed.values()})
+    self.evaluate(self.fixed, self.values)
+    known = {key: read(var, self.values) for key, var in self.same.items() if key not in self.travels}
+    self.loop = PipelineLoop(self.schedule, axis, mesh, self.layer(known))
+    weights = [key for key in self.stack.rows if key not in self.of_layers]
+    self.rows = {key: self.split_row(self.loop, key, self.values) for key in weights}
 
   def __str__(self) -> str:
     stack, stages, chunk = self.stack, self.schedule.stages, self.schedule.chunk
@@ -112,34 +113,23 @@ class DecodePipeline(AroundLayers):
       f" and {format_bytes(weights)} of weights" + (", moved there in each call" if moved else "")
     )
 
-  def prepare(self, model: Sequence[jax.Array], states: Mapping[int, jax.Array]) -> Prepared:
-    """The values that all ticks share, given the arrays of the model and the initial state of each group."""
-    values = values_of(self.program.jaxpr, model)
-    values.update({self.inputs[i]: states[i] for i in self.constant})
-    self.evaluate(self.fixed, values)
-    piped, rows = self._piped(values), [key for key in self.stack.rows if key not in self.of_layers]
-    return Prepared(values, {key: self.split_row(piped, key, values) for key in rows})
-
-  def begin(
-    self, prepared: Prepared, states: Mapping[int, jax.Array], inputs: Sequence[jax.Array]
-  ) -> PipelineState:
-    """The state before the first tick, given the initial state of each group, and inputs of any value."""
-    piped, groups = self._piped(prepared.values), self.schedule.stages
+  def begin(self, inputs: Sequence[jax.Array]) -> PipelineState:
+    """The state before the first tick, given inputs of any value."""
+    states, groups = self.states, self.schedule.stages
     first = {self.inputs[i]: x for i, x in states.items()}
 
     def of_groups(key: Key) -> PyTree:
-      x = jnp.squeeze(self.split_row(piped, key, first), 0)
+      x = jnp.squeeze(self.split_row(self.loop, key, first), 0)
       return jnp.broadcast_to(x[:, None], (x.shape[0], groups, *x.shape[1:]))
 
     layers = {i: self._laid(key, of_groups(key)) for key, i in self.first.items()}
     alone = {i: jnp.broadcast_to(states[i], (groups, *jnp.shape(states[i]))) for i in self.alone.values()}
     # Any values: the stages that still wait compute on them.
-    entering = self._enter(prepared, {i: x[0] for i, x in alone.items()}, inputs)
-    return PipelineState(piped.for_each_stage(entering), layers, alone)
+    entering = self._enter({i: x[0] for i, x in alone.items()}, inputs)
+    return PipelineState(self.loop.for_each_stage(entering), layers, alone)
 
   def tick(
     self,
-    prepared: Prepared,
     going: PipelineState,
     tick: AnyArray,
     entering: Sequence[jax.Array],
@@ -149,7 +139,6 @@ class DecodePipeline(AroundLayers):
     """Group `tick % stages` enters; group `(tick + 1) % stages` leaves, without meaning in the first ticks.
 
     Args:
-      prepared: the result of `prepare`.
       going: the result of `begin`, or of the previous tick.
       tick: the tick's number.
       entering: the call inputs of the group that enters.
@@ -161,12 +150,11 @@ class DecodePipeline(AroundLayers):
     """
     stages = self.schedule.stages
     enters, leaves = tick % stages, (tick + 1) % stages
-    entered = self._enter(prepared, {i: x[enters] for i, x in going.alone.items()}, entering)
-    piped = self._piped(prepared.values)
+    entered = self._enter({i: x[enters] for i, x in going.alone.items()}, entering)
     old = {key: going.layers[i] for key, i in self.first.items()}
-    ring, new, (final, _) = piped.turn(entered, going.ring, prepared.rows, old, tick, passes)
+    ring, new, (final, _) = self.loop.turn(entered, going.ring, self.rows, old, tick, passes)
     layers = {i: self._laid(key, new[key]) for key, i in self.first.items()}
-    values = self._before(prepared, {i: x[leaves] for i, x in going.alone.items()}, leaving)
+    values = self._before({i: x[leaves] for i, x in going.alone.items()}, leaving)
     values.update({var: final[n] for var, n in self.stack.final.items()})
     self.evaluate(self.after, values)
     item = tick + 1 - stages
@@ -178,24 +166,18 @@ class DecodePipeline(AroundLayers):
     results = [read(self.outputs[o], values) for o in sorted(self.signature.outputs)]
     return results, PipelineState(ring, layers, alone)
 
-  def _before(
-    self, prepared: Prepared, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]
-  ) -> Values:
+  def _before(self, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]) -> Values:
     """The values of a group before the layers."""
-    values = dict(prepared.values)
+    values = dict(self.values)
     values.update({self.inputs[i]: x for i, x in (*zip(self.calls, inputs, strict=True), *alone.items())})
     self.evaluate(self.before, values)
     return values
 
-  def _enter(self, prepared: Prepared, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]) -> PyTree:
+  def _enter(self, alone: Mapping[int, jax.Array], inputs: Sequence[jax.Array]) -> PyTree:
     """The inputs of the first layer, and the inputs that all layers read of this group."""
-    values = self._before(prepared, alone, inputs)
+    values = self._before(alone, inputs)
     carried = [jnp.asarray(read(var, values), var.aval.dtype) for var in self.stack.carried]
     return carried, {key: values[self.stack.same[key]] for key in self.travels}
-
-  def _piped(self, values: Values) -> PipelineLoop:
-    known = {key: read(var, values) for key, var in self.stack.same.items() if key not in self.travels}
-    return PipelineLoop(self.schedule, self.axis, self.mesh, self.layer(known))
 
   def _laid(self, key: Key, x: jax.Array) -> jax.Array:
     """States of layers, `[stages, groups, layers of a stage, ...]`, on their stages."""
