@@ -297,27 +297,26 @@ def _read(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _sent(x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-  """The token `[features]` of each slot; zeros in an empty slot.
+def _looked_up(x: jax.Array, places: jax.Array, readers: jax.Array) -> jax.Array:
+  """`_read`, whose gradient is a look-up too.
 
   Args:
-    x: `[tokens, features]`.
-    choices: the choice in each slot.
-    slots: the slot of each choice, `[choices, tokens]`.
+    x: `[length, features]`.
+    places: integers of any shape.
+    readers: which of the places read each element of `x`, `[n, length]`; a number beyond the last for none.
   """
-  tokens = jnp.where(choices < slots.size, choices % slots.shape[1], slots.shape[1])
-  return _read(x, tokens)
+  return _read(x, places)
 
 
-def _unsent(kept: PyTree, g: jax.Array) -> PyTree:
-  found = _read(g, kept)
+def _pulled(readers: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+  found = _read(g.reshape(-1, g.shape[-1]), readers)
   return found.astype(jnp.float32).sum(0).astype(g.dtype), None, None
 
 
-_sent.defvjp(lambda x, choices, slots: (_sent(x, choices, slots), slots), _unsent)
+_looked_up.defvjp(lambda x, places, readers: (_read(x, places), readers), _pulled)
 
 
-@jax.custom_vjp
+@jax.checkpoint
 def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
   """The weighted sum of each token's results.
 
@@ -327,20 +326,8 @@ def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.
     choices: the choice in each slot.
     slots: the slot of each choice, `[choices, tokens]`.
   """
-  found = _read(rows, slots).astype(jnp.float32)
+  found = _looked_up(rows, slots, choices[None]).astype(jnp.float32)
   return (found * weights[..., None]).sum(0).astype(rows.dtype)
-
-
-def _unsummed(kept: PyTree, g: jax.Array) -> PyTree:
-  rows, weights, choices, slots = kept
-  wide = _sent(g, choices, slots).astype(jnp.float32)
-  own = _read(weights.reshape(-1), choices)
-  found = _read(rows, slots).astype(jnp.float32)
-  by_weight = (found * g.astype(jnp.float32)[None]).sum(-1)
-  return (wide * own[:, None]).astype(rows.dtype), by_weight, None, None
-
-
-_summed.defvjp(lambda *given: (_summed(*given), given), _unsummed)
 
 
 def _with_capacity(
@@ -357,7 +344,8 @@ def _with_capacity(
   own = jnp.where(exists, own, 0)
   at = queues.rank - queues.starts[own]
   slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(experts.T.shape)
-  rows = kind.exchanged(_sent(x, choices, slots).reshape(kind.experts, size, -1))
+  tokens = jnp.where(choices < slots.size, choices % len(x), len(x))
+  rows = kind.exchanged(_looked_up(x, tokens, slots).reshape(kind.experts, size, -1))
   rows = rows.reshape(kind.ways, kind.own, size, -1).swapaxes(0, 1).reshape(kind.own, kind.ways * size, -1)
   done = jax.vmap(kind.function)(parameters, rows)
   _check_rows(rows, done)
