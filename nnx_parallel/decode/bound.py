@@ -91,8 +91,11 @@ class Bound:
     """The dims of the rows, each with a separate cache: none over a batch, slots, or batch and beams."""
     self.keeps_caches = not self.own_rows and self.pipeline is None
     """Whether the program empties the model's caches and returns them; else only their shapes are used."""
-    mesh = self.binding.mesh
-    self.axes = () if mesh is None else axes_of(self._batch_entry())
+    mesh, scope = self.binding.mesh, self.outside.scope
+    self.axes: tuple[str, ...] = ()
+    """The mesh axes that split the batch."""
+    if mesh is not None and scope is not None:
+      self.axes = axes_of(input_spec(scope.ruleset, 2, axis_sizes(mesh))[0])
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
@@ -234,13 +237,6 @@ class Bound:
   def _length(self, args: Args) -> int:
     """The number of positions of a row, and one."""
     return args.ahead + args.prompts.shape[1] + self.options.max_new_tokens
-
-  def _batch_entry(self) -> Entry:
-    """The entry of the batch in a spec."""
-    scope = self.outside.scope
-    if scope is None:
-      return None
-    return input_spec(scope.ruleset, 2, axis_sizes(self.binding.mesh))[0]
 
   def _of_argument(self, ndim: int) -> NamedSharding | None:
     """Split as the batch of the plan; over slots, replicated."""

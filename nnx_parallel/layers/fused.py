@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from nnx_parallel.core.flow import Meeting, meeting
 from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, maker, makers, origin, struct
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import Grid, Tiles, described
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 from nnx_parallel.layers.masks import PLACES
@@ -304,21 +305,11 @@ def _placed(
   masks = () if mask is None else (mask,)
   mesh = jax.sharding.get_abstract_mesh()
   free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
-  if math.prod(free.values()) == 1 and not explicit:
+  if math.prod(free.values()) == 1 and AxisType.Explicit not in mesh.axis_types:
     return local(query, key, value, *masks)
   split = _split(query.shape[:-2], free)
-  splits = [split, *[split[: form.shared]] * 2, *[[]] * len(masks)]
-  arrays = [query, key, value, *masks]
-  if explicit:  # the compiler moves the dims that other axes shard
-    own = [PartitionSpec(*(tuple(a for a in axes if a in explicit) for axes in dims)) for dims in splits]
-    arrays = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, own, strict=True)]
-  specs = [PartitionSpec(*dims) for dims in splits]
-  placed = jax.shard_map(
-    local, in_specs=tuple(specs), out_specs=specs[0], axis_names={*free}, check_vma=False
-  )
-  return placed(*arrays)
+  specs = [PartitionSpec(*dims) for dims in (split, *[split[: form.shared]] * 2, *[[]] * len(masks))]
+  return on_shards(local, mesh, specs, specs[0], {*free})(query, key, value, *masks)
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 T = TypeVar("T")
 RematName = Literal["as written", "none", "dots", "full", "offload"]
-REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
+REMATS: tuple[RematName, ...] = get_args(RematName)
 MARK_LAYERS = (
   'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or @nnx.remat on the __call__'
   " of their class"

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
@@ -511,13 +512,8 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
 
   rows, segments, share = entry_of(sequence.examples), given.get("row segment_ids"), sequence.share
   place, heads = (options.axis, options.heads_axis) if by_ring else (None, options.axis)
-  of_segments = None if segments is None else PartitionSpec(rows, place)
-  run = jax.shard_map(
-    local,
-    in_specs=(*[PartitionSpec(rows, place, None, heads)] * 3, of_segments),
-    out_specs=PartitionSpec(rows, None, heads, None, place),
-    check_vma=False,
-  )
+  specs = *[PartitionSpec(rows, place, None, heads)] * 3, PartitionSpec(rows, place)
+  run = on_shards(local, mesh, specs, PartitionSpec(rows, None, heads, None, place))
   q, k, v = (share.by_heads(given[name], (("row", 1, 1), ("heads", 3, 1))) for name in ("q", "k", "v"))
   with contextlib.suppress(NotFused):
     return share.by_positions(run(q, k, v, segments), (("row", 4, 1), ("heads", 2, 1)))

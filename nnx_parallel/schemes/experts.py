@@ -1,12 +1,8 @@
 """Experts that are sharded over a mesh axis: each token is sent to the experts that its router chose.
 
-Each device has some of the experts and some of the tokens. One all-to-all sends the tokens to the devices of
-their experts, and another all-to-all returns the results. There are two forms:
-- With a capacity, an expert has a fixed number of slots for the tokens of each device (arXiv:2006.16668). All
-  shapes are fixed. Choices beyond the capacity are dropped and counted.
-- Without a capacity, no token is dropped (arXiv:2211.15841). There are as many rounds of exchange as the load
-  needs, and in each round as many blocks of rows as each expert needs. `jax.lax.ragged_dot` does not replace
-  these blocks: except on TPUs, it multiplies each row by all experts, and it computes only matrix products.
+Without a capacity, an expert computes its rows in as many blocks as it needs. `jax.lax.ragged_dot` does not
+replace these blocks: except on TPUs, it multiplies each row by all experts, and it computes only matrix
+products.
 
 The axes that shard the tokens are Manual in this module: its code sorts, exchanges and sums the tokens of one
 device. The compiler handles the other axes, such as an axis that shards the width of each expert.
@@ -367,6 +363,7 @@ class _Rounds:
 
   Attributes:
     kind: the static options.
+    weights, experts: of each token, `[tokens, choices]`.
     order: the first choice of each token for each device, sorted by device; then the other choices.
     places: for each choice, its place among the first choices for its device, `[choices, tokens]`; for a
       choice that is not a first choice, a number beyond all places.
@@ -379,6 +376,8 @@ class _Rounds:
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
+  weights: jax.Array
+  experts: jax.Array
   order: jax.Array
   places: jax.Array
   to: jax.Array
@@ -388,8 +387,8 @@ class _Rounds:
   more: jax.Array | None
 
   @classmethod
-  def of(cls, kind: _Kind, experts: jax.Array) -> _Rounds:
-    """Plans the rounds, from the experts of each token, `[tokens, choices]`."""
+  def of(cls, kind: _Kind, weights: jax.Array, experts: jax.Array) -> _Rounds:
+    """Plans the rounds."""
     by_choice = experts.T
     to = jnp.where((by_choice >= 0) & (by_choice < kind.experts), by_choice // kind.own, kind.ways)
     before = jnp.tril(jnp.ones((len(to), len(to)), bool), -1)
@@ -401,28 +400,33 @@ class _Rounds:
     if kind.buffer < experts.shape[0]:
       more = jax.lax.pmax(-((kind.buffer - sent.max()) // kind.size_of_more), kind.manual)
     places = jnp.where(is_first, places, jnp.iinfo(jnp.int32).max)
-    return cls(kind, queues.order, places, to, queues.starts, sent, kind.exchanged(sent), more)
+    received = kind.exchanged(sent)
+    return cls(kind, weights, experts, queues.order, places, to, queues.starts, sent, received, more)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all rounds; `visit(start, size, state)` handles the slots of one round."""
+    """The state after all rounds; `visit(round, state)` handles one."""
     first, size = self.kind.buffer, self.kind.size_of_more
-    state = visit(0, first, state)
+    state = visit(self._round(0, first), state)
     if self.more is None:
       return state
-    return jax.lax.fori_loop(0, self.more, lambda n, state: visit(first + n * size, size, state), state)
 
-  def round(self, start: jax.Array | int, size: int, weights: jax.Array, experts: jax.Array) -> _Round:
-    """A round, from the weights and the experts of each token."""
+    def more(n: jax.Array | int, state: PyTree) -> PyTree:
+      return visit(self._round(first + n * size, size), state)
+
+    return jax.lax.fori_loop(0, self.more, more, state)
+
+  def _round(self, start: jax.Array | int, size: int) -> _Round:
+    """The round of some slots of each pair of devices."""
     kind = self.kind
     at = self.places - start
     slots = jnp.where((at >= 0) & (at < size), self.to * size + at, kind.ways * size)
     own = jnp.arange(size, dtype=jnp.int32)[None] + start
     choices = _at(self.order, self.starts[:, None] + own, own < self.sent[:, None]).reshape(-1)
     tokens = jnp.where(choices < at.size, choices % at.shape[1], at.shape[1])
-    there = experts.at[tokens].get(mode="fill", fill_value=-1)
+    there = self.experts.at[tokens].get(mode="fill", fill_value=-1)
     there = there - jnp.repeat(jnp.arange(kind.ways, dtype=jnp.int32), size)[:, None] * kind.own
     there = kind.exchanged(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
-    shares = kind.exchanged(_read(weights, tokens))
+    shares = kind.exchanged(_read(self.weights, tokens))
     queues = _Queues.of(there.T.reshape(-1), kind.own)
     sent, received = (jnp.clip(count - start, 0, size) for count in (self.sent, self.received))
     return _Round(kind, tokens, slots, sent, received, queues, shares.T.reshape(-1))
@@ -496,14 +500,13 @@ def _dropless(
 def _dropless_forward(
   kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
 ) -> tuple[jax.Array, PyTree]:
-  rounds = _Rounds.of(kind, experts)
+  rounds = _Rounds.of(kind, weights, experts)
   row = jax.eval_shape(kind.function, _of_one(parameters), x)
   _check_rows(x, row)
   if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in (*jax.tree.leaves(parameters), row)):
     raise SchemeError("experts without a capacity add up real numbers.", fix="capacity=2, for example.")
 
-  def visit(start: jax.Array | int, size: int, total: jax.Array) -> jax.Array:
-    now = rounds.round(start, size, weights, experts)
+  def visit(now: _Round, total: jax.Array) -> jax.Array:
     arrived = now.send(x)
 
     def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, sums: jax.Array) -> jax.Array:
@@ -515,18 +518,17 @@ def _dropless_forward(
     return total + now.send_back(sums.astype(row.dtype))
 
   total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
-  return total.astype(row.dtype), (rounds, parameters, x, weights, experts)
+  return total.astype(row.dtype), (rounds, parameters, x)
 
 
 def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
   # Without the barrier, XLA sees that the first round receives the same rows as in the forward pass. It then
   # keeps these rows in memory instead of sending them again.
-  (rounds, parameters, x, weights, experts), g = jax.lax.optimization_barrier((kept, g))
+  (rounds, parameters, x), g = jax.lax.optimization_barrier((kept, g))
   real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(parameters)]
 
-  def visit(start: jax.Array | int, size: int, state: PyTree) -> PyTree:
+  def visit(now: _Round, state: PyTree) -> PyTree:
     by_parameter, by_x, by_weight = state
-    now = rounds.round(start, size, weights, experts)
     arrived, slopes = now.send(x), now.send(g)
 
     def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, state: PyTree) -> PyTree:
@@ -553,7 +555,7 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
 
   leaves, structure = jax.tree.flatten(parameters)
   zeros = [jnp.zeros_like(leaf, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
-  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32)
+  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(rounds.weights.shape, jnp.float32)
   sums, by_x, by_weight = rounds.run(visit, start)
   found = iter(sums)
   by_leaf = [next(found).astype(leaf.dtype) if own else None for leaf, own in zip(leaves, real, strict=True)]

@@ -1,8 +1,7 @@
 """A head, its cross-entropy and an embedding whose vocabulary is sharded over devices.
 
-Each device has some columns of the head, and computes their logits for some of its tokens at a time. The
-devices exchange three numbers per token: the maximum of their logits, the sum of the exponentials, and the
-logit of the label. The backward pass recomputes the logits.
+For each token, the devices exchange three numbers: the maximum of their logits, the sum of the exponentials,
+and the logit of the label.
 
 All axes of the mesh are manual here: each device first sums its tokens' gradients of the head locally, and
 the devices then sum once. The compiler would sum over the devices for each part of the tokens.
