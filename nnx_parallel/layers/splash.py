@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -74,20 +75,23 @@ def splash_sequence(
   """The same kernel for the attention of a sequence to itself; it builds its masks from the arguments.
 
   Args:
-    query: `[heads, length, features]`; all heads share one head of the keys.
-    key: `[length, features]`.
-    value: `[length, out]`.
-    segments: integers `[length]`: a position sees positions with the same integer; None: no segments.
+    query: scaled queries `[batch, key heads, group, length, features]`; all shapes are per device.
+    key: `[batch, key heads, length, features]`.
+    value: `[batch, key heads, length, out]`.
+    segments: integers `[batch, length]`: a position sees positions with the same integer; None: no segments.
     causal: a query sees no later position.
     window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
     interpret: run the kernel on any platform, slowly.
 
+  Returns:
+    `[batch, key heads, group, length, out]`.
+
   Raises:
     NotFused: the kernel has no block size for this length.
   """
-  kernel, ids_of = _kernel(query.shape[1], key.shape[0], query.shape[0], causal, window, interpret=interpret)
-  ids = None if segments is None else ids_of(segments, segments)
-  found: Any = kernel(_lane_padded(query), _lane_padded(key), _lane_padded(value), ids)
+  ids = None if segments is None else (segments, segments)
+  q, k, v = map(_lane_padded, (query, key, value))
+  found = _by_head(lambda kernel, *given: kernel(*given), q, k, v, ids, causal, window, interpret=interpret)
   return found[..., : value.shape[-1]]
 
 
@@ -105,19 +109,8 @@ def splash_ring(
 ) -> jax.Array:
   """The attention of a device's queries to the keys of all devices, in a `shard_map` over all axes.
 
-  Args:
-    query: scaled queries `[batch, key heads, group, length, features]`; all shapes are per device.
-    key: `[batch, key heads, length, features]`.
-    value: `[batch, key heads, length, out]`.
-    segments: integers `[batch, length]`: a position sees positions with the same integer; None: no segments.
-    axis: the mesh axis of the ring.
-    size: the size of the axis.
-    causal: a query sees no later position.
-    zigzag: each device has an early and a late part of the sequence, of equal lengths.
-    interpret: run the kernel on any platform, slowly.
-
-  Returns:
-    `[batch, key heads, group, length, out]`.
+  The other arguments and the result are as in `splash_sequence`, for the shard of the device. With `zigzag`,
+  each device has an early and a late part of the sequence, of equal lengths.
 
   Raises:
     NotFused: the kernel has no block size for this length.
@@ -129,20 +122,36 @@ def splash_ring(
   return found[..., : value.shape[-1]]
 
 
-def _kernel(
-  rows: int, columns: int, heads: int, causal: bool, window: int | None, **options: Any
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """The kernel for heads of queries that share one head of keys, and what makes its segment ids of both.
+def _by_head(
+  run: Callable[..., PyTree],
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segments: tuple[jax.Array, jax.Array] | None,
+  causal: bool,
+  window: int | None,
+  *more: jax.Array,
+  **options: Any,
+) -> PyTree:
+  """`run(kernel, query, key, value, segment ids, *more)` for each example and head of keys.
+
+  The arrays are as in `splash_sequence`, for any number of keys; `segments` are of the queries and of the
+  keys, `more` are other arrays of the queries, and `options` are of the kernel.
 
   Raises:
     NotFused: the kernel has no block size for these lengths.
   """
-  splash, sizes = _splash_and_blocks(rows, columns)
-  mask: Any = splash.CausalMask((rows, columns)) if causal else splash.FullMask((rows, columns))
+  lengths = query.shape[3], key.shape[2]
+  splash, sizes = _splash_and_blocks(*lengths)
+  mask: Any = splash.CausalMask(lengths) if causal else splash.FullMask(lengths)
   if window is not None:
-    mask = splash.LocalMask((rows, columns), (window - 1, 0 if causal else window - 1), 0)
-  masks = splash.MultiHeadMask([mask] * heads)
-  return splash.make_splash_mqa_single_device(masks, block_sizes=sizes, **options), splash.SegmentIds
+    mask = splash.LocalMask(lengths, (window - 1, 0 if causal else window - 1), 0)
+  masks = splash.MultiHeadMask([mask] * query.shape[2])
+  kernel = splash.make_splash_mqa_single_device(masks, block_sizes=sizes, **options)
+  ids: Any = None if segments is None else splash.SegmentIds(*segments)
+  rest = [0] * len(more)
+  heads = jax.vmap(functools.partial(run, kernel), (0, 0, 0, None, *rest))
+  return jax.vmap(heads, (0, 0, 0, None if ids is None else 0, *rest))(query, key, value, ids, *more)
 
 
 def _splash_and_blocks(rows: int, columns: int) -> tuple[Any, Any]:
@@ -212,7 +221,7 @@ class _Ring:
     ]
 
     def attended(part: _Part, moving: PyTree) -> PyTree:
-      result, (total,) = self._by_head(part, lambda kernel, *given: kernel(*given), moving, query, segments)
+      result, (total,) = self._kernel(part, lambda kernel, *given: kernel(*given), moving, query, segments)
       pairs = zip(none, (result, total), strict=True)
       return [x.at[:, :, :, part.rows].set(y.astype(x.dtype)) for x, y in pairs]
 
@@ -232,7 +241,7 @@ class _Ring:
     none = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
 
     def pulled(part: _Part, moving: PyTree) -> PyTree:
-      found = self._by_head(part, _pull, moving, query, segments, result, total, arriving)
+      found = self._kernel(part, _pull, moving, query, segments, result, total, arriving)
       places = (3, part.rows), (2, part.columns), (2, part.columns)
       triples = zip(none, found, places, strict=True)
       return [x.at[(*[slice(None)] * d, at)].set(y.astype(x.dtype)) for x, y, (d, at) in triples]
@@ -264,7 +273,7 @@ class _Ring:
   def _sent(self, tree: PyTree) -> PyTree:
     return sent(tree, self.axis, self.size)
 
-  def _by_head(
+  def _kernel(
     self,
     part: _Part,
     run: Callable[..., PyTree],
@@ -273,22 +282,12 @@ class _Ring:
     segments: jax.Array | None,
     *more: jax.Array,
   ) -> PyTree:
-    """`run(kernel, query, key, value, segments, *more)` of a part, for each example and head of keys.
-
-    `moving` has the keys, the values and the segments of the keys; `more` are arrays of the queries.
-    """
+    """`_by_head` for a part; `moving` has the keys, the values and the segments of the keys."""
     query, *of_rows = (x[:, :, :, part.rows] for x in (query, *more))
     key, value = (x[:, :, part.columns] for x in moving[:2])
+    ids = None if segments is None else (segments[:, part.rows], moving[2][:, part.columns])
     options = {"save_residuals": True, "interpret": self.interpret}
-    kernel, ids_of = _kernel(query.shape[3], key.shape[2], query.shape[2], part.causal, None, **options)
-    ids = None if segments is None else ids_of(segments[:, part.rows], moving[2][:, part.columns])
-
-    def each(query: jax.Array, key: jax.Array, value: jax.Array, ids: Any, *more: jax.Array) -> PyTree:
-      return run(kernel, query, key, value, ids, *more)
-
-    rest = [0] * len(more)
-    heads = jax.vmap(each, (0, 0, 0, None, *rest))
-    return jax.vmap(heads, (0, 0, 0, None if ids is None else 0, *rest))(query, key, value, ids, *of_rows)
+    return _by_head(run, query, key, value, ids, part.causal, None, *of_rows, **options)
 
 
 def _pull(

@@ -521,18 +521,17 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
 
 
 def _on_all_positions(attend: Callable[..., jax.Array], sequence: _Sequence) -> Callable[..., jax.Array]:
-  """The kernel of some heads for each example and head of keys, with the positions in their order."""
+  """The kernel for positions in their order."""
 
   def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
     return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if sequence.options.zigzag else x
 
-  def each(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+  def whole(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
     q, k, v = (ordered(x, dim, inverse=True) for x, dim in ((q, 3), (k, 2), (v, 2)))
     segments = None if segments is None else ordered(segments, 1, inverse=True)
-    heads = jax.vmap(attend, (0, 0, 0, None))
-    return ordered(jax.vmap(heads, (0, 0, 0, None if segments is None else 0))(q, k, v, segments), 3)
+    return ordered(attend(q, k, v, segments), 3)
 
-  return each
+  return whole
 
 
 def _examples_over(query: jax.Array, mesh: AnyMesh | None, others: Collection[str]) -> tuple[str, ...]:
