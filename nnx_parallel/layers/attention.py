@@ -203,11 +203,7 @@ def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, st
 
 
 def _way(attention: Attention) -> _Way:
-  """How attention is computed on the mesh that is active.
-
-  Raises:
-    TrainError: with an option of `OVER_AXIS`, no axis splits the positions, or it is Explicit.
-  """
+  """How attention is computed on the mesh that is active."""
   block = attention if isinstance(attention, int) else BLOCK
   kernel = kernel_in_use() if attention == "fused" else None
   mesh: Any = jax.sharding.get_abstract_mesh()

@@ -555,11 +555,7 @@ def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
 
 
 def _check_rules(traced: ClosedJaxpr) -> None:
-  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly instead of by an argument.
-
-  Raises:
-    TrainError: there is such a rule; it cannot be evaluated again.
-  """
+  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly, not by an argument."""
   for eqn in rules(traced):
     if any(is_tracer(x) for x in constants(gradient_of(eqn))):
       raise TrainError(

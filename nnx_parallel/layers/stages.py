@@ -306,11 +306,7 @@ class TrainPipeline(AroundLayers):
     return flattened(self.program.jaxpr, is_call)
 
   def _count_steps(self) -> list[JaxprEqn]:
-    """The operations that update the values that do not depend on the batch or the layers.
-
-    Raises:
-      TrainError: one of these values does depend on the batch.
-    """
+    """The operations that update the values that do not depend on the batch or the layers."""
     if not self.alone:
       return []
     body = opened(self._flat)

@@ -350,11 +350,7 @@ class _Sequence:
     return seen.any(0)
 
   def copies(self, query: jax.Array, key: jax.Array) -> int:
-    """How often keys and values are repeated, so that their heads can be split.
-
-    Raises:
-      SchemeError: the devices cannot share the heads.
-    """
+    """How often keys and values are repeated, so that their heads can be split."""
     kv_heads, n, axis = key.shape[2], self.heads, self.options.heads_axis or self.options.axis
     copies = n // math.gcd(n, kv_heads)
     if query.shape[2] // kv_heads % copies:
@@ -571,11 +567,7 @@ def _typed(x: jax.Array, names: Sequence[str], dim: int | None) -> jax.Array:
 
 
 def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
-  """A mask of keys `[batch, length]`.
-
-  Raises:
-    SchemeError: it is a mask of queries and keys.
-  """
+  """A mask of keys `[batch, length]`."""
   batch, length = key.shape[:2]
   if mask.ndim != 4 or mask.shape[1:] != (1, 1, length) or mask.shape[0] not in (1, batch):
     raise SchemeError(
@@ -596,9 +588,6 @@ def _by_position(
     given: integers `[batch..., length]` by name; None for missing arrays.
     query: the shape of the queries.
     key: the shape of the keys.
-
-  Raises:
-    SchemeError: an array does not fit them.
   """
   found: dict[str, AnyArray] = {}
   for name, x in given.items():
