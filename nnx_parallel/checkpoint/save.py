@@ -11,7 +11,7 @@ import jax
 from etils import epath
 from flax import nnx
 
-from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, paths, storage
+from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, storage
 from nnx_parallel.checkpoint.catalog import Place
 from nnx_parallel.checkpoint.diff import layout_text
 from nnx_parallel.checkpoint.digest import digest_later
@@ -189,7 +189,7 @@ def _encode_leaf(item: str, path: str, leaf: Leaf) -> tuple[LeafRecord, Array | 
     if shape != array.shape and isinstance(stored, jax.Array):
       stored = without_padding(stored, shape + stored.shape[array.ndim :])
   return LeafRecord(
-    folder=paths.file_name(path),
+    folder=manifest.file_name(path),
     shape=shape,
     dtype=encoding.dtype_name(array.dtype),
     encoding=how,

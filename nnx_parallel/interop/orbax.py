@@ -13,12 +13,12 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint import array_io, encoding, paths, targets
+from nnx_parallel.checkpoint import array_io, encoding, targets
 from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
-from nnx_parallel.core.nodes import is_key, plain_path
+from nnx_parallel.core.nodes import is_key, path_str, plain_path
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import WeightMap
@@ -143,7 +143,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
 
 
 def _keys(prefix: str) -> Keys:
-  return tuple(map(str, paths.parse(prefix)))
+  return tuple(prefix.split(".")) if prefix else ()
 
 
 def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
@@ -159,8 +159,7 @@ def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
 
 def _text(keys: Keys) -> str:
   """A path as this package writes it; nnx.State keeps the array of each Variable under `value`."""
-  parts = keys[:-1] if keys[-1:] == ("value",) else keys
-  return paths.format(tuple(int(part) if part.isdecimal() else part for part in parts))
+  return path_str(keys[:-1] if keys[-1:] == ("value",) else keys)
 
 
 def _record(leaf: Leaf, wanted: TargetLeaf | None) -> LeafRecord:

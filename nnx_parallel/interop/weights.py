@@ -36,10 +36,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from nnx_parallel.checkpoint import diff, encoding, multihost, paths, targets
+from nnx_parallel.checkpoint import diff, encoding, multihost, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
-from nnx_parallel.core.nodes import is_key, variables
+from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array, format_spec
 from nnx_parallel.core.types import AnyArray, DType
@@ -578,7 +578,7 @@ def _read(
 def model_leaves(plan: Plan) -> dict[str, TargetLeaf]:
   """The leaves of a plan's model by path, also on an abstract mesh."""
   leaves = plan.of("model").items()
-  return {paths.format(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}  # pyright: ignore[reportArgumentType]
+  return {path_str(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}
 
 
 def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
@@ -623,7 +623,7 @@ def _random_state(model: object) -> set[str]:
   """The paths of a module's random keys and counters."""
   if not isinstance(model, nnx.Module):
     return set()
-  return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
+  return {path_str(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}
 
 
 _PART = re.compile(r"\([^)]*\)|[^\s()]+")  # one dim of a side of a pattern
@@ -675,7 +675,7 @@ def _is_placed(source: Any, out: jax.ShapeDtypeStruct) -> bool:
 
 def _start_of(path: str, parameters: Container[str]) -> int | None:
   """Where a parameter's path starts at the end of a path."""
-  starts = [0, *(match.end() for match in re.finditer(r"(?<!\\)\.", path))]
+  starts = [0, *(match.end() for match in re.finditer(r"\.", path))]
   return next((start for start in starts if path[start:] in parameters), None)
 
 
