@@ -193,11 +193,7 @@ class Diff(Shown):
     return json.dumps(found, indent=2)
 
   def require(self) -> None:
-    """Raises unless everything fits.
-
-    Raises:
-      CheckpointError: lists the leaves that do not fit, with the nearest names.
-    """
+    """Raises unless everything fits."""
     if self.fits:
       return
     counts = {
@@ -406,11 +402,7 @@ class _Renames:
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-  """The patterns that were passed as `argument`.
-
-  Raises:
-    CheckpointError: a single text, a filter of nnx, or an empty `only`.
-  """
+  """The patterns that were passed as `argument`."""
   if isinstance(names, str):
     raise CheckpointError(
       f"{argument}={names!r} is one text, not a list of names.", fix=f"pass {argument}=[{names!r}]."

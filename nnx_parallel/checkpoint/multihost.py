@@ -52,10 +52,6 @@ def together(name: str = "together") -> Generator[Block]:
 
   Args:
     name: a separate name for blocks on another thread, which meet the other blocks in any order.
-
-  Raises:
-    Exception: this process's error.
-    CheckpointError: another process failed; the error says which, and how.
   """
   block = Block()
   if jax.process_count() == 1:
@@ -92,11 +88,7 @@ def _what(error: Exception | None) -> str:
 
 
 def require_same(what: str, text: str) -> None:
-  """Raises on every process unless all pass the same text.
-
-  Raises:
-    CheckpointError: names the processes that differ from process 0.
-  """
+  """Raises on every process unless all pass the same text."""
   with together() as block:
     block.mine = hashlib.sha256(text.encode()).hexdigest()
   others = [process for process, one in enumerate(block.found) if one != block.found[0]]

@@ -37,9 +37,6 @@ def read(
 
   Returns:
     Arrays by item and the target's path.
-
-  Raises:
-    DamagedError: names the leaf, and the files that differ from the saved files.
   """
   logger.info(
     "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
@@ -206,11 +203,7 @@ def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[Leaf
 def _load(
   step_dir: epath.Path, manifest: Manifest, group: Sequence[LeafPair], byte_budget: int
 ) -> dict[str, Array]:
-  """Reads leaves of one item, by folder.
-
-  Raises:
-    DamagedError: names the first leaf that cannot be read.
-  """
+  """Reads leaves of one item, by folder."""
   item = group[0].item
   full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
   targets = {leaf.saved.folder: leaf.stored for leaf in full}

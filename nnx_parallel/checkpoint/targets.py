@@ -62,10 +62,6 @@ def read(
     item: the item that the target represents.
     record: the manifest of the step; distinguishes a tree of two from a pair.
     choose: a filter of nnx for the leaves of the model; None takes all leaves.
-
-  Raises:
-    CheckpointError: options that the target cannot honour, a leaf without a sharding, or a filter that
-      chooses nothing.
   """
   plans = _plans_in(target)
   _check_options(target, plans, optimizer, as_numpy)
@@ -370,11 +366,7 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
 
 
 def _abstract(leaves: Mapping[str, Leaf], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
-  """The shape, dtype and sharding of each leaf that is an array; other leaves are left out.
-
-  Raises:
-    CheckpointError: a leaf without a sharding, unless `as_numpy`.
-  """
+  """The shape, dtype and sharding of each leaf that is an array; other leaves are left out."""
   found: dict[str, TargetLeaf] = {}
   for path, one in leaves.items():
     leaf = value_of(one)

@@ -153,9 +153,6 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
     0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
     or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
 
-  Raises:
-    HostError: fewer than one process, or several of a cluster.
-
   Example:
     >>> launch(Job([sys.executable, "-c", "import os; print(os.environ['RANK'])"], processes=1))
     [0] 0

@@ -23,9 +23,6 @@ def roll_call(address: str, count: int, process: int, timeout: float) -> None:
     count: the number of processes.
     process: the number of this process.
     timeout: in seconds.
-
-  Raises:
-    HostError: names the processes that did not come, came twice, or have another count.
   """
   host, port = address.rsplit(":", 1)
   deadline = time.monotonic() + timeout

@@ -138,11 +138,7 @@ def _shut_down(readers: ThreadPoolExecutor, stacker: ThreadPoolExecutor) -> None
 
 
 def stacked(samples: list[PyTree], indices: list[int]) -> PyTree:
-  """One tree with the samples along a new dim 0.
-
-  Raises:
-    TrainError: samples with other leaves or shapes than the first sample.
-  """
+  """One tree with the samples along a new dim 0."""
   first = _shapes(samples[0])
   for index, sample in zip(indices, samples, strict=True):
     if (found := _shapes(sample)) != first:

@@ -152,11 +152,7 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-  """The contents of `config.json`.
-
-  Raises:
-    CheckpointError: the file is missing, or cannot be read.
-  """
+  """The contents of `config.json`."""
   try:
     found = json.loads((folder / CONFIG).read_text())
     if not isinstance(found, dict):

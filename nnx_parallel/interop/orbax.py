@@ -115,11 +115,7 @@ def restore_orbax(
 
 
 def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, TreeDef]:
-  """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree.
-
-  Raises:
-    CheckpointError: not an Orbax checkpoint, or several items but no name.
-  """
+  """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree."""
   with array_io.quiet():
     try:
       names = sorted(ocp.checkpointables_metadata(step_dir).metadata)

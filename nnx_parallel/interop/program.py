@@ -192,9 +192,6 @@ class Served:
 
     Returns:
       The program itself.
-
-    Raises:
-      CheckpointError: a path or a shape differs.
     """
     given = nnx.to_pure_dict(weights) if isinstance(weights, nnx.State) else weights
     flat = {path: value_of(x) for path, x in nnx.traversals.flatten_mapping(given).items()}
@@ -221,9 +218,6 @@ class Served:
 
     Returns:
       The result of the function, global; for a generator a dict of the fields of `nxp.Generated`.
-
-    Raises:
-      CheckpointError: the weights have not been loaded.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves):
       raise CheckpointError("the program has no weights yet.", fix="served.load(weights)")

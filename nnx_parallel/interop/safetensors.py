@@ -96,9 +96,6 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
   Returns:
     The place of each array, by name.
-
-  Raises:
-    CheckpointError: nothing there, or a file that is damaged or incomplete.
   """
   path = Path(path)
   found: dict[str, Tensor] = {}

@@ -184,11 +184,7 @@ class Group:
     return ", ".join([*self.layers.values()][:3])
 
   def shapes(self, to: Side, shapes: Iterable[Shape]) -> list[Shape]:
-    """Shapes of all layers of the model that arrays of these shapes make; `to="file"` is the reverse.
-
-    Raises:
-      CheckpointError: the rule's pattern does not fit them.
-    """
+    """Shapes of all layers of the model that arrays of these shapes make; `to="file"` is the reverse."""
     structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
       made = jax.eval_shape(functools.partial(self.rule.transform.apply, to=to), structs)
@@ -218,11 +214,7 @@ class Group:
     )
 
   def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
-    """Adds the names in the file, and returns the shapes there.
-
-    Raises:
-      CheckpointError: layers of different shapes, or a pattern that does not fit them.
-    """
+    """Adds the names in the file, and returns the shapes there."""
     found = {leaves[path] for path in self.layers.values()}
     if len(found) > 1:
       raise CheckpointError(
@@ -532,9 +524,6 @@ def import_arrays(
 
   Returns:
     The module, or (module, optimizer).
-
-  Raises:
-    CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]

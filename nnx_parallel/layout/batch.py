@@ -85,9 +85,6 @@ def check_split(
     sizes: the sizes of the mesh axes.
     mine: the number of shards of each dim on this process.
     counts: the total number of shards of each dim.
-
-  Raises:
-    ShardingError: with the next sizes that work.
   """
   if shape and not shape[0]:
     raise ShardingError(

@@ -74,9 +74,6 @@ class Recipe:
 
     Args:
       **options: by name; None leaves the recipe's own default.
-
-    Raises:
-      RecipeError: neither has such an argument.
     """
     functions = {name: getattr(self, name) for name in ("init", "batches")}
     for option, value in options.items():

@@ -218,10 +218,6 @@ def draw_curves(
     path: the picture; its suffix is the format (`.png`, `.svg`, `.pdf`).
     names: the metrics, one panel each.
     title: printed above.
-
-  Raises:
-    ReportError: matplotlib is not installed.
-    TrainError: no record has a metric of that name.
   """
   figure = new_figure(7.2, 1.4 + 2.6 * len(names))
   panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]

@@ -178,11 +178,7 @@ class Run:
     return "steps"
 
   def _check_end(self) -> None:
-    """Checks that no step is missing after the last batch.
-
-    Raises:
-      TrainError: the batches ended before the last step.
-    """
+    """Checks that no step is missing after the last batch."""
     if self.steps is None:
       return
     self.recorder.finish(self.at.step)

@@ -213,11 +213,7 @@ _ROPE_KEYS = {
 
 
 def require(holds: bool, found: ConfigJson, key: str) -> None:
-  """Raises for a setting that the modules of this folder do not have.
-
-  Raises:
-    RecipeError: it does not hold.
-  """
+  """Raises for a setting that the modules of this folder do not have."""
   if not holds:
     raise RecipeError(
       f"the modules of nnx_parallel/interop/families have no {key}={found.get(key)!r}.",

@@ -252,10 +252,6 @@ def settings(found: ConfigJson) -> dict[str, Any]:
   Args:
     found: the contents of `config.json`.
 
-  Raises:
-    RecipeError: a key that the module does not follow has another value than its default, or a value is of
-      the wrong kind.
-
   Example:
     >>> settings({"model_type": "gpt2", "n_layer": 2})["activation_function"]
     'gelu_new'
