@@ -48,10 +48,8 @@ class Block:
 def together(name: str = "together") -> Generator[Block]:
   """A block that fails on every process when it fails on one, so that no process waits forever.
 
-  All processes raise a `DamagedError` or no process does: no process may take an older step alone.
-
-  Args:
-    name: a separate name for blocks on another thread, which meet the other blocks in any order.
+  All processes raise a `DamagedError` or no process does: no process may take an older step alone. Blocks on
+  another thread, which meet the other blocks in any order, have another name.
   """
   block = Block()
   if jax.process_count() == 1:

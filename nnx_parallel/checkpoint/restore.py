@@ -30,13 +30,10 @@ VERIFY = tuple(_HASHED)
 def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
-  """Reads all matched leaves.
+  """Reads all matched leaves, by item and the target's path.
 
   `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
   all small files. File sizes are always compared.
-
-  Returns:
-    Arrays by item and the target's path.
   """
   logger.info(
     "restoring step %d: reading %s bytes; at most %s bytes of host memory here",

@@ -101,12 +101,10 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step, and replaces an existing step; the caller has locked the storage.
+  """Starts writing a step, and replaces an existing step; the returned function waits, and commits it.
 
-  In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
-
-  Returns:
-    A function that waits until everything is on the disk and commits it.
+  The caller has locked the storage. In the background, arrays may be donated or changed as soon as this
+  returns. Only process 0 has a `place`.
   """
   step, content = request.step, request.content
   # Before the write, whose threads need the same cores.

@@ -156,11 +156,7 @@ class Storage:
     return contextlib.nullcontext()
 
   def recover(self) -> list[str]:
-    """Finishes or undoes the work of a killed process; the caller holds the lock.
-
-    Returns:
-      The names of the folders that were removed or put back.
-    """
+    """Finishes or undoes the work of a killed process; returns the folders that it removed or put back."""
     touched: list[str] = []
     for entry in self._entries():
       name, suffix = os.path.splitext(entry.name)

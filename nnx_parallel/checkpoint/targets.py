@@ -52,16 +52,10 @@ def read(
   record: Manifest | None = None,
   choose: Any = None,
 ) -> Target:
-  """Reads a target.
+  """Reads a target: a plan, a tree of plans, a tree of modules and arrays, or such a tree and its optimizer.
 
-  Args:
-    target: a plan, or a tuple or dict of plans; a module, `nnx.State`, or tree of these and of abstract or
-      concrete arrays; or a pair of such a target and its optimizer.
-    optimizer: `restore`, `drop` or `fresh`.
-    as_numpy: whether a pytree's leaves become numpy arrays.
-    item: the item that the target represents.
-    record: the manifest of the step; distinguishes a tree of two from a pair.
-    choose: a filter of nnx for the leaves of the model; None takes all leaves.
+  `record`, the manifest of the step, distinguishes a tree of two from a pair. `choose` is a filter of nnx for
+  the leaves of the model.
   """
   plans = _plans_in(target)
   _check_options(target, plans, optimizer, as_numpy)
@@ -292,13 +286,9 @@ def _chosen(tree: PyTree, choose: Any) -> Leaves:
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
   """The leaves of a tree by path as text, and a function that puts values in their place.
 
-  Args:
-    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and other registered pytrees of
-      these, of arrays and of JSON values; None is not a leaf.
-
-  Returns:
-    The leaves (a Variable that occurs twice, at its first path only), and a function that takes new values of
-    some or all leaves. It fills Variables in place, and copies the containers of other leaves.
+  The tree may hold modules, optimizers, states, other registered pytrees, arrays and JSON values. A Variable
+  that occurs twice is a leaf at its first path only. The function takes new values of some or all leaves; it
+  fills Variables in place, and copies the containers of other leaves.
 
   Example:
     >>> leaves, rebuild = flatten({"a": [1, 2], "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})

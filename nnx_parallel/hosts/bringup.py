@@ -276,15 +276,7 @@ def device_problem(
   devices_per_process: int | None,
   environment: Mapping[str, str],
 ) -> tuple[str, str] | None:
-  """The error about the devices of the processes, and its fix; None if there is no error.
-
-  Args:
-    each: process -> its number of devices.
-    count: the number of processes.
-    backend: such as `"gpu"`.
-    devices_per_process: as in `init_distributed`.
-    environment: the variables of this process.
-  """
+  """The error about the number of devices of each process, and its fix; None without an error."""
   without = [process for process in range(count) if not each.get(process)]
   if without:
     return (

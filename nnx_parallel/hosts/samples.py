@@ -96,7 +96,7 @@ class Sampler:
     return {**found, MASK: index == real}
 
   def read(self, rows: dict[int, np.ndarray], *, threads: int, ahead: int) -> Iterator[PyTree]:
-    """Reads in the background.
+    """Reads in the background, with so many threads and so many batches ahead.
 
     Args:
       rows: for each length of a batch, the rows of it that this process reads.

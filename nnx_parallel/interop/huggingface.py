@@ -59,17 +59,9 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
 
 
 def module_names(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[dict[str, str]]:
-  """The names of modules in transformers by the path of their kernel here.
+  """The names of modules in transformers, by the paths of their kernels here.
 
-  Args:
-    folder: holds `config.json`.
-    paths: of the kernels of a module of that family.
-
-  Returns:
-    The names below the class with the head, and the names in older files and below the class without a head.
-
-  Raises:
-    CheckpointError: no `config.json`, or a family without a table.
+  First the names below the class with the head, then those in older files and below the class without a head.
   """
   config = read_config(Path(folder))
   table = _table(config, Path(folder))

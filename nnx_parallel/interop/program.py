@@ -175,11 +175,7 @@ class Served:
 
   @property
   def weights(self) -> dict[str, PyTree]:
-    """The Variables as a nested dict, like `nnx.to_pure_dict(nnx.state(model))`.
-
-    Returns:
-      Arrays; before `load`, `ShapeDtypeStruct`s in their layout.
-    """
+    """The Variables as `nnx.to_pure_dict(nnx.state(model))` has them; `ShapeDtypeStruct`s before `load`."""
     return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
 
   def load(self, weights: PyTree) -> Served:

@@ -88,14 +88,9 @@ class Tensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Lists the arrays of a file, or of a folder with an index, without reading them.
+  """Lists the arrays of a file, of an index, or of a folder, by name, without reading them.
 
-  Args:
-    path: a `.safetensors` file, an index (`*.index.json`), or a folder: its index, else its
-      `model.safetensors`, else all of its `.safetensors` files.
-
-  Returns:
-    The place of each array, by name.
+  Of a folder it takes the index, else `model.safetensors`, else all of its `.safetensors` files.
   """
   path = Path(path)
   found: dict[str, Tensor] = {}

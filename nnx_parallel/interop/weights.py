@@ -513,17 +513,10 @@ def import_arrays(
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
-  """Makes a model from named arrays; each process reads its share of each.
+  """Makes a model, and its optimizer, if any, from named arrays; each process reads its share of each.
 
-  Args:
-    origin: the name of the source, for messages.
-    sources: finds the arrays; an error on one process is raised on all.
-    plan: the layout; if it has an optimizer, a new optimizer is made.
-    weight_map: how the arrays become leaves.
-    skip: patterns of paths that have no source; these leaves are initialised, and so is random state.
-
-  Returns:
-    The module, or (module, optimizer).
+  `sources` finds the arrays of `origin`; an error on one process is raised on all. Leaves that `skip` names
+  and random state are initialised.
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]

@@ -35,9 +35,8 @@ class StepClock:
   def tick(self, tokens: int, *, steps: int = 1, compiled: bool = False) -> Record:
     """Ends the time of one or more steps, which consumed the given number of tokens or samples.
 
-    Returns:
-      `seconds` per step, and `tokens_per_second` over the window, unless nothing was counted, or the step was
-      compiled in that time. Another `unit` has its own name.
+    Returns `seconds` per step, and `tokens_per_second` (or of another `unit`) over the window, unless nothing
+    was counted, or the step was compiled in that time.
     """
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
