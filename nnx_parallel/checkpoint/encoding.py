@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, key_dtype, key_implementation
 from nnx_parallel.errors import CheckpointError
 
 Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
@@ -201,26 +201,9 @@ def read_json(value: Json, depth: int = 0) -> Any:
   return value
 
 
-@functools.lru_cache(maxsize=16)
-def key_dtype(implementation: str) -> Any:
-  """The dtype of typed PRNG keys of `threefry2x32` and the like.
-
-  Raises:
-    ValueError: jax has no implementation of that name.
-  """
-  return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-
-
 def key_encoding(dtype: DTypeLike) -> str:
   """`key:threefry2x32` and the like, for the dtype of typed PRNG keys."""
-  names: list[str] = []
-
-  def note(key: jax.Array) -> None:
-    names.append(str(jax.random.key_impl(key)))
-
-  # jax.random.key_impl takes only keys; a traced key has a dtype and costs nothing.
-  jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
-  return f"key:{names[0]}"
+  return f"key:{key_implementation(dtype)}"
 
 
 def _word(dtype: DTypeLike, encoding: str) -> Any:

@@ -110,20 +110,15 @@ def decided(function: Callable[[], T]) -> T:
 def added_up(numbers: Sequence[int]) -> list[int]:
   """The sums over all processes, modulo 2**32. Each process passes equally many numbers."""
   with together() as block:
-    block.mine = sparse(numbers)
-  return summed(block.found, len(numbers))
+    block.mine = [int(number) for number in numbers]
+  return summed(block.found)
 
 
-def sparse(numbers: Sequence[int]) -> dict[str, int]:
-  """The numbers that are not zero, by their place: each process has some of them."""
-  return {str(place): int(number) for place, number in enumerate(numbers) if number}
-
-
-def summed(shares: Sequence[dict[str, int]], count: int) -> list[int]:
-  """Adds up the results of `sparse` on each process, modulo 2**32.
+def summed(shares: Sequence[Sequence[int]]) -> list[int]:
+  """Adds up the numbers of each process, modulo 2**32.
 
   Example:
-    >>> summed([sparse([0, 5]), sparse([3, 2**32 - 1])], 2)
+    >>> summed([[0, 5], [3, 2**32 - 1]])
     [3, 4]
   """
-  return [sum(share.get(str(place), 0) for share in shares) % 2**32 for place in range(count)]
+  return [sum(column) % 2**32 for column in zip(*shares, strict=True)]

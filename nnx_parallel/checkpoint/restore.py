@@ -16,7 +16,7 @@ from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import digest
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, key_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _load(
 
 def _on_host(leaf: LeafRecord) -> TargetLeaf:
   key, _, implementation = leaf.encoding.partition(":")
-  dtype = encoding.key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
+  dtype = key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
   return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, dtype), leaf.shape)
 
 

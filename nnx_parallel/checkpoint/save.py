@@ -139,15 +139,15 @@ def write(
   def finish() -> None:
     # A training loop has the main thread, so its order among other blocks may differ between processes.
     with quiet, multihost.together(f"save to {where.directory}") as block:
-      block.mine = multihost.sparse([later() for later in digests.values()])
+      block.mine = [later() for later in digests.values()]
       names = [*digests]
       digests.clear()
       if wait is not None:
         block.wait_for(wait)
     if place is None:
       return
-    sums = multihost.summed(block.found, len(names))
-    items = _with_digests(content.items, dict(zip(names, sums, strict=True)))
+    sums = dict(zip(names, multihost.summed(block.found), strict=True))
+    items = _with_digests(content.items, sums)
     sizes = storage.all_files(folder)
     _require_stored(step, items, sizes)
     small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]

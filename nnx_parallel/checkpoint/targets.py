@@ -17,7 +17,15 @@ from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import Path, path_str, plain_path, set_arrays, value_of, variables
+from nnx_parallel.core.nodes import (
+  Path,
+  named_key_dtype,
+  path_str,
+  plain_path,
+  set_arrays,
+  value_of,
+  variables,
+)
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.core.types import AnyArray, Leaf, Model, PyTree
 from nnx_parallel.create.constructor import construct
@@ -27,7 +35,6 @@ from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import Plan, check_plan
 
 OPTIMIZER = ("restore", "drop", "fresh")
-_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 Leaves = dict[str, Any]
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
@@ -169,7 +176,7 @@ def as_saved(record: Manifest, item: str | None = None) -> Target:
 def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
   if not leaf.dtype.startswith("key<"):
     return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
-  key = next((key for key in map(encoding.key_dtype, _KEYS) if str(key) == leaf.dtype), None)
+  key = named_key_dtype(leaf.dtype)
   if key is None:
     raise CheckpointError(
       f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
