@@ -33,12 +33,6 @@ class Retention:
 
   Raises:
     CheckpointError: a count that is not an integer or below 1, or an unknown mode.
-
-  Example:
-    >>> keep = Retention(newest=2, every=100, best="loss")
-    >>> metrics = {100: {}, 150: {"loss": 1.0}, 160: {"loss": 2.0}, 170: {}, 180: {}}
-    >>> keep.expired(metrics, newest_first=[180, 170, 160, 150, 100])
-    [160]
   """
 
   newest: int | None = None

@@ -160,16 +160,7 @@ class Diff(Shown):
     return "\n".join(lines)
 
   def to_json(self) -> str:
-    """Returns the comparison as JSON: what does not fit by leaf, and the bytes.
-
-    Example:
-      >>> import json, tempfile, numpy as np, nnx_parallel as nxp
-      >>> checkpointer = nxp.Checkpointer(tempfile.mkdtemp())
-      >>> checkpointer.save(1, {"w": np.ones(3, np.float32)})
-      >>> found = json.loads(checkpointer.diff({"w": np.ones(4, np.float32)}).to_json())
-      >>> found["fits"], found["reshaped"]
-      (False, [{'leaf': 'model/w', 'saved': [3], 'wanted': [4]}])
-    """
+    """Returns the comparison as JSON: what does not fit by leaf, and the bytes."""
     found: dict[str, Json] = {
       "step": self.step,
       "fits": self.fits,

@@ -188,12 +188,7 @@ def as_json(step_dir: epath.Path) -> dict[str, Json]:
 
 
 def file_name(path: str) -> str:
-  """A folder name for a leaf: safe on every file system, unique, and readable where it can be.
-
-  Example:
-    >>> file_name("layers.0.kernel"), file_name("a/b"), file_name("")
-    ('layers.0.kernel', 'a%2Fb', '%')
-  """
+  """A folder name for a leaf: safe on every file system, unique, and readable where it can be."""
   if not path:  # a tree that is a single array
     return "%"
   # Orbax and file systems treat leading dots and underscores as their own names.

@@ -152,11 +152,6 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
   Returns:
     0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
     or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
-
-  Example:
-    >>> launch(Job([sys.executable, "-c", "import os; print(os.environ['RANK'])"], processes=1))
-    [0] 0
-    0
   """
   if job.processes < 1 or (job.cluster and job.processes != 1):
     raise HostError(
@@ -387,12 +382,7 @@ def _order_of_failure(worker: Worker) -> int:
 
 
 def describe(code: int) -> str:
-  """An exit code in words.
-
-  Example:
-    >>> describe(1), describe(137)
-    ('exit code 1', 'killed by SIGKILL')
-  """
+  """An exit code in words."""
   with contextlib.suppress(ValueError):
     if code > 128:
       return f"killed by {signal.Signals(code - 128).name}"

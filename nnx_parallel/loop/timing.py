@@ -12,16 +12,7 @@ from nnx_parallel.loop.metrics import Record
 
 
 class StepClock:
-  """Step time and throughput over the last `window` ticks; ticks with a compilation are left out.
-
-  Example:
-    >>> clock = StepClock()
-    >>> clock.start()
-    >>> for _ in range(3):
-    ...   record = clock.tick(tokens=1024)
-    >>> sorted(record)
-    ['seconds', 'tokens_per_second']
-  """
+  """Step time and throughput over the last `window` ticks; ticks with a compilation are left out."""
 
   def __init__(self, window: int = 20, unit: str = "tokens"):
     self._rate = f"{unit}_per_second"
@@ -63,13 +54,6 @@ class Goodput:
 
   The `with` blocks must not overlap; the time between them is `other`. Steps run asynchronously, so waiting
   for data costs time only when the devices have no work: otherwise `fit` counts it as `step`.
-
-  Example:
-    >>> goodput = Goodput()
-    >>> with goodput.spend("compile"):
-    ...   pass
-    >>> sorted(goodput.seconds())
-    ['compile', 'other']
   """
 
   def __init__(self) -> None:

@@ -18,6 +18,7 @@ def test_file_names_are_short_and_safe():
   assert len(name) < 200
   assert "/" not in name
   assert file_name("_METADATA") == "%5FMETADATA"
+  assert [file_name(name) for name in ("layers.0.kernel", "a/b", "")] == ["layers.0.kernel", "a%2Fb", "%"]
 
 
 def test_two_leaves_of_one_name_are_refused(tmp_path):

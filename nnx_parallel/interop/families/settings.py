@@ -195,12 +195,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def settings(found: ConfigJson) -> dict[str, Any]:
-  """Each key that the family's module follows, as `config.json` has it, or with transformers' default.
-
-  Example:
-    >>> settings({"model_type": "gpt2", "n_layer": 2})["activation_function"]
-    'gelu_new'
-  """
+  """Each key that the family's module follows, as `config.json` has it, or with transformers' default."""
   family = found["model_type"]
   followed = FOLLOWED[family]
   for key, value in found.items():
