@@ -105,10 +105,6 @@ class Manifest(Header):
   """All facts about a checkpoint that can be read without its arrays.
 
   Attributes:
-    step: as in `Header`.
-    time: as in `Header`.
-    metrics: as in `Header`.
-    parent: as in `Header`.
     items: the trees, by name.
     extra: JSON values saved with the trees, for example a data cursor.
     plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.

@@ -206,13 +206,7 @@ class _Attempt:
   """All processes of a job, started once.
 
   Attributes:
-    job: the job of the attempt.
-    command: the command of each process.
-    number: the number of the attempt.
-    folder: the folder of the heartbeat files.
     came: the signals that the launcher got so far.
-    write: shows a line.
-    workers: the processes.
     outcome: the first failure, or the signal.
     signalled: the number of handled signals.
     end_by: the time at which remaining processes are ended by force.
