@@ -238,6 +238,7 @@ class _Attempt:
       os.close(watched)
       os.close(alive)
     for worker in self.workers:
+      self._show(worker)
       if worker.held and not self.job.all_logs:
         self.write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
     codes = {worker.code for worker in self.workers}
@@ -257,11 +258,12 @@ class _Attempt:
 
   def _look(self) -> None:
     """Checks which processes ended or hang and which signals came, and reacts."""
+    for worker in self.workers:
+      self._show(worker)
+      worker.look()
     failed = self._ended()
     if failed is not None:
       self._show(failed)
-    for worker in self.workers:
-      worker.look()
     if self.outcome.code in (0, STOPPED):
       if failed is not None and failed.code == STOPPED:
         self.outcome = Outcome(STOPPED)
@@ -272,8 +274,6 @@ class _Attempt:
         worker, how = hung
         steps = f"last steps {_last_steps(self.workers)}"
         self._fail(worker, 1, f"{how}: no step for {self.job.hang_after:g} s; {steps}")
-    for worker in self.workers:
-      self._show(worker)
     if not self.outcome.failure and len(self.came) > self.signalled:
       self._pass_on()
     if time.monotonic() > self.end_by or (self.outcome.failure and self.came):
