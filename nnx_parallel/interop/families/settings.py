@@ -30,6 +30,8 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 _DECODER: dict[str, Any] = {
+  "vocab_size": 32_000,
+  "hidden_size": 4096,
   "hidden_act": "silu",
   "rms_norm_eps": 1e-6,
   "num_hidden_layers": 32,
@@ -40,9 +42,14 @@ _DECODER: dict[str, Any] = {
   "rope_scaling": None,
   "rope_theta": 10_000.0,
 }
+_MISTRAL: dict[str, Any] = {
+  "intermediate_size": 14_336,
+  "num_key_value_heads": 8,
+  "max_position_embeddings": 131_072,
+  "sliding_window": 4096,
+}
 _QWEN: dict[str, Any] = {
   "vocab_size": 151_936,
-  "hidden_size": 4096,
   "intermediate_size": 22_016,
   "num_key_value_heads": 32,
   "max_position_embeddings": 32_768,
@@ -63,30 +70,16 @@ _ENCODER: dict[str, Any] = {
 FOLLOWED: dict[str, dict[str, Any]] = {
   "llama": {
     **_DECODER,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
     "intermediate_size": 11_008,
     "num_key_value_heads": None,
     "max_position_embeddings": 2048,
     "attention_bias": False,
     "mlp_bias": False,
   },
-  "mistral": {
-    **_DECODER,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-  },
+  "mistral": {**_DECODER, **_MISTRAL},
   "mixtral": {
     **_DECODER,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
+    **_MISTRAL,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1_000_000.0,
     "sliding_window": None,
