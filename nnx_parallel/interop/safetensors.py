@@ -166,8 +166,8 @@ def export_safetensors(
     weight_map: as for `import_safetensors`; it is applied in reverse. None: the paths of the leaves are the
       names in the files.
     skip: patterns of the paths of leaves to leave out, for example `["*.bias"]`.
-    file_bytes: the maximum size of a file. A larger model is written as several files with an index, as the
-      loaders of Hugging Face expect.
+    file_bytes: the maximum size of a file, and about the host memory that process 0 needs. A larger model is
+      written as several files with an index, as the loaders of Hugging Face expect.
 
   Returns:
     The names of the written arrays.
