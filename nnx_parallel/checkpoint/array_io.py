@@ -73,9 +73,6 @@ def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
 
   If Orbax cannot make a folder in the background, its threads wait for twenty minutes, and the process cannot
   end before.
-
-  Raises:
-    OSError: a folder cannot be made.
   """
   try:
     for name in items:

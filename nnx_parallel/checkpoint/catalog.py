@@ -30,9 +30,6 @@ class Retention:
     best: the metric that `step="best"` and `keep_best` compare.
     mode: `min` or `max`: whether small or large values of the metric are best.
     keep_best: the number of best steps to keep.
-
-  Raises:
-    CheckpointError: a count that is not an integer or below 1, or an unknown mode.
   """
 
   newest: int | None = None

@@ -157,12 +157,7 @@ def read(step_dir: epath.Path) -> Manifest:
 
 
 def read_header(step_dir: epath.Path) -> Header:
-  """Reads and checks the first line of a manifest.
-
-  Raises:
-    VanishedError: the folder is not there.
-    CheckpointError: the manifest is missing, damaged, or has another format.
-  """
+  """Reads and checks the first line of a manifest."""
 
   def first_line(file: epath.Path) -> bytes:
     with file.open("rb") as stream:
@@ -173,11 +168,7 @@ def read_header(step_dir: epath.Path) -> Header:
 
 
 def as_json(step_dir: epath.Path) -> dict[str, Json]:
-  """The manifest as stored, with header and body merged.
-
-  Raises:
-    CheckpointError: as `read`.
-  """
+  """The manifest as stored, with header and body merged."""
   with _fields_of_the_format(step_dir):
     signed, body = _read(step_dir)
     return {**signed, **body}

@@ -63,11 +63,7 @@ class Request:
 
 
 def encode(roots: Mapping[str, Mapping[str, Leaf]]) -> Content:
-  """Checks and encodes Variables, arrays and JSON values, given by item and path.
-
-  Raises:
-    CheckpointError: a leaf that cannot be stored, named by its path.
-  """
+  """Checks and encodes Variables, arrays and JSON values, given by item and path."""
   items: dict[str, ItemRecord] = {}
   arrays: dict[str, dict[str, Array]] = {}
   cut_bytes = 0

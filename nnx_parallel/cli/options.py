@@ -351,11 +351,7 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
 
 
 def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
-  """The mesh on devices of this machine; with `devices`, on the first so many.
-
-  Raises:
-    MeshError: they are not as many as the mesh needs.
-  """
+  """The mesh on devices of this machine; with `devices`, on the first so many."""
   import jax
 
   import nnx_parallel as nxp

@@ -91,9 +91,6 @@ def has_own_head(folder: str | os.PathLike[str]) -> bool | None:
 
   Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
   decide.
-
-  Raises:
-    CheckpointError: files or a `config.json` that cannot be read.
   """
   folder = Path(folder)
   config, arrays = read_config(folder), _arrays(Path(folder))

@@ -268,11 +268,7 @@ def write_folder(
   single: str = SINGLE,
   beside: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-  """`export_safetensors`, with the name of a single file, and texts to write beside it by file name.
-
-  Raises:
-    CheckpointError: as `export_safetensors`.
-  """
+  """`export_safetensors`, with the name of a single file, and texts to write beside it by file name."""
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")
   is_first = jax.process_index() == 0

@@ -564,20 +564,12 @@ def model_leaves(plan: Plan) -> dict[str, TargetLeaf]:
 
 
 def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
-  """The paths that an import leaves as they are initialised: skipped paths, and random state.
-
-  Raises:
-    CheckpointError: a pattern that matches no path.
-  """
+  """The paths that an import leaves as they are initialised: skipped paths, and random state."""
   return _left_out(paths, skip) | _random_state(plan.abstract_model)
 
 
 def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, AnyArray]:
-  """The leaves of a model that an export writes: all but skipped leaves and random state.
-
-  Raises:
-    CheckpointError: a pattern that matches no path.
-  """
+  """The leaves of a model that an export writes: all but skipped leaves and random state."""
   leaves = targets.saved_roots(model, None)["model"]
   away = _left_out(leaves, skip) | _random_state(model)
   return {path: leaf for path, leaf in leaves.items() if path not in away}
