@@ -16,7 +16,7 @@ from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import digest
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, key_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +30,10 @@ VERIFY = tuple(_HASHED)
 def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
-  """Reads all matched leaves.
+  """Reads all matched leaves, by item and the target's path.
 
   `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
   all small files. File sizes are always compared.
-
-  Returns:
-    Arrays by item and the target's path.
-
-  Raises:
-    DamagedError: names the leaf, and the files that differ from the saved files.
   """
   logger.info(
     "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
@@ -86,7 +80,7 @@ def _read_all(
 def check_values(
   step_dir: epath.Path, manifest: Manifest, *, byte_budget: int, mine: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[str, str]]:
-  """Reads the arrays of a step to the host, a budget at a time, and compares the digests.
+  """Reads the arrays of a step to the host, one after another, and compares the digests.
 
   `mine=(1, 4)` takes the second of each four arrays.
 
@@ -99,19 +93,13 @@ def check_values(
     for path, saved in record.leaves.items()
     if saved.encoding != encoding.EMPTY
   ]
-  for group in _groups(pairs[mine[0] :: mine[1]], byte_budget):
+  for leaf in pairs[mine[0] :: mine[1]]:
     try:
-      arrays = _load(step_dir, manifest, group, byte_budget)
-    except DamagedError:
-      arrays = {}  # each array is read alone, to name the damaged arrays
-    for leaf in group:
-      try:
-        found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
-        number = digest(found[leaf.saved.folder])()
-        if problems := _wrong_values(step_dir, manifest, leaf, number):
-          raise damage(manifest.step, problems)
-      except DamagedError as error:
-        yield leaf.name, error.what
+      array = _load(step_dir, manifest, [leaf], byte_budget)[leaf.saved.folder]
+      if problems := _wrong_values(step_dir, manifest, leaf, digest(array)()):
+        raise damage(manifest.step, problems)
+    except DamagedError as error:
+      yield leaf.name, error.what
 
 
 def damaged_files(
@@ -188,29 +176,10 @@ def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, numb
   return [*_files_of(step_dir, manifest, leaf), text]
 
 
-def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
-  """Cuts the reads into groups of one item and about the size of the budget."""
-  group: list[LeafPair] = []
-  total = 0
-  for leaf in matches:
-    size = array_io.shard_bytes(leaf.stored)
-    if group and (leaf.item != group[0].item or total + size > byte_budget):
-      yield group
-      group, total = [], 0
-    group.append(leaf)
-    total += size
-  if group:
-    yield group
-
-
 def _load(
   step_dir: epath.Path, manifest: Manifest, group: Sequence[LeafPair], byte_budget: int
 ) -> dict[str, Array]:
-  """Reads leaves of one item, by folder.
-
-  Raises:
-    DamagedError: names the first leaf that cannot be read.
-  """
+  """Reads leaves of one item, by folder."""
   item = group[0].item
   full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
   targets = {leaf.saved.folder: leaf.stored for leaf in full}
@@ -240,7 +209,7 @@ def _load(
 
 def _on_host(leaf: LeafRecord) -> TargetLeaf:
   key, _, implementation = leaf.encoding.partition(":")
-  dtype = encoding.key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
+  dtype = key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
   return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, dtype), leaf.shape)
 
 
