@@ -43,7 +43,7 @@ _OFF = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal",
 def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.PathLike[str]) -> list[str]:
   """Writes the adapters of a model in the format of PEFT, for transformers, vLLM and other programs.
 
-  Process 0 writes, as in `export_safetensors`.
+  Each process writes its share, as in `export_safetensors`.
 
   Args:
     path: the folder to write. It must not exist yet, and it appears only when it is complete.

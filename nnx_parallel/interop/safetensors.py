@@ -1,18 +1,19 @@
 """Import and export of safetensors, with Hugging Face's index of several files.
 
-The package `safetensors` checks the headers and writes the files. Each process reads only the pages of its
-own shards, from a memory map; process 0 writes.
+The package `safetensors` reads and checks the headers. Each process reads only the pages of its own shards,
+from a memory map, and writes only the bytes of its own shards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from nnx_parallel.checkpoint import encoding, multihost, storage
@@ -85,6 +85,30 @@ class Tensor:
 
   def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
     return self.read(index)
+
+  def write(self, index: tuple[slice, ...], values: np.ndarray) -> None:
+    """Writes a part of the array, one run of consecutive bytes after another.
+
+    A memory map would write full pages, and overwrite the bytes of other processes in the same file.
+    """
+    if not values.size:
+      return
+    ends = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+    dim = len(ends)  # not cut from here on
+    while dim and ends[dim - 1] == (0, self.shape[dim - 1]):
+      dim -= 1
+    starts = np.array(self.begin)
+    for at, (start, stop) in enumerate(ends[:dim]):
+      stride = math.prod(self.shape[at + 1 :]) * self.dtype.itemsize
+      places = np.arange(start, stop if at < dim - 1 else start + 1) * stride
+      starts = np.add.outer(starts, places)
+    runs = np.ascontiguousarray(values, self.dtype).reshape(starts.size, -1).view(np.uint8)
+    with self.file.open("r+b", buffering=0) as stream:
+      for start, run in zip(starts.flat, runs, strict=True):
+        stream.seek(int(start))
+        rest = memoryview(run)
+        while rest:
+          rest = rest[stream.write(rest) :]
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -156,7 +180,7 @@ def export_safetensors(
   skip: Iterable[str] = (),
   file_bytes: int = 5 << 30,
 ) -> list[str]:
-  """Writes a model as safetensors files; process 0 gathers one array after another, and writes each file.
+  """Writes a model as safetensors files; each process writes its share of each array into the same files.
 
   Random-number state (`nnx.RngState`) is left out.
 
@@ -284,48 +308,37 @@ def write_folder(
     leaves = _leaves(model, skip)
     families, specs = _to_write((weight_map or SameNames()).to_write(leaves), leaves)
   multihost.require_same("what to export", f"{final}\n{specs}")
-  files = _cut_into_files(specs, file_bytes, single)
-  ends, pending = {names[-1]: file for file, names in files.items()}, dict[str, np.ndarray]()
   with contextlib.ExitStack() as stack:
     with together():
       if is_first:
-        _make_folder(temporary, final, _nbytes(specs.values()), stack)
+        temporary.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(storage.LocalStorage(epath.Path(temporary)).lock())
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        _require_new(final)  # whoever had the lock before may just have written it
+        for left in temporary.iterdir():
+          if left.name != storage.LOCK:
+            left.unlink()
+        _lay_out(temporary, specs, file_bytes, single)
+        for name, text in beside.items():
+          (temporary / name).write_text(text)
+    with together():
+      tensors = read_tensors(temporary)
     for first, *tied in families:
       near = leaves[next(iter(first.layers.values()))].array.sharding
       arrays = _arrays(first, leaves, near)
       for group in tied:
         with together():
           _require_same(group, _arrays(group, leaves, near), arrays)
-      for name, array in zip(first.names, arrays, strict=True):
-        is_here = array.is_fully_addressable
-        values = np.asarray(array) if is_here else multihost_utils.process_allgather(array, tiled=True)
-        with together():
-          if is_first:
-            pending[name] = np.array(values, specs[name].dtype, order="C")
-            if name in ends:
-              _package().numpy.save_file(pending, temporary / ends[name], metadata={"format": "pt"})
-              pending.clear()
+      with together():
+        _store([tensors[name] for name in first.names], arrays)
+    with together():
+      storage.make_tree_durable(epath.Path(temporary))
     with together():
       if is_first:
-        for name, text in {**_index(files, specs), **beside}.items():
-          (temporary / name).write_text(text)
-        storage.make_tree_durable(epath.Path(temporary))
         temporary.rename(final)
         (final / storage.LOCK).unlink()
         storage.make_durable([epath.Path(final), epath.Path(final.parent)])
   return [*specs]
-
-
-def _make_folder(temporary: Path, final: Path, nbytes: int, stack: contextlib.ExitStack) -> None:
-  """Makes and locks the folder to write in; it is removed at the end of the stack, unless it was renamed."""
-  temporary.mkdir(parents=True, exist_ok=True)
-  stack.enter_context(storage.LocalStorage(epath.Path(temporary)).lock())
-  stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-  _require_new(final)  # whoever had the lock before may just have written it
-  for left in temporary.iterdir():
-    if left.name != storage.LOCK:
-      left.unlink()
-  storage.require_space(epath.Path(final.parent), nbytes, doing="export", fix="free some space.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,14 +380,19 @@ def _to_write(
         )
     specs |= made
     families.setdefault(group.names, []).append(group)
-  if not specs:
-    raise CheckpointError("there is nothing to export.", fix="leave out fewer leaves by name.")
   return [*families.values()], specs
 
 
 def _arrays(group: Group, leaves: Mapping[str, _Leaf], near: Sharding) -> list[jax.Array]:
   layers = [leaves[group.layers[layer]] for layer in sorted(group.layers)]
   return group.make_arrays([leaf.array for leaf in layers], layers[0].shape, near)
+
+
+def _store(tensors: Iterable[Tensor], arrays: Iterable[jax.Array]) -> None:
+  for tensor, array in zip(tensors, arrays, strict=True):
+    for shard in array.addressable_shards:
+      if shard.replica_id == 0:
+        tensor.write(shard.index, np.asarray(shard.data).astype(tensor.dtype))
 
 
 def _require_same(group: Group, arrays: Iterable[jax.Array], first: Iterable[jax.Array]) -> None:
@@ -427,26 +445,22 @@ def _file_names(index: Path) -> dict[str, str]:
     ) from error
 
 
-def _package() -> Any:
+def _open(file: Path) -> dict[str, Tensor]:
   try:
-    import safetensors.numpy  # pyright: ignore[reportUnusedImport]
+    from safetensors import SafetensorError, safe_open
   except ImportError as error:
     raise CheckpointError(
-      "the package safetensors is not installed.", fix="pip install 'nnx-parallel[safetensors]'."
+      f"cannot read {file}: the package safetensors is not installed.",
+      fix="pip install 'nnx-parallel[safetensors]'.",
     ) from error
-  return safetensors
-
-
-def _open(file: Path) -> dict[str, Tensor]:
-  package = _package()
   try:
-    with package.safe_open(file, "numpy") as opened:
+    with safe_open(file, "numpy") as opened:
       slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
       entries = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices]
     end = file.stat().st_size
   except OSError as error:
     raise CheckpointError(f"cannot open {file}: {error}.", fix="check who may read it.") from error
-  except package.SafetensorError as error:
+  except SafetensorError as error:
     raise CheckpointError(
       f"{file} is not a complete safetensors file: {error}.", fix="copy or download it again."
     ) from error
@@ -483,29 +497,54 @@ def _leaves(model: object, skip: Iterable[str]) -> dict[str, _Leaf]:
   return found
 
 
-def _nbytes(specs: Iterable[jax.ShapeDtypeStruct]) -> int:
-  return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-
-
-def _cut_into_files(
-  specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int, single: str
-) -> dict[str, list[str]]:
-  """The arrays of each file, by its name."""
-  groups: list[list[str]] = [[]]
+def _cut_into_files(specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int) -> Iterator[dict[str, Any]]:
+  group: dict[str, jax.ShapeDtypeStruct] = {}
   for name, spec in specs.items():
-    if groups[-1] and _nbytes([*(specs[other] for other in groups[-1]), spec]) > file_bytes:
-      groups.append([])
-    groups[-1].append(name)
-  if len(groups) == 1:
-    return {single: groups[0]}
-  return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+    if group and _nbytes(group) + _nbytes({name: spec}) > file_bytes:
+      yield group
+      group = {}
+    group[name] = spec
+  yield group
 
 
-def _index(files: Mapping[str, list[str]], specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, str]:
-  """The index of several files, as text by its name."""
-  if len(files) == 1:
-    return {}
-  where = {name: file for file, names in files.items() for name in names}
-  return {
-    INDEX: json.dumps({"metadata": {"total_size": _nbytes(specs.values())}, "weight_map": where}, indent=2)
-  }
+def _nbytes(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+  return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+
+
+def _lay_out(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], file_bytes: int, single: str) -> None:
+  """Creates the files with their headers and full sizes, and the index."""
+  total = _nbytes(specs)
+  storage.require_space(epath.Path(folder.parent), total, doing="export", fix="free some space.")
+  groups = [*_cut_into_files(specs, file_bytes)]
+  names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+  names = names if len(groups) > 1 else [single]
+  for name, group in zip(names, groups, strict=True):
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    # Wide elements first, so that each array is aligned to its own; some readers need that.
+    for tensor, spec in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
+      end = offset + _nbytes({tensor: spec})
+      kind = _NAMES[np.dtype(spec.dtype)]
+      header[tensor] = {"dtype": kind, "shape": list(spec.shape), "data_offsets": [offset, end]}
+      offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # arrays start aligned
+    with (folder / name).open("wb") as file:
+      file.write(len(text).to_bytes(8, "little") + text)
+      file.flush()
+      _reserve(file.fileno(), 8 + len(text) + offset)
+  if len(groups) > 1:
+    where = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _reserve(file: int, size: int) -> None:
+  """Gives a file its size and its space on the disk, so that a full disk is noticed before the writing."""
+  if hasattr(os, "posix_fallocate"):
+    try:
+      os.posix_fallocate(file, 0, size)
+    except OSError as error:
+      if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise
+  os.ftruncate(file, size)

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import nnx_parallel as nxp
 from checkpoint.runs import assert_same
 from nnx_parallel.checkpoint.storage import LOCK
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.interop.safetensors import export_safetensors, import_safetensors, read_tensors
+from nnx_parallel.interop.safetensors import Tensor, export_safetensors, import_safetensors, read_tensors
 from nnx_parallel.interop.weights import Rule, WeightMap
 
 RNG = np.random.default_rng(0)
@@ -239,23 +240,47 @@ def test_tied_leaves_are_compared_without_their_padding(tmp_path):
     export_safetensors(tmp_path / "other", model(3.0), weight_map)
 
 
-def full(*_, **__):
-  raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("moment", ["before", "while the files are made", "while they are written"])
+def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch, moment):
+  if moment == "before":
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the export needs 400 bytes, 10 are free"
+  else:
 
+    def full(*_):
+      raise OSError(28, "No space left on device")
 
-def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
-  monkeypatch.setattr(safetensors.numpy, "save_file", full)
-  text = r"cannot export to out in .*: the disk is full\.\n  .*No space left on device"
+    where = {
+      "while the files are made": (os, "posix_fallocate"),
+      "while they are written": (Tensor, "write"),
+    }
+    monkeypatch.setattr(*where[moment], full)
+    text = r"cannot export to out in .*: the disk is full\.\n  .*No space left on device"
   with pytest.raises(CheckpointError, match=text):
     export_safetensors(tmp_path / "out", {"w": jnp.ones(100)})
-  usage = shutil.disk_usage(tmp_path)._replace(free=10)
-  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-  text = r"cannot export to [^:]*[^g]: the disk is full\.\n  the export needs 400 bytes, 10 are free"
-  with pytest.raises(CheckpointError, match=text):
-    export_safetensors(tmp_path / "out", {"w": jnp.ones(100)})
-  with pytest.raises(CheckpointError, match=r"there is nothing to export"):
-    export_safetensors(tmp_path / "out", {"w": jnp.ones(100)}, skip=["w"])
   assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_has_its_place_on_the_disk(tmp_path, monkeypatch):
+  written = Tensor.write
+
+  def measured(self, index, values):
+    status = os.stat(tmp_path / "out.nnx-saving" / "model.safetensors")
+    assert status.st_blocks * 512 >= status.st_size
+    written(self, index, values)
+
+  monkeypatch.setattr(Tensor, "write", measured)
+  export_safetensors(tmp_path / "out", {"w": jnp.ones((512, 1024)), "none": jnp.zeros((0, 3))})
+  assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["none"].shape == (0, 3)
+
+  def unknown(*_):
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+  monkeypatch.setattr(os, "posix_fallocate", unknown)
+  monkeypatch.setattr(Tensor, "write", written)
+  export_safetensors(tmp_path / "other", {"w": jnp.ones(4)})
+  assert safetensors.numpy.load_file(tmp_path / "other" / "model.safetensors")["w"].sum() == 4
 
 
 def test_what_safetensors_cannot_hold(tmp_path):
@@ -279,9 +304,9 @@ def test_random_state_is_left_out_by_its_type_and_made_anew(tmp_path):
 
 
 def test_only_one_of_two_exports_to_a_path_succeeds(tmp_path, monkeypatch):
-  real, refused = safetensors.numpy.save_file, []
+  real, refused = Tensor.write, []
 
-  def write(*args, **options):
+  def write(self, index, values):
     if not refused:
       refused.append(None)
       with pytest.raises(
@@ -289,9 +314,9 @@ def test_only_one_of_two_exports_to_a_path_succeeds(tmp_path, monkeypatch):
       ) as caught:
         export_safetensors(tmp_path / "out", {"w": jnp.zeros(4)})
       refused.append(caught)
-    real(*args, **options)
+    real(self, index, values)
 
-  monkeypatch.setattr(safetensors.numpy, "save_file", write)
+  monkeypatch.setattr(Tensor, "write", write)
   (tmp_path / "out.nnx-saving").mkdir()
   (tmp_path / "out.nnx-saving" / "model-00001.safetensors").touch()  # left by one that was killed
   export_safetensors(tmp_path / "out", {"w": jnp.ones(4)})
