@@ -80,7 +80,7 @@ def _read_all(
 def check_values(
   step_dir: epath.Path, manifest: Manifest, *, byte_budget: int, mine: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[str, str]]:
-  """Reads the arrays of a step to the host, one after another, and compares the digests.
+  """Reads the arrays of a step to the host, a budget at a time, and compares the digests.
 
   `mine=(1, 4)` takes the second of each four arrays.
 
@@ -93,13 +93,19 @@ def check_values(
     for path, saved in record.leaves.items()
     if saved.encoding != encoding.EMPTY
   ]
-  for leaf in pairs[mine[0] :: mine[1]]:
+  for group in _groups(pairs[mine[0] :: mine[1]], byte_budget):
     try:
-      array = _load(step_dir, manifest, [leaf], byte_budget)[leaf.saved.folder]
-      if problems := _wrong_values(step_dir, manifest, leaf, digest(array)()):
-        raise damage(manifest.step, problems)
-    except DamagedError as error:
-      yield leaf.name, error.what
+      arrays = _load(step_dir, manifest, group, byte_budget)
+    except DamagedError:
+      arrays = {}  # each array is read alone, to name the damaged arrays
+    for leaf in group:
+      try:
+        found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
+        number = digest(found[leaf.saved.folder])()
+        if problems := _wrong_values(step_dir, manifest, leaf, number):
+          raise damage(manifest.step, problems)
+      except DamagedError as error:
+        yield leaf.name, error.what
 
 
 def damaged_files(
@@ -174,6 +180,21 @@ def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, numb
   where = f"{leaf.item}/{leaf.saved_path}"
   text = f"the values of {where} differ from the saved values (files under {leaf.item}/{leaf.saved.folder})"
   return [*_files_of(step_dir, manifest, leaf), text]
+
+
+def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
+  """Cuts the reads into groups of one item and about the size of the budget."""
+  group: list[LeafPair] = []
+  total = 0
+  for leaf in matches:
+    size = array_io.shard_bytes(leaf.stored)
+    if group and (leaf.item != group[0].item or total + size > byte_budget):
+      yield group
+      group, total = [], 0
+    group.append(leaf)
+    total += size
+  if group:
+    yield group
 
 
 def _load(
