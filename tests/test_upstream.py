@@ -642,7 +642,7 @@ def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
 
 
 def test_the_backward_pass_of_a_splash_kernel_takes_its_options_and_what_the_forward_pass_saved():
-  """`layers/fused_ring.py` calls it with the result and the sums of several shards of keys."""
+  """`layers/splash.py` calls it with the result and the sums of several shards of keys."""
   from jax.experimental.pallas.ops.tpu import splash_attention
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 

@@ -44,18 +44,12 @@ def start_save(
   byte_budget: int,
   background: bool,
 ) -> Callable[[float], None]:
-  """Starts writing the arrays; the returned function waits, and raises the error of a failed write.
+  """Starts writing arrays, by item and folder; the returned function waits, and raises the write's error.
 
   Each wait takes at most `seconds`, and may be repeated after a `TimeoutError`. If one process cannot write,
-  Orbax makes the other processes wait up to twenty minutes for it: see `Block.wait_for`.
-
-  Args:
-    step_dir: created by this call; appears under its name once complete.
-    items: arrays by item and folder name; none of them is empty.
-    chunk_bytes: the largest piece that is read at once; None stores each shard as one piece.
-    byte_budget: the maximum number of bytes in flight beyond the arrays themselves.
-    background: whether all arrays are copied off the devices before this returns; otherwise the copies that
-      exist at a time stay within the budget.
+  Orbax makes the other processes wait up to twenty minutes for it: see `Block.wait_for`. In the background,
+  all arrays are copied off the devices before this returns; otherwise the copies that exist at a time stay
+  within the budget.
   """
   context = _context()
   budget = _write_budget(items, byte_budget)
@@ -79,9 +73,6 @@ def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
 
   If Orbax cannot make a folder in the background, its threads wait for twenty minutes, and the process cannot
   end before.
-
-  Raises:
-    OSError: a folder cannot be made.
   """
   try:
     for name in items:
@@ -166,17 +157,9 @@ def read(
 ) -> dict[str, Array]:
   """Reads arrays of an item into their targets' shardings; each process reads its own shards, independently.
 
-  Args:
-    folder: the folder of the item.
-    stored: the shape and dtype on disk, by name.
-    targets: the wanted shape, dtype and sharding; without a sharding, a numpy array. A shape may be larger
-      than the stored shape; the rest is zero.
-    byte_budget: host bytes in flight: half in shards being read, unless one array is larger, and half in
-      chunks that several shards share.
-
-  Raises:
-    ValueError: a file is missing, or differs from the written file.
-    OSError: the file system cannot look for a file.
+  A target without a sharding means a numpy array. Its shape may be larger than the stored shape; the rest is
+  zero. Half of the budget is for shards being read, unless one array is larger, and half for chunks that
+  several shards share. A damaged file raises a `ValueError`.
   """
   context = ts.Context({"cache_pool": {"total_bytes_limit": byte_budget // 2}})
   opened = {name: _open(folder / name, form, context) for name, form in stored.items()}

@@ -30,15 +30,6 @@ class Retention:
     best: the metric that `step="best"` and `keep_best` compare.
     mode: `min` or `max`: whether small or large values of the metric are best.
     keep_best: the number of best steps to keep.
-
-  Raises:
-    CheckpointError: a count that is not an integer or below 1, or an unknown mode.
-
-  Example:
-    >>> keep = Retention(newest=2, every=100, best="loss")
-    >>> metrics = {100: {}, 150: {"loss": 1.0}, 160: {"loss": 2.0}, 170: {}, 180: {}}
-    >>> keep.expired(metrics, newest_first=[180, 170, 160, 150, 100])
-    [160]
   """
 
   newest: int | None = None
@@ -88,12 +79,7 @@ class Catalog:
   retention: Retention
 
   def manifest(self, step: int) -> Manifest:
-    """Reads and checks the manifest of a step.
-
-    Raises:
-      CheckpointError: see `manifest.read`.
-      DamagedError: it is the manifest of another step.
-    """
+    """Reads and checks the manifest of a step."""
     found = manifest.read(self.storage.folder(step))
     if found.step != step:
       raise damage(step, [f"{manifest.FILE} is from step {found.step}"])
@@ -137,9 +123,6 @@ class Catalog:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
 
     The latest may be damaged, or have no manifest; reading it raises.
-
-    Raises:
-      CheckpointError: there is no such step; the message lists the existing steps.
     """
     if step is None or step == "latest":
       number = next(iter(newest_first(self.headers())), None) if self.storage.steps() else None
@@ -164,9 +147,6 @@ class Catalog:
     """The place of a new step.
 
     `position` is the step that the run resumed from or saved last, if any, and `saved` says that it saved it.
-
-    Raises:
-      CheckpointError: it exists, another program wrote its folder, or the run did not come from before it.
     """
     self.storage.check_place(step)
     exists = (self.storage.folder(step) / manifest.FILE).exists()
@@ -213,11 +193,7 @@ def whole(value: object, *, least: int) -> int | None:
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-  """Checks an argument that takes one of a few values, and returns it.
-
-  Raises:
-    CheckpointError: another value.
-  """
+  """Checks an argument that takes one of a few values, and returns it."""
   if value not in known:
     *most, last = (f'"{word}"' for word in known)
     raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass {', '.join(most)} or {last}.")
@@ -225,11 +201,7 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def as_step(step: object) -> int:
-  """The number of a step.
-
-  Raises:
-    CheckpointError: not a non-negative integer.
-  """
+  """The number of a step."""
   number = whole(step, least=0)
   if number is None or number >= 2**63:
     shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
@@ -297,11 +269,7 @@ class Place:
 def place_of(
   step: int, position: int | None, headers: Mapping[int, Header | None], directory: object
 ) -> Place:
-  """Finds the place of a step that is about to be saved; `position` is as for `Catalog.place`.
-
-  Raises:
-    CheckpointError: the directory holds newer steps, and the run did not come from before them.
-  """
+  """Finds the place of a step that is about to be saved; `position` is as for `Catalog.place`."""
   known = {number: header for number, header in headers.items() if header is not None}
   after = max((header.time for header in known.values()), default=-math.inf)
   newest = next(iter(newest_first(known)), None)

@@ -306,7 +306,8 @@ class Checkpointer:
     record = self.metadata(step)
     names, choose = targets.split_only(only)
     goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
-    return self._compare(record, goal, only=names, skip=skip, rename=rename, cast=cast)
+    budget = self._byte_budget
+    return compare(record, goal, only=names, skip=skip, rename=rename, cast=cast, byte_budget=budget)
 
   @overload
   def restore(
@@ -531,13 +532,10 @@ class Checkpointer:
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending, self._lock = None, threading.RLock()
 
-  def _compare(self, record: Manifest, goal: Target, **choose: Any) -> Diff:
-    return compare(record, goal, byte_budget=self._byte_budget, **choose)
-
   def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> PyTree:
     """Restores a step into a target."""
     with multihost.together():
-      diff = self._compare(record, goal, **by_name)
+      diff = compare(record, goal, byte_budget=self._byte_budget, **by_name)
       diff.require()
       if diff.skipped and not (diff.matches or any(diff.values.values())):
         raise CheckpointError(

@@ -61,11 +61,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def raise_transient(error: BaseException, what: str) -> None:
-  """Raises if the cause of an error is this machine and not the checkpoint.
-
-  Raises:
-    CheckpointError: what could not be read, and why.
-  """
+  """Raises if the cause of an error is this machine and not the checkpoint."""
   found = (
     cause
     for cause in causes(error)

@@ -160,16 +160,7 @@ class Diff(Shown):
     return "\n".join(lines)
 
   def to_json(self) -> str:
-    """Returns the comparison as JSON: what does not fit by leaf, and the bytes.
-
-    Example:
-      >>> import json, tempfile, numpy as np, nnx_parallel as nxp
-      >>> checkpointer = nxp.Checkpointer(tempfile.mkdtemp())
-      >>> checkpointer.save(1, {"w": np.ones(3, np.float32)})
-      >>> found = json.loads(checkpointer.diff({"w": np.ones(4, np.float32)}).to_json())
-      >>> found["fits"], found["reshaped"]
-      (False, [{'leaf': 'model/w', 'saved': [3], 'wanted': [4]}])
-    """
+    """Returns the comparison as JSON: what does not fit by leaf, and the bytes."""
     found: dict[str, Json] = {
       "step": self.step,
       "fits": self.fits,
@@ -193,11 +184,7 @@ class Diff(Shown):
     return json.dumps(found, indent=2)
 
   def require(self) -> None:
-    """Raises unless everything fits.
-
-    Raises:
-      CheckpointError: lists the leaves that do not fit, with the nearest names.
-    """
+    """Raises unless everything fits."""
     if self.fits:
       return
     counts = {
@@ -406,11 +393,7 @@ class _Renames:
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-  """The patterns that were passed as `argument`.
-
-  Raises:
-    CheckpointError: a single text, a filter of nnx, or an empty `only`.
-  """
+  """The patterns that were passed as `argument`."""
   if isinstance(names, str):
     raise CheckpointError(
       f"{argument}={names!r} is one text, not a list of names.", fix=f"pass {argument}=[{names!r}]."

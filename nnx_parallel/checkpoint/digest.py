@@ -11,19 +11,17 @@ as the same bit flipped in several elements. The digest guards against rot, not 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.relayout import on_auto_axes, on_cpu
-from nnx_parallel.core.axes import axes_of
+from nnx_parallel.checkpoint.relayout import on_cpu
+from nnx_parallel.layout.leaf import HOST_KINDS
 
 _PIECE = 1 << 20  # elements that are mixed and summed at a time on a CPU
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
@@ -34,8 +32,8 @@ Shape = tuple[int, ...]
 def digest(array: Array, shape: Shape | None = None) -> Callable[[], int]:
   """Digests an array's global value.
 
-  On GPUs and TPUs a program is started, in which each device reads only its own shard, and sends one number.
-  Host arrays, and arrays on CPUs, are digested before this returns.
+  GPUs and TPUs digest their own shards, and send one number each. Host arrays, and arrays on CPUs, are
+  digested before this returns.
 
   Args:
     array: any dtype with items of one byte or more; not a typed key.
@@ -44,22 +42,15 @@ def digest(array: Array, shape: Shape | None = None) -> Callable[[], int]:
   Returns:
     A function that waits and returns the digest. For an array that is spread over processes, each process
     gets its own share: the digest is their sum modulo 2**32.
-
-  Example:
-    >>> x = np.arange(6, dtype=np.float32)
-    >>> digest(x)() == digest(jnp.asarray(x))() == digest(np.pad(x, (0, 2)), shape=(6,))()
-    True
-    >>> digest(x)() == digest(x[::-1])()
-    False
   """
   shape = tuple(array.shape if shape is None else shape)
   if isinstance(array, np.ndarray) or on_cpu(array.sharding):
     number = _on_host(_parts(array), shape)
     return lambda: number
-  array = on_auto_axes(array)
-  sharding = array.sharding
-  program = _digest_shards(sharding, shape) if isinstance(sharding, NamedSharding) else _digest_whole(shape)
-  return functools.partial(_total, program(array))
+  on_host, near = array.sharding.memory_kind in HOST_KINDS, array.sharding.with_memory_kind("device")
+  shards = _own(jax.device_put(array, near) if on_host else array)
+  found = [_digest_at(shard.data, _starts(shard.index), np.array(shape, np.uint32)) for shard in shards]
+  return lambda: sum(map(int, jax.device_get(found))) % 2**32
 
 
 def digest_later(array: Array) -> Callable[[], int]:
@@ -72,18 +63,10 @@ def digest_later(array: Array) -> Callable[[], int]:
   Returns:
     A function like the result of `digest`. If every process holds the full array, it returns zero on all
     processes except process 0. Call it once, on any thread.
-
-  Example:
-    >>> x = jnp.arange(6.0)
-    >>> later = digest_later(x)
-    >>> x.delete()
-    >>> later() == digest(np.arange(6, dtype=np.float32))()
-    True
   """
   if jax.process_index() and (isinstance(array, np.ndarray) or array.is_fully_addressable):
     return lambda: 0
   if isinstance(array, np.ndarray) or not on_cpu(array.sharding):
-    # Not later: all processes must run this program at the same place in their order of programs.
     return digest(array)
   parts, shape = _parts(array), tuple(array.shape)
 
@@ -95,36 +78,29 @@ def digest_later(array: Array) -> Callable[[], int]:
   return later
 
 
-def _total(parts: jax.Array) -> int:
-  rows = [parts]
-  if not (parts.is_fully_addressable or parts.is_fully_replicated):
-    rows = [shard.data for shard in parts.addressable_shards]
-  return int(sum(np.asarray(row).sum(dtype=np.uint64) for row in rows) % 2**32)
+def _own(array: jax.Array) -> list[jax.Shard]:
+  """The shards of this process, each of them on one process only."""
+  return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
-def _parts(array: Array) -> list[tuple[np.ndarray, Shape]]:
+def _starts(index: tuple[slice, ...]) -> np.ndarray:
+  return np.array([part.start or 0 for part in index], np.uint32)
+
+
+def _parts(array: Array) -> list[tuple[np.ndarray, np.ndarray]]:
   """The parts of an array on this host, without copies: the values, and where they start."""
   if isinstance(array, np.ndarray):
-    return [(array, (0,) * array.ndim)]
-  return [
-    (
-      np.asarray(shard.data),
-      tuple(part.indices(n)[0] for part, n in zip(shard.index, array.shape, strict=True)),
-    )
-    for shard in array.addressable_shards
-    if shard.replica_id == 0
-  ]
+    return [(array, np.zeros(array.ndim, np.uint32))]
+  return [(np.asarray(shard.data), _starts(shard.index)) for shard in _own(array)]
 
 
-def _on_host(parts: Iterable[tuple[np.ndarray, Shape]], shape: Shape) -> int:
+def _on_host(parts: Iterable[tuple[np.ndarray, np.ndarray]], shape: Shape) -> int:
   """Digests parts a piece at a time: a program on a CPU writes the mixed words to memory before it sums."""
   device, number = host_device(), 0
   for values, starts in parts:
     for index in _pieces(values.shape):
-      places = [start + cut.start for start, cut in zip(starts, index, strict=True)]
       words = jax.device_put(_host_words(values[index]), device)
-      found = _digest_at(words, np.array(places, np.uint32), np.array(shape, np.uint32))
-      number += int(np.asarray(found)[0])
+      number += int(_digest_at(words, starts + _starts(index), np.array(shape, np.uint32)))
   return number % 2**32
 
 
@@ -171,57 +147,14 @@ def _device_words(array: jax.Array) -> jax.Array:
   return words.reshape((*array.shape, -1)) if array.dtype.itemsize > 4 else words
 
 
-@functools.lru_cache(maxsize=1024)
-def _digest_whole(shape: Shape) -> jax.stages.Wrapped:
-  return jax.jit(lambda array: _digest_part(array, [jnp.uint32(0)] * len(shape), shape))
-
-
 @jax.jit
-def _digest_at(part: jax.Array, starts: Array, shape: Array) -> jax.Array:
-  """Digests a piece on a CPU; its place and the shape of the array are not compiled in."""
-  return _digest_part(part, [*starts], [*shape])
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest_shards(layout: NamedSharding, shape: Shape) -> jax.stages.Wrapped:
-  """A program without communication: one number from each device, on a mesh with Auto axes."""
-  mesh: Any = layout.mesh
-  axes, ndim = mesh.axis_names, len(shape)
-  names = [axes_of(entry) for entry in layout.spec]
-  names += [()] * (ndim - len(names))
-  free = [axis for axis in axes if not any(axis in entry for entry in names)]
-
-  def local(part: jax.Array) -> jax.Array:
-    offsets = [_index(entry, mesh) * jnp.uint32(size) for entry, size in zip(names, part.shape, strict=True)]
-    # Of replicas, the first counts.
-    counts = math.prod((jax.lax.axis_index(axis) == 0).astype(jnp.uint32) for axis in free)
-    return _digest_part(part, offsets, shape) * counts
-
-  spec = PartitionSpec(*layout.spec)
-  return jax.jit(
-    jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(axes), check_vma=False)
-  )
-
-
-def _index(entry: tuple[str, ...], mesh: Any) -> jax.Array:
-  """Which shard of a dim this device has, as a number from 0."""
-  index = jnp.uint32(0)
-  for axis in entry:
-    index = index * jnp.uint32(mesh.shape[axis]) + jax.lax.axis_index(axis).astype(jnp.uint32)
-  return index
-
-
-def _digest_part(array: jax.Array, offsets: Sequence[Any], shape: Sequence[Any]) -> jax.Array:
-  """Digests the part that starts at `offsets` of an array whose logical shape is `shape`.
-
-  Returns:
-    uint32 of shape (1,).
-  """
+def _digest_at(array: jax.Array, starts: Array, shape: Array) -> jax.Array:
+  """Digests a part of an array of this logical shape; its place is not compiled in."""
   words = _device_words(array).astype(jnp.uint32)
   place, counts = jnp.uint32(0), jnp.uint32(1)
   for dim, size in enumerate(words.shape):
     # After the dims of the array come the words of its wide items.
-    start, end = (offsets[dim], shape[dim]) if dim < len(shape) else (0, size)
+    start, end = (starts[dim], shape[dim]) if dim < len(shape) else (0, size)
     index = jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start)
     inside = (index < jnp.uint32(end)).astype(jnp.uint32)
     others = [other for other in range(words.ndim) if other != dim]
@@ -229,7 +162,7 @@ def _digest_part(array: jax.Array, offsets: Sequence[Any], shape: Sequence[Any])
     mixed = _mix((index + jnp.uint32(1)) * jnp.uint32(_STEP) + jnp.uint32(dim * _FIRST % 2**32))
     place = place + jnp.expand_dims(mixed, others)
     counts = counts * jnp.expand_dims(inside, others)
-  return jnp.sum(_mix(words ^ place) * counts, dtype=jnp.uint32).reshape(1)
+  return jnp.sum(_mix(words ^ place) * counts, dtype=jnp.uint32)
 
 
 def _mix(words: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, key_dtype, key_implementation
 from nnx_parallel.errors import CheckpointError
 
 Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
@@ -38,11 +38,7 @@ def is_array(leaf: object) -> bool:
 
 
 def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
-  """A leaf as a plain array in native byte order; a `jax.Array` stays as it is.
-
-  Raises:
-    CheckpointError: an array with a mask.
-  """
+  """A leaf as a plain array in native byte order; a `jax.Array` stays as it is."""
   if isinstance(leaf, jax.Array):
     return leaf
   if isinstance(leaf, np.ma.MaskedArray):
@@ -65,11 +61,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def encoding_of(shape: tuple[int, ...], dtype: DTypeLike, *, path: str) -> str:
-  """Names the encoding of an array: `plain`, `empty`, `bits`, `small` or `key:<implementation>`.
-
-  Raises:
-    CheckpointError: text, objects, dates and the like, or numbers that jax does not have.
-  """
+  """Names the encoding of an array: `plain`, `empty`, `bits`, `small` or `key:<implementation>`."""
   if is_key(dtype):
     return key_encoding(dtype) if 0 not in shape else EMPTY
   dtype = np.dtype(dtype)
@@ -145,11 +137,7 @@ def stored_form(
 
 @functools.lru_cache(maxsize=256)
 def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
-  """The dims of a stored array after the leaf's, and the bytes of its elements.
-
-  Raises:
-    ValueError: an unknown name, or an encoding for other dtypes.
-  """
+  """The dims of a stored array after the leaf's, and the bytes of its elements."""
   has_keys = dtype.startswith("key<")
   if has_keys and encoding == EMPTY:
     return (), 0
@@ -170,9 +158,6 @@ def check_json(value: object, *, path: str, depth: int = 0) -> Json:
   """Writes `value` as JSON from which `read_json` gives it back unchanged; numpy's scalars become Python's.
 
   Infinities, NaN and tuples, which JSON lacks, become dicts with one reserved name.
-
-  Raises:
-    CheckpointError: another type, a name that is not text, a dict that would be read as something else.
   """
   if depth > _DEEPEST:
     raise CheckpointError(f"cannot save {path[:100]}...: it is nested too deeply.", fix="make it flatter.")
@@ -202,11 +187,7 @@ def check_json(value: object, *, path: str, depth: int = 0) -> Json:
 
 
 def read_json(value: Json, depth: int = 0) -> Any:
-  """Undoes `check_json`.
-
-  Raises:
-    ValueError: a value that it never writes.
-  """
+  """Undoes `check_json`."""
   if depth > 2 * _DEEPEST:  # a tuple takes two levels
     raise ValueError("values are nested too deeply")
   if isinstance(value, dict):
@@ -220,26 +201,9 @@ def read_json(value: Json, depth: int = 0) -> Any:
   return value
 
 
-@functools.lru_cache(maxsize=16)
-def key_dtype(implementation: str) -> Any:
-  """The dtype of typed PRNG keys of `threefry2x32` and the like.
-
-  Raises:
-    ValueError: jax has no implementation of that name.
-  """
-  return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-
-
 def key_encoding(dtype: DTypeLike) -> str:
   """`key:threefry2x32` and the like, for the dtype of typed PRNG keys."""
-  names: list[str] = []
-
-  def note(key: jax.Array) -> None:
-    names.append(str(jax.random.key_impl(key)))
-
-  # jax.random.key_impl takes only keys; a traced key has a dtype and costs nothing.
-  jax.eval_shape(note, jax.ShapeDtypeStruct((), dtype))
-  return f"key:{names[0]}"
+  return f"key:{key_implementation(dtype)}"
 
 
 def _word(dtype: DTypeLike, encoding: str) -> Any:

@@ -16,22 +16,25 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from etils import epath
 
-from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.damage import DamagedError, raise_transient, vanished
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.errors import CheckpointError
 
 FILE = "nnx_parallel.json"
 # A field may be added to the format: readers ignore unknown fields. A field with a new meaning needs a new
-# format, and the reader of the old format stays. Format 4 has `digests` of parts; their sum counts.
-FORMAT, READABLE = 5, (4, 5)
+# format.
+FORMAT = 5
 LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999; a later save is later than that
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
+_LONGEST_FILE_NAME = 160
 # The errors of parsing if fields are missing, of other types, or nested too deeply.
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -102,10 +105,6 @@ class Manifest(Header):
   """All facts about a checkpoint that can be read without its arrays.
 
   Attributes:
-    step: as in `Header`.
-    time: as in `Header`.
-    metrics: as in `Header`.
-    parent: as in `Header`.
     items: the trees, by name.
     extra: JSON values saved with the trees, for example a data cursor.
     plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
@@ -158,12 +157,7 @@ def read(step_dir: epath.Path) -> Manifest:
 
 
 def read_header(step_dir: epath.Path) -> Header:
-  """Reads and checks the first line of a manifest.
-
-  Raises:
-    VanishedError: the folder is not there.
-    CheckpointError: the manifest is missing, damaged, or has another format.
-  """
+  """Reads and checks the first line of a manifest."""
 
   def first_line(file: epath.Path) -> bytes:
     with file.open("rb") as stream:
@@ -174,14 +168,22 @@ def read_header(step_dir: epath.Path) -> Header:
 
 
 def as_json(step_dir: epath.Path) -> dict[str, Json]:
-  """The manifest as stored, with header and body merged.
-
-  Raises:
-    CheckpointError: as `read`.
-  """
+  """The manifest as stored, with header and body merged."""
   with _fields_of_the_format(step_dir):
     signed, body = _read(step_dir)
     return {**signed, **body}
+
+
+def file_name(path: str) -> str:
+  """A folder name for a leaf: safe on every file system, unique, and readable where it can be."""
+  if not path:  # a tree that is a single array
+    return "%"
+  # Orbax and file systems treat leading dots and underscores as their own names.
+  safe = quote(path, safe=" +-_.,()=@")
+  safe = re.sub(r"^[._]", lambda first: f"%{ord(first[0]):02X}", safe)
+  if len(safe) <= _LONGEST_FILE_NAME:
+    return safe
+  return f"{safe[:_LONGEST_FILE_NAME]}~{_sha256(safe)[:16]}"
 
 
 def is_no_file(path: epath.Path) -> bool:
@@ -225,7 +227,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
     raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
   if sha256 != _sha256(_json(signed)):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  if number not in READABLE:
+  if number != FORMAT:
     raise CheckpointError(
       f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
       fix="install the nnx_parallel that wrote it.",
@@ -290,14 +292,12 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  digests = fields["digests"] if "digests" in fields else [fields["digest"]]
-  checked: dict[str, Any] = {"shape": tuple(map(_whole, fields["shape"]))}
-  checked["digest"] = sum(map(_whole, digests)) % 2**32
+  checked: dict[str, Any] = {"shape": tuple(map(_whole, fields["shape"])), "digest": _whole(fields["digest"])}
   known = {field.name for field in dataclasses.fields(LeafRecord)}
   leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)
   stored = leaf.shape + words if 0 not in leaf.shape else ()
-  if leaf.folder != paths.file_name(path):
+  if leaf.folder != file_name(path):
     raise ValueError(f"{path} in the folder {leaf.folder!r}")
   if (leaf.encoding == encoding.EMPTY) != (0 in leaf.shape) or leaf.nbytes != math.prod(stored) * itemsize:
     raise ValueError(f"{path}: {leaf.nbytes:,} bytes of {leaf.dtype}{list(leaf.shape)} ({leaf.encoding})")

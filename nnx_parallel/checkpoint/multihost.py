@@ -48,14 +48,8 @@ class Block:
 def together(name: str = "together") -> Generator[Block]:
   """A block that fails on every process when it fails on one, so that no process waits forever.
 
-  All processes raise a `DamagedError` or no process does: no process may take an older step alone.
-
-  Args:
-    name: a separate name for blocks on another thread, which meet the other blocks in any order.
-
-  Raises:
-    Exception: this process's error.
-    CheckpointError: another process failed; the error says which, and how.
+  All processes raise a `DamagedError` or no process does: no process may take an older step alone. Blocks on
+  another thread, which meet the other blocks in any order, have another name.
   """
   block = Block()
   if jax.process_count() == 1:
@@ -92,11 +86,7 @@ def _what(error: Exception | None) -> str:
 
 
 def require_same(what: str, text: str) -> None:
-  """Raises on every process unless all pass the same text.
-
-  Raises:
-    CheckpointError: names the processes that differ from process 0.
-  """
+  """Raises on every process unless all pass the same text."""
   with together() as block:
     block.mine = hashlib.sha256(text.encode()).hexdigest()
   others = [process for process, one in enumerate(block.found) if one != block.found[0]]
@@ -120,20 +110,15 @@ def decided(function: Callable[[], T]) -> T:
 def added_up(numbers: Sequence[int]) -> list[int]:
   """The sums over all processes, modulo 2**32. Each process passes equally many numbers."""
   with together() as block:
-    block.mine = sparse(numbers)
-  return summed(block.found, len(numbers))
+    block.mine = [int(number) for number in numbers]
+  return summed(block.found)
 
 
-def sparse(numbers: Sequence[int]) -> dict[str, int]:
-  """The numbers that are not zero, by their place: each process has some of them."""
-  return {str(place): int(number) for place, number in enumerate(numbers) if number}
-
-
-def summed(shares: Sequence[dict[str, int]], count: int) -> list[int]:
-  """Adds up the results of `sparse` on each process, modulo 2**32.
+def summed(shares: Sequence[Sequence[int]]) -> list[int]:
+  """Adds up the numbers of each process, modulo 2**32.
 
   Example:
-    >>> summed([sparse([0, 5]), sparse([3, 2**32 - 1])], 2)
+    >>> summed([[0, 5], [3, 2**32 - 1]])
     [3, 4]
   """
-  return [sum(share.get(str(place), 0) for share in shares) % 2**32 for place in range(count)]
+  return [sum(column) % 2**32 for column in zip(*shares, strict=True)]

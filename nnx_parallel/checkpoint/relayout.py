@@ -43,10 +43,7 @@ def on_auto_axes(array: jax.Array) -> jax.Array:
 def even_layout(sharding: Sharding, shape: tuple[int, ...], *, keep: bool = False) -> Sharding:
   """A layout that splits an array over all mesh axes that divide it, along dim 0 if it can, on Auto axes.
 
-  Args:
-    sharding: gives the mesh.
-    shape: global shape in elements.
-    keep: whether to keep the parts of `sharding`'s layout that divide `shape`.
+  With `keep`, the parts of `sharding`'s layout that divide the global shape stay.
 
   Example:
     >>> mesh = auto_mesh(jax.make_mesh((2, 4), ("a", "b")))

@@ -16,7 +16,7 @@ from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.digest import digest
 from nnx_parallel.checkpoint.encoding import Array
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
-from nnx_parallel.core.nodes import is_key
+from nnx_parallel.core.nodes import is_key, key_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +30,10 @@ VERIFY = tuple(_HASHED)
 def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
-  """Reads all matched leaves.
+  """Reads all matched leaves, by item and the target's path.
 
   `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
   all small files. File sizes are always compared.
-
-  Returns:
-    Arrays by item and the target's path.
-
-  Raises:
-    DamagedError: names the leaf, and the files that differ from the saved files.
   """
   logger.info(
     "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
@@ -206,11 +200,7 @@ def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[Leaf
 def _load(
   step_dir: epath.Path, manifest: Manifest, group: Sequence[LeafPair], byte_budget: int
 ) -> dict[str, Array]:
-  """Reads leaves of one item, by folder.
-
-  Raises:
-    DamagedError: names the first leaf that cannot be read.
-  """
+  """Reads leaves of one item, by folder."""
   item = group[0].item
   full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
   targets = {leaf.saved.folder: leaf.stored for leaf in full}
@@ -240,7 +230,7 @@ def _load(
 
 def _on_host(leaf: LeafRecord) -> TargetLeaf:
   key, _, implementation = leaf.encoding.partition(":")
-  dtype = encoding.key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
+  dtype = key_dtype(implementation) if key == "key" else np.uint8  # is read as it is stored
   return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, dtype), leaf.shape)
 
 

@@ -11,7 +11,7 @@ import jax
 from etils import epath
 from flax import nnx
 
-from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, paths, storage
+from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, storage
 from nnx_parallel.checkpoint.catalog import Place
 from nnx_parallel.checkpoint.diff import layout_text
 from nnx_parallel.checkpoint.digest import digest_later
@@ -63,11 +63,7 @@ class Request:
 
 
 def encode(roots: Mapping[str, Mapping[str, Leaf]]) -> Content:
-  """Checks and encodes Variables, arrays and JSON values, given by item and path.
-
-  Raises:
-    CheckpointError: a leaf that cannot be stored, named by its path.
-  """
+  """Checks and encodes Variables, arrays and JSON values, given by item and path."""
   items: dict[str, ItemRecord] = {}
   arrays: dict[str, dict[str, Array]] = {}
   cut_bytes = 0
@@ -101,12 +97,10 @@ def write(
   byte_budget: int,
   background: bool,
 ) -> Callable[[], None]:
-  """Starts writing a step, and replaces an existing step; the caller has locked the storage.
+  """Starts writing a step, and replaces an existing step; the returned function waits, and commits it.
 
-  In the background, arrays may be donated or changed as soon as this returns. Only process 0 has a `place`.
-
-  Returns:
-    A function that waits until everything is on the disk and commits it.
+  The caller has locked the storage. In the background, arrays may be donated or changed as soon as this
+  returns. Only process 0 has a `place`.
   """
   step, content = request.step, request.content
   # Before the write, whose threads need the same cores.
@@ -141,15 +135,15 @@ def write(
   def finish() -> None:
     # A training loop has the main thread, so its order among other blocks may differ between processes.
     with quiet, multihost.together(f"save to {where.directory}") as block:
-      block.mine = multihost.sparse([later() for later in digests.values()])
+      block.mine = [later() for later in digests.values()]
       names = [*digests]
       digests.clear()
       if wait is not None:
         block.wait_for(wait)
     if place is None:
       return
-    sums = multihost.summed(block.found, len(names))
-    items = _with_digests(content.items, dict(zip(names, sums, strict=True)))
+    sums = dict(zip(names, multihost.summed(block.found), strict=True))
+    items = _with_digests(content.items, sums)
     sizes = storage.all_files(folder)
     _require_stored(step, items, sizes)
     small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]
@@ -189,7 +183,7 @@ def _encode_leaf(item: str, path: str, leaf: Leaf) -> tuple[LeafRecord, Array | 
     if shape != array.shape and isinstance(stored, jax.Array):
       stored = without_padding(stored, shape + stored.shape[array.ndim :])
   return LeafRecord(
-    folder=paths.file_name(path),
+    folder=manifest.file_name(path),
     shape=shape,
     dtype=encoding.dtype_name(array.dtype),
     encoding=how,

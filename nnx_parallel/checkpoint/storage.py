@@ -50,11 +50,7 @@ def is_local(path: epath.Path) -> bool:
 
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:
-  """The directory as an absolute path, or as the address of an object store.
-
-  Raises:
-    CheckpointError: a file, a path with a backslash, or a store for which no package is installed.
-  """
+  """The directory as an absolute path, or as the address of an object store."""
   try:
     path = epath.Path(directory).expanduser()
     remote = not is_local(path)
@@ -160,11 +156,7 @@ class Storage:
     return contextlib.nullcontext()
 
   def recover(self) -> list[str]:
-    """Finishes or undoes the work of a killed process; the caller holds the lock.
-
-    Returns:
-      The names of the folders that were removed or put back.
-    """
+    """Finishes or undoes the work of a killed process; returns the folders that it removed or put back."""
     touched: list[str] = []
     for entry in self._entries():
       name, suffix = os.path.splitext(entry.name)
@@ -178,11 +170,7 @@ class Storage:
     return touched
 
   def check_place(self, step: int) -> None:
-    """Raises if a step cannot be saved because something else has its folder.
-
-    Raises:
-      CheckpointError: the reason, and the fix.
-    """
+    """Raises if a step cannot be saved because something else has its folder."""
     if self.is_unrecognised(step):
       raise CheckpointError(
         f"cannot save step {step}: {self.folder(step)} was not written by nnx_parallel, or is damaged.",
@@ -407,11 +395,7 @@ def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
 
 
 def all_files(folder: epath.Path) -> dict[str, int]:
-  """Bytes of each file below a folder, by relative path; in an object store by one listing.
-
-  Raises:
-    FileNotFoundError: there is no folder.
-  """
+  """Bytes of each file below a folder, by relative path; in an object store by one listing."""
   files, root = fsspec.core.url_to_fs(os.fspath(folder))
   found = files.find(root, detail=True)
   if not found and not folder.exists():
@@ -487,11 +471,7 @@ def require_space(
   doing: str = "save",
   fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
 ) -> None:
-  """Raises when a local disk has too little free space.
-
-  Raises:
-    CheckpointError: fewer bytes are free than `nbytes`.
-  """
+  """Raises when a local disk has too little free space."""
   if (free := shutil.disk_usage(directory).free) < nbytes:
     raise CheckpointError(
       f"cannot {doing} to {directory}: the disk is full.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -10,13 +11,21 @@ import jax
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.checkpoint import encoding, paths
+from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import plain_path, set_arrays, value_of, variables
+from nnx_parallel.core.nodes import (
+  Path,
+  named_key_dtype,
+  path_str,
+  plain_path,
+  set_arrays,
+  value_of,
+  variables,
+)
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.core.types import AnyArray, Leaf, Model, PyTree
 from nnx_parallel.create.constructor import construct
@@ -26,7 +35,6 @@ from nnx_parallel.layout.leaf import Root
 from nnx_parallel.layout.plan import Plan, check_plan
 
 OPTIMIZER = ("restore", "drop", "fresh")
-_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 Leaves = dict[str, Any]
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
@@ -51,20 +59,10 @@ def read(
   record: Manifest | None = None,
   choose: Any = None,
 ) -> Target:
-  """Reads a target.
+  """Reads a target: a plan, a tree of plans, a tree of modules and arrays, or such a tree and its optimizer.
 
-  Args:
-    target: a plan, or a tuple or dict of plans; a module, `nnx.State`, or tree of these and of abstract or
-      concrete arrays; or a pair of such a target and its optimizer.
-    optimizer: `restore`, `drop` or `fresh`.
-    as_numpy: whether a pytree's leaves become numpy arrays.
-    item: the item that the target represents.
-    record: the manifest of the step; distinguishes a tree of two from a pair.
-    choose: a filter of nnx for the leaves of the model; None takes all leaves.
-
-  Raises:
-    CheckpointError: options that the target cannot honour, a leaf without a sharding, or a filter that
-      chooses nothing.
+  `record`, the manifest of the step, distinguishes a tree of two from a pair. `choose` is a filter of nnx for
+  the leaves of the model.
   """
   plans = _plans_in(target)
   _check_options(target, plans, optimizer, as_numpy)
@@ -87,8 +85,7 @@ def read(
   found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
   if choose is None:
     return found
-  leaves = flatten(root)[0]
-  chosen = _chosen(leaves, choose)
+  leaves, chosen = flatten(root)[0], _chosen(root, choose)
   return dataclasses.replace(
     found,
     leaves={**found.leaves, item: {p: leaf for p, leaf in found.leaves[item].items() if p in chosen}},
@@ -153,7 +150,7 @@ def saved_roots(model: object, optimizer: object, only: Only | None = None) -> d
     )
   patterns, choose = split_only(only)
   if choose is not None:
-    leaves = _chosen(leaves, choose)
+    leaves = _chosen(model, choose)
   if patterns is not None:
     names = Patterns(patterns, ())
     leaves = {name: leaf for name, leaf in leaves.items() if not names.leaves_out(name)}
@@ -179,7 +176,7 @@ def as_saved(record: Manifest, item: str | None = None) -> Target:
 def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
   if not leaf.dtype.startswith("key<"):
     return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
-  key = next((key for key in map(encoding.key_dtype, _KEYS) if str(key) == leaf.dtype), None)
+  key = named_key_dtype(leaf.dtype)
   if key is None:
     raise CheckpointError(
       f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
@@ -202,14 +199,14 @@ def _plan_target(plan: Plan, optimizer: str) -> Target:
   if plan.tx is not None and optimizer == "restore":
     roots = ("model", "optimizer")
   wanted = {
-    root: {_text(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in plan.of(root).items()}
+    root: {path_str(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in plan.of(root).items()}
     for root in roots
   }
 
   def build(found: Found) -> PyTree:
     arrays: dict[Root, dict[Any, Any]] = {}
     for leaf in plan.leaves:
-      text = _text(leaf.path)
+      text = path_str(leaf.path)
       if text in found.get(leaf.root, {}):
         arrays.setdefault(leaf.root, {})[leaf.path] = found[leaf.root][text]
     if sum(map(len, arrays.values())) < len(plan.leaves):
@@ -223,7 +220,7 @@ def _plan_target(plan: Plan, optimizer: str) -> Target:
 def _plans_target(tree: PyTree, optimizer: str) -> Target:
   """The target of a tuple or dict of plans: the models, or (models, optimizers)."""
   rows, structure = jax.tree_util.tree_flatten_with_path(tree)
-  parts = [(_text(plain_path(keys)), _plan_target(plan, optimizer)) for keys, plan in rows]
+  parts = [(path_str(plain_path(keys)), _plan_target(plan, optimizer)) for keys, plan in rows]
   wanted: dict[str, dict[str, TargetLeaf]] = {}
   for name, part in parts:
     for root, leaves in part.leaves.items():
@@ -251,10 +248,6 @@ def _below(name: str, text: str) -> str:
   return f"{name}.{text}" if text else name
 
 
-def _text(path: Any) -> str:
-  return paths.format(path)  # which refuses the parts that a file cannot hold
-
-
 def _is_pair(target: object, record: Manifest | None) -> bool:
   """Whether a target is (model, optimizer) and not a tuple of two models."""
   if type(target) is not tuple or len(target) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -280,9 +273,13 @@ def _tree_target(roots: Mapping[str, PyTree], *, as_numpy: bool) -> Target:
   return Target(wanted, plain, build)
 
 
-def _chosen(leaves: Mapping[str, Leaf], choose: Any) -> Leaves:
-  predicate = nnx.filterlib.to_predicate(choose)
-  chosen = {path: leaf for path, leaf in leaves.items() if predicate(paths.parse(path), leaf)}  # pyright: ignore[reportArgumentType]
+def _chosen(tree: PyTree, choose: Any) -> Leaves:
+  """The leaves of a tree that a filter of nnx chooses."""
+  predicate: Callable[[Path, Leaf], bool] = nnx.filterlib.to_predicate(choose)  # pyright: ignore[reportAssignmentType]
+  nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+  paths = [(*plain_path(keys), *path) for keys, node in nodes for path in _leaves_of(node)]
+  leaves, by_name = flatten(tree)[0], {path_str(path): path for path in paths}
+  chosen = {name: leaf for name, leaf in leaves.items() if predicate(by_name[name], leaf)}
   if not chosen:
     kinds = sorted({type(leaf).__name__ for leaf in leaves.values()})
     raise CheckpointError(
@@ -296,13 +293,9 @@ def _chosen(leaves: Mapping[str, Leaf], choose: Any) -> Leaves:
 def flatten(tree: object) -> tuple[Leaves, Rebuild]:
   """The leaves of a tree by path as text, and a function that puts values in their place.
 
-  Args:
-    tree: a module, an optimizer, an `nnx.State`, or dicts, lists, tuples and other registered pytrees of
-      these, of arrays and of JSON values; None is not a leaf.
-
-  Returns:
-    The leaves (a Variable that occurs twice, at its first path only), and a function that takes new values of
-    some or all leaves. It fills Variables in place, and copies the containers of other leaves.
+  The tree may hold modules, optimizers, states, other registered pytrees, arrays and JSON values. A Variable
+  that occurs twice is a leaf at its first path only. The function takes new values of some or all leaves; it
+  fills Variables in place, and copies the containers of other leaves.
 
   Example:
     >>> leaves, rebuild = flatten({"a": [1, 2], "b": nnx.Linear(2, 2, rngs=nnx.Rngs(0))})
@@ -322,11 +315,10 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
         if id(leaf) in seen:  # pyright: ignore[reportUnknownArgumentType]
           continue
         seen.add(id(leaf))  # pyright: ignore[reportUnknownArgumentType]
-      name = _text((*plain_path(keys), *path))
-      if name in leaves:
-        raise CheckpointError(
-          f"cannot save a tree in which two leaves are both called {name!r}.", fix="rename one of them."
-        )
+      name = path_str((*plain_path(keys), *path))
+      if name in leaves or re.search("[\ud800-\udfff]", name):
+        what = "there are two of them" if name in leaves else "that is not Unicode text"
+        raise CheckpointError(f"cannot save the leaf {name!r}: {what}.", fix="use another name for it.")
       leaves[name], table[name] = leaf, (path, leaf)
     tables.append((node, table))
 
@@ -371,11 +363,7 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
 
 
 def _abstract(leaves: Mapping[str, Leaf], *, item: str, as_numpy: bool = False) -> dict[str, TargetLeaf]:
-  """The shape, dtype and sharding of each leaf that is an array; other leaves are left out.
-
-  Raises:
-    CheckpointError: a leaf without a sharding, unless `as_numpy`.
-  """
+  """The shape, dtype and sharding of each leaf that is an array; other leaves are left out."""
   found: dict[str, TargetLeaf] = {}
   for path, one in leaves.items():
     leaf = value_of(one)

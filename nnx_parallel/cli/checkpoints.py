@@ -204,9 +204,6 @@ def _print_leaves(record: Manifest, pattern: str | None) -> None:
 
 def run_reshard(args: argparse.Namespace) -> int:
   """Restores a step, and saves everything that it holds."""
-  from flax import traverse_util
-
-  from nnx_parallel.checkpoint import paths
   from nnx_parallel.checkpoint.checkpointer import Checkpointer
 
   plan = _plan(args)
@@ -218,8 +215,7 @@ def run_reshard(args: argparse.Namespace) -> int:
   model, optimizer = restored if isinstance(restored, tuple) else (restored, None)
   extra = {name: source.restore_extra(name, step=record.step) for name in record.extra}
   for name in [name for name in record.items if name not in ("model", "optimizer")]:  # these have no plan
-    leaves = source.restore_extra(name, step=record.step, as_numpy=True)
-    extra[name] = traverse_util.unflatten_dict({paths.parse(path): leaf for path, leaf in leaves.items()})
+    extra[name] = source.restore_extra(name, step=record.step, as_numpy=True)
   with Checkpointer(args.out) as destination:
     destination.save(record.step, model, optimizer, extra=extra, metrics=record.metrics, plan=plan)
     written = destination.metadata(record.step)

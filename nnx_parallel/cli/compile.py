@@ -87,22 +87,14 @@ def start_compiler(sizes: options.Sizes, topology: str, devices: int | None) -> 
 
 
 def loss_of(recipe: Recipe) -> Any:
-  """The recipe's loss.
-
-  Raises:
-    RecipeError: the recipe has no loss.
-  """
+  """The recipe's loss."""
   if recipe.loss is None:
     raise RecipeError(f"the recipe {recipe.name} has no loss().", fix="def loss(model, batch): ...")
   return recipe.loss
 
 
 def abstract_batch(recipe: Recipe, examples: int | None) -> Any:
-  """Shapes and dtypes of the recipe's first batch, with another number of examples where given.
-
-  Raises:
-    RecipeError: the recipe has no batches.
-  """
+  """Shapes and dtypes of the recipe's first batch, with another number of examples where given."""
   import jax
   import numpy as np
 

@@ -119,11 +119,7 @@ def heading(title: str, text: str) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-  """An empty folder; the folder of an earlier demo is replaced.
-
-  Raises:
-    CheckpointError: the folder holds other files than a demo's.
-  """
+  """An empty folder; the folder of an earlier demo is replaced."""
   if folder.is_dir() and any(folder.iterdir()):
     if not (folder / RECORD).is_file():
       raise CheckpointError(

@@ -96,15 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command_of(words: Sequence[str]) -> list[str]:
-  """The command of each process: a recipe is trained, a script is run, another program is started as it is.
-
-  Raises:
-    RecipeError: a file that does not exist.
-
-  Example:
-    >>> command_of(["text_lm", "--steps", "5"])[1:]
-    ['-m', 'nnx_parallel', 'train', 'text_lm', '--steps', '5']
-  """
+  """The command of each process: a recipe is trained, a script is run, another program starts as it is."""
   first, *rest = words
   file = Path(first)
   if file.suffix == ".py":

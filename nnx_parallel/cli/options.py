@@ -221,11 +221,7 @@ def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = Fa
 
 
 def changed_rules(recipe: Recipe, changes: Rules) -> Any:
-  """The recipe's rules with the changes of `--rules`.
-
-  Raises:
-    ShardingError: a name that looks misspelt, or an axis twice. Other new names are added.
-  """
+  """The recipe's rules with the changes of `--rules`."""
   from nnx_parallel.loop.job import rules_of
   from nnx_parallel.rules.ruleset import RuleSet
 
@@ -264,11 +260,7 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def write_page(file: Path, page: str) -> None:
-  """Writes a page and the folders above it, and names the file on standard error.
-
-  Raises:
-    ReportError: the file cannot be written.
-  """
+  """Writes a page and the folders above it, and names the file on standard error."""
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page)
@@ -281,9 +273,6 @@ def write_page(file: Path, page: str) -> None:
 
 def parse_mesh(text: str) -> Sizes:
   """Reads `data=2,fsdp=-1` as axis -> devices along it.
-
-  Raises:
-    MeshError: not of that form, an axis twice, or more than one -1.
 
   Example:
     >>> parse_mesh("data=2,fsdp=-1")
@@ -313,9 +302,6 @@ def mesh_sizes(
 
   The recipe's `mesh()` has the axes that its rules use. Those that `--mesh` leaves out have size 1; another
   axis is an error unless `--rules` or `--pipeline` names it, because nothing would be split along it.
-
-  Raises:
-    MeshError: as `parse_mesh`; an axis that the recipe does not have; no mesh at all.
   """
   known = recipe.mesh() if recipe.mesh is not None else {}
   if text is None:
@@ -340,9 +326,6 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
 
   An accelerator is used even then, unless `devices` is given. A count in the environment
   (`JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) is left as it is.
-
-  Raises:
-    MeshError: the mesh needs another number of devices than `--devices` says.
   """
   import jax
 
@@ -368,11 +351,7 @@ def start_devices(sizes: Sizes, devices: int | None) -> None:
 
 
 def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
-  """The mesh on devices of this machine; with `devices`, on the first so many.
-
-  Raises:
-    MeshError: they are not as many as the mesh needs.
-  """
+  """The mesh on devices of this machine; with `devices`, on the first so many."""
   import jax
 
   import nnx_parallel as nxp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, cast
@@ -196,6 +197,27 @@ def is_rng(leaf: Leaf) -> bool:
 def is_key(dtype: Any) -> bool:
   """Whether this is the dtype of typed PRNG keys."""
   return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_implementation(dtype: Any) -> str:
+  """The name of the implementation, such as `threefry2x32`, of keys of this dtype."""
+  found: list[str] = []
+  # jax.random.key_impl takes only keys; a traced key has a dtype and costs nothing.
+  key = jax.ShapeDtypeStruct((), dtype)
+  jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), key)
+  return found[0]
+
+
+@functools.lru_cache(maxsize=16)
+def key_dtype(implementation: str) -> Any:
+  """The dtype of keys of `threefry2x32` and the like; a ValueError if jax has no such implementation."""
+  return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+
+
+def named_key_dtype(name: str) -> Any:
+  """The dtype of keys that prints as `key<fry>` and the like; None if it is of no implementation of jax."""
+  dtypes = map(key_dtype, ("threefry2x32", "rbg", "unsafe_rbg"))
+  return next((dtype for dtype in dtypes if str(dtype) == name), None)
 
 
 def declared(leaf: Leaf, *, where: str) -> tuple[Names | None, dict[str, Any]]:

@@ -151,15 +151,9 @@ def create_sharded_model(
 def construct(
   plan: Plan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
-  """Runs the plan's constructor, compiled, with the shards as its outputs.
+  """Runs the plan's constructor, compiled, with the shards as its outputs: root -> path -> array as stored.
 
-  Args:
-    plan: a plan on real devices.
-    compile: as in `create_sharded_model`.
-    traces: of this plan, just made; they are cleared. None traces the constructor again.
-
-  Returns:
-    Root -> path -> array (global storage shape), in the plan's shardings.
+  `traces` are of this plan, just made; they are cleared. None traces the constructor again.
   """
   if compile not in COMPILE:
     raise PlanError(f"compile={compile!r} is not a way to create.", fix=f"one of {', '.join(COMPILE)}.")
@@ -224,8 +218,7 @@ def _check_built(plan: Plan, arrays: Mapping[Root, Mapping[Path, AnyArray]]) -> 
 def _phases(plan: Plan, traces: Mapping[Root, Trace]) -> tuple[list[Phase], list[int]]:
   """Puts the traces in sequence: the module, its optimizer, and the padding of uneven leaves.
 
-  Returns:
-    The phases; and for each leaf of the plan, its position among their results.
+  Also returns, for each leaf of the plan, its position among their results.
   """
   found = [Phase(traces["model"].program, ())]
   made: dict[tuple[Root, Path], int] = {

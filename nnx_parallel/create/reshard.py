@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
+from nnx_parallel.core.nodes import Path, array_leaves, is_key, key_implementation, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
@@ -206,7 +206,7 @@ def _place(
 
 def _move(source: AnyArray, leaf: LeafPlan) -> jax.Array:
   if is_key(leaf.dtype) and not is_key(source.dtype):
-    source = jax.random.wrap_key_data(jnp.asarray(source), impl=_implementation(leaf))
+    source = jax.random.wrap_key_data(jnp.asarray(source), impl=key_implementation(leaf.dtype))
   if source.shape == leaf.storage_shape:
     return put(source, leaf.sharding)
   if isinstance(source, jax.Array):
@@ -259,10 +259,3 @@ def _fits(value: AnyArray, leaf: LeafPlan, shape: tuple[int, ...] | None) -> boo
     return (tuple(value.shape), value.dtype) == (data.shape, data.dtype)
   fits = shape == leaf.shape or tuple(value.shape) in (leaf.shape, leaf.storage_shape)
   return fits and value.dtype == leaf.dtype
-
-
-def _implementation(leaf: LeafPlan) -> Any:
-  # jax.random.key_impl takes a key, not its dtype; a traced key costs nothing.
-  found: list[Any] = []
-  jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf.struct)
-  return found[0]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from nnx_parallel.train.axes import places_inside, places_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
 from nnx_parallel.train.hold import held
 
+Arrays: TypeAlias = list[jax.Array]
 State = tuple[list[Any], Any]
 """The arrays of the model's `nnx.Cache` Variables, and the cache that is an argument."""
 
@@ -91,8 +92,11 @@ class Bound:
     """The dims of the rows, each with a separate cache: none over a batch, slots, or batch and beams."""
     self.keeps_caches = not self.own_rows and self.pipeline is None
     """Whether the program empties the model's caches and returns them; else only their shapes are used."""
-    mesh = self.binding.mesh
-    self.axes = () if mesh is None else axes_of(self._batch_entry())
+    mesh, scope = self.binding.mesh, self.outside.scope
+    self.axes: tuple[str, ...] = ()
+    """The mesh axes that split the batch."""
+    if mesh is not None and scope is not None:
+      self.axes = axes_of(input_spec(scope.ruleset, 2, axis_sizes(mesh))[0])
     self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
@@ -181,7 +185,7 @@ class Bound:
     return found
 
   def of_arrays(
-    self, raw: list[jax.Array], arrays: list[jax.Array], *args: PyTree
+    self, raw: Arrays, arrays: Arrays, *args: PyTree
   ) -> tuple[dict[str, jax.Array], dict[int, jax.Array]]:
     """The program for the arrays of the model: its results, and the caches by number."""
     typed = any(is_explicit(jax.typeof(x).sharding.mesh) for x in arrays)
@@ -235,13 +239,6 @@ class Bound:
     """The number of positions of a row, and one."""
     return args.ahead + args.prompts.shape[1] + self.options.max_new_tokens
 
-  def _batch_entry(self) -> Entry:
-    """The entry of the batch in a spec."""
-    scope = self.outside.scope
-    if scope is None:
-      return None
-    return input_spec(scope.ruleset, 2, axis_sizes(self.binding.mesh))[0]
-
   def _of_argument(self, ndim: int) -> NamedSharding | None:
     """Split as the batch of the plan; over slots, replicated."""
     mesh, by_batch = self.binding.mesh, ndim and self.options.slots is None
@@ -274,7 +271,7 @@ class Bound:
     """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
     return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
 
-  def _pinned(self, caches: list[jax.Array], own: Rows | None) -> list[jax.Array]:
+  def _pinned(self, caches: Arrays, own: Rows | None) -> Arrays:
     if own is None:
       return [pinned(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
     return [
@@ -297,10 +294,10 @@ class Bound:
 
   def _called(
     self,
-    others: list[jax.Array],
+    others: Arrays,
     tokens: jax.Array,
     position: jax.Array,
-    caches: list[jax.Array],
+    caches: Arrays,
     own: PyTree,
   ) -> PyTree:
     """Calls the model with tokens `(batch, n)`.
@@ -326,10 +323,10 @@ class Bound:
   # The caches come last: `held` would gather a parameter that is split like the batch.
   def _one_call(
     self,
-    others: list[jax.Array],
+    others: Arrays,
     tokens: jax.Array,
     position: jax.Array,
-    caches: list[jax.Array],
+    caches: Arrays,
     own: PyTree,
   ) -> PyTree:
     """The logits and all caches after a call that changes nothing else."""
@@ -344,12 +341,10 @@ class Bound:
       raise lost([self.labels[self.others[n]] for n in changed])
     return logits, caches, own
 
-  def _turns(
-    self, axis: str, others: list[jax.Array], caches: list[jax.Array], rows: int, length: int
-  ) -> Turns:
+  def _turns(self, others: Arrays, caches: Arrays, rows: int, length: int) -> Turns:
     """Calls of the model for one group of rows, with its layers on stages."""
 
-    def call(others: list[jax.Array], inputs: PyTree, state: State) -> PyTree:
+    def call(others: Arrays, inputs: PyTree, state: State) -> PyTree:
       (tokens, position), (caches, own) = inputs, state
       logits, others, caches, own = self._called(others, tokens, position, caches, own)
       return logits, others, (caches, own)
@@ -364,18 +359,16 @@ class Bound:
     specs = [getattr(where, "spec", None) for where in self._of_caches]
     specs += [None] * len(jax.tree.leaves(state[1]))
     layers, mesh = self.options.layer_options, self.places.mesh
-    return Turns(call, layers, axis, others, state, inputs, labels, specs, mesh, self._used)
+    return Turns(call, layers, others, state, inputs, labels, specs, mesh, self._used)
 
-  def _rows_of_a_batch(
-    self, others: list[jax.Array], caches: list[jax.Array], batch: int, length: int
-  ) -> Rows | str:
+  def _rows_of_a_batch(self, others: Arrays, caches: Arrays, batch: int, length: int) -> Rows | str:
     """How the rows of a batch lie in the model's caches; or why the rows cannot have separate positions."""
     shared = self._split_like_the_batch()
     if self.explicit and shared:
       return f"on Explicit axes a row cannot use {shared[0][0]}, which is sharded like the batch"
     tokens, position = jnp.zeros((batch, 1), jnp.int32), jnp.zeros((), jnp.int32)
 
-    def after(tokens: jax.Array, caches: list[jax.Array]) -> list[jax.Array]:
+    def after(tokens: jax.Array, caches: Arrays) -> Arrays:
       own = None if self.options.cache is None else self.options.cache(batch, length)
       return self._called(others, self._rows(tokens), position, caches, own)[2]
 
@@ -398,9 +391,7 @@ class Bound:
     if rows is None:
       return call
 
-    def one(
-      others: list[jax.Array], tokens: jax.Array, position: jax.Array, caches: list[jax.Array], own: PyTree
-    ) -> PyTree:
+    def one(others: Arrays, tokens: jax.Array, position: jax.Array, caches: Arrays, own: PyTree) -> PyTree:
       places = [*zip(caches, rows.dims, strict=True)]
       whole = [x if d is None else jnp.expand_dims(x, d) for x, d in places]
       logits, caches, own = call(others, tokens[None], position, whole, own)
@@ -418,7 +409,7 @@ class Bound:
 
     return all_rows
 
-  def _fresh(self, loop: Loop, own: Rows | None, caches: list[jax.Array], args: Args) -> State:
+  def _fresh(self, loop: Loop, own: Rows | None, caches: Arrays, args: Args) -> State:
     """The state before the prompts: empty, or after the prefix, which one row on each shard reads for all."""
     batch, length = args.prompts.shape[0], self._length(args)
     if own is None or args.prefix is None:
@@ -435,7 +426,7 @@ class Bound:
     caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
     return self._pinned(caches, own), made
 
-  def _empty(self, caches: list[jax.Array], batch: int, length: int, rows: Rows | None) -> State:
+  def _empty(self, caches: Arrays, batch: int, length: int, rows: Rows | None) -> State:
     """The state before the first token."""
     make = self.options.cache
     if rows is None:
@@ -473,12 +464,12 @@ class Bound:
       self._check_weights("on Explicit axes a row")
     return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
-  def _program(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+  def _program(self, caches: Arrays, others: Arrays, args: Args) -> PyTree:
     batch, sampling = args.prompts.shape[0], self.options.sampling
     with default_scope(self.places.scope):
       loop, asked, own = self._loop(caches, others, args)
       if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(self.pipeline.axis, others, caches, batch // self.stages, self._length(args))
+        turns = self._turns(others, caches, batch // self.stages, self._length(args))
         found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
         return [], Generated(*(self._rows(join_batch(x)) for x in found[:2]))
       if isinstance(sampling, Beams):
@@ -492,9 +483,7 @@ class Bound:
       after = [x if d is not None else pinned(x[most], where) for x, d, where in places]
       return after, Generated(*map(self._rows, found[:2]))
 
-  def _loop(
-    self, caches: list[jax.Array], others: list[jax.Array], args: Args
-  ) -> tuple[Loop, Asked, Rows | None]:
+  def _loop(self, caches: Arrays, others: Arrays, args: Args) -> tuple[Loop, Asked, Rows | None]:
     """What all loops need, the prompts, and how rows with separate positions lie in the state."""
     options, rows = self.options, self._rows
     equal = args.lengths is None and args.prefix is None and options.slots is None
@@ -515,7 +504,7 @@ class Bound:
     loop = Loop(options.max_new_tokens, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
     return loop, self._asked(args), own
 
-  def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: list[jax.Array], args: Args) -> Steps:
+  def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: Arrays, args: Args) -> Steps:
     """The loop over a batch, or over rows with separate positions."""
     sampling, state = self.options.sampling, self._fresh(loop, own, caches, args)
     assert isinstance(sampling, Sampling)
@@ -552,13 +541,13 @@ class Bound:
       self._blocks[key] = jax.jit(run, donate_argnums=0, out_shardings=(layout, None, None))
     return self._blocks[key]
 
-  def _begin(self, caches: list[jax.Array], others: list[jax.Array], args: Args) -> PyTree:
+  def _begin(self, caches: Arrays, others: Arrays, args: Args) -> PyTree:
     """The carry of the loop before its first step."""
     with self._inside():
       return self._steps(*self._loop(caches, others, args), caches, args).begin()
 
   def _advance(
-    self, every: int, carry: PyTree, caches: list[jax.Array], others: list[jax.Array], args: Args
+    self, every: int, carry: PyTree, caches: Arrays, others: Arrays, args: Args
   ) -> tuple[PyTree, Written, jax.Array]:
     """The carry after so many steps, what each row has written in them, and whether a step is left."""
     with self._inside():
@@ -585,9 +574,7 @@ class Bound:
     with on_axes, default_scope(self.places.scope):
       yield
 
-  def _separate_rows(
-    self, caches: list[jax.Array], others: list[jax.Array], args: Args, sizes: tuple[int, ...]
-  ) -> Rows | None:
+  def _separate_rows(self, caches: Arrays, others: Arrays, args: Args, sizes: tuple[int, ...]) -> Rows | None:
     """How rows with separate positions lie in the state; None if all rows have the same position.
 
     They have separate positions over slots and beams, and where prompts of different lengths are read several

@@ -128,11 +128,7 @@ def init_distributed(
 def _peers(
   address: str | None, count: int | None, index: int | None
 ) -> tuple[str, tuple[str, int, int] | None]:
-  """Returns how the processes find each other, and address, count and index, or None if JAX detects them.
-
-  Raises:
-    HostError: an argument is missing, or they contradict each other.
-  """
+  """Returns how the processes find each other, and address, count and index, or None if JAX detects them."""
   found = "arguments"
   if (address, count, index) == (None, None, None):
     peers = from_torchrun(os.environ)
@@ -162,11 +158,7 @@ def _join(
   timeout: float,
   heartbeat_timeout: float,
 ) -> bool:
-  """Joins the other processes; returns False if there are none.
-
-  Raises:
-    HostError: they cannot be joined, or the call came too late.
-  """
+  """Joins the other processes; returns False if there are none."""
   address, count, index = (None, None, None) if peers is None else peers
   if local_devices is None:
     local_devices = visible_devices(os.environ)
@@ -205,9 +197,6 @@ def _join(
 
 def from_torchrun(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
   """Address, count and index from the variables of torchrun; None without them.
-
-  Raises:
-    HostError: only some of them are set, or one is not a number.
 
   Example:
     >>> from_torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
@@ -287,15 +276,7 @@ def device_problem(
   devices_per_process: int | None,
   environment: Mapping[str, str],
 ) -> tuple[str, str] | None:
-  """The error about the devices of the processes, and its fix; None if there is no error.
-
-  Args:
-    each: process -> its number of devices.
-    count: the number of processes.
-    backend: such as `"gpu"`.
-    devices_per_process: as in `init_distributed`.
-    environment: the variables of this process.
-  """
+  """The error about the number of devices of each process, and its fix; None without an error."""
   without = [process for process in range(count) if not each.get(process)]
   if without:
     return (

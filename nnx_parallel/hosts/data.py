@@ -66,11 +66,7 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
 
 
 def check_concrete(name: str, value: Leaf) -> None:
-  """Raises for a traced value, which has no place on devices.
-
-  Raises:
-    ShardingError: names the value.
-  """
+  """Raises for a traced value, which has no place on devices."""
   if isinstance(value, Tracer):
     raise ShardingError(
       f"{name} is a value inside a compiled program, and cannot be placed there.",

@@ -8,18 +8,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import io
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.heartbeat import STOPPED, VARIABLE, last_beat
@@ -31,14 +33,8 @@ NOISE = re.compile(
   r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
 )
 REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a separate line
-# A bar that is redrawn ends with \r; a read may end between the parts of \r\n.
-END_OF_LINE = re.compile(rb"(\r?\n|\r(?!\n|\Z))")
-LONGEST_LINE = 1 << 16  # bytes
-# Output of a process after another process has ended. The other process is shown first, so these lines wait.
-COMPLAINT = re.compile(
-  r"Traceback \(most recent call last\)|[EF]\d{4} \d\d:\d\d:\d\d\.\d+ |Fatal Python error"
-)
-COMPLAINTS_WAIT_S = 1.0
+LONGEST_LINE = 1 << 16
+LOOK_S = 0.05
 FINAL_CODES = (2, 3, STOPPED)  # wrong usage, an answer that is no, and an end that was asked for
 LONGEST_PAUSE_S = 60
 TAIL = 30  # lines
@@ -88,14 +84,35 @@ class Worker:
   beats: Path
   step: int | None = None
   stepped: float = 0.0
-  pending: bytes = b""
-  redrawn: float = 0.0
-  later: list[str] = dataclasses.field(default_factory=list[str])
-  later_since: float = 0.0
+  lines: collections.deque[str] = dataclasses.field(default_factory=collections.deque[str])
   tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL))
   held: int = 0
-  noisy: bool = False
   code: int | None = None
+
+  def start(self, *, all_logs: bool) -> None:
+    """Starts to read the lines of the process."""
+    self._reader = threading.Thread(target=self._read, args=(all_logs,), daemon=True)
+    self._reader.start()
+
+  def _read(self, all_logs: bool) -> None:
+    """Reads the lines, without noise, and at most one state a second of a bar that is redrawn."""
+    noisy, redrawn = False, 0.0
+    with io.TextIOWrapper(cast(BinaryIO, self.supervisor.stdout), errors="replace", newline="") as output:
+      while text := output.readline(LONGEST_LINE):
+        line = text.rstrip("\r\n")
+        if text.endswith("\r"):
+          if not line.strip() or time.monotonic() - redrawn < 1:
+            continue
+          redrawn = time.monotonic()
+        noisy = bool(NOISE.match(line) or (noisy and REST_OF_NOISE.match(line)))
+        if all_logs or not noisy:
+          self.lines.append(line)
+
+  def end(self) -> None:
+    """Ends what is left of the process and its children, and reads its last lines."""
+    self.signal(signal.SIGKILL)
+    self.supervisor.wait()
+    self._reader.join(1)  # a process in a session of its own may hold the output
 
   def look(self) -> None:
     """Reads the newest step. Its time is this process's own: clocks that are set do not count."""
@@ -135,14 +152,6 @@ def launch(job: Job, write: Callable[[str], None] = print) -> int:
   Returns:
     0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
     or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
-
-  Raises:
-    HostError: fewer than one process, or several of a cluster.
-
-  Example:
-    >>> launch(Job([sys.executable, "-c", "import os; print(os.environ['RANK'])"], processes=1))
-    [0] 0
-    0
   """
   if job.processes < 1 or (job.cluster and job.processes != 1):
     raise HostError(
@@ -197,13 +206,7 @@ class _Attempt:
   """All processes of a job, started once.
 
   Attributes:
-    job: the job of the attempt.
-    command: the command of each process.
-    number: the number of the attempt.
-    folder: the folder of the heartbeat files.
     came: the signals that the launcher got so far.
-    write: shows a line.
-    workers: the processes.
     outcome: the first failure, or the signal.
     signalled: the number of handled signals.
     end_by: the time at which remaining processes are ended by force.
@@ -224,18 +227,18 @@ class _Attempt:
   def run(self) -> Outcome:
     """Returns when all processes, and all processes that they started, have ended."""
     watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-      stack.callback(os.close, alive)
-      stack.callback(os.close, watched)
-      stack.callback(_end, self.workers)
-      for worker in self._start(watched):
-        selector.register(_output(worker), selectors.EVENT_READ, worker)
+    try:
+      self._start(watched)
       while any(worker.code is None for worker in self.workers):
-        for key, _ in selector.select(timeout=0.1):
-          if not self._show(key.data):
-            selector.unregister(key.fileobj)
+        time.sleep(LOOK_S)
         self._look()
+    finally:
+      for worker in self.workers:
+        worker.end()
+      os.close(watched)
+      os.close(alive)
     for worker in self.workers:
+      self._show(worker)
       if worker.held and not self.job.all_logs:
         self.write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
     codes = {worker.code for worker in self.workers}
@@ -244,22 +247,23 @@ class _Attempt:
       self.outcome, code=code, step=max(_last_steps(self.workers).values(), default=-1)
     )
 
-  def _start(self, watched: int) -> Sequence[Worker]:
+  def _start(self, watched: int) -> None:
     job, port = self.job, free_port()
     for n in range(job.processes):
       beats = self.folder / f"{self.number}-{n}"
       variables = worker_variables(job, n, port, os.environ)
       variables |= {VARIABLE: str(beats), "NNX_PARALLEL_ATTEMPT": str(self.number)}
       self.workers.append(Worker(n, _start(self.command, variables, watched), beats))
-    return self.workers
+      self.workers[-1].start(all_logs=job.all_logs)
 
   def _look(self) -> None:
     """Checks which processes ended or hang and which signals came, and reacts."""
-    failed = self._ended()
     for worker in self.workers:
+      self._show(worker)
       worker.look()
-      if worker.later and time.monotonic() - worker.later_since > COMPLAINTS_WAIT_S:
-        self._show_later(worker)
+    failed = self._ended()
+    if failed is not None:
+      self._show(failed)
     if self.outcome.code in (0, STOPPED):
       if failed is not None and failed.code == STOPPED:
         self.outcome = Outcome(STOPPED)
@@ -286,16 +290,9 @@ class _Attempt:
     for worker in self.workers:
       if worker.code is None and (code := worker.supervisor.poll()) is not None:
         worker.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
-        worker.signal(signal.SIGKILL)  # processes that it started and left behind
+        worker.end()
         ended.append(worker)
-    first = min((worker for worker in ended if worker.code), key=_order_of_failure, default=None)
-    ended.sort(key=lambda worker: worker is not first)
-    for worker in ended:
-      hold = first is not None and worker is not first
-      while self._show(worker, hold=hold):
-        pass
-      self._show_later(worker, hold=hold)
-    return first
+    return min((worker for worker in ended if worker.code), key=_order_of_failure, default=None)
 
   def _fail(self, worker: Worker, code: int, how: str) -> None:
     failure = f"process {worker.number} {how} after {time.monotonic() - self.started:.1f} s"
@@ -315,29 +312,15 @@ class _Attempt:
     self.outcome = Outcome(128 + self.came[0])
     _signal_all(self.workers, signal.SIGTERM)
 
-  def _show(self, worker: Worker, *, hold: bool = False) -> bool:
-    """Shows the output of a process, until a failure; False if there is no more output, now or ever."""
-    lines, more = _read(worker, self.job.all_logs)
-    for line in lines:
-      if not worker.later and COMPLAINT.match(line):
-        worker.later_since = time.monotonic()
-      if self.job.all_logs or not (worker.later or COMPLAINT.match(line)):
-        self._show_line(worker, line, hold)
+  def _show(self, worker: Worker) -> None:
+    """Shows the new lines of a process; after a failure they are only counted."""
+    while worker.lines:
+      line = worker.lines.popleft()
+      if self.outcome.failure and not self.job.all_logs:
+        worker.held += 1
       else:
-        worker.later.append(line)
-    return more
-
-  def _show_later(self, worker: Worker, *, hold: bool = False) -> None:
-    lines, worker.later = worker.later, []
-    for line in lines:
-      self._show_line(worker, line, hold)
-
-  def _show_line(self, worker: Worker, line: str, hold: bool) -> None:
-    if (hold or self.outcome.failure) and not self.job.all_logs:
-      worker.held += 1
-      return
-    worker.tail.append(line)
-    self.write(f"[{worker.number}] {line}")
+        worker.tail.append(line)
+        self.write(f"[{worker.number}] {line}")
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -> subprocess.Popen[bytes]:
@@ -350,50 +333,13 @@ def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -
     stderr=subprocess.STDOUT,
     pass_fds=[watched],
     start_new_session=True,  # a separate group, which Ctrl-C in the terminal does not reach
-    bufsize=0,
   )
-
-
-def _output(worker: Worker) -> int:
-  assert worker.supervisor.stdout is not None
-  descriptor = worker.supervisor.stdout.fileno()
-  os.set_blocking(descriptor, False)
-  return descriptor
-
-
-def _end(workers: Sequence[Worker]) -> None:
-  _signal_all(workers, signal.SIGKILL)
-  for worker in workers:
-    worker.supervisor.wait()
-    if worker.supervisor.stdout is not None:
-      worker.supervisor.stdout.close()
 
 
 def _signal_all(workers: Sequence[Worker], number: signal.Signals) -> None:
   for worker in workers:
     if worker.code is None:
       worker.signal(number)
-
-
-def _read(worker: Worker, all_logs: bool) -> tuple[list[str], bool]:
-  """The lines that a process printed, and whether there may be more."""
-  try:
-    data = os.read(_output(worker), 1 << 16)
-  except BlockingIOError:
-    return [], False
-  *parts, worker.pending = END_OF_LINE.split(worker.pending + data)
-  if worker.pending and (not data or len(worker.pending) > LONGEST_LINE):
-    parts, worker.pending = [*parts, worker.pending, b"\n"], b""
-  lines: list[str] = []
-  for raw, end in zip(parts[::2], parts[1::2], strict=True):
-    if end == b"\r" and (not raw.strip() or time.monotonic() - worker.redrawn < 1):
-      continue
-    worker.redrawn = time.monotonic() if end == b"\r" else worker.redrawn
-    line = raw.decode(errors="replace").rstrip("\r")
-    worker.noisy = bool(NOISE.match(line) or (worker.noisy and REST_OF_NOISE.match(line)))
-    if all_logs or not worker.noisy:
-      lines.append(line)
-  return lines, bool(data)
 
 
 def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
@@ -403,23 +349,9 @@ def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
   stepped = [worker for worker in workers if worker.code is None and worker.step is not None]
   if not any(time.monotonic() - worker.stepped > job.hang_after for worker in stepped):
     return None
-  groups = _stopped_groups()
-  if stopped := [worker for worker in stepped if worker.supervisor.pid in groups]:
-    return stopped[0], "is stopped (SIGSTOP)"
   worker = min(stepped, key=lambda worker: (worker.step, worker.stepped))
   alone = sum(other.step == worker.step for other in stepped) == 1 or len(workers) == 1
   return worker, "hangs" if alone else "hangs, or waits for another that does"
-
-
-def _stopped_groups() -> set[int]:
-  """The process groups with a stopped process; empty without /proc."""
-  found: set[int] = set()
-  for file in Path("/proc").glob("[0-9]*/stat"):
-    with contextlib.suppress(OSError):
-      state, _, group = file.read_text().rpartition(") ")[2].split()[:3]
-      if state == "T":
-        found.add(int(group))
-  return found
 
 
 def _last_steps(workers: Sequence[Worker]) -> dict[int, int]:
@@ -444,12 +376,7 @@ def _order_of_failure(worker: Worker) -> int:
 
 
 def describe(code: int) -> str:
-  """An exit code in words.
-
-  Example:
-    >>> describe(1), describe(137)
-    ('exit code 1', 'killed by SIGKILL')
-  """
+  """An exit code in words."""
   with contextlib.suppress(ValueError):
     if code > 128:
       return f"killed by {signal.Signals(code - 128).name}"

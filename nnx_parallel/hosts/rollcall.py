@@ -16,17 +16,7 @@ from nnx_parallel.errors import HostError
 
 
 def roll_call(address: str, count: int, process: int, timeout: float) -> None:
-  """Returns on all processes if all processes are there; otherwise raises on all of them.
-
-  Args:
-    address: `host:port` of process 0.
-    count: the number of processes.
-    process: the number of this process.
-    timeout: in seconds.
-
-  Raises:
-    HostError: names the processes that did not come, came twice, or have another count.
-  """
+  """Returns on all processes if all processes are there; otherwise raises on all of them."""
   host, port = address.rsplit(":", 1)
   deadline = time.monotonic() + timeout
   if process == 0:

@@ -96,7 +96,7 @@ class Sampler:
     return {**found, MASK: index == real}
 
   def read(self, rows: dict[int, np.ndarray], *, threads: int, ahead: int) -> Iterator[PyTree]:
-    """Reads in the background.
+    """Reads in the background, with so many threads and so many batches ahead.
 
     Args:
       rows: for each length of a batch, the rows of it that this process reads.
@@ -138,11 +138,7 @@ def _shut_down(readers: ThreadPoolExecutor, stacker: ThreadPoolExecutor) -> None
 
 
 def stacked(samples: list[PyTree], indices: list[int]) -> PyTree:
-  """One tree with the samples along a new dim 0.
-
-  Raises:
-    TrainError: samples with other leaves or shapes than the first sample.
-  """
+  """One tree with the samples along a new dim 0."""
   first = _shapes(samples[0])
   for index, sample in zip(indices, samples, strict=True):
     if (found := _shapes(sample)) != first:

@@ -91,11 +91,7 @@ def linear_layers(model: nnx.Module) -> dict[str, Any]:
 
 
 def adapt(path: str, layer: Any, rank: int, scale: float, rngs: nnx.Rngs, param_dtype: DTypeLike) -> None:
-  """Adds an adapter to one linear layer, in place.
-
-  Raises:
-    CheckpointError: the layer already has an adapter, or its kernel is stacked.
-  """
+  """Adds an adapter to one linear layer, in place."""
   shape, inputs = tuple(layer.kernel.shape), _features(layer.in_features)
   if hasattr(layer, "lora"):
     raise CheckpointError(f"{path} has an adapter already.", fix="use patterns that name each layer once.")

@@ -46,12 +46,7 @@ class DryRun:
     return not any(row.status in ("unused", "missing", "does not fit") for row in self.rows)
 
   def require_complete(self) -> None:
-    """Raises unless it is complete.
-
-    Raises:
-      CheckpointError: leaves without a source, or arrays and layers that no rule uses; or else the first
-        array that does not fit.
-    """
+    """Raises unless it is complete."""
     missing = [f"missing  {row.model}: {row.note}" for row in self.rows if row.status == "missing"]
     spare = [f"unused   {row.file or row.note}" for row in self.rows if row.status == "unused"]
     if missing or spare:

@@ -59,17 +59,9 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
 
 
 def module_names(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[dict[str, str]]:
-  """The names of modules in transformers by the path of their kernel here.
+  """The names of modules in transformers, by the paths of their kernels here.
 
-  Args:
-    folder: holds `config.json`.
-    paths: of the kernels of a module of that family.
-
-  Returns:
-    The names below the class with the head, and the names in older files and below the class without a head.
-
-  Raises:
-    CheckpointError: no `config.json`, or a family without a table.
+  First the names below the class with the head, then those in older files and below the class without a head.
   """
   config = read_config(Path(folder))
   table = _table(config, Path(folder))
@@ -99,9 +91,6 @@ def has_own_head(folder: str | os.PathLike[str]) -> bool | None:
 
   Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
   decide.
-
-  Raises:
-    CheckpointError: files or a `config.json` that cannot be read.
   """
   folder = Path(folder)
   config, arrays = read_config(folder), _arrays(Path(folder))
@@ -152,11 +141,7 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-  """The contents of `config.json`.
-
-  Raises:
-    CheckpointError: the file is missing, or cannot be read.
-  """
+  """The contents of `config.json`."""
   try:
     found = json.loads((folder / CONFIG).read_text())
     if not isinstance(found, dict):

@@ -16,8 +16,7 @@ import numpy as np
 from flax import nnx, serialization, traverse_util
 from flax.core import meta
 
-from nnx_parallel.checkpoint import paths
-from nnx_parallel.core.nodes import value_of, variables
+from nnx_parallel.core.nodes import path_str, value_of, variables
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import Rule, WeightMap, import_arrays, leaves_to_write
@@ -45,7 +44,7 @@ def linen_names(model: object) -> WeightMap:
   rules = [
     Rule(f"{nnx.variable_name_from_type(type(leaf), allow_register=True)}.{name}", name)
     for path, leaf in variables(model).items()
-    for name in [paths.format(path)]  # pyright: ignore[reportArgumentType]
+    for name in [path_str(path)]
     if not isinstance(leaf, nnx.RngState)
   ]
   return WeightMap(*rules, ignore=OTHERS)

@@ -13,12 +13,12 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint import array_io, encoding, paths, targets
+from nnx_parallel.checkpoint import array_io, encoding, targets
 from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
-from nnx_parallel.core.nodes import is_key, plain_path
+from nnx_parallel.core.nodes import is_key, path_str, plain_path
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.weights import WeightMap
@@ -115,11 +115,7 @@ def restore_orbax(
 
 
 def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows, TreeDef]:
-  """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree.
-
-  Raises:
-    CheckpointError: not an Orbax checkpoint, or several items but no name.
-  """
+  """The contents of an Orbax checkpoint: the name of its item, shapes and dtypes by path, and their tree."""
   with array_io.quiet():
     try:
       names = sorted(ocp.checkpointables_metadata(step_dir).metadata)
@@ -143,7 +139,7 @@ def _describe(step_dir: epath.Path, item: str | None) -> tuple[str | None, _Rows
 
 
 def _keys(prefix: str) -> Keys:
-  return tuple(map(str, paths.parse(prefix)))
+  return tuple(prefix.split(".")) if prefix else ()
 
 
 def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
@@ -159,8 +155,7 @@ def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
 
 def _text(keys: Keys) -> str:
   """A path as this package writes it; nnx.State keeps the array of each Variable under `value`."""
-  parts = keys[:-1] if keys[-1:] == ("value",) else keys
-  return paths.format(tuple(int(part) if part.isdecimal() else part for part in parts))
+  return path_str(keys[:-1] if keys[-1:] == ("value",) else keys)
 
 
 def _record(leaf: Leaf, wanted: TargetLeaf | None) -> LeafRecord:
@@ -186,13 +181,9 @@ def _placed(array: AnyArray, match: LeafPair) -> AnyArray:
 def _load(step_dir: epath.Path, item: str | None, tree: PyTree, *, byte_budget: int, pad: bool) -> PyTree:
   """Reads some arrays of one item by Orbax, each process its own shards.
 
-  Args:
-    step_dir: the step.
-    item: the item's name.
-    tree: the wanted shape, dtype and sharding in place of each array, without a sharding for a numpy array;
-      `PLACEHOLDER` in place of unwanted arrays.
-    byte_budget: the maximum number of bytes in flight.
-    pad: whether arrays may be larger than the stored arrays; the rest is zero.
+  The tree has the wanted shape, dtype and sharding in place of each array, without a sharding for a numpy
+  array, and `PLACEHOLDER` in place of unwanted arrays. With `pad`, arrays may be larger than the stored
+  arrays.
   """
   wanted = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
   # Orbax refuses a shard that is as large as its budget.

@@ -175,11 +175,7 @@ class Served:
 
   @property
   def weights(self) -> dict[str, PyTree]:
-    """The Variables as a nested dict, like `nnx.to_pure_dict(nnx.state(model))`.
-
-    Returns:
-      Arrays; before `load`, `ShapeDtypeStruct`s in their layout.
-    """
+    """The Variables as `nnx.to_pure_dict(nnx.state(model))` has them; `ShapeDtypeStruct`s before `load`."""
     return nnx.traversals.unflatten_mapping(dict(zip(self._paths, self._leaves, strict=True)))
 
   def load(self, weights: PyTree) -> Served:
@@ -192,9 +188,6 @@ class Served:
 
     Returns:
       The program itself.
-
-    Raises:
-      CheckpointError: a path or a shape differs.
     """
     given = nnx.to_pure_dict(weights) if isinstance(weights, nnx.State) else weights
     flat = {path: value_of(x) for path, x in nnx.traversals.flatten_mapping(given).items()}
@@ -221,9 +214,6 @@ class Served:
 
     Returns:
       The result of the function, global; for a generator a dict of the fields of `nxp.Generated`.
-
-    Raises:
-      CheckpointError: the weights have not been loaded.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves):
       raise CheckpointError("the program has no weights yet.", fix="served.load(weights)")

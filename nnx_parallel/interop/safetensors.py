@@ -112,17 +112,9 @@ class Tensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Lists the arrays of a file, or of a folder with an index, without reading them.
+  """Lists the arrays of a file, of an index, or of a folder, by name, without reading them.
 
-  Args:
-    path: a `.safetensors` file, an index (`*.index.json`), or a folder: its index, else its
-      `model.safetensors`, else all of its `.safetensors` files.
-
-  Returns:
-    The place of each array, by name.
-
-  Raises:
-    CheckpointError: nothing there, or a file that is damaged or incomplete.
+  Of a folder it takes the index, else `model.safetensors`, else all of its `.safetensors` files.
   """
   path = Path(path)
   found: dict[str, Tensor] = {}
@@ -198,8 +190,8 @@ def export_safetensors(
     weight_map: as for `import_safetensors`; it is applied in reverse. None: the paths of the leaves are the
       names in the files.
     skip: patterns of the paths of leaves to leave out, for example `["*.bias"]`.
-    file_bytes: the maximum size of a file. A larger model is written as several files with an index, as the
-      loaders of Hugging Face expect.
+    file_bytes: the maximum size of a file, and about the host memory that process 0 needs. A larger model is
+      written as several files with an index, as the loaders of Hugging Face expect.
 
   Returns:
     The names of the written arrays.
@@ -300,11 +292,7 @@ def write_folder(
   single: str = SINGLE,
   beside: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-  """`export_safetensors`, with the name of a single file, and texts to write beside it by file name.
-
-  Raises:
-    CheckpointError: as `export_safetensors`.
-  """
+  """`export_safetensors`, with the name of a single file, and texts to write beside it by file name."""
   final = Path(path)
   temporary = final.with_name(f"{final.name}.nnx-saving")
   is_first = jax.process_index() == 0

@@ -197,11 +197,7 @@ class Program:
 
   @classmethod
   def read(cls, paths: Iterable[Path]) -> Program:
-    """Reads files; their sites have different numbers.
-
-    Raises:
-      RecipeError: a file cannot be read, or not patched.
-    """
+    """Reads files; their sites have different numbers."""
     sources = list[Source]()
     for path in paths:
       sources.append(Source(path, first=max(itertools.chain(*(x.sites for x in sources)), default=-1) + 1))

@@ -36,10 +36,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from nnx_parallel.checkpoint import diff, encoding, multihost, paths, targets
+from nnx_parallel.checkpoint import diff, encoding, multihost, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
-from nnx_parallel.core.nodes import is_key, variables
+from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array, format_spec
 from nnx_parallel.core.types import AnyArray, DType
@@ -184,11 +184,7 @@ class Group:
     return ", ".join([*self.layers.values()][:3])
 
   def shapes(self, to: Side, shapes: Iterable[Shape]) -> list[Shape]:
-    """Shapes of all layers of the model that arrays of these shapes make; `to="file"` is the reverse.
-
-    Raises:
-      CheckpointError: the rule's pattern does not fit them.
-    """
+    """Shapes of all layers of the model that arrays of these shapes make; `to="file"` is the reverse."""
     structs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     try:
       made = jax.eval_shape(functools.partial(self.rule.transform.apply, to=to), structs)
@@ -218,11 +214,7 @@ class Group:
     )
 
   def numbered(self, leaves: Mapping[str, Shape]) -> tuple[Group, list[Shape]]:
-    """Adds the names in the file, and returns the shapes there.
-
-    Raises:
-      CheckpointError: layers of different shapes, or a pattern that does not fit them.
-    """
+    """Adds the names in the file, and returns the shapes there."""
     found = {leaves[path] for path in self.layers.values()}
     if len(found) > 1:
       raise CheckpointError(
@@ -521,20 +513,10 @@ def import_arrays(
   weight_map: WeightMap,
   skip: Iterable[str],
 ) -> Any:
-  """Makes a model from named arrays; each process reads its share of each.
+  """Makes a model, and its optimizer, if any, from named arrays; each process reads its share of each.
 
-  Args:
-    origin: the name of the source, for messages.
-    sources: finds the arrays; an error on one process is raised on all.
-    plan: the layout; if it has an optimizer, a new optimizer is made.
-    weight_map: how the arrays become leaves.
-    skip: patterns of paths that have no source; these leaves are initialised, and so is random state.
-
-  Returns:
-    The module, or (module, optimizer).
-
-  Raises:
-    CheckpointError: an incomplete weight map, or a shape or dtype that does not fit, named.
+  `sources` finds the arrays of `origin`; an error on one process is raised on all. Leaves that `skip` names
+  and random state are initialised.
   """
   target = targets.read(plan, optimizer="drop" if plan.tx is None else "fresh")
   wanted = target.leaves["model"]
@@ -578,24 +560,16 @@ def _read(
 def model_leaves(plan: Plan) -> dict[str, TargetLeaf]:
   """The leaves of a plan's model by path, also on an abstract mesh."""
   leaves = plan.of("model").items()
-  return {paths.format(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}  # pyright: ignore[reportArgumentType]
+  return {path_str(path): TargetLeaf(leaf.struct, leaf.shape) for path, leaf in leaves}
 
 
 def initialised(plan: Plan, paths: Iterable[str], skip: Iterable[str]) -> set[str]:
-  """The paths that an import leaves as they are initialised: skipped paths, and random state.
-
-  Raises:
-    CheckpointError: a pattern that matches no path.
-  """
+  """The paths that an import leaves as they are initialised: skipped paths, and random state."""
   return _left_out(paths, skip) | _random_state(plan.abstract_model)
 
 
 def leaves_to_write(model: object, skip: Iterable[str]) -> dict[str, AnyArray]:
-  """The leaves of a model that an export writes: all but skipped leaves and random state.
-
-  Raises:
-    CheckpointError: a pattern that matches no path.
-  """
+  """The leaves of a model that an export writes: all but skipped leaves and random state."""
   leaves = targets.saved_roots(model, None)["model"]
   away = _left_out(leaves, skip) | _random_state(model)
   return {path: leaf for path, leaf in leaves.items() if path not in away}
@@ -623,7 +597,7 @@ def _random_state(model: object) -> set[str]:
   """The paths of a module's random keys and counters."""
   if not isinstance(model, nnx.Module):
     return set()
-  return {paths.format(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}  # pyright: ignore[reportArgumentType]
+  return {path_str(path) for path, leaf in variables(model).items() if isinstance(leaf, nnx.RngState)}
 
 
 _PART = re.compile(r"\([^)]*\)|[^\s()]+")  # one dim of a side of a pattern
@@ -675,7 +649,7 @@ def _is_placed(source: Any, out: jax.ShapeDtypeStruct) -> bool:
 
 def _start_of(path: str, parameters: Container[str]) -> int | None:
   """Where a parameter's path starts at the end of a path."""
-  starts = [0, *(match.end() for match in re.finditer(r"(?<!\\)\.", path))]
+  starts = [0, *(match.end() for match in re.finditer(r"\.", path))]
   return next((start for start in starts if path[start:] in parameters), None)
 
 

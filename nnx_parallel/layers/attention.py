@@ -5,10 +5,7 @@ soft cap, casts), `exp(x - max)`, its sum over the keys, and a product of the qu
 replaced by the same operations on blocks, with a running maximum and sum (arXiv:2112.05682, 2205.14135), so
 that no array of the size queries x keys exists, forward or backward. Masks are made block by block too;
 blocks that a mask of positions hides wholly are not computed (`masks`).
-
-Where a mesh axis splits the positions, each device computes its own queries. Keys and values are gathered, or
-go round a ring of the devices (arXiv:2310.01889); or each device gets all positions of some heads instead
-(arXiv:2309.14509).
+Where a mesh axis splits the positions, its devices share the attention (`tile_attention.Share`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +60,11 @@ from nnx_parallel.core.tiles import (
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.forms import as_quotients, with_sinks_apart, without_shifts
-from nnx_parallel.layers.fused import Kernel, NotFused, by_kernel, kernel_in_use
+from nnx_parallel.layers.fused import by_kernel
 from nnx_parallel.layers.mark import is_marked
 from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
 from nnx_parallel.layers.softmaxes import NotByBlocks, Softmax, Softmaxes, named_dims, wholes
+from nnx_parallel.layers.splash import Kernel, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 
@@ -74,7 +72,7 @@ AttentionName = Literal["blockwise", "fused", "ring", "ulysses"]
 Attention = AttentionName | int | None
 """`"blockwise"`, or the block length; `"fused"`: a fused kernel where JAX has a suitable kernel; `"ring"`,
 `"ulysses"`: blockwise too, over the mesh axis that shards positions; None: as written."""
-WORDS: tuple[AttentionName, ...] = ("blockwise", "fused", "ring", "ulysses")
+WORDS: tuple[AttentionName, ...] = get_args(AttentionName)
 OVER_AXIS = ("ring", "ulysses")
 BLOCK = 512
 _INNER = (*CALLS, "scan", "while", "cond")
@@ -168,18 +166,10 @@ class _Way:
     return f"attention by blocks of {self.block}"
 
 
-def check_attention(attention: Attention) -> Attention:
-  """Returns the option unchanged.
-
-  Raises:
-    TrainError: the option is not valid.
-  """
-  if (
-    attention is None
-    or (isinstance(attention, str) and attention in WORDS)
-    or (type(attention) is int and attention > 0)
-  ):
-    return attention
+def check_attention(attention: Attention) -> None:
+  """Raises a `TrainError` for an option that is not valid."""
+  if attention is None or attention in WORDS or (type(attention) is int and attention > 0):
+    return
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
     fix='attention="blockwise", or the length of the blocks: attention=256; "fused"; "ring"; "ulysses";'
@@ -213,11 +203,7 @@ def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, st
 
 
 def _way(attention: Attention) -> _Way:
-  """How attention is computed on the mesh that is active.
-
-  Raises:
-    TrainError: with an option of `OVER_AXIS`, no axis splits the positions, or it is Explicit.
-  """
+  """How attention is computed on the mesh that is active."""
   block = attention if isinstance(attention, int) else BLOCK
   kernel = kernel_in_use() if attention == "fused" else None
   mesh: Any = jax.sharding.get_abstract_mesh()

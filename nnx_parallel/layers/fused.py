@@ -16,125 +16,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from nnx_parallel.core.flow import Meeting, meeting
 from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, maker, makers, origin, struct
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import Grid, Tiles, described
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 from nnx_parallel.layers.masks import PLACES
 from nnx_parallel.layers.softmaxes import Softmax, is_cast, uncast
+from nnx_parallel.layers.splash import Kernel, NotFused
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
 
-Kernel = Callable[..., Any]
-"""`(query [rows, features], key [columns, features], value [columns, out], mask, cap) -> [rows, out]`.
-
-The mask is `[rows, columns]`, true where a product is kept, or None.
-"""
-_LANES = 128
 _FEATURES = -1
 """Stands for the dim of the features, which the scores lack."""
 _FILL = -1e4
 """A score of which the exponential is 0."""
-_BLOCKS = (512, 256, 128)
-
-
-class NotFused(Exception):
-  """Why an attention has no fused kernel."""
-
-
-def splash_attention(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: jax.Array | None,
-  cap: float | None,
-  *,
-  interpret: bool = False,
-) -> jax.Array:
-  """The kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
-
-  Raises:
-    NotFused: it has no blocks for these lengths.
-  """
-  rows, columns = query.shape[0], key.shape[0]
-  splash, sizes = splash_and_blocks(rows, columns)
-  known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
-  kernel = splash.make_splash_mqa_single_device(
-    known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
-  )
-  if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
-    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-  found: Any = kernel(lane_padded(query)[None], lane_padded(key), lane_padded(value))
-  return found[0, :, : value.shape[1]]
-
-
-def splash_sequence(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segments: jax.Array | None,
-  *,
-  causal: bool,
-  window: int | None,
-  interpret: bool = False,
-) -> jax.Array:
-  """The same kernel for the attention of a sequence to itself; it builds its masks from the arguments.
-
-  Args:
-    query: `[heads, length, features]`; all heads share one head of the keys.
-    key: `[length, features]`.
-    value: `[length, out]`.
-    segments: integers `[length]`: a position sees positions with the same integer; None: no segments.
-    causal: a query sees no later position.
-    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
-    interpret: run the kernel on any platform, slowly.
-
-  Raises:
-    NotFused: the kernel has no block size for this length.
-  """
-  length = key.shape[0]
-  splash, sizes = splash_and_blocks(length, length)
-  shape = (length, length)
-  mask: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
-  if window is not None:
-    mask = splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
-  masks = splash.MultiHeadMask([mask] * query.shape[0])
-  kernel = splash.make_splash_mqa_single_device(masks, block_sizes=sizes, interpret=interpret)
-  ids = None if segments is None else splash.SegmentIds(segments, segments)
-  found: Any = kernel(lane_padded(query), lane_padded(key), lane_padded(value), ids)
-  return found[..., : value.shape[-1]]
-
-
-def splash_and_blocks(rows: int, columns: int) -> tuple[Any, Any]:
-  """The module of the kernel, and the sizes of its blocks for these lengths.
-
-  Raises:
-    NotFused: there are no such blocks.
-  """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes 0.3 s to import
-
-  q, kv = (next((block for block in _BLOCKS if n % block == 0), 0) for n in (rows, columns))
-  if not q or not kv:
-    raise NotFused(f"{rows} queries and {columns} keys are not multiples of {_LANES}")
-  queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
-  keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
-  return splash, splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
-
-
-def lane_padded(x: jax.Array) -> jax.Array:
-  """With features that fill the lanes of the chip."""
-  return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),))
-
-
-KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
-"""The kernel of each platform whose kernel can be compiled without the device. The GPU kernel (cuDNN) can
-only be lowered where its library is installed.
-"""
-SEQUENCES: dict[str, Kernel] = {"tpu": splash_sequence}
-"""The same for the attention of a sequence to itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,15 +78,6 @@ class _Form:
   order: tuple[int, ...]
   row: int
   column: int
-
-
-def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
-  """The kernel for the devices of the mesh in scope; without a mesh, for the default devices."""
-  scope = scope_in_use()
-  meshes = [None if scope is None else scope.mesh, jax.sharding.get_abstract_mesh()]
-  devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
-  device = next((device for device in devices if device is not None), None)
-  return kernels.get(jax.default_backend() if device is None else device.platform)
 
 
 def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel) -> JaxprEqn:
@@ -415,21 +305,11 @@ def _placed(
   masks = () if mask is None else (mask,)
   mesh = jax.sharding.get_abstract_mesh()
   free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
-  if math.prod(free.values()) == 1 and not explicit:
+  if math.prod(free.values()) == 1 and AxisType.Explicit not in mesh.axis_types:
     return local(query, key, value, *masks)
   split = _split(query.shape[:-2], free)
-  splits = [split, *[split[: form.shared]] * 2, *[[]] * len(masks)]
-  arrays = [query, key, value, *masks]
-  if explicit:  # the compiler moves the dims that other axes shard
-    own = [PartitionSpec(*(tuple(a for a in axes if a in explicit) for axes in dims)) for dims in splits]
-    arrays = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, own, strict=True)]
-  specs = [PartitionSpec(*dims) for dims in splits]
-  placed = jax.shard_map(
-    local, in_specs=tuple(specs), out_specs=specs[0], axis_names={*free}, check_vma=False
-  )
-  return placed(*arrays)
+  specs = [PartitionSpec(*dims) for dims in (split, *[split[: form.shared]] * 2, *[[]] * len(masks))]
+  return on_shards(local, mesh, specs, specs[0], {*free})(query, key, value, *masks)
 
 
 def _split(sizes: Sequence[int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:

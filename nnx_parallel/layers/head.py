@@ -73,11 +73,7 @@ _NAME = "of columns: "
 
 
 def check_chunks(chunks: int | None) -> None:
-  """Checks the option.
-
-  Raises:
-    TrainError: it is not a positive number.
-  """
+  """Raises a `TrainError` for an option that is not a positive number."""
   if chunks is not None and (type(chunks) is not int or chunks < 1):
     raise TrainError(
       f"loss_chunks={chunks!r} is not a positive number.", fix="loss_chunks=8; None: not chunked."

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 T = TypeVar("T")
 RematName = Literal["as written", "none", "dots", "full", "offload"]
-REMATS: tuple[RematName, ...] = ("as written", "none", "dots", "full", "offload")
+REMATS: tuple[RematName, ...] = get_args(RematName)
 MARK_LAYERS = (
   'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or @nnx.remat on the __call__'
   " of their class"
@@ -555,11 +555,7 @@ def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
 
 
 def _check_rules(traced: ClosedJaxpr) -> None:
-  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly instead of by an argument.
-
-  Raises:
-    TrainError: there is such a rule; it cannot be evaluated again.
-  """
+  """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly, not by an argument."""
   for eqn in rules(traced):
     if any(is_tracer(x) for x in constants(gradient_of(eqn))):
       raise TrainError(

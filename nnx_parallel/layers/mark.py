@@ -161,11 +161,7 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
 
 @functools.cache
 def _marking(kind: type, name: str, pytree: bool) -> type:
-  """The subclass of a layer's class whose calls are marked with its name.
-
-  Raises:
-    TrainError: the class cannot be subclassed.
-  """
+  """The subclass of a layer's class whose calls are marked with its name."""
 
   def __call__(self: object, *args: object, **kwargs: object) -> object:
     if not _MARKS.get():

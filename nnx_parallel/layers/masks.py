@@ -7,6 +7,7 @@ are exact there; a mask that comes from data hides nothing for sure.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -131,11 +132,11 @@ def _converted(eqn: JaxprEqn, given: Interval) -> Interval:
   return given
 
 
-def _corners(
-  function: Callable[[np.ndarray, np.ndarray], np.ndarray],
-) -> Callable[[Interval, Interval], Interval]:
-  def rule(x: Interval, y: Interval) -> Interval:
-    found = np.stack(np.broadcast_arrays(*(function(a, b) for a in x for b in y)))
+def _corners(function: Callable[..., np.ndarray]) -> Callable[..., Interval]:
+  """The rule of an operation that rises or falls with each operand: its extremes are at theirs."""
+
+  def rule(*given: Interval) -> Interval:
+    found = np.stack(np.broadcast_arrays(*(function(*ends) * 1.0 for ends in itertools.product(*given))))
     return found.min(0), found.max(0)
 
   return rule
@@ -153,7 +154,7 @@ def _added(x: Interval, y: Interval) -> Interval:
 def _divided(x: Interval, y: Interval) -> Interval:
   if not (y[0] > 0).all():
     return _ANY
-  return _corners(lambda a, b: a / b)(x, y)
+  return _corners(operator.truediv)(x, y)
 
 
 def _selected(which: Interval, *cases: Interval) -> Interval:
@@ -177,35 +178,18 @@ def _not(x: Interval) -> Interval:
   return 1 - x[1], 1 - x[0]
 
 
-def _compared(
-  holds: Callable[[np.ndarray, np.ndarray], np.ndarray], *, is_less: bool
-) -> Callable[[Interval, Interval], Interval]:
-  def rule(x: Interval, y: Interval) -> Interval:
-    surely, maybe = holds(x[1], y[0]), holds(x[0], y[1])
-    return (surely * 1.0, maybe * 1.0) if is_less else (maybe * 1.0, surely * 1.0)
-
-  return rule
-
-
 _RULES: Mapping[str, Callable[..., Interval]] = {
   "abs": _absolute,
   "add": _added,
-  "and": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
   "div": _divided,
   "eq": _equal,
-  "ge": _compared(operator.ge, is_less=False),
-  "gt": _compared(operator.gt, is_less=False),
-  "le": _compared(operator.le, is_less=True),
-  "lt": _compared(operator.lt, is_less=True),
-  "max": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
-  "min": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
-  "mul": _corners(operator.mul),
   "ne": lambda x, y: _not(_equal(x, y)),
-  "neg": lambda x: (-x[1], -x[0]),
   "not": _not,
-  "or": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
   "select_n": _selected,
-  "sign": lambda x: (np.sign(x[0]), np.sign(x[1])),
   "sub": lambda x, y: _added(x, (-y[1], -y[0])),
+  **{name: _corners(getattr(operator, name)) for name in ("ge", "gt", "le", "lt", "mul", "neg")},
+  **dict.fromkeys(("and", "min"), _corners(np.minimum)),
+  **dict.fromkeys(("max", "or"), _corners(np.maximum)),
+  "sign": _corners(np.sign),
 }
 assert _RULES.keys() <= ELEMENTWISE

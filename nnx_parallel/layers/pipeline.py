@@ -16,7 +16,7 @@ the head are computed once, not once per stage. For this, the loop has one more 
 stage. A group is loaded into the buffer and moves one stage down in each tick: stage 0 takes its microbatches
 from it one by one, and the last stage writes its results into the free slots.
 
-`PipelineLoop.turn` is one tick of a pipeline without an end (`layers/stream.py`): microbatches come back.
+`PipelineLoop.turn` is one tick of a pipeline without an end (`decode/turns.py`): microbatches come back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ sum over microbatches, so the gradients wait only for a factor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,11 +42,11 @@ class Weights(NamedTuple):
 
   Attributes:
     rows: an input of each layer -> `[stages, virtual_stages, chunk, ...]`.
-    outer: the position of a variable in `_Gradients.outer` -> its value, a copy for each stage.
+    outer: the values of `_Gradients.outer`, a copy for each stage.
   """
 
   rows: dict[Key, jax.Array]
-  outer: dict[int, jax.Array]
+  outer: list[jax.Array]
 
 
 class Under(NamedTuple):
@@ -191,7 +191,7 @@ class _Gradients:
     fixed = values_of(self.of.program.jaxpr, [arrays.get(n, x) for n, x in enumerate(self.model)])
     self.of.evaluate(self.of.fixed, fixed)
     rows = {key: swapped(self.of.split_row(self.loop, key, fixed)) for key in self.trains}
-    return Weights(rows, self.loop.for_each_stage({n: fixed[var] for n, var in enumerate(self.outer)}))
+    return Weights(rows, self.loop.for_each_stage([fixed[var] for var in self.outer]))
 
   def _all_groups(self, weights: Weights) -> tuple[Under, list[jax.Array]]:
     """Runs the schedule; returns the sums, and the wanted results, `[groups, stages, ...]`."""
@@ -318,11 +318,11 @@ class _Gradients:
 
   # The programs of one stage: no array has a dim of stages.
 
-  def _values(self, outer: Mapping[int, jax.Array], batch: Sequence[jax.Array]) -> Values:
-    given = {self.outer[n]: x for n, x in outer.items()}
-    return {**self.fixed, **given, **dict(zip(self.batch_variables, batch, strict=True))}
+  def _values(self, outer: Sequence[jax.Array], batch: Sequence[jax.Array]) -> Values:
+    given = dict(zip((*self.outer, *self.batch_variables), (*outer, *batch), strict=True))
+    return {**self.fixed, **given}
 
-  def _enter(self, outer: dict[int, jax.Array], batch: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
+  def _enter(self, outer: list[jax.Array], batch: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
     """The inputs of the first layer, and the bridge."""
     values = self._values(outer, batch)
     self.of.evaluate(self.of.before, values)
@@ -332,7 +332,7 @@ class _Gradients:
 
   def _leave(
     self,
-    outer: dict[int, jax.Array],
+    outer: list[jax.Array],
     batch: list[jax.Array],
     bridge: list[jax.Array],
     carry: PyTree,
@@ -422,7 +422,7 @@ def _with(tree: PyTree, floats: Sequence[jax.Array]) -> PyTree:
   return jax.tree.map(lambda x: next(new) if is_inexact(x) else x, tree)
 
 
-def _added(sums: Weights, outer: dict[int, jax.Array]) -> Weights:
+def _added(sums: Weights, outer: list[jax.Array]) -> Weights:
   return sums._replace(outer=jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums.outer, outer))
 
 

@@ -307,11 +307,7 @@ class TrainPipeline(AroundLayers):
     return flattened(self.program.jaxpr, is_call)
 
   def _count_steps(self) -> list[JaxprEqn]:
-    """The operations that update the values that do not depend on the batch or the layers.
-
-    Raises:
-      TrainError: one of these values does depend on the batch.
-    """
+    """The operations that update the values that do not depend on the batch or the layers."""
     if not self.alone:
       return []
     body = opened(self._flat)
@@ -358,22 +354,21 @@ class TrainPipeline(AroundLayers):
   ) -> Values:
     """The results of some operations for each microbatch, `[groups, stages, ...]`."""
     results = [var for n in numbers for var in self.eqns[n].outvars if var in wanted]
+    if not results:
+      return {}
     reads = self.reads(numbers)
-    given = {n: (var, varying[var]) for n, var in enumerate(reads) if var in varying}
     known = {var: fixed[var] for var in reads if var in fixed}
-    weights = {n: (var, x) for n, (var, x) in enumerate(known.items()) if is_inexact(jnp.asarray(x))}
+    weights = [var for var, x in known.items() if is_inexact(jnp.asarray(x))]
+    given = [var for var in reads if var in varying]
 
-    def one(weights_: dict[int, jax.Array], given_: dict[int, jax.Array]) -> list[jax.Array]:
-      values = {**known, **{weights[n][0]: x for n, x in weights_.items()}}
-      values.update({given[n][0]: x for n, x in given_.items()})
+    def one(copies: list[jax.Array], rows: list[jax.Array]) -> list[jax.Array]:
+      values = known | dict(zip((*weights, *given), (*copies, *rows), strict=True))
       self.evaluate(numbers, values)
       return [values[var] for var in results]
 
     of_stages = piped.by_stage(jax.checkpoint(one) if recompute else one)
     # Each stage has its own copy, and so its own gradients; they are summed where the copies are made.
-    copies = piped.for_each_stage({n: x for n, (_, x) in weights.items()})
-    rows = {n: x for n, (_, x) in given.items()}
-    if not results:
-      return {}
+    copies = piped.for_each_stage([known[var] for var in weights])
+    rows = [varying[var] for var in given]
     _, found = jax.lax.scan(lambda _, row: (None, of_stages(copies, row)), None, rows)
     return dict(zip(results, found, strict=True))

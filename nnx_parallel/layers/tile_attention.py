@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.mesh import is_explicit_here
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places, filled, finite
 from nnx_parallel.core.types import AnyArray, PyTree
 
@@ -161,17 +162,15 @@ class Share:
     names = {*self.examples, *([] if self.axis is None else [self.axis])}
     if not names:
       return lambda *arrays: function(0, *arrays)
-    run = jax.shard_map(
+    run = on_shards(
       lambda numbers, *arrays: function(numbers[0], *arrays),
-      in_specs=(PartitionSpec(self.axis), *given),
-      out_specs=results,
-      axis_names={*names, *self.mapped},
-      check_vma=False,
+      jax.sharding.get_abstract_mesh(),
+      (PartitionSpec(self.axis), *given),
+      results,
+      {*names, *self.mapped},
     )
     # As an array: not every partitioner can place the instruction of `jax.lax.axis_index` of one axis.
     numbers = jnp.arange(self.size, dtype=jnp.int32)
-    if self.is_explicit:
-      numbers = jax.sharding.reshard(numbers, PartitionSpec(self.axis))
     return lambda *arrays: run(numbers, *arrays)
 
   @property

@@ -76,18 +76,10 @@ def check_split(
   mine: tuple[int, ...],
   counts: tuple[int, ...],
 ) -> None:
-  """Refuses an input that its shards cannot split evenly.
+  """Refuses an input that its shards cannot split evenly, with the next sizes that work.
 
-  Args:
-    name: the name of the input.
-    shape: the shape of this process's part.
-    spec: the spec of the input.
-    sizes: the sizes of the mesh axes.
-    mine: the number of shards of each dim on this process.
-    counts: the total number of shards of each dim.
-
-  Raises:
-    ShardingError: with the next sizes that work.
+  The shape is that of this process's part; `mine` has the number of shards of each dim on this process, and
+  `counts` in total.
   """
   if shape and not shape[0]:
     raise ShardingError(

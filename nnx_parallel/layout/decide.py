@@ -201,14 +201,7 @@ def optimizer_rows(
   *,
   memory_kind: str | None,
 ) -> Iterator[LeafPlan]:
-  """Decides the state of an optimizer, which follows the parameters.
-
-  Args:
-    optimizer: the traced optimizer.
-    model: the rows of the model.
-    given: the mesh and the rules.
-    memory_kind: where state of parameters is stored between steps; None is device memory.
-  """
+  """Decides the state of an optimizer: it follows the parameters, and is stored in this memory."""
   by_path = {row.path: row for row in model}
   for path, leaf in optimizer.made.leaves.items():
     if path in optimizer.matrices:

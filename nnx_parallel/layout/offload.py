@@ -48,16 +48,6 @@ def streamed(
   Args:
     tx: the optax transformation.
     rows: dotted path of a state array -> its parameter's path, if it has one, and its bytes per device.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from nnx_parallel.layout.offload import streamed
-    >>> params = {"a": jnp.ones(4), "b": jnp.ones(4)}
-    >>> tx = streamed(optax.trace(0.9), {})
-    >>> state = jax.device_put(tx.init(params), jax.memory.Space.Host)
-    >>> updates, state = jax.jit(tx.update)(params, state)
-    >>> updates["a"].sharding.memory_kind, state.trace["a"].sharding.memory_kind
-    ('device', 'pinned_host')
   """
   inner = accept_extra(tx)
 

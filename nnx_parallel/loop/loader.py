@@ -70,14 +70,7 @@ class Recipe:
     return asked or (self.microbatches() if self.microbatches else 1)
 
   def given(self, **options: Any) -> Recipe:
-    """The recipe with options for `init` and `batches`; each gets the options that it has arguments for.
-
-    Args:
-      **options: by name; None leaves the recipe's own default.
-
-    Raises:
-      RecipeError: neither has such an argument.
-    """
+    """The recipe with options for `init` and `batches`, where these have such arguments; None is none."""
     functions = {name: getattr(self, name) for name in ("init", "batches")}
     for option, value in options.items():
       if value is None:

@@ -211,18 +211,7 @@ def _or_nan(value: Any) -> Any:
 def draw_curves(
   records: Sequence[Record], path: str | Path, *, names: Sequence[str] = ("loss",), title: str = ""
 ) -> Path:
-  """Draws metrics against the step.
-
-  Args:
-    records: from `read_metrics`.
-    path: the picture; its suffix is the format (`.png`, `.svg`, `.pdf`).
-    names: the metrics, one panel each.
-    title: printed above.
-
-  Raises:
-    ReportError: matplotlib is not installed.
-    TrainError: no record has a metric of that name.
-  """
+  """Draws metrics against the step, one panel each; the suffix of the path is the format."""
   figure = new_figure(7.2, 1.4 + 2.6 * len(names))
   panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
   for panel, name in zip(panels, names, strict=True):

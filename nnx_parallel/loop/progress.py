@@ -68,13 +68,7 @@ class StepProgress:
     return bar
 
   def update(self, step: int, values: Mapping[str, float], *, compiled: bool = False) -> None:
-    """Shows a finished step.
-
-    Args:
-      step: the step's number; the first is 1.
-      values: its metrics, including `loss`, and the result of `StepClock`.
-      compiled: whether its time includes a compilation.
-    """
+    """Shows a finished step, from 1, and its metrics, with `loss` and the result of `StepClock`."""
     if self._bar is not None:
       if self._console.width < NARROW:
         values = {name: values[name] for name in ("loss", *TIMES) if name in values}

@@ -120,12 +120,7 @@ class Run:
     self._tracing = contextlib.ExitStack()
 
   def __call__(self, batches: Source, resumed: str) -> FitResult:
-    """Trains to the end.
-
-    Args:
-      batches: as for `fit`.
-      resumed: a line to show first.
-    """
+    """Trains to the end; `resumed` is a line to show first."""
     host = iter(batches(self.at.samples) if callable(batches) else batches)
     source = host if self.plan is None else placed(host, self.plan)
     mesh_of_caller = jax.sharding.get_mesh()
@@ -178,11 +173,7 @@ class Run:
     return "steps"
 
   def _check_end(self) -> None:
-    """Checks that no step is missing after the last batch.
-
-    Raises:
-      TrainError: the batches ended before the last step.
-    """
+    """Checks that no step is missing after the last batch."""
     if self.steps is None:
       return
     self.recorder.finish(self.at.step)

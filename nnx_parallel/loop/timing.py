@@ -12,16 +12,7 @@ from nnx_parallel.loop.metrics import Record
 
 
 class StepClock:
-  """Step time and throughput over the last `window` ticks; ticks with a compilation are left out.
-
-  Example:
-    >>> clock = StepClock()
-    >>> clock.start()
-    >>> for _ in range(3):
-    ...   record = clock.tick(tokens=1024)
-    >>> sorted(record)
-    ['seconds', 'tokens_per_second']
-  """
+  """Step time and throughput over the last `window` ticks; ticks with a compilation are left out."""
 
   def __init__(self, window: int = 20, unit: str = "tokens"):
     self._rate = f"{unit}_per_second"
@@ -35,9 +26,8 @@ class StepClock:
   def tick(self, tokens: int, *, steps: int = 1, compiled: bool = False) -> Record:
     """Ends the time of one or more steps, which consumed the given number of tokens or samples.
 
-    Returns:
-      `seconds` per step, and `tokens_per_second` over the window, unless nothing was counted, or the step was
-      compiled in that time. Another `unit` has its own name.
+    Returns `seconds` per step, and `tokens_per_second` (or of another `unit`) over the window, unless nothing
+    was counted, or the step was compiled in that time.
     """
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
@@ -64,13 +54,6 @@ class Goodput:
 
   The `with` blocks must not overlap; the time between them is `other`. Steps run asynchronously, so waiting
   for data costs time only when the devices have no work: otherwise `fit` counts it as `step`.
-
-  Example:
-    >>> goodput = Goodput()
-    >>> with goodput.spend("compile"):
-    ...   pass
-    >>> sorted(goodput.seconds())
-    ['compile', 'other']
   """
 
   def __init__(self) -> None:

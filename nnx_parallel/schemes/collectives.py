@@ -21,6 +21,7 @@ from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
+from nnx_parallel.layers.tile_attention import sent
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.layout.plan import Plan, check_plan
 
@@ -221,7 +222,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
   parts = []
   for _ in range(size):
     parts.append(x @ w)
-    x = _passed_on(x, axis, size) if len(parts) < size else x
+    x = sent(x, axis, size) if len(parts) < size else x
   # This device's rows come first, then the rows of the device before it, and so on.
   backwards = jnp.concatenate(parts[::-1], axis=-2)
   return jnp.roll(backwards, (jax.lax.axis_index(axis) + 1) * rows, axis=-2)
@@ -273,12 +274,8 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
 
   total = part(0)
   for step in range(1, size):
-    total = _passed_on(total, axis, size) + part(step)
+    total = sent(total, axis, size) + part(step)
   return total
-
-
-def _passed_on(x: jax.Array, axis: str, size: int) -> jax.Array:
-  return jax.lax.ppermute(x, axis, [(n, (n + 1) % size) for n in range(size)])
 
 
 def _size(axis: str) -> int:

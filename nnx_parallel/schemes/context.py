@@ -26,11 +26,11 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import axes_by_dim, entry_of, without
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
+from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.fused import SEQUENCES, NotFused, kernel_in_use
-from nnx_parallel.layers.fused_ring import RINGS
+from nnx_parallel.layers.splash import RINGS, SEQUENCES, NotFused, kernel_in_use
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
@@ -350,11 +350,7 @@ class _Sequence:
     return seen.any(0)
 
   def copies(self, query: jax.Array, key: jax.Array) -> int:
-    """How often keys and values are repeated, so that their heads can be split.
-
-    Raises:
-      SchemeError: the devices cannot share the heads.
-    """
+    """How often keys and values are repeated, so that their heads can be split."""
     kv_heads, n, axis = key.shape[2], self.heads, self.options.heads_axis or self.options.axis
     copies = n // math.gcd(n, kv_heads)
     if query.shape[2] // kv_heads % copies:
@@ -512,13 +508,8 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
 
   rows, segments, share = entry_of(sequence.examples), given.get("row segment_ids"), sequence.share
   place, heads = (options.axis, options.heads_axis) if by_ring else (None, options.axis)
-  of_segments = None if segments is None else PartitionSpec(rows, place)
-  run = jax.shard_map(
-    local,
-    in_specs=(*[PartitionSpec(rows, place, None, heads)] * 3, of_segments),
-    out_specs=PartitionSpec(rows, None, heads, None, place),
-    check_vma=False,
-  )
+  specs = *[PartitionSpec(rows, place, None, heads)] * 3, PartitionSpec(rows, place)
+  run = on_shards(local, mesh, specs, PartitionSpec(rows, None, heads, None, place))
   q, k, v = (share.by_heads(given[name], (("row", 1, 1), ("heads", 3, 1))) for name in ("q", "k", "v"))
   with contextlib.suppress(NotFused):
     return share.by_positions(run(q, k, v, segments), (("row", 4, 1), ("heads", 2, 1)))
@@ -526,18 +517,17 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
 
 
 def _on_all_positions(attend: Callable[..., jax.Array], sequence: _Sequence) -> Callable[..., jax.Array]:
-  """The kernel of some heads for each example and head of keys, with the positions in their order."""
+  """The kernel for positions in their order."""
 
   def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
     return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if sequence.options.zigzag else x
 
-  def each(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+  def whole(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
     q, k, v = (ordered(x, dim, inverse=True) for x, dim in ((q, 3), (k, 2), (v, 2)))
     segments = None if segments is None else ordered(segments, 1, inverse=True)
-    heads = jax.vmap(attend, (0, 0, 0, None))
-    return ordered(jax.vmap(heads, (0, 0, 0, None if segments is None else 0))(q, k, v, segments), 3)
+    return ordered(attend(q, k, v, segments), 3)
 
-  return each
+  return whole
 
 
 def _examples_over(query: jax.Array, mesh: AnyMesh | None, others: Collection[str]) -> tuple[str, ...]:
@@ -577,11 +567,7 @@ def _typed(x: jax.Array, names: Sequence[str], dim: int | None) -> jax.Array:
 
 
 def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
-  """A mask of keys `[batch, length]`.
-
-  Raises:
-    SchemeError: it is a mask of queries and keys.
-  """
+  """A mask of keys `[batch, length]`."""
   batch, length = key.shape[:2]
   if mask.ndim != 4 or mask.shape[1:] != (1, 1, length) or mask.shape[0] not in (1, batch):
     raise SchemeError(
@@ -602,9 +588,6 @@ def _by_position(
     given: integers `[batch..., length]` by name; None for missing arrays.
     query: the shape of the queries.
     key: the shape of the keys.
-
-  Raises:
-    SchemeError: an array does not fit them.
   """
   found: dict[str, AnyArray] = {}
   for name, x in given.items():

@@ -1,14 +1,8 @@
 """Experts that are sharded over a mesh axis: each token is sent to the experts that its router chose.
 
-Each device has some of the experts and some of the tokens. One all-to-all sends the tokens to the devices of
-their experts, and another all-to-all returns the results. There are two forms:
-- With a capacity, an expert has a fixed number of slots for the tokens of each device (arXiv:2006.16668). All
-  shapes are fixed. Choices beyond the capacity are dropped and counted.
-- Without a capacity, no token is dropped (arXiv:2211.15841). A token goes once to each device that has some
-  of its experts, and this device returns one weighted sum. One round of exchange suffices for a nearly even
-  load; smaller rounds follow for a skewed load. An expert computes its tokens in as many blocks as needed.
-  `jax.lax.ragged_dot` does not replace these blocks: except on TPUs, it multiplies each row by all experts,
-  and it computes only matrix products, not any function of an expert.
+Without a capacity, an expert computes its rows in as many blocks as it needs. `jax.lax.ragged_dot` does not
+replace these blocks: except on TPUs, it multiplies each row by all experts, and it computes only matrix
+products.
 
 The axes that shard the tokens are Manual in this module: its code sorts, exchanges and sums the tokens of one
 device. The compiler handles the other axes, such as an axis that shards the width of each expert.
@@ -134,8 +128,7 @@ def experts(
     dims = [tuple(name for names in dims for name in names)]
     fills = 0, 0, count  # padding chooses an expert that does not exist
     given = [_flat(x, around.mesh, _ways(free, dims[0]), n) for x, n in zip(given, fills, strict=True)]
-  manual = tuple(name for names in dims for name in names)
-  tokens = math.prod(given[0].shape[:-1]) // _ways(free, manual)
+  tokens = math.prod(given[0].shape[:-1]) // _ways(free, [name for names in dims for name in names])
   choices = tokens * top_k
   kind = _Kind(
     expert_fn,
@@ -146,7 +139,7 @@ def experts(
     None if capacity is None else math.ceil(capacity * choices / count),
     math.ceil(min(buffer * tokens * _share(count, count // ways, top_k), tokens)),
     block,
-    around.mesh if manual else None,
+    around.mesh if any(dims) else None,
     manual_too(around.mesh),
   )
   result, dropped = _over_devices(kind, weights, *given)
@@ -269,30 +262,28 @@ class _Queues:
 
   Attributes:
     order: the numbers of the choices, sorted by expert.
-    rank: for each choice, its place in `order`.
-    starts: for each expert, the place of its first choice.
+    starts: for each expert, the place of its first choice in `order`.
     ends: for each expert, the place after its last choice.
-    experts: for each choice, the number of its expert.
-    exist: for each choice, False if it is padding, which has no expert.
   """
 
   order: jax.Array
-  rank: jax.Array
   starts: jax.Array
   ends: jax.Array
-  experts: jax.Array
-  exist: jax.Array
 
   @classmethod
   def of(cls, experts: jax.Array, count: int) -> _Queues:
-    """Sorts the choices, from the expert of each choice."""
+    """Sorts the choices, from the expert of each choice; a number that no expert has is padding."""
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     ordered, numbers = experts[order], jnp.arange(count, dtype=jnp.int32)
     starts, ends = (
       jnp.searchsorted(ordered, numbers, side=side).astype(jnp.int32) for side in ("left", "right")
     )
-    exist = (experts >= 0) & (experts < count)
-    return cls(order, jnp.argsort(order).astype(jnp.int32), starts, ends, experts, exist)
+    return cls(order, starts, ends)
+
+  @property
+  def rank(self) -> jax.Array:
+    """For each choice, its place in `order`."""
+    return jnp.argsort(self.order).astype(jnp.int32)
 
 
 def _at(order: jax.Array, places: jax.Array, filled: jax.Array) -> jax.Array:
@@ -306,27 +297,26 @@ def _read(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _sent(x: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
-  """The token `[features]` of each slot; zeros in an empty slot.
+def _looked_up(x: jax.Array, places: jax.Array, readers: jax.Array) -> jax.Array:
+  """`_read`, whose gradient is a look-up too.
 
   Args:
-    x: `[tokens, features]`.
-    choices: the choice in each slot.
-    slots: the slot of each choice, `[choices, tokens]`.
+    x: `[length, features]`.
+    places: integers of any shape.
+    readers: which of the places read each element of `x`, `[n, length]`; a number beyond the last for none.
   """
-  tokens = jnp.where(choices < slots.size, choices % slots.shape[1], slots.shape[1])
-  return _read(x, tokens)
+  return _read(x, places)
 
 
-def _unsent(kept: PyTree, g: jax.Array) -> PyTree:
-  found = _read(g, kept)
+def _pulled(readers: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+  found = _read(g.reshape(-1, g.shape[-1]), readers)
   return found.astype(jnp.float32).sum(0).astype(g.dtype), None, None
 
 
-_sent.defvjp(lambda x, choices, slots: (_sent(x, choices, slots), slots), _unsent)
+_looked_up.defvjp(lambda x, places, readers: (_read(x, places), readers), _pulled)
 
 
-@jax.custom_vjp
+@jax.checkpoint
 def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.Array) -> jax.Array:
   """The weighted sum of each token's results.
 
@@ -336,20 +326,8 @@ def _summed(rows: jax.Array, weights: jax.Array, choices: jax.Array, slots: jax.
     choices: the choice in each slot.
     slots: the slot of each choice, `[choices, tokens]`.
   """
-  found = _read(rows, slots).astype(jnp.float32)
+  found = _looked_up(rows, slots, choices[None]).astype(jnp.float32)
   return (found * weights[..., None]).sum(0).astype(rows.dtype)
-
-
-def _unsummed(kept: PyTree, g: jax.Array) -> PyTree:
-  rows, weights, choices, slots = kept
-  wide = _sent(g, choices, slots).astype(jnp.float32)
-  own = _read(weights.reshape(-1), choices)
-  found = _read(rows, slots).astype(jnp.float32)
-  by_weight = (found * g.astype(jnp.float32)[None]).sum(-1)
-  return (wide * own[:, None]).astype(rows.dtype), by_weight, None, None
-
-
-_summed.defvjp(lambda *given: (_summed(*given), given), _unsummed)
 
 
 def _with_capacity(
@@ -358,15 +336,16 @@ def _with_capacity(
   """The sums of a device's tokens `[tokens, features]`, and how many of its choices were dropped."""
   assert kind.capacity is not None
   size = kind.capacity
-  by_choice = experts.T
-  queues = _Queues.of(by_choice.reshape(-1), kind.experts)
+  own = experts.T.reshape(-1)
+  queues = _Queues.of(own, kind.experts)
   places = queues.starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
   choices = _at(queues.order, places, places < queues.ends[:, None]).reshape(-1)
-  exists = queues.exist
-  own = jnp.where(exists, queues.experts, 0)
+  exists = (own >= 0) & (own < kind.experts)
+  own = jnp.where(exists, own, 0)
   at = queues.rank - queues.starts[own]
-  slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(by_choice.shape)
-  rows = kind.exchanged(_sent(x, choices, slots).reshape(kind.experts, size, -1))
+  slots = jnp.where(exists & (at < size), own * size + at, choices.size).reshape(experts.T.shape)
+  tokens = jnp.where(choices < slots.size, choices % len(x), len(x))
+  rows = kind.exchanged(_looked_up(x, tokens, slots).reshape(kind.experts, size, -1))
   rows = rows.reshape(kind.ways, kind.own, size, -1).swapaxes(0, 1).reshape(kind.own, kind.ways * size, -1)
   done = jax.vmap(kind.function)(parameters, rows)
   _check_rows(rows, done)
@@ -388,6 +367,7 @@ class _Rounds:
 
   Attributes:
     kind: the static options.
+    weights, experts: of each token, `[tokens, choices]`.
     order: the first choice of each token for each device, sorted by device; then the other choices.
     places: for each choice, its place among the first choices for its device, `[choices, tokens]`; for a
       choice that is not a first choice, a number beyond all places.
@@ -400,6 +380,8 @@ class _Rounds:
   """
 
   kind: _Kind = dataclasses.field(metadata={"static": True})
+  weights: jax.Array
+  experts: jax.Array
   order: jax.Array
   places: jax.Array
   to: jax.Array
@@ -409,8 +391,8 @@ class _Rounds:
   more: jax.Array | None
 
   @classmethod
-  def of(cls, kind: _Kind, experts: jax.Array) -> _Rounds:
-    """Plans the rounds, from the experts of each token, `[tokens, choices]`."""
+  def of(cls, kind: _Kind, weights: jax.Array, experts: jax.Array) -> _Rounds:
+    """Plans the rounds."""
     by_choice = experts.T
     to = jnp.where((by_choice >= 0) & (by_choice < kind.experts), by_choice // kind.own, kind.ways)
     before = jnp.tril(jnp.ones((len(to), len(to)), bool), -1)
@@ -422,31 +404,36 @@ class _Rounds:
     if kind.buffer < experts.shape[0]:
       more = jax.lax.pmax(-((kind.buffer - sent.max()) // kind.size_of_more), kind.manual)
     places = jnp.where(is_first, places, jnp.iinfo(jnp.int32).max)
-    return cls(kind, queues.order, places, to, queues.starts, sent, kind.exchanged(sent), more)
+    received = kind.exchanged(sent)
+    return cls(kind, weights, experts, queues.order, places, to, queues.starts, sent, received, more)
 
   def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all rounds; `visit(start, size, state)` handles the slots of one round."""
+    """The state after all rounds; `visit(round, state)` handles one."""
     first, size = self.kind.buffer, self.kind.size_of_more
-    state = visit(0, first, state)
+    state = visit(self._round(0, first), state)
     if self.more is None:
       return state
-    return jax.lax.fori_loop(0, self.more, lambda n, state: visit(first + n * size, size, state), state)
 
-  def round(self, start: jax.Array | int, size: int, weights: jax.Array, experts: jax.Array) -> _Round:
-    """A round, from the weights and the experts of each token."""
+    def more(n: jax.Array | int, state: PyTree) -> PyTree:
+      return visit(self._round(first + n * size, size), state)
+
+    return jax.lax.fori_loop(0, self.more, more, state)
+
+  def _round(self, start: jax.Array | int, size: int) -> _Round:
+    """The round of some slots of each pair of devices."""
     kind = self.kind
     at = self.places - start
     slots = jnp.where((at >= 0) & (at < size), self.to * size + at, kind.ways * size)
     own = jnp.arange(size, dtype=jnp.int32)[None] + start
     choices = _at(self.order, self.starts[:, None] + own, own < self.sent[:, None]).reshape(-1)
     tokens = jnp.where(choices < at.size, choices % at.shape[1], at.shape[1])
-    there = experts.at[tokens].get(mode="fill", fill_value=-1)
+    there = self.experts.at[tokens].get(mode="fill", fill_value=-1)
     there = there - jnp.repeat(jnp.arange(kind.ways, dtype=jnp.int32), size)[:, None] * kind.own
     there = kind.exchanged(jnp.where((there >= 0) & (there < kind.own), there, kind.own))
-    shares = kind.exchanged(_read(weights, tokens))
-    blocks = _Blocks.of(kind, there.T.reshape(-1))
+    shares = kind.exchanged(_read(self.weights, tokens))
+    queues = _Queues.of(there.T.reshape(-1), kind.own)
     sent, received = (jnp.clip(count - start, 0, size) for count in (self.sent, self.received))
-    return _Round(kind, tokens, slots, sent, received, blocks, shares.T.reshape(-1))
+    return _Round(kind, tokens, slots, sent, received, queues, shares.T.reshape(-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,8 +447,7 @@ class _Round:
       number beyond the last slot.
     sent: the number of filled slots for each device.
     received: the number of rows from each device.
-    blocks: the choices of the rows that arrive, by expert. Choice `c` of row `r` has the number
-      `c * rows + r`.
+    queues: the choices of the rows that arrive. Choice `c` of row `r` has the number `c * rows + r`.
     shares: the weights of these choices.
   """
 
@@ -470,7 +456,7 @@ class _Round:
   slots: jax.Array
   sent: jax.Array
   received: jax.Array
-  blocks: _Blocks
+  queues: _Queues
   shares: jax.Array
 
   def send(self, x: jax.Array) -> jax.Array:
@@ -484,42 +470,23 @@ class _Round:
     return _read(rows, self.slots).astype(jnp.float32).sum(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-  """Choices sorted by expert, in blocks of one expert each; the last block of an expert may be partly full.
+def _by_expert(kind: _Kind, queues: _Queues, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
+  """The state after all blocks of choices of one expert; `visit(expert, choices, exist, state)` handles one.
 
-  Attributes:
-    size: the number of choices of a block.
-    queues: the choices, sorted.
-    last: for each expert, the number of the block after its last block.
+  The last block of an expert may be partly full: there, `choices` repeats its last choice, and `exist` is
+  False.
   """
+  size = min(kind.block, queues.order.size)
+  last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
 
-  size: int
-  queues: _Queues
-  last: jax.Array
+  def body(n: jax.Array | int, state: PyTree) -> PyTree:
+    expert = (last <= n).sum(dtype=jnp.int32)
+    before = jnp.where(expert > 0, last[expert - 1], 0)
+    places = queues.starts[expert] + (n - before) * size + jnp.arange(size, dtype=jnp.int32)
+    end = queues.ends[expert]
+    return visit(expert, queues.order[jnp.minimum(places, end - 1)], places < end, state)
 
-  @classmethod
-  def of(cls, kind: _Kind, experts: jax.Array) -> _Blocks:
-    """Builds the blocks from the expert of each choice; empty choices have a number after the last expert."""
-    queues = _Queues.of(experts, kind.own)
-    size = min(kind.block, experts.size)
-    last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
-    return cls(size, queues, last)
-
-  def run(self, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-    """The state after all blocks; `visit(expert, choices, exist, state)` handles one block.
-
-    In the empty places of a block, `choices` repeats the last choice of the expert, and `exist` is False.
-    """
-
-    def body(n: jax.Array | int, state: PyTree) -> PyTree:
-      expert = (self.last <= n).sum(dtype=jnp.int32)
-      before = jnp.where(expert > 0, self.last[expert - 1], 0)
-      places = self.queues.starts[expert] + (n - before) * self.size + jnp.arange(self.size, dtype=jnp.int32)
-      end = self.queues.ends[expert]
-      return visit(expert, self.queues.order[jnp.minimum(places, end - 1)], places < end, state)
-
-    return jax.lax.fori_loop(0, self.last[-1], body, state)
+  return jax.lax.fori_loop(0, last[-1], body, state)
 
 
 def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
@@ -537,14 +504,13 @@ def _dropless(
 def _dropless_forward(
   kind: _Kind, parameters: PyTree, x: jax.Array, weights: jax.Array, experts: jax.Array
 ) -> tuple[jax.Array, PyTree]:
-  rounds = _Rounds.of(kind, experts)
+  rounds = _Rounds.of(kind, weights, experts)
   row = jax.eval_shape(kind.function, _of_one(parameters), x)
   _check_rows(x, row)
   if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in (*jax.tree.leaves(parameters), row)):
     raise SchemeError("experts without a capacity add up real numbers.", fix="capacity=2, for example.")
 
-  def visit(start: jax.Array | int, size: int, total: jax.Array) -> jax.Array:
-    now = rounds.round(start, size, weights, experts)
+  def visit(now: _Round, total: jax.Array) -> jax.Array:
     arrived = now.send(x)
 
     def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, sums: jax.Array) -> jax.Array:
@@ -552,22 +518,21 @@ def _dropless_forward(
       found = kind.function(_of_one(parameters, expert), arrived[rows])
       return sums.at[rows].add(found.astype(jnp.float32) * own[:, None])
 
-    sums = now.blocks.run(block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
+    sums = _by_expert(kind, now.queues, block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
     return total + now.send_back(sums.astype(row.dtype))
 
   total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
-  return total.astype(row.dtype), (rounds, parameters, x, weights, experts)
+  return total.astype(row.dtype), (rounds, parameters, x)
 
 
 def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
   # Without the barrier, XLA sees that the first round receives the same rows as in the forward pass. It then
   # keeps these rows in memory instead of sending them again.
-  (rounds, parameters, x, weights, experts), g = jax.lax.optimization_barrier((kept, g))
+  (rounds, parameters, x), g = jax.lax.optimization_barrier((kept, g))
   real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(parameters)]
 
-  def visit(start: jax.Array | int, size: int, state: PyTree) -> PyTree:
+  def visit(now: _Round, state: PyTree) -> PyTree:
     by_parameter, by_x, by_weight = state
-    now = rounds.round(start, size, weights, experts)
     arrived, slopes = now.send(x), now.send(g)
 
     def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, state: PyTree) -> PyTree:
@@ -586,7 +551,7 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
       return by_parameter, by_row, by_share.at[choices].set(shares)
 
     zeros = jnp.zeros(arrived.shape, jnp.float32), jnp.zeros_like(now.shares)
-    by_parameter, by_row, by_share = now.blocks.run(block, (by_parameter, *zeros))
+    by_parameter, by_row, by_share = _by_expert(kind, now.queues, block, (by_parameter, *zeros))
     # A token's weights for a device are in the slot of its first choice for the device.
     back = kind.exchanged(by_share.reshape(-1, len(by_row)).T)
     by_weight += _read(back, now.slots).sum(0)
@@ -594,7 +559,7 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
 
   leaves, structure = jax.tree.flatten(parameters)
   zeros = [jnp.zeros_like(leaf, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
-  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32)
+  start = zeros, jnp.zeros(x.shape, jnp.float32), jnp.zeros(rounds.weights.shape, jnp.float32)
   sums, by_x, by_weight = rounds.run(visit, start)
   found = iter(sums)
   by_leaf = [next(found).astype(leaf.dtype) if own else None for leaf, own in zip(leaves, real, strict=True)]

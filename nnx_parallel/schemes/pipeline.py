@@ -124,11 +124,7 @@ def pipeline(
 
 
 def _layers(parameters: PyTree) -> int:
-  """How many layers the parameters are of.
-
-  Raises:
-    SchemeError: they have no layers, or disagree.
-  """
+  """How many layers the parameters are of."""
   shapes = {
     jax.tree_util.keystr(path): jnp.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(parameters)
   }

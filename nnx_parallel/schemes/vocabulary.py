@@ -1,8 +1,7 @@
 """A head, its cross-entropy and an embedding whose vocabulary is sharded over devices.
 
-Each device has some columns of the head, and computes their logits for some of its tokens at a time. The
-devices exchange three numbers per token: the maximum of their logits, the sum of the exponentials, and the
-logit of the label. The backward pass recomputes the logits.
+For each token, the devices exchange three numbers: the maximum of their logits, the sum of the exponentials,
+and the logit of the label.
 
 All axes of the mesh are manual here: each device first sums its tokens' gradients of the head locally, and
 the devices then sum once. The compiler would sum over the devices for each part of the tokens.
@@ -15,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec
 from nnx_parallel.core.axes import Entry, entry_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.shards import laid_out, on_shards
-from nnx_parallel.core.types import AnyArray, PyTree, Variable
+from nnx_parallel.core.types import AnyArray, Variable
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
@@ -239,12 +238,6 @@ class _Split:
     """The number of a device's first column or row."""
     return jax.lax.axis_index(self.axes) * length if self.axes else jnp.int32(0)
 
-  def run(
-    self, f: Callable[..., PyTree], in_specs: Sequence[PyTree], out_specs: PyTree, *args: PyTree
-  ) -> PyTree:
-    """Runs `f` on the shards of each device."""
-    return on_shards(f, self.mesh, in_specs, out_specs)(*args)
-
   def like(self, gradient: jax.Array, x: jax.Array) -> jax.Array:
     """A gradient in the dtype of its array, and on an Explicit mesh in its layout."""
     return laid_out(gradient.astype(x.dtype), self.mesh, jax.typeof(x).sharding.spec)
@@ -255,11 +248,6 @@ def _in_parts(x: jax.Array, parts: int) -> jax.Array:
   extra = -x.shape[0] % parts
   padded = jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)])
   return padded.reshape(parts, -1, *x.shape[1:])
-
-
-def _flat(x: jax.Array, ndim: int) -> jax.Array:
-  """An array with its first `ndim` dims, the token dims, merged into one."""
-  return jax.lax.collapse(x, 0, ndim)
 
 
 def _logits(
@@ -280,7 +268,9 @@ def _losses(kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.
 
 def _forward(
   kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  """The losses, and what the backward pass needs."""
+
   def local(x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     def part(_: None, given: tuple[jax.Array, ...]) -> tuple[None, list[jax.Array]]:
       x, y = given
@@ -291,7 +281,7 @@ def _forward(
       wanted += [jnp.where(exists, logits, 0)] * (kind.smoothing > 0)
       return None, [top, *(value.sum(-1) for value in wanted)]
 
-    flat = _flat(x, x.ndim - 1), _flat(labels, labels.ndim)
+    flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     _, found = jax.lax.scan(part, None, tuple(_in_parts(value, kind.parts) for value in flat))
     own, exponentials, *sums = (value.reshape(-1)[: labels.size] for value in found)
     top = jax.lax.pmax(own, split.axes) if split.axes else own
@@ -304,13 +294,7 @@ def _forward(
     return loss.reshape(labels.shape), lse.reshape(labels.shape)
 
   specs = [split.spec(None), split.table(1), split.spec()]
-  return split.run(local, specs, (split.spec(), split.spec()), x, w, labels)
-
-
-def _kept(
-  kind: _Kind, split: _Split, x: jax.Array, w: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  losses, lse = _forward(kind, split, x, w, labels)
+  losses, lse = on_shards(local, split.mesh, specs, (split.spec(), split.spec()))(x, w, labels)
   return losses, (x, w, labels, lse)
 
 
@@ -333,19 +317,19 @@ def _backward(
       by_x = product(by_logit, w.astype(x.dtype), (((1,), (1,)), ((), ())))
       return total + product(x, by_logit, (((0,), (0,)), ((), ()))), by_x.astype(x.dtype)
 
-    flat = [_flat(value, tokens[0].ndim) for value in (x, *tokens)]
+    flat = [x.reshape(-1, x.shape[-1]), *(value.reshape(-1) for value in tokens)]
     given = tuple(_in_parts(value, kind.parts) for value in flat)
     by_w, by_x = jax.lax.scan(part, jnp.zeros(w.shape, jnp.float32), given)
-    by_x = _flat(by_x, 2)[: flat[0].shape[0]].reshape(x.shape)
+    by_x = by_x.reshape(-1, x.shape[-1])[: len(flat[0])].reshape(x.shape)
     return jax.lax.psum(by_x, split.axes) if split.axes else by_x, split.summed(by_w, 0)
 
   specs = [split.spec(None), split.table(1), *[split.spec()] * 3]
   results = split.spec(None), split.table(1, split.scattered(w.shape[0]))
-  by_x, by_w = split.run(local, specs, results, x, w, labels, lse, arriving)
+  by_x, by_w = on_shards(local, split.mesh, specs, results)(x, w, labels, lse, arriving)
   return split.like(by_x, x), split.like(by_w, w), None
 
 
-_losses.defvjp(_kept, _backward)
+_losses.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -356,13 +340,7 @@ def _rows(split: _Split, table: jax.Array, ids: jax.Array) -> jax.Array:
     found = jnp.where(own[..., None], table[jnp.where(own, places, 0)], 0)
     return jax.lax.psum(found, split.axes) if split.axes else found
 
-  return split.run(local, [split.table(0), split.spec()], split.spec(None), table, ids)
-
-
-def _rows_kept(
-  split: _Split, table: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _rows(split, table, ids), (table, ids)
+  return on_shards(local, split.mesh, [split.table(0), split.spec()], split.spec(None))(table, ids)
 
 
 def _by_rows(split: _Split, kept: tuple[jax.Array, jax.Array], arriving: jax.Array) -> tuple[jax.Array, None]:
@@ -376,7 +354,7 @@ def _by_rows(split: _Split, kept: tuple[jax.Array, jax.Array], arriving: jax.Arr
     return split.summed(total.at[beyond].add(g.astype(jnp.float32), mode="drop"), 1)
 
   specs, result = [split.spec(), split.spec(None)], split.table(0, split.scattered(table.shape[1]))
-  return split.like(split.run(local, specs, result, ids, arriving), table), None
+  return split.like(on_shards(local, split.mesh, specs, result)(ids, arriving), table), None
 
 
-_rows.defvjp(_rows_kept, _by_rows)
+_rows.defvjp(lambda split, table, ids: (_rows(split, table, ids), (table, ids)), _by_rows)

@@ -104,19 +104,6 @@ def test_fields_of_a_later_version_are_ignored(saved):
   assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])
 
 
-def test_a_step_of_format_4_has_digests_of_parts(saved):
-  directory, trees = saved
-
-  def older(header, body):
-    header["format"] = 4
-    for one in body["items"]["model"]["leaves"].values():
-      number = one.pop("digest")
-      one |= {"block": one["shape"], "digests": [5, (number - 5) % 2**32]}
-
-  sign_again(directory / "2", older)
-  assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])
-
-
 @pytest.mark.parametrize("name", EDITS)
 def test_a_signed_manifest_that_lies_is_damage(saved, name):
   directory, trees = saved

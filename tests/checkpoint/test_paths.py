@@ -1,35 +1,27 @@
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from nnx_parallel.checkpoint import paths
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.manifest import file_name
 from nnx_parallel.errors import CheckpointError
 
-PARTS = st.recursive(
-  st.one_of(st.text(max_size=6), st.text("0.-,()\\s", max_size=5), st.integers(-1000, 1000)),
-  lambda inner: st.lists(inner, max_size=3).map(tuple),
-  max_leaves=4,
-)
 
-
-@hypothesis.given(st.lists(PARTS, max_size=5).map(tuple))
-def test_any_path_comes_back(path):
-  assert paths.parse(paths.format(path)) == path
-
-
-@hypothesis.given(st.lists(st.lists(PARTS, max_size=3).map(tuple), max_size=4, unique=True))
-def test_different_paths_stay_different(many):
-  assert len({paths.format(path) for path in many}) == len(many)
-  assert len({paths.file_name(paths.format(path)) for path in many}) == len(many)
+@hypothesis.given(st.lists(st.text(max_size=6), max_size=4, unique=True))
+def test_different_names_have_different_folders(names):
+  assert len({file_name(name) for name in names}) == len(names)
 
 
 def test_file_names_are_short_and_safe():
-  name = paths.file_name("x/" * 300)
+  name = file_name("x/" * 300)
   assert len(name) < 200
   assert "/" not in name
-  assert paths.file_name("_METADATA") == "%5FMETADATA"
+  assert file_name("_METADATA") == "%5FMETADATA"
+  assert [file_name(name) for name in ("layers.0.kernel", "a/b", "")] == ["layers.0.kernel", "a%2Fb", "%"]
 
 
-def test_other_keys_are_refused():
-  with pytest.raises(CheckpointError, match=r"the part 1\.5 is a float.*\n  Fix: use names, ints or tuples"):
-    paths.format(("a", 1.5))
+def test_two_leaves_of_one_name_are_refused(tmp_path):
+  tree = {"a.b": np.ones(2), "a": {"b": np.zeros(2)}}
+  with pytest.raises(CheckpointError, match=r"'a\.b': there are two"):
+    Checkpointer(tmp_path).save(1, tree)

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, assert_same, make_plan
-from nnx_parallel.checkpoint import array_io, paths
+from nnx_parallel.checkpoint import array_io
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
 
@@ -134,7 +134,7 @@ def test_an_unfinished_step_names_the_complete_ones(saved):
 
 # Any tree, on any mesh, in any dtype, under any names.
 
-NAMES = st.text("ab.0/_-é", min_size=1, max_size=4)
+NAMES = st.text("ab0/_-é", min_size=1, max_size=4)
 FLOATS = ["float16", "bfloat16", "float32"]
 SMALL_FLOATS = ["float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"]
 SMALL_FLOATS += ["float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"]
@@ -207,7 +207,7 @@ def test_any_tree_on_any_mesh_under_any_names(tmp_path_factory, spec, source, go
   if renamed:
     target = {f"new{i}": target[name] for i, name in enumerate(tree)}
     like = {f"new{i}": like[name] for i, name in enumerate(tree)}
-    rename = {f"new{i}": paths.format((name,)) for i, name in enumerate(tree)}
+    rename = {f"new{i}": name for i, name in enumerate(tree)}
   with Checkpointer(tmp_path_factory.mktemp("any")) as checkpointer:
     checkpointer.save(1, tree)
     again = checkpointer.restore(target, rename=rename)

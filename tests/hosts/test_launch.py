@@ -112,6 +112,7 @@ def test_a_killed_process_comes_before_its_peers_that_end_at_the_same_time(kille
   body = f"""
     if rank != {killed}:
       print("both end", flush=True)
+      time.sleep(0.3)
       sys.exit(1)
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -224,23 +225,6 @@ def test_complaints_about_a_killed_process_come_behind_its_name(tmp_path):
   assert lines[0] == "[0] works"
   assert lines[1].startswith("-- process 1 failed first: killed by SIGKILL")
   assert lines[2] == "-- process 0: 2 more lines after that (--all-logs shows them)"
-  body = "print('Traceback (most recent call last):'); print('ValueError'); sys.exit(rank)"
-  assert "[1] ValueError" in launched(body)[1]
-
-
-def test_a_stopped_process_is_named():
-  code, lines = launched(
-    """
-    from pathlib import Path
-    if rank == 1:
-      time.sleep(0.2)
-    Path(os.environ["NNX_PARALLEL_HEARTBEAT"]).write_text("5")
-    os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else time.sleep(60)
-    """,
-    hang_after=1,
-  )
-  assert code == 1
-  assert lines[0].startswith("-- process 1 is stopped (SIGSTOP): no step for 1 s; last steps {0: 5, 1: 5}")
 
 
 def test_the_process_that_is_behind_is_named_when_no_step_is_made(tmp_path):
@@ -474,7 +458,7 @@ def losses(lines):
   [
     ("kill", "process 1 failed first: killed by SIGKILL", 5),
     ("coordinator", "failed first", 5),
-    ("stop", "is stopped (SIGSTOP): no step for 4 s; last steps", 5),
+    ("stop", "that does: no step for 4 s; last steps", 5),
     ("disk", "File too large", 1),
     ("corrupt", "step 4 was passed over", 3),
     ("slow", "", 1),

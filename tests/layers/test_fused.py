@@ -15,7 +15,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.layers import fused
+from nnx_parallel.layers import splash
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 128, 256, 4, 8
@@ -29,8 +29,8 @@ Q, K, V, K2, V2 = (
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
   """The kernel of this platform is the interpreted one; the models are as people write them."""
-  kernel = functools.partial(fused.splash_attention, interpret=True)
-  monkeypatch.setitem(fused.KERNELS, "cpu", kernel)
+  kernel = functools.partial(splash.splash_attention, interpret=True)
+  monkeypatch.setitem(splash.KERNELS, "cpu", kernel)
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     yield
 
@@ -275,7 +275,7 @@ def test_heads_and_examples_stay_split(kinds):
 
 
 def test_without_a_kernel_it_goes_by_blocks(monkeypatch):
-  monkeypatch.delitem(fused.KERNELS, "cpu")
+  monkeypatch.delitem(splash.KERNELS, "cpu")
   q, k, v = (np.repeat(x, 3, axis=1) for x in (Q, K, V))
   _, done = fused_of(lambda q, k, v: attend(q, k, v).sum(), q, k, v)
   assert "1 found; no fused kernel for this platform" in done

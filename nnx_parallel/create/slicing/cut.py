@@ -93,13 +93,7 @@ class Cut:
 
 
 def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[NamedSharding]) -> Cut:
-  """Cuts a traced constructor into groups of equal slices.
-
-  Args:
-    phases: the traced constructor, without side effects.
-    outputs: the requested results of all phases; each is one array of the model.
-    shardings: the sharding of each output.
-  """
+  """Cuts a traced constructor without side effects into groups of equal slices that make these results."""
   program = _Program(phases, outputs)
   while True:
     first, members = program.split()
@@ -120,11 +114,8 @@ def cut(phases: Sequence[Phase], outputs: Sequence[int], shardings: Sequence[Nam
 def evaluate(operations: Iterable[JaxprEqn], values: dict[Var, AnyArray], *, isolated: bool = False) -> None:
   """Runs operations in order, each under its own configuration, and adds their results to `values`.
 
-  Args:
-    operations: in order.
-    values: variable -> array.
-    isolated: for operations under `jit`: use the full context of each, and keep the compiler from merging
-      floating-point operations that eager execution rounds one by one.
+  `isolated` is for operations under `jit`: it uses the full context of each, and keeps the compiler from
+  merging floating-point operations that eager execution rounds one by one.
   """
 
   def eager(op: JaxprEqn, inputs: list[Var]) -> Sequence[jax.Array]:

@@ -14,74 +14,24 @@ from nnx_parallel.interop.huggingface import ConfigJson
 
 # Names without an effect on the results of the model, as patterns.
 WITHOUT_EFFECT = (
-  "_*",
-  "*dropout*",
-  "*_pdrop",
-  "*_token_id",
-  "*_token_ids",
-  "architectures",
-  "attn_implementation",
-  "bad_words_ids",
-  "begin_suppress_tokens",
-  "cache_implementation",
-  "chunk_size_feed_forward",
-  "diversity_penalty",
-  "do_sample",
-  "dtype",
-  "early_stopping",
-  "encoder_no_repeat_ngram_size",
-  "experts_implementation",
-  "exponential_decay_length_penalty",
-  "finetuning_task",
-  "gradient_checkpointing",
-  "id2label",
-  "initializer_factor",
-  "initializer_range",
-  "is_llama_config",
-  "label2id",
-  "length_penalty",
-  "max_length",
-  "min_length",
-  "model_type",
-  "name_or_path",
-  "no_repeat_ngram_size",
-  "num_beam_groups",
-  "num_beams",
-  "num_labels",
-  "num_return_sequences",
-  "output_attentions",
-  "output_hidden_states",
-  "output_past",
-  "output_router_logits",
-  "output_scores",
-  "pretraining_tp",
-  "prefix",
-  "problem_type",
-  "remove_invalid_values",
-  "reorder_and_upcast_attn",
-  "repetition_penalty",
-  "return_dict",
-  "return_dict_in_generate",
-  "router_aux_loss_coef",
-  "router_jitter_noise",
-  "suppress_tokens",
-  "task_specific_params",
-  "temperature",
-  "tokenizer_class",
-  "top_k",
-  "top_p",
-  "torch_dtype",
-  "torchscript",
-  "transformers.js_config",
-  "transformers_version",
-  "typical_p",
-  "unsloth_fixed",
-  "unsloth_version",
-  "use_bfloat16",
-  "use_cache",
-)
+  "_*", "*dropout*", "*_pdrop", "*_token_id", "*_token_ids", "architectures", "attn_implementation",
+  "bad_words_ids", "begin_suppress_tokens", "cache_implementation", "chunk_size_feed_forward",
+  "diversity_penalty", "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size",
+  "experts_implementation", "exponential_decay_length_penalty", "finetuning_task", "gradient_checkpointing",
+  "id2label", "initializer_factor", "initializer_range", "is_llama_config", "label2id", "length_penalty",
+  "max_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups",
+  "num_beams", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
+  "output_past", "output_router_logits", "output_scores", "pretraining_tp", "prefix", "problem_type",
+  "remove_invalid_values", "reorder_and_upcast_attn", "repetition_penalty", "return_dict",
+  "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "suppress_tokens",
+  "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
+  "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version",
+  "use_bfloat16", "use_cache",
+)  # fmt: skip
 
 _DECODER: dict[str, Any] = {
+  "vocab_size": 32_000,
+  "hidden_size": 4096,
   "hidden_act": "silu",
   "rms_norm_eps": 1e-6,
   "num_hidden_layers": 32,
@@ -92,9 +42,14 @@ _DECODER: dict[str, Any] = {
   "rope_scaling": None,
   "rope_theta": 10_000.0,
 }
+_MISTRAL: dict[str, Any] = {
+  "intermediate_size": 14_336,
+  "num_key_value_heads": 8,
+  "max_position_embeddings": 131_072,
+  "sliding_window": 4096,
+}
 _QWEN: dict[str, Any] = {
   "vocab_size": 151_936,
-  "hidden_size": 4096,
   "intermediate_size": 22_016,
   "num_key_value_heads": 32,
   "max_position_embeddings": 32_768,
@@ -115,30 +70,16 @@ _ENCODER: dict[str, Any] = {
 FOLLOWED: dict[str, dict[str, Any]] = {
   "llama": {
     **_DECODER,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
     "intermediate_size": 11_008,
     "num_key_value_heads": None,
     "max_position_embeddings": 2048,
     "attention_bias": False,
     "mlp_bias": False,
   },
-  "mistral": {
-    **_DECODER,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-  },
+  "mistral": {**_DECODER, **_MISTRAL},
   "mixtral": {
     **_DECODER,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
+    **_MISTRAL,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1_000_000.0,
     "sliding_window": None,
@@ -247,19 +188,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def settings(found: ConfigJson) -> dict[str, Any]:
-  """Each key that the family's module follows, as `config.json` has it, or with transformers' default.
-
-  Args:
-    found: the contents of `config.json`.
-
-  Raises:
-    RecipeError: a key that the module does not follow has another value than its default, or a value is of
-      the wrong kind.
-
-  Example:
-    >>> settings({"model_type": "gpt2", "n_layer": 2})["activation_function"]
-    'gelu_new'
-  """
+  """Each key that the family's module follows, as `config.json` has it, or with transformers' default."""
   family = found["model_type"]
   followed = FOLLOWED[family]
   for key, value in found.items():

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, explicit_axes
+from nnx_parallel.core.nodes import named_key_dtype
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.layout.table import PlanTable
@@ -22,7 +22,6 @@ from nnx_parallel.rules.paths import PathRules
 from nnx_parallel.rules.ruleset import RuleSet
 
 FORMAT = 2
-_KEY_TYPES = ("threefry2x32", "rbg", "unsafe_rbg")
 _PLAIN_FIELDS = (
   "root", "path", "kind", "shape", "names", "padding", "memory_kind", "aliases", "is_parameter", "parameter",
 )  # fmt: skip
@@ -127,15 +126,13 @@ def _check_part(part: Any, name: str) -> None:
 def _dtype(name: str) -> Any:
   if not name.startswith("key<"):
     return jnp.dtype(name)
-  for implementation in _KEY_TYPES:
-    dtype = jax.eval_shape(lambda impl=implementation: jax.random.key(0, impl=impl)).dtype
-    if str(dtype) == name:
-      return dtype
-  raise PlanError(
-    f"the stored plan has PRNG keys of the unknown type {name}.",
-    details=f"known implementations: {', '.join(_KEY_TYPES)}",
-    fix="plan again with one of these.",
-  )
+  dtype = named_key_dtype(name)
+  if dtype is None:
+    raise PlanError(
+      f"the stored plan has PRNG keys of the unknown type {name}.",
+      fix="plan again with keys of threefry2x32, rbg or unsafe_rbg.",
+    )
+  return dtype
 
 
 def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
