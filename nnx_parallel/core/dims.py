@@ -115,10 +115,6 @@ def moved(
   """Where a part of a dim goes in a reshape: its new dim, and the size before it there; None if it is split.
 
   The dim is `outer x length x rest`. The product of the sizes ahead of the part stays.
-
-  Example:
-    >>> moved(1, 1, 6, (4, 6), (24,))
-    (0, 4)
   """
   if 0 in (*before, *after):
     return None

@@ -273,14 +273,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def parse(text: str) -> Program:
-  """Reads HLO text: `Compiled.as_text()`, or a file written by `xla_dump_to`.
-
-  Example:
-    >>> import jax
-    >>> text = jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile().as_text()
-    >>> parse(text).entry.root.shapes
-    (Shape(dtype='f32', dims=(8,)),)
-  """
+  """Reads HLO text: `Compiled.as_text()`, or a file written by `xla_dump_to`."""
   computations: dict[str, Computation] = {}
   entry = name = ""
   known: dict[str, Instruction] = {}

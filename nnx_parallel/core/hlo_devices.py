@@ -39,15 +39,7 @@ Labels = npt.NDArray[np.int64]
 
 
 class AxisFinder:
-  """Names the mesh axes of a grouping, for axis sizes in mesh order.
-
-  Example:
-    >>> finder = AxisFinder({"data": 2, "model": 4})
-    >>> finder.match(group_labels("[4,2]<=[2,4]T(1,0)", 8))
-    (('data',), True)
-    >>> finder.match(group_labels("{{0,1},{2,3},{4,5},{6,7}}", 8))
-    (('model',), False)
-  """
+  """Names the mesh axes of a grouping, for axis sizes in mesh order."""
 
   def __init__(self, sizes: Mapping[str, int]):
     self.devices = math.prod(sizes.values())

@@ -44,15 +44,6 @@ def find_layers(model: Model, pattern: str | None = None) -> tuple[Layers, ...]:
   of a list, tuple or dict, or attributes that end in a number: `block_0`, `block_1`. Modules with Variables
   of equal paths, types, shapes and dtypes form a group, and at least one group has two or more modules. A
   pattern gives their dotted paths instead, with `*` for any part: `"decoder.blocks.*"`.
-
-  Example:
-    >>> from flax import nnx
-    >>> rngs = nnx.Rngs(0)
-    >>> model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=rngs) for _ in range(3)], nnx.Linear(4, 2, rngs=rngs))
-    >>> for layers in find_layers(model):
-    ...   print(layers)
-    3 x Linear at layers.*
-    1 x Linear at layers.* (unlike layers.0: bias is Param float32[2])
   """
   modules = list(modules_of(model))
   order = {path: n for n, (path, _) in enumerate(modules)}

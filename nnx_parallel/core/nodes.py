@@ -149,14 +149,7 @@ def set_arrays(module: nnx.Pytree, arrays: Mapping[Path, AnyArray]) -> None:
 
 
 def aliases(module: object) -> dict[Path, tuple[Path, ...]]:
-  """The other paths of tied Variables and shared submodules, by path in `variables(module)`.
-
-  Example:
-    >>> module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    >>> module.transposed = module.kernel
-    >>> aliases(module)
-    {('kernel',): (('transposed',),)}
-  """
+  """The other paths of tied Variables and shared submodules, by path in `variables(module)`."""
   found = [id(node) for _, node in iter_nodes(module)]
   if len(set(found)) == len(found):
     return {}

@@ -53,13 +53,6 @@ def pad_variable(variable: Variable, array: AnyArray, storage_shape: tuple[int, 
   """A padded Variable around a stored array, abstract or not, of a (global) storage shape.
 
   It has the type, metadata and (global) shape of `variable`, which has no padding.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> padded = pad_variable(nnx.Param(jnp.ones(3)), jnp.array([1.0, 1.0, 1.0, 0.0]), (4,))
-    >>> isinstance(padded, nnx.Param), padded.shape, padded.sum().item(), padded.get_raw_value().shape
-    (True, (3,), 3.0, (4,))
   """
   shapes = (tuple(variable.get_raw_value().shape), tuple(storage_shape))
   metadata = {**variable.get_metadata(), PADDED: shapes}

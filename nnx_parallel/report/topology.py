@@ -74,12 +74,7 @@ class Machine:
 
 
 def read_machine(text: str) -> Machine:
-  """Reads the name of a topology; see the table at the top of this module.
-
-  Example:
-    >>> read_machine("gpu:h100:32x8").devices
-    256
-  """
+  """Reads the name of a topology; see the table at the top of this module."""
   here = _CPU.fullmatch(text)
   if here:
     count, slices = int(here["count"]), int(here["slices"] or 1)

@@ -90,10 +90,6 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
   """The bytes that each device sends for a collective of `payload` bytes in a group of `group_size`.
 
   All-gather, reduce-scatter and all-to-all send `S (n-1)/n`, all-reduce twice that, the others `S`.
-
-  Example:
-    >>> ring_bytes("all-reduce", 800, 8), ring_bytes("all-gather", 800, 8)
-    (1400, 700)
   """
   if kind in ("collective-permute", "collective-broadcast"):
     return payload

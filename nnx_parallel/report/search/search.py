@@ -308,13 +308,7 @@ def search(
 
 
 def searched_axes(rules: Rules) -> tuple[str, ...]:
-  """Mesh axes that rules name: first the axes of the batch, then other axes by appearance.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> searched_axes(nxp.LogicalRules(mlp="tensor", batch=("data", "fsdp"), embed="fsdp"))
-    ('data', 'fsdp', 'tensor')
-  """
+  """Mesh axes that rules name: first the axes of the batch, then other axes by appearance."""
   ruleset = RuleSet.of(rules)
   options = [*ruleset.logical.get("batch", ()), *itertools.chain(*ruleset.logical.values())]
   named = [axis for option in options for axis in option]
@@ -355,12 +349,7 @@ def meshes(
 
 
 def factorisations(count: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-  """Every way to write `count` as a product of one size per axis.
-
-  Example:
-    >>> [tuple(s.values()) for s in factorisations(4, ("data", "tensor"))]
-    [(1, 4), (2, 2), (4, 1)]
-  """
+  """Every way to write `count` as a product of one size per axis."""
   if len(axes) == 1:
     yield {axes[0]: count}
     return
