@@ -150,12 +150,7 @@ class Bound:
       ) from error
 
   def placed(self, batch: PyTree) -> PyTree:
-    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
-
-    Raises:
-      ShardingError: it does not divide.
-      TrainError: it has no examples, or is an array of the host in a job of several processes.
-    """
+    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them."""
     mesh, scope = self.binding.mesh, self.binding.scope
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch

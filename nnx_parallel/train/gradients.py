@@ -182,9 +182,6 @@ def in_microbatches(
 
   Sums are added up, so the objective must not divide by counts. `reduction` is the dtype in which replicas
   that hold the full model sum their gradients; None: float32.
-
-  Raises:
-    TrainError: a batch that does not split evenly, or a `reduction` where XLA places the reductions.
   """
   check_divides(batch, count * loss.parts)
   scales: Any = None

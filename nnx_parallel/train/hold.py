@@ -463,11 +463,7 @@ def _shared(eqn: JaxprEqn, flows: Flows) -> frozenset[str]:
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
-  """Whether its inner programs take arrays only, so that they can be traced anew.
-
-  Raises:
-    TrainError: they do not, and hold a kernel gradient that XLA gets wrong.
-  """
+  """Whether its inner programs take arrays only, so that they can be traced anew."""
   if all(isinstance(var.aval, ShapedArray) for inner in programs(eqn) for var in opened(inner).invars):
     return True
   if any(map(_is_faulty, inner_equations(eqn))):

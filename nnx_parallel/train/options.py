@@ -84,9 +84,6 @@ def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> b
   `gradients` is the option of `train_step`, `stage` the plan's ZeRO stage; `further` says whether some
   optimizer state is split more than its parameter. Otherwise both layouts are the same.
 
-  Raises:
-    TrainError: `gradients` is "scattered", and nothing can be scattered.
-
   Example:
     >>> is_scattered(None, 2, further=True), is_scattered("like_parameters", 2, further=True)
     (True, False)

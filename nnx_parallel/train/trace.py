@@ -77,9 +77,6 @@ def differentiable(
   """The loss of traced models as a function of the trained arrays, times `scale` unless that is None.
 
   `wrt` is the filter of the trained Variables by the key of their model; the key is None for a single model.
-
-  Raises:
-    TrainError: nothing to train, or a trained array has no gradient.
   """
   template = Template(models)
   arrays = template.arrays(models)

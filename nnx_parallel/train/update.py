@@ -69,11 +69,7 @@ def of_loss(key: Hashable, optimizers: Mapping[Hashable, T]) -> T:
 
 
 def keyed(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
-  """Optimizers by the key of the model that they train; None for a single model.
-
-  Raises:
-    TrainError: optimizers that do not match the models.
-  """
+  """Optimizers by the key of the model that they train; None for a single model."""
   several = isinstance(models, (tuple, list, dict))
   many = isinstance(optimizers, (tuple, list, dict))
   if not several and not many:

@@ -215,12 +215,7 @@ def trace_step(
   pipeline: Pipeline | None = None,
   microbatches: int = 1,
 ) -> StepTrace:
-  """Traces a step abstractly, with the plan's rules in scope; the arguments are as for `memory_plan`.
-
-  Raises:
-    TrainError: no such remat policy, or no layer for it.
-    ReportError: a step in place of its loss function.
-  """
+  """Traces a step abstractly, with the plan's rules in scope; the arguments are as for `memory_plan`."""
   if hasattr(loss, "options"):
     raise ReportError(
       f"an estimate reads the loss function, but got a {type(loss).__name__}.",
