@@ -33,7 +33,7 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
   traced,
 )
-from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, Value, Var
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, P, Program, Value, Var
 
 F = TypeVar("F")
 ROUNDS = 64
@@ -368,7 +368,7 @@ _POSITIONS: Facts[Hashable] = Facts(
 )
 
 
-def without_copies(jaxpr: Program) -> Program:
+def without_copies(jaxpr: P) -> P:
   """A jaxpr, closed or not, that reads inputs directly where an operation returns them unchanged.
 
   `nnx.jit` returns every Variable that it receives.

@@ -15,7 +15,18 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import AxisType, NamedSharding
 
-from nnx_parallel.core.types import AnyArray, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, PyTree, Value, Var
+from nnx_parallel.core.types import (
+  AnyArray,
+  Aval,
+  ClosedJaxpr,
+  Jaxpr,
+  JaxprEqn,
+  P,
+  Program,
+  PyTree,
+  Value,
+  Var,
+)
 
 T = TypeVar("T")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -285,7 +296,7 @@ def operations_behind(
   return kept[::-1]
 
 
-def without_unused(jaxpr: Program) -> Program:
+def without_unused(jaxpr: P) -> P:
   """A jaxpr, closed or not, without the operations whose results nobody reads."""
   inner = opened(jaxpr)
   if inner is not jaxpr:

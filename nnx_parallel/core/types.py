@@ -1,16 +1,17 @@
 """Names of types: of traces, in the forms of all supported versions of jax, and of values without a class.
 
-jax's own classes do not serve as types here: they give no shape to a variable's type, and closed traces are a
-class of their own in older versions only.
+The protocols say what this package reads of jax's classes of the same names (`jax.extend.core`). Those give
+no shape to a variable's type, and closed traces are a class of their own in older versions only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from flax import nnx
+from jax.extend import core
 
 Aval: TypeAlias = Any
 """The type of a variable: `jax.core.ShapedArray`, or the type of a token or a reference."""
@@ -20,16 +21,78 @@ TreeDef: TypeAlias = Any
 """The structure of a pytree; a variable for type checkers, in jax."""
 Value: TypeAlias = Any
 """What a variable of a trace is bound to: an array, or what a walk puts in its place."""
-Var: TypeAlias = Any
-"""An input or a result of an operation: a variable of a trace, or a literal (`jax.extend.core`)."""
-JaxprEqn: TypeAlias = Any
-"""An operation of a trace: `jax.extend.core.JaxprEqn`."""
-Jaxpr: TypeAlias = Any
-"""A trace, its operations in order: `jax.extend.core.Jaxpr`."""
-ClosedJaxpr: TypeAlias = Any
-"""A trace with the values of its constants: `jax.extend.core.ClosedJaxpr`."""
-Program: TypeAlias = Any
+
+
+class Var(Protocol):
+  """An input or a result of an operation: a variable of a trace, or a literal."""
+
+  @property
+  def aval(self) -> Aval: ...
+
+
+class JaxprEqn(Protocol):
+  """An operation of a trace."""
+
+  @property
+  def primitive(self) -> core.Primitive: ...
+  @property
+  def invars(self) -> Sequence[Var]: ...
+  @property
+  def outvars(self) -> Sequence[Var]: ...
+  @property
+  def params(self) -> dict[str, Any]: ...
+  @property
+  def effects(self) -> Set[core.Effect]: ...
+  @property
+  def source_info(self) -> Any: ...
+  @property
+  def ctx(self) -> Any: ...
+  @property
+  def replace(self) -> Callable[..., Self]: ...
+
+
+class Jaxpr(Protocol):
+  """A trace: its operations in order."""
+
+  @property
+  def constvars(self) -> Sequence[Var]: ...
+  @property
+  def invars(self) -> Sequence[Var]: ...
+  @property
+  def outvars(self) -> Sequence[Var]: ...
+  @property
+  def eqns(self) -> Sequence[JaxprEqn]: ...
+  @property
+  def effects(self) -> Set[core.Effect]: ...
+  @property
+  def debug_info(self) -> Any: ...
+  @property
+  def replace(self) -> Callable[..., Self]: ...
+
+
+class ClosedJaxpr(Protocol):
+  """A trace with the values of its constants."""
+
+  @property
+  def jaxpr(self) -> Jaxpr: ...
+  @property
+  def consts(self) -> Sequence[Value]: ...
+  @property
+  def eqns(self) -> Sequence[JaxprEqn]: ...
+  @property
+  def in_avals(self) -> Sequence[Aval]: ...
+  @property
+  def out_avals(self) -> Sequence[Aval]: ...
+  @property
+  def effects(self) -> Set[core.Effect]: ...
+  @property
+  def replace(self) -> Callable[..., Self]: ...
+
+
+Program: TypeAlias = Jaxpr | ClosedJaxpr
 """A trace, closed or not."""
+P = TypeVar("P", bound=Program)
+"""One of the two, the same in and out."""
 DType: TypeAlias = np.dtype[Any]
 """The dtype of an array."""
 Model: TypeAlias = Any
