@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 import jax
 from jax.core import ShapedArray
@@ -49,7 +49,7 @@ def _same(x: Value) -> Value:
   return x
 
 
-def is_literal(var: Var) -> bool:
+def is_literal(var: Var) -> TypeGuard[core.Literal]:
   """Whether an input of an operation is a number that is written in the program."""
   return isinstance(var, core.Literal)
 

@@ -76,7 +76,8 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 def opened(jaxpr: Program) -> Jaxpr:
   """The jaxpr itself, closed or not."""
-  return getattr(jaxpr, "jaxpr", jaxpr)
+  inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+  return inner
 
 
 def constants(jaxpr: Program) -> Sequence[jax.Array]:
@@ -86,7 +87,8 @@ def constants(jaxpr: Program) -> Sequence[jax.Array]:
 
 def as_function(jaxpr: Program) -> Callable[..., Sequence[jax.Array]]:
   """A jaxpr as a function of flat arrays."""
-  closed = core.ClosedJaxpr(opened(jaxpr), constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
+  inner: Any = opened(jaxpr)
+  closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
 
 
@@ -205,7 +207,8 @@ def among(var: Var, some: Container[Var]) -> bool:
 def dependents(jaxpr: Program | Sequence[JaxprEqn], first: Iterable[Var]) -> set[Var]:
   """Some variables of a program, or of a list of its operations, and the variables that depend on them."""
   found = {*first}
-  for eqn in getattr(jaxpr, "eqns", jaxpr):
+  eqns: Any = getattr(jaxpr, "eqns", jaxpr)
+  for eqn in eqns:
     if any(among(var, found) for var in eqn.invars):
       found.update(eqn.outvars)
   return found
@@ -279,6 +282,7 @@ def call_equation(
   The function is of flat arrays; the operation takes the place of `like` in the source.
   """
   jitted = jax.jit(function, inline=False)
+  eqn: Any
   (eqn,) = jax.make_jaxpr(jitted)(*[struct(var.aval) for var in inputs]).jaxpr.eqns
   return eqn.replace(invars=[*inputs], outvars=[*outputs], source_info=like.source_info)
 

@@ -32,7 +32,7 @@ import numpy as np
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map, moved
 from nnx_parallel.core.interpret import NO_FACTS, Inner, is_literal, through, wiring
-from nnx_parallel.core.jaxprs import constants, is_inexact, is_tracer, opened, place_of
+from nnx_parallel.core.jaxprs import constants, is_inexact, is_tracer, opened, place_of, scan_counts
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import JaxprEqn, Program, PyTree, Value, Var
 
@@ -60,7 +60,8 @@ class Fact:
   """How a value of the batch's program follows from the values of the parts.
 
   Attributes:
-    kind: the relation, up to the constant factor `scale`.
+    kind: the relation.
+    scale: the constant factor of the relation.
     dim: for `part`: the dim along which the parts are concatenated.
     outer: for `part`: the number of blocks: the dim is `outer x parts x rest`. None for a value that is
       constant along the dim, which holds for any number of blocks.
@@ -104,11 +105,17 @@ def factors(
 ) -> tuple[list[float], str]:
   """How the results for a batch follow from the results for its parts.
 
-  `part` and `whole` are closed jaxprs, for one part and for all parts at once. `splits` says of each flat
-  input whether the parts split its dim 0; else all parts get the same. Wanted of each result is the `"mean"`
-  of the parts' results, their `"sum"`, or `"rows"`: the results concatenated.
+  Args:
+    part: the closed jaxpr of the program for one part.
+    whole: the closed jaxpr of the program for all parts at once.
+    parts: the number of parts.
+    splits: for each flat input, whether the parts split its dim 0; else all parts get the same.
+    wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, or `"rows"`: the parts'
+      results concatenated.
 
-  Returns the factor for each wanted combination; and why some result does not follow, empty if all do.
+  Returns:
+    For each result, the factor for the wanted combination; and why some result does not follow, empty if all
+    results do.
   """
   pair = _Pair(parts)
   found: list[float] = []
@@ -127,7 +134,11 @@ def factors(
 
 
 class _Pair:
-  """Compares two traces of one program step by step, for a batch and for one of its `parts`."""
+  """Compares two traces of one program step by step.
+
+  Args:
+    parts: the number of parts of the second trace's batch.
+  """
 
   def __init__(self, parts: int):
     self.parts = parts
@@ -207,11 +218,17 @@ class _Pair:
 
     if eqn.primitive.name == "cond" and not inputs[0].fixed:
       raise _Mixed
-    if any(eqn.params.get(key) != other.params.get(key) for key in ("length", "reverse")):
-      raise _Mixed
     facts: Any = NO_FACTS
-    facts = dataclasses.replace(facts, join=self.join, row=_row, stack=_stacked)
-    found = through(eqn, inputs, inside, facts)
+    row, stack = _row, _stacked
+    if eqn.primitive.name == "scan":
+      fixed, carried, _ = scan_counts(eqn).split(inputs)
+      if eqn.params["reverse"] != other.params["reverse"]:
+        raise _Mixed
+      if eqn.params["length"] != other.params["length"]:  # over the examples, one by one
+        if carried or any(fact.kind in ("part", "sum") for fact in fixed):
+          raise _Mixed
+        row, stack = _example, _examples
+    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=row, stack=stack))
     if eqn.primitive.name == "shard_map":  # each device computes with the parts of its shards
       specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
       for fact, spec in zip((*inputs, *found), specs, strict=True):
@@ -274,7 +291,7 @@ def _constant(a: Value, b: Value) -> Fact:
 
 
 def _row(_: object, fact: Fact) -> Fact:
-  """A row of a scan, from all rows; `_stacked` is the inverse."""
+  """A row of a scan with equal lengths in both traces, from all rows; `_stacked` is the inverse."""
   if fact.kind != "part":
     return fact
   return fact.at(fact.dim - 1) if fact.dim else _fail()
@@ -282,6 +299,17 @@ def _row(_: object, fact: Fact) -> Fact:
 
 def _stacked(_: object, fact: Fact) -> Fact:
   return fact.at(fact.dim + 1) if fact.kind == "part" else fact
+
+
+def _example(_: object, fact: Fact) -> Fact:
+  """A row of a scan over the examples, from all rows; `_examples` is the inverse."""
+  return Fact("same", fact.scale) if _is_rows(fact) else _fail()
+
+
+def _examples(_: object, fact: Fact) -> Fact:
+  if fact.kind == "same":
+    return Fact("part", fact.scale)
+  return fact if fact.kind in ("zero", "mixed") else _fail()
 
 
 def _mixed(reason: str) -> Fact:
@@ -462,7 +490,20 @@ def _pad(it: Operation) -> Fact:
 
 def _concatenate(it: Operation) -> Fact:
   found = it.pair.join(*it.inputs)
-  return _fail() if found.kind == "part" and it.dims.results[0][found.dim] in it.dims.mixed else found
+  if found.kind != "part" or it.dims.results[0][found.dim] not in it.dims.mixed:
+    return found
+  sizes = {var.aval.shape[found.dim] for var in it.eqn.invars}
+  if len(sizes) > 1 or found.outer != 1 or any(fact.kind != "part" for fact in it.inputs):
+    raise _Mixed
+  return found.at(found.dim, len(it.inputs))
+
+
+def _split(it: Operation) -> Fact:
+  """The inverse of a `concatenate`."""
+  (fact,), sizes = it.inputs, it.eqn.params["sizes"]
+  if fact.kind != "part" or it.dims.results[0][fact.dim] not in it.dims.mixed:
+    return fact
+  return fact.at(fact.dim, 1) if len({*sizes}) == 1 and fact.outer == len(sizes) else _fail()
 
 
 def _stack(it: Operation) -> Fact:
@@ -503,5 +544,6 @@ _RULES: Mapping[str, Callable[[Operation], Fact]] = {
   "pad": _pad,
   "reshape": _reshape,
   "select_n": _select,
+  "split": _split,
   "stack": _stack,
 }

@@ -601,8 +601,7 @@ def _scanned(
       continue
     passes.append([])
     for var in scan_counts(eqn).split(eqn.invars)[2]:
-      number = None if is_literal(var) else flows[var].parameter
-      if number is None:
+      if is_literal(var) or (number := flows[var].parameter) is None:
         continue
       own, split = opened(traced).invars[number].aval, flows[var].names
       used = math.prod(var.aval.shape) * min(read[number], own.dtype.itemsize)
