@@ -14,18 +14,18 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.layers.layers import REMATS
+from train import models
+from train.models import RULES
 
 WIDTH, DEPTH = 32, 4
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 POLICIES = [*REMATS, jax.checkpoint_policies.dots_saveable]
 
 
-class Layer(nnx.Module):
+class Layer(models.Net):
   """Two products and dropout."""
 
   def __init__(self, rngs):
-    self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    super().__init__(rngs, WIDTH, 4 * WIDTH)
     self.drop = nnx.Dropout(0.1, rngs=rngs)
 
   def __call__(self, x):
