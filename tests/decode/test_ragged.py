@@ -80,6 +80,7 @@ def sharded(init, layout):
   return nxp.create_sharded_model(lambda: init(BATCH), nxp.make_mesh(axes), rules)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("init", "layout"), [(Listed, "dp"), (Listed, "both"), (Stacked, "both"), (Recurrent, "dp")]

@@ -240,6 +240,7 @@ class Wide(nnx.Module):
     return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
 
 
+@pytest.mark.slow
 def test_a_head_is_not_gathered():
   axes = {"data": 2, "tensor": 4}
   names = nxp.LogicalRules(batch="data")

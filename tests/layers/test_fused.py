@@ -27,12 +27,9 @@ Q, K, V, K2, V2 = (
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-  """The kernel of this platform is the interpreted one; the models are as people write them."""
-  kernel = functools.partial(fused.splash_attention, interpret=True)
-  monkeypatch.setitem(fused.KERNELS, "cpu", kernel)
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+def interpreted(monkeypatch, as_users_have_it):
+  """The kernel of this platform is the interpreted one."""
+  monkeypatch.setitem(fused.KERNELS, "cpu", functools.partial(fused.splash_attention, interpret=True))
 
 
 def causal(more=0):

@@ -20,6 +20,7 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layers import fused, fused_ring
 from nnx_parallel.report.program.collectives import collectives
+from training import run_steps
 
 HEADS, WIDTH = 4, 8
 
@@ -472,9 +473,7 @@ def sequences(length=32):
 
 def trained(make, mesh, rules, batch, steps=4, **options):
   plan = nxp.plan(make, mesh, rules, optimizer=optax.adamw(1e-2))
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(decoder_loss, **options)
-  return [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for _ in range(steps)]
+  return run_steps(plan, decoder_loss, [batch] * steps, **options).losses
 
 
 INPUTS = nxp.InputRules(map_2d=("batch", "seq"))
@@ -502,6 +501,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("case", MODELS)
@@ -564,9 +564,7 @@ def test_a_step_on_packed_documents_equals_one_device(explicit):
   found = []
   for function, where, rules, given, options in cases:
     plan = nxp.plan(lambda f=function: Packed(f, nnx.Rngs(0)), where, rules, optimizer=optax.adamw(1e-2))
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(packed_loss, **options)
-    found.append([float(step(model, optimizer, nxp.shard_batch(given, plan))["loss"]) for _ in range(3)])
+    found.append(run_steps(plan, packed_loss, [given] * 3, **options).losses)
   np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=2e-5)
 
 

@@ -311,7 +311,8 @@ def on_one_device(case: str, microbatches: int) -> Any:
   return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(2)  # one of each order
 @pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:

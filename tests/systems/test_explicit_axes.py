@@ -52,6 +52,7 @@ def test_a_model_trains_as_on_auto_axes(name, kind):
 ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
 def test_each_option_computes_what_it_does_on_auto_axes(case):

@@ -11,6 +11,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from layout.models import named
 from nnx_parallel.core.nodes import path_str, value_of, variables
+from training import run_steps
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
@@ -43,9 +44,7 @@ def plan_on(name, tx, init=lambda: Net(nnx.Rngs(0)), **options):
 
 def train(plan, batches, loss=loss_fn, **options):
   """The model and the optimizer after a step on each batch, and the losses."""
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss, **options)
-  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
+  model, optimizer, losses, step = run_steps(plan, loss, batches, **options)
   assert len(step.compiles) == 1
   return model, optimizer, losses
 

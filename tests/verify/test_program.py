@@ -28,10 +28,7 @@ SPLIT = Path(__file__).parent / "split"
 BATCH = ("data", "fsdp")
 
 
-@pytest.fixture(autouse=True)
-def _as_users_write():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def mesh_of(**sizes):
