@@ -28,22 +28,8 @@ def run(*arguments, cwd=None):
   )
 
 
-COMMANDS = [
-  "plan",
-  "compile",
-  "search",
-  "train",
-  "launch",
-  "new",
-  "demo",
-  "annotate",
-  "diff",
-  "export",
-  "import",
-  "inspect",
-  "reshard",
-  "verify",
-]
+COMMANDS = ["plan", "compile", "search", "train", "launch", "new", "demo", "annotate", "diff"]
+COMMANDS += ["export", "import", "inspect", "reshard", "verify"]
 
 
 def test_every_command_has_help(capsys):
