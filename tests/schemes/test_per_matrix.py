@@ -206,7 +206,8 @@ def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
   assert {x.shape[0] for x in jax.tree.leaves(nnx.as_pure(groups))} == {8}  # 3 + 1 + 1, padded
 
 
-@pytest.mark.parametrize("name", [pytest.param("muon", marks=pytest.mark.slow), "shampoo and adam"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "shampoo and adam"])
 def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
   init = functools.partial(Net, 2, 15, 30)
   one = trained(plan_on((1, 1, 1), TRANSFORMATIONS[name](lambda tx: tx), init), width=15)[0]
@@ -215,6 +216,7 @@ def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
   assert_equal(trained(plan, width=15)[0], one)
 
 
+@pytest.mark.slow
 def test_microbatches_offload_and_wrappers_go_with_it():
   wrap = lambda tx: nxp.with_ema(nxp.skip_nonfinite(nxp.parallel.per_matrix(tx)), 0.9)
   tx = lambda wrap: wrap(optax.contrib.muon(RATE))
