@@ -1,7 +1,5 @@
 """What `cases(n)`, `each_case` and `--cases` select."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 When one fails under a new version, its docstring names the file that has to change.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import signal

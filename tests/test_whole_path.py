@@ -1,7 +1,5 @@
 """The whole path at once: plan, create, train, save, restore on another mesh, and simply go on."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax

@@ -1,7 +1,5 @@
 """What most comparisons of layouts need: a model of a plan, some steps, and their losses."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from flax import nnx

@@ -1,7 +1,5 @@
 """Programs that the search found wrong, through the step that users get; and the search itself."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """The Llama recipe: on any mesh it trains as on one device, and keeps only its part between layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

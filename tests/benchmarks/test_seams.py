@@ -1,7 +1,5 @@
 """Generated combinations of features, options, meshes and losses: a fixed sample of `benchmarks/seams.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.seams import LOSSES, Case, check

@@ -1,7 +1,5 @@
 """The commands that answer before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The demo, short: it computes what it claims, and fails when a claim does not hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Meshes: sizes, device order, hybrid layouts, and what they say about themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

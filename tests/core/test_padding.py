@@ -1,7 +1,5 @@
 """Padding is real and nobody sees it: modules, gradients, optimizers and norms are those of one device."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref
@@ -243,9 +241,7 @@ def test_stacked_padded_layers_run_under_vmap_and_scan():
   @nnx.jit
   def mapped(model, x):
     return nnx.vmap(
-      lambda layer, x: layer(x),
-      in_axes=(0, None),
-      transform_metadata={nnx.PARTITION_NAME: None},
+      lambda layer, x: layer(x), in_axes=(0, None), transform_metadata={nnx.PARTITION_NAME: None}
     )(model, x)
 
   for run in (scanned, mapped):

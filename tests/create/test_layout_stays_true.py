@@ -1,7 +1,5 @@
 """Arrays, metadata and plan agree after creation, after steps and after a restore, whatever the module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

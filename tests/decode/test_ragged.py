@@ -1,7 +1,5 @@
 """Prompts of very different lengths in one batch: the tokens of each row alone, in few calls."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

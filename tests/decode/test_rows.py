@@ -1,7 +1,5 @@
 """Prompts read several tokens at once, slots that are filled again, and beams: the tokens of plain loops."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Who the processes are is read right, and what does not fit is an error with the fix, on every process."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import socket

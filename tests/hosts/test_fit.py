@@ -1,7 +1,5 @@
 """`fit` in two processes: lines, metrics and checkpoints are those of one, and none is written twice."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

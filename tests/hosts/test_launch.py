@@ -1,7 +1,5 @@
 """The launcher ends all that it started, shows the first failure first, and starts again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Samples by a global index: each is used once, on whatever processes, and what fails says which it was."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Adapters of Qwix and of flax beside the weights of unedited models: trained, saved alone, merged."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import jax

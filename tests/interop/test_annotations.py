@@ -1,7 +1,5 @@
 """Patches that make models run on Explicit axes: their text, and the numbers of Auto axes."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
@@ -41,12 +39,7 @@ SQUARES = """
 def loss(model, batch):
   return (model(batch) ** 2).mean()
 """
-MODELS = {
-  "Llama": (NEXT, TOKENS),
-  "T5": (PAIRS, TOKENS),
-  "GPT": (NEXT, TOKENS),
-  "ViT": (SQUARES, IMAGES),
-}
+MODELS = {"Llama": (NEXT, TOKENS), "T5": (PAIRS, TOKENS), "GPT": (NEXT, TOKENS), "ViT": (SQUARES, IMAGES)}
 
 
 def text_of(found):

@@ -1,7 +1,5 @@
 """Linen modules, planned and trained as they are; their checkpoints, there and back."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

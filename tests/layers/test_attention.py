@@ -1,7 +1,5 @@
 """Attention of models that nobody wrote for this package, computed by blocks."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -398,10 +396,7 @@ def test_weights_that_are_read_elsewhere_too():
       functools.partial(attend, weights=lambda w: w * jax.random.bernoulli(jax.random.key(0), 0.9, w.shape)),
       "dropout is between it and its product",
     ),
-    (
-      functools.partial(attend, weights=lambda w: jnp.where(w > 0.1, w, 0)),
-      "its weights go through gt",
-    ),
+    (functools.partial(attend, weights=lambda w: jnp.where(w > 0.1, w, 0)), "its weights go through gt"),
     (functools.partial(attend, weights=jnp.sqrt), "its weights go through sqrt -> float32[2,4,13,18]"),
     (
       functools.partial(attend, change=lambda s: jnp.cumsum(s, axis=-1)),

@@ -1,7 +1,5 @@
 """Attention of unedited models where a mesh axis splits the positions: each device computes a part."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -186,14 +184,7 @@ def evenly(f, way):
 
 
 @pytest.mark.parametrize(
-  ("function", "way"),
-  [
-    (biased, 5),
-    (merged, 5),
-    (grouped, "ring"),
-    (narrow, "ring"),
-    (narrow, "ulysses"),
-  ],
+  ("function", "way"), [(biased, 5), (merged, 5), (grouped, "ring"), (narrow, "ring"), (narrow, "ulysses")]
 )
 def test_values_and_gradients_of_masks_and_biases(function, way, monkeypatch):
   monkeypatch.setattr(attention, "BLOCK", 2)

@@ -1,7 +1,5 @@
 """Attention found in a model, computed by the kernel of TPUs; the kernel is interpreted here."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """Layers of third-party models: found, rematerialised and scanned without an edit."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Chunked cross-entropy: the head and the loss of each token in chunks, for third-party losses."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Properties of resolution over shapes x meshes x rules."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import string

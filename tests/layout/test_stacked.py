@@ -1,7 +1,5 @@
 """Layers stacked by nnx.vmap: names follow the new dim or are refused, and created models still scan."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

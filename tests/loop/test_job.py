@@ -1,7 +1,5 @@
 """A job goes on where it stopped: on its own mesh bit for bit, on another within rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """The figures that need no compiler: memory plan, remat, step time, search."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -402,10 +400,7 @@ def test_every_factorisation_is_tried_once():
   ("topology", "expected"),
   [
     ("cpu:4", "4,1,1 2,1,2 1,4,1 1,2,2 1,1,4"),
-    (
-      "gpu:h100:4x8",
-      "32,1,1 16,1,2 8,1,4 4,8,1 4,4,2 4,2,4 4,1,8 2,8,2 1,32,1 1,16,2 1,8,4 1,4,8",
-    ),
+    ("gpu:h100:4x8", "32,1,1 16,1,2 8,1,4 4,8,1 4,4,2 4,2,4 4,1,8 2,8,2 1,32,1 1,16,2 1,8,4 1,4,8"),
   ],
 )
 def test_usual_meshes_keep_tensor_parallelism_on_the_fast_links(topology, expected):

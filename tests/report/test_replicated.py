@@ -1,7 +1,5 @@
 """Activations that every device holds for the examples of all: found where they are, and not elsewhere."""
 
-from __future__ import annotations
-
 import json
 
 import jax

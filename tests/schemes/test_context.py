@@ -1,7 +1,5 @@
 """Attention with its positions split over a mesh axis equals attention of the whole sequence."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

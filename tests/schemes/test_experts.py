@@ -1,7 +1,5 @@
 """Experts that a mesh axis splits compute what every expert on every token, masked, does."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Optimizers of whole matrices: equal to one device on every layout, each product once, two exchanges."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A pipeline gives what its layers give one after the other, on one device."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re

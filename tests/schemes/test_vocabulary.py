@@ -1,7 +1,5 @@
 """The vocabulary-parallel cross-entropy and look-up equal the plain ones, and send what they must."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -11,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from benchmarks import vocabulary as benchmark

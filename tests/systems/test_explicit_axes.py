@@ -1,7 +1,5 @@
 """Models that state no shardings, on meshes with Explicit axes: what `jax.make_mesh` makes by default."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -1,7 +1,5 @@
 """A small model with names, its meshes and its data, shared by the tests of this package."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

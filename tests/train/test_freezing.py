@@ -1,7 +1,5 @@
 """Freezing: what is not trained has no optimizer state, no gradient in the program, and does not move."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Accumulation: one exchange between replicas, accumulators where they should lie, exact weights."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,10 +136,7 @@ def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
 
 @pytest.mark.parametrize(
   ("axes", "options"),
-  [
-    ({"data": 8}, {"zero": 2, "gradients": "scattered"}),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1}),
-  ],
+  [({"data": 8}, {"zero": 2, "gradients": "scattered"}), ({"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1})],
 )
 def test_uneven_microbatches_equal_the_large_batch(axes, options):
   results = []

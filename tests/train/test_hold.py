@@ -1,7 +1,5 @@
 """Activations of models that constrain nothing stay split like the batch."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Canaries: what XLA computes wrong. One that fails says that XLA is mended, and that an avoidance can go."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Whether the gradients of a batch are those of its parts, added up: by the trace, and by numbers."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Optimizer state in host memory: planned, created, streamed, trained on, restored."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Every transformation that optax ships: laid out as planned, and the same numbers on each layout."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import typing

@@ -1,7 +1,5 @@
 """One policy sets the dtypes of any module, in the plan and in what is created."""
 
-from __future__ import annotations
-
 import re
 
 import jax

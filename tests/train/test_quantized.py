@@ -1,7 +1,5 @@
 """Low-precision products by qwix: they are in the program, train, and equal one device."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """Remat in a step: one vocabulary, layer by layer, and never without effect in silence."""
 
-from __future__ import annotations
-
 import functools
 import json
 

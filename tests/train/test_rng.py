@@ -1,7 +1,5 @@
 """Dropout draws what one device does on every jit layout; in manual code each data shard draws its own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,10 +84,7 @@ TARGETS = {
   "raw key": (jax.random.PRNGKey, uniform),
   "rngs": (nnx.Rngs, lambda rngs: uniform(rngs.dropout())),
   "stream": (lambda seed: nnx.Rngs(seed).dropout, lambda stream: uniform(stream())),
-  "module": (
-    lambda seed: nnx.Dropout(0.5, rngs=nnx.Rngs(seed)),
-    lambda dropout: dropout(jnp.ones((16,))),
-  ),
+  "module": (lambda seed: nnx.Dropout(0.5, rngs=nnx.Rngs(seed)), lambda dropout: dropout(jnp.ones((16,)))),
 }
 
 

@@ -1,7 +1,5 @@
 """Several models in one step: a GAN and a distillation, against loops written by hand."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """The train step: live modules, one compilation, safe donation, edits noticed, exact weights."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

@@ -1,7 +1,5 @@
 """ZeRO: optimizer state split over the data axes, with the planned bytes, and the same numbers."""
 
-from __future__ import annotations
-
 import re
 
 import jax

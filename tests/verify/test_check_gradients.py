@@ -1,7 +1,5 @@
 """`check_gradients` finds each kind of wrong gradient, and raises no false alarm."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

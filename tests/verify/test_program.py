@@ -1,7 +1,5 @@
 """What a partitioner makes of a program is compared with the program; see `verify/program.py`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
