@@ -15,6 +15,7 @@ from benchmarks.plain import decoders
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.layers import fused
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+from training import run_steps
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 128, 256, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -218,10 +219,18 @@ def test_another_form_goes_by_blocks(name):
 
 
 CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)
+TOKENS = np.random.default_rng(1).integers(0, 64, (8, 129)).astype(np.int32)
 
 
 def decoder():
   return decoders.Decoder(CONFIG, nnx.Rngs(0))
+
+
+@functools.cache
+def plain_losses():
+  model, step = decoder(), nxp.train_step(decoders.loss)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  return [float(step(model, optimizer, TOKENS)["loss"]) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -232,19 +241,12 @@ def decoder():
   ],
 )
 def test_a_step_on_a_mesh(sizes, options):
-  tokens = RANDOM.integers(0, 64, (8, 129)).astype(np.int32)
-  model = decoder()
-  plain, optimizer = nxp.train_step(decoders.loss), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  expected = [plain(model, optimizer, tokens)["loss"] for _ in range(2)]
   mesh = nxp.make_mesh(**sizes)
   rules = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
   fallback = nxp.fsdp(min_size=0) if "fsdp" in sizes else nxp.replicate()
   plan = nxp.plan(decoder, mesh, [rules, fallback], optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(decoders.loss, attention="fused", **options)
-  batch = nxp.shard_batch(tokens, plan)
-  found = [step(model, optimizer, batch)["loss"] for _ in range(2)]
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  _, _, losses, step = run_steps(plan, decoders.loss, [TOKENS] * 2, attention="fused", **options)
+  np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
   assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)
 
 
