@@ -3,8 +3,6 @@
 The environment is set before anything imports jax, because jax reads it once.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib

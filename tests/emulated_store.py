@@ -5,8 +5,6 @@ the latency. `emulator` runs it in a process of its own, and sets the variables 
 find it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socketserver

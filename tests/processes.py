@@ -4,8 +4,6 @@ The interpreters are started once for each pytest worker and run one body after 
 import jax in all, takes longer than most bodies. A body that fails ends its group.
 """
 
-from __future__ import annotations
-
 import atexit
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """Writes guides/95-reference.md from the signatures and docstrings of the public names."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

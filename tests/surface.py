@@ -1,7 +1,5 @@
 """Reads the public surface of the package: what users may rely on, and nothing else."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

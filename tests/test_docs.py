@@ -1,7 +1,5 @@
 """What is public is documented, what is shown runs, and what is linked exists."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import functools
@@ -48,11 +46,7 @@ def section(doc: str, *titles: str) -> str:
 
 
 def returns_a_value(function: Any) -> bool:
-  return inspect.signature(plain(function)).return_annotation not in (
-    None,
-    "None",
-    inspect.Signature.empty,
-  )
+  return inspect.signature(plain(function)).return_annotation not in (None, "None", inspect.Signature.empty)
 
 
 def raises(function: Any) -> bool:

@@ -1,7 +1,5 @@
 """What is easily written wrong in the first minutes: each call is answered with the one that works."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The packages of the package import downwards only; importing the package changes nothing."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import json

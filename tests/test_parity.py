@@ -1,7 +1,5 @@
 """Float32 training on every layout equals one device: the loss of each step and the norm of each gradient."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +10,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.parity import CASES, Case, Runs, differences
 from nnx_parallel import testing
-from nnx_parallel.testing import (
-  assert_same_numbers,
-  assert_same_training,
-  with_gradient_norms,
-)
+from nnx_parallel.testing import assert_same_numbers, assert_same_training, with_gradient_norms
 
 VOCAB, WIDTH, HEADS, LENGTH, STEPS = 32, 16, 4, 8, 8
 

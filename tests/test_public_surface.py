@@ -3,8 +3,6 @@
 To change them on purpose: `python tests/test_public_surface.py --update`; say so in CHANGELOG.md.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from pathlib import Path

@@ -1,13 +1,9 @@
 """What `cases(n)`, `each_case` and `--cases` select."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 HERE = Path(__file__).parent
 MODULE = """
@@ -26,19 +22,22 @@ def test_each(x): ...
 """
 
 
-@pytest.mark.parametrize(
-  ("options", "wanted"),
-  [
-    (("-m", "not nightly"), ["some[0]", "some[3]", "one", "each[0]", "each[1]", "each[2]"]),
-    (("-m", "nightly", "--cases", "1"), ["some[1]"]),
-    (("-m", "not nightly", "--cases", "1"), ["some[0]", "one", "each[0]", "each[1]", "each[2]"]),
-  ],
-)
-def test_cases_that_are_chosen(tmp_path, options, wanted):
+CHOSEN = {
+  ("-m", "not nightly"): ["some[0]", "some[3]", "one", "each[0]", "each[1]", "each[2]"],
+  ("-m", "nightly", "--cases", "1"): ["some[1]"],
+  ("-m", "not nightly", "--cases", "1"): ["some[0]", "one", "each[0]", "each[1]", "each[2]"],
+}
+
+
+def test_cases_that_are_chosen(tmp_path):
   (tmp_path / "test_toy.py").write_text(MODULE)
-  command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", str(HERE.parent / "pyproject.toml")]
-  command += ["--rootdir", str(tmp_path), "--collect-only", "-q", *options, str(tmp_path)]
+  common = ["-p", "conftest", "-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(tmp_path)]
+  common += ["--collect-only", "-q", str(tmp_path)]
+  code = f"import pytest\nfor options in {[*CHOSEN]}: pytest.main([*{common}, *options]); print('end')"
   variables = {**os.environ, "PYTHONPATH": str(HERE), "PYTEST_ADDOPTS": ""}
-  done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
-  found = [line.split("::test_")[1] for line in done.stdout.splitlines() if "::" in line]
-  assert found == wanted, done.stdout + done.stderr
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=120
+  )
+  *runs, _ = done.stdout.split("end\n")
+  found = [[line.split("::test_")[1] for line in run.splitlines() if "::" in line] for run in runs]
+  assert found == [*CHOSEN.values()], done.stdout + done.stderr

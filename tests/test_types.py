@@ -1,7 +1,5 @@
 """A type says what a value is: `Any` stands seldom, and its few other names say what they mean."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 When one fails under a new version, its docstring names the file that has to change.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import signal
@@ -39,6 +37,7 @@ from nnx_parallel.core.hlo_devices import read_tiling, split_layouts
 from nnx_parallel.report.program.compiler import run_compiler
 from nnx_parallel.report.topology import missing_compiler, read_machine
 from nnx_parallel.verify.evaluate import literal
+from training import run_steps
 
 OLD = jax.__version_info__ < (0, 12)
 
@@ -746,13 +745,10 @@ def what_a_step_does():
     return (model(x) ** 2).mean()
 
   plan = nxp.plan(_Layers, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
-  batch = nxp.shard_batch(np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), plan)
-  found = []
+  batch, found = np.linspace(-1, 1, 16 * 6 * 8, dtype=np.float32).reshape(16, 6, 8), []
   for options in ({"microbatches": 2}, {"remat": "dots", "scan_layers": True, "attention": 3}):
-    step = nxp.train_step(loss, **options)
-    model, optimizer = nxp.create_sharded_model(plan)
-    losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
-    found.append(([round(x, 5) for x in losses], str(step.layers), step.reduction))
+    run = run_steps(plan, loss, [batch] * 2, **options)
+    found.append(([round(x, 5) for x in run.losses], str(run.step.layers), run.step.reduction))
   return found, str(nxp.memory_plan(plan, loss, jax.ShapeDtypeStruct((16, 6, 8), jnp.float32)))
 
 
@@ -786,6 +782,7 @@ def upgraded():
   jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("flags", UPGRADES, ids=" ".join)
 def test_operations_that_jax_is_to_keep_in_objects_are_read(flags, upgraded):
@@ -815,12 +812,13 @@ class _Counting(_Layers):
 
 
 MODES = {
-  "trees": {"nnx_graph_mode": False},
   "trees without updates": {"nnx_graph_mode": False, "nnx_graph_updates": False},
+  "trees": {"nnx_graph_mode": False},
   "hijax Variables": {"flax_hijax_variable": True},
 }
 
 
+@pytest.mark.cases(2)  # the first and the last: the one between is half of the first
 @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
 def test_the_next_defaults_of_flax(flags, tmp_path):
   """Plan, create, train, remat, restore and a step of one's own by `nnx.compat` compute what they do now."""

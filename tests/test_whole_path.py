@@ -1,7 +1,5 @@
 """The whole path at once: plan, create, train, save, restore on another mesh, and simply go on."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax
@@ -9,6 +7,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from training import plain_step
 
 
 class Net(nnx.Module):
@@ -106,15 +105,10 @@ def test_every_mesh_trained_alike(saved):
 
 
 def test_a_hand_written_step_works_on_what_was_created_and_restored(saved):
-  @nnx.jit
-  def step(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads)
-    return loss
-
   directory, expected = saved["rows2_columns4"]
   plan = plan_on("data2_fsdp2_tensor2")
   with nxp.Checkpointer(directory) as checkpointer:
     model, optimizer = checkpointer.restore(plan)
+  step = plain_step(loss_fn)
   found = [float(step(model, optimizer, b)) for b in nxp.batches(source(3, 3), plan)]
   np.testing.assert_allclose(found, expected, rtol=1e-5)

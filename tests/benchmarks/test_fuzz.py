@@ -1,7 +1,5 @@
 """Programs that the search found wrong, through the step that users get; and the search itself."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 
@@ -17,10 +15,7 @@ from benchmarks.fuzz_faults import FAULTS, HEAD, Fault
 FOUND = [Case(**line) for line in fuzz.lines_of(pathlib.Path(__file__).with_name("fuzz_found.jsonl"))]
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: "-".join(case.about()["ops"]).replace(" ", "_"))

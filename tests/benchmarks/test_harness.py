@@ -1,7 +1,5 @@
 """The harness measures what it says, pairs the rounds, and writes what a reader needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

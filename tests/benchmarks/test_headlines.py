@@ -1,7 +1,5 @@
 """The page of headline figures is what the records say."""
 
-from __future__ import annotations
-
 from benchmarks.headlines import PAGE, page
 
 

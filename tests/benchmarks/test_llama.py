@@ -1,7 +1,5 @@
 """The Llama recipe: on any mesh it trains as on one device, and keeps only its part between layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -46,6 +44,7 @@ def test_the_loss_by_parts_is_the_loss():
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_documents_packed_in_one_sequence_have_the_loss_that_they_have_alone():
   with nnx.use_eager_sharding(False):
     model = llama.Llama(dataclasses.replace(TINY, loss_chunks=4), nnx.Rngs(0))
@@ -58,6 +57,7 @@ def test_documents_packed_in_one_sequence_have_the_loss_that_they_have_alone():
   assert float(packed) == pytest.approx((19 * separate[0] + 39 * separate[1]) / 58, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_kept_between_layers_is_split_over_the_tensor_axis():
   def kept(fsdp, tensor):
     plan = nxp.plan(

@@ -1,17 +1,10 @@
 """Generated combinations of features, options, meshes and losses: a fixed sample of `benchmarks/seams.py`."""
 
-from __future__ import annotations
-
-import jax
 import pytest
 
 from benchmarks.seams import LOSSES, Case, check
 
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 @pytest.mark.cases(4)

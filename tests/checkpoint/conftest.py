@@ -1,7 +1,5 @@
 """Checkpoints on disk for the tests of this package."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

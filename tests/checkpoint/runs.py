@@ -1,14 +1,11 @@
 """Small runs to save, and ways to compare what comes back."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import value_of, variables

@@ -99,16 +99,10 @@ def test_partial_only_by_name(saved):
   assert "restored: 2 leaves, left out by name: 2" in str(diff)
 
 
-@pytest.mark.parametrize(
-  ("how", "text"),
-  [
-    ({"only": ["halv"]}, r"no leaf  halv  \(nearest: half\)"),
-    ({"skip": ["halv"]}, r"no leaf  halv  \(nearest: half\)"),
-    ({"rename": {"halv": "half"}}, r"no leaf  halv  \(nearest: half\)"),
-  ],
-)
-def test_misspelt_names_are_errors(saved, how, text):
+@pytest.mark.parametrize("how", [{"only": ["halv"]}, {"skip": ["halv"]}, {"rename": {"halv": "half"}}])
+def test_misspelt_names_are_errors(saved, how):
   directory, trees = saved
+  text = r"no leaf  halv  \(nearest: half\)"
   with pytest.raises(CheckpointError, match=rf"(?s)1 not found by name.*{text}.*Fix: use the leaf's path"):
     Checkpointer(directory).restore(target_of(trees[2]), **how)
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, Net, assert_same, make_plan

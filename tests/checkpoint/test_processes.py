@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from checkpoint.runs import assert_same

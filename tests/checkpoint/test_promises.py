@@ -29,8 +29,7 @@ import optax
 import pytest
 from flax import nnx
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, assert_same, make_plan

@@ -172,10 +172,10 @@ def test_a_full_disk_is_noticed_before_writing(saved, monkeypatch):
   assert names(directory) == ["1", "2"]
 
 
-@pytest.mark.parametrize(("number", "why"), [(30, "it may not be written"), (13, "it may not be written")])
-def test_read_only_directories(tmp_path, monkeypatch, number, why):
+@pytest.mark.parametrize("number", [30, 13])
+def test_read_only_directories(tmp_path, monkeypatch, number):
   monkeypatch.setattr(storage.LocalStorage, "lock", broken(number))
-  with pytest.raises(CheckpointError, match=f"cannot save step 1 in .*: {why}"):
+  with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*: it may not be written"):
     Checkpointer(tmp_path).save(1, arrays())
 
 
@@ -269,10 +269,10 @@ def test_background_saves_return_before_the_commit(saved, monkeypatch):
     assert checkpointer.steps() == [1, 2, 3]
 
 
-def run(code, *arguments):
+def run(code, *arguments, timeout=None):
   environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
   command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-  return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+  return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def test_a_background_save_is_finished_at_exit(tmp_path):
@@ -287,6 +287,7 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
   assert Checkpointer(tmp_path).latest() == 1
 
 
+@pytest.mark.slow
 def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   code = """
     import atexit, sys, jax.numpy as jnp
@@ -446,25 +447,22 @@ def test_a_new_folder_s_name_is_made_durable_also_behind_a_link(tmp_path, monkey
   assert Checkpointer(tmp_path / "disk" / "runs").steps() == [1]
 
 
-NO_FOLDERS = """
-import errno, os, sys
-import jax.numpy as jnp
-import nnx_parallel as nxp
-make = os.mkdir
-def full(path, *rest, **more):
-  if "nnx-saving" in os.fspath(path) and os.fspath(path).endswith("model"):
-    raise OSError(errno.ENOSPC, "No space left on device", os.fspath(path))
-  return make(path, *rest, **more)
-os.mkdir = full
-with nxp.Checkpointer(sys.argv[1], asynchronous=True) as checkpointer:
-  checkpointer.save(1, {"w": jnp.ones(3)})
-"""
-
-
 @pytest.mark.slow
 def test_a_background_save_whose_folders_cannot_be_made_fails_at_once(tmp_path):
-  command = [sys.executable, "-c", NO_FOLDERS, str(tmp_path)]
-  found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+  code = """
+    import errno, os, sys
+    import jax.numpy as jnp
+    import nnx_parallel as nxp
+    make = os.mkdir
+    def full(path, *rest, **more):
+      if "nnx-saving" in os.fspath(path) and os.fspath(path).endswith("model"):
+        raise OSError(errno.ENOSPC, "No space left on device", os.fspath(path))
+      return make(path, *rest, **more)
+    os.mkdir = full
+    with nxp.Checkpointer(sys.argv[1], asynchronous=True) as checkpointer:
+      checkpointer.save(1, {"w": jnp.ones(3)})
+  """
+  found = run(code, tmp_path, timeout=100)
   assert found.returncode == 1
   assert "cannot save step 1" in found.stderr
   assert "the disk is full" in found.stderr

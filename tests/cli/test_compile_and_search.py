@@ -1,7 +1,5 @@
 """The commands that answer before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -64,6 +62,22 @@ def recipe(tmp_path):
   return str(path)
 
 
+def edit(recipe, *changes):
+  """Writes a recipe again, with texts (old, new) exchanged."""
+  path = pathlib.Path(recipe)
+  text = path.read_text()
+  for old, new in changes:
+    assert old in text
+    text = text.replace(old, new)
+  path.write_text(text)
+
+
+def printed_command(text):
+  """The words of the command that a search prints for its winner."""
+  line = next(line for line in text.splitlines() if line.startswith("  nnx-parallel compile"))
+  return shlex.split(line)[1:]
+
+
 @pytest.fixture
 def run(capsys):
   """Runs a command in this process, which has eight devices; gives its exit code and what it printed."""
@@ -85,8 +99,7 @@ def test_compile_prints_a_report_and_writes_a_page(recipe, tmp_path, run):
 
 
 def test_compile_knows_where_optimizer_state_lies(recipe, run):
-  path = pathlib.Path(recipe)
-  path.write_text(path.read_text().replace("sgd(0.1)", "sgd(0.1, momentum=0.9)"))
+  edit(recipe, ("sgd(0.1)", "sgd(0.1, momentum=0.9)"))
   reports = [
     json.loads(run("compile", recipe, "--topology", "cpu:8", "--json", *options).out)
     for options in ([], ["--offload"])
@@ -105,7 +118,6 @@ def test_compile_ends_with_3_when_it_does_not_fit(recipe, run):
 
 
 def test_compile_ends_with_3_when_a_result_is_wrong(recipe, run):
-  path = pathlib.Path(recipe)
   local = """
   def local(kernel, x):  # each device gives the loss of its own examples
     return jnp.mean(jnp.square(x @ kernel))
@@ -114,9 +126,7 @@ def test_compile_ends_with_3_when_a_result_is_wrong(recipe, run):
   run = jax.shard_map(local, mesh=nxp.make_mesh(fsdp=8), in_specs=specs, out_specs=jax.P(), check_vma=False)
   return run(model.up.kernel[...], batch)
 """
-  whole = "  return jnp.mean(jnp.square(model(batch)))\n"
-  assert whole in path.read_text()
-  path.write_text(path.read_text().replace(whole, local.lstrip("\n")))
+  edit(recipe, ("\n  return jnp.mean(jnp.square(model(batch)))\n", local))
   done = run("compile", recipe, "--topology", "cpu:8", "--json", "--verify")
   assert done.code == 3, done.err
   faults = json.loads(done.out)["results"]["faults"]
@@ -159,8 +169,7 @@ def test_search_prints_the_winner_and_writes_a_page(recipe, tmp_path, run):
 def test_the_command_of_the_winner_runs_as_printed(recipe, run):
   found = run("search", recipe, "--topology", "cpu:8", "--batch", "512")
   assert found.code == 0, found.err
-  line = next(line for line in found.out.splitlines() if line.startswith("  nnx-parallel compile"))
-  done = run(*shlex.split(line)[1:], "--json")
+  done = run(*printed_command(found.out), "--json")
   assert done.code == 0, done.err
   report = json.loads(done.out)
   assert report["axes"] == {"fsdp": 8}
@@ -168,30 +177,28 @@ def test_the_command_of_the_winner_runs_as_printed(recipe, run):
 
 
 def test_commands_name_a_stage_an_offload_and_rules(recipe, run):
-  path = pathlib.Path(recipe)
-  text = path.read_text().replace("sgd(0.1)", "adam(0.1)").replace("(256, 64)", "(256, 32, 64)")
-  text = text.replace("return self.up(x)", 'return self.up(nxp.constrain(x, "batch", "sequence", None))')
-  text = text.replace(
-    '[nxp.LogicalRules(batch="fsdp"), nxp.fsdp(min_size=0)]',
-    '[nxp.LogicalRules(batch="data", sequence=None, hidden="tensor"),'
-    ' nxp.PathRules({"up.kernel": (None, "hidden")}), nxp.replicate()]',
+  rules = 'nxp.LogicalRules(batch="data", sequence=None, hidden="tensor")'
+  edit(
+    recipe,
+    *(("sgd(0.1)", "adam(0.1)"), ("(256, 64)", "(256, 32, 64)"), ('{"fsdp": 4}', '{"data": 4, "tensor": 1}')),
+    ("return self.up(x)", 'return self.up(nxp.constrain(x, "batch", "sequence", None))'),
+    ('nxp.LogicalRules(batch="fsdp")', f'{rules}, nxp.PathRules({{"up.kernel": (None, "hidden")}})'),
+    ("nxp.fsdp(min_size=0)", "nxp.replicate()"),
   )
-  path.write_text(text.replace('{"fsdp": 4}', '{"data": 4, "tensor": 1}'))
   how = ("--zero", "2", "--offload", "--rules", "sequence=tensor", "--batch", "64")
   found = run("search", recipe, "--topology", "cpu:8", "--compile-best", "0", *how)
   assert found.code == 0, found.err
-  line = next(line for line in found.out.splitlines() if line.startswith("  nnx-parallel compile"))
-  assert "--zero 2 --offload --rules sequence=tensor --batch 64" in line
-  line = re.sub(r"--mesh \S+ --microbatches \d+", "--mesh data=4,tensor=2 --microbatches 2", line)
-  done = run(*shlex.split(line)[1:], "--json")
+  assert "--zero 2 --offload --rules sequence=tensor --batch 64" in found.out
+  text = re.sub(r"--mesh \S+ --microbatches \d+", "--mesh data=4,tensor=2 --microbatches 2", found.out)
+  words = printed_command(text)
+  done = run(*words, "--json")
   assert done.code == 0, done.err
   report = json.loads(done.out)
   assert report["examples"] == 64 // 4 // 2
   assert report["categories"].get("optimizer", 0) < 64
   # The kernel's gradient over both axes, not over tensor alone: what whole gradients would need is more.
   assert any(c["kind"] == "all-to-all" or "tensor" in c["axes"] for c in report["collectives"])
-  words = shlex.split(line)[2:]
-  planned = run("plan", *words[:1], "--chip", "cpu", *words[3:])
+  planned = run("plan", recipe, "--chip", "cpu", *words[4:])
   assert planned.code == 0, planned.err
   assert "Host memory: " in planned.out
 
@@ -203,8 +210,7 @@ def test_rules_that_cannot_be_read(text):
 
 
 def test_search_tries_what_it_is_told_to(recipe, run):
-  path = pathlib.Path(recipe)
-  path.write_text(path.read_text().replace("sgd(0.1)", "adam(0.1)"))
+  edit(recipe, ("sgd(0.1)", "adam(0.1)"))
   asked = ("search", recipe, "--topology", "tpu:v5e:2x4", "--compile-best", "0")
   told = json.loads(run(*asked, "--remat", "as written", "--offload", "--json").out)
   assert {(row["remat"], row["zero"], row["offload"]) for row in told["meshes"]} == {("as written", 0, True)}
@@ -270,20 +276,16 @@ def test_a_mesh_that_nobody_asked_for_grows_to_the_machine():
 
 def test_commands_name_the_layers(recipe, run):
   """Two parts of one class with names of their own: nothing says that they are layers but the user."""
-  path = pathlib.Path(recipe)
-  text = path.read_text().replace(
-    "self.up = nnx.Linear(64, 128, rngs=rngs)",
-    "self.part_a, self.part_b = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))",
-  )
-  path.write_text(text.replace("self.up(x)", "self.part_b(jnp.sin(self.part_a(x)))"))
+  parts = "self.part_a, self.part_b = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))"
+  edit(recipe, ("self.up = nnx.Linear(64, 128, rngs=rngs)", parts))
+  edit(recipe, ("self.up(x)", "self.part_b(jnp.sin(self.part_a(x)))"))
   assert "finds no layer in the loss" in run("plan", recipe, "--remat", "full", "--batch", "64").err
   layers = ("--layers", "part_?")
   assert run("plan", recipe, "--remat", "full", "--batch", "64", *layers).code == 0
   found = run("search", recipe, "--topology", "cpu:8", "--remat", "full", *layers)
   assert found.code == 0, found.err
   assert 'remat="full", layers="part_?")' in found.out
-  line = next(line for line in found.out.splitlines() if line.startswith("  nnx-parallel compile"))
-  assert run(*shlex.split(line)[1:], "--json").code == 0
+  assert run(*printed_command(found.out), "--json").code == 0
   assert "matches no module" in run("compile", recipe, "--remat", "full", "--layers", "part").err
 
 
@@ -297,31 +299,18 @@ def test_commands_pass_on_how_attention_and_the_loss_are_computed(recipe, run):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_pipeline_over_an_axis_that_the_recipe_does_not_have(run, tmp_path):
-  piped = (
-    "text_lm",
-    "--mesh",
-    "data=4,stage=2",
-    "--batch",
-    "16",
-    "--microbatches",
-    "4",
-    "--pipeline",
-    "stage",
-  )
+  piped = shlex.split("text_lm --mesh data=4,stage=2 --batch 16 --microbatches 4 --pipeline stage")
   compiled = run("compile", *piped, "--topology", "cpu:8")
   assert compiled.code == 0, compiled.err
-  assert (
-    "Layers: blocks.0 to blocks.2: a pipeline over stage, 2 stages of 2 layers (1 of them empty)"
-    in compiled.out
-  )
+  layers = "blocks.0 to blocks.2: a pipeline over stage, 2 stages of 2 layers (1 of them empty)"
+  assert f"Layers: {layers}" in compiled.out
   assert "bubble 20.0 %" in compiled.out
   assert run("train", *piped, "--steps", "1", "--out", str(tmp_path)).code == 0
   planned = run("plan", *piped)
   assert planned.code == 0, planned.err
   assert "2 stages of 2 layers" in planned.out
-  assert (
-    "no mesh axis 'stge'" in run("compile", "text_lm", "--mesh", "data=4,stge=2", "--pipeline", "stage").err
-  )
+  misspelt = run("compile", "text_lm", "--mesh", "data=4,stge=2", "--pipeline", "stage")
+  assert "no mesh axis 'stge'" in misspelt.err
 
 
 @pytest.mark.nightly

@@ -1,13 +1,14 @@
 """The demo, short: it computes what it claims, and fails when a claim does not hold."""
 
-from __future__ import annotations
-
+import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
 
 from nnx_parallel import cli
 from nnx_parallel.cli import demo
+from nnx_parallel.recipes import text_lm
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,13 @@ def test_the_folder_of_an_earlier_demo_is_replaced(tmp_path):
   assert [p.name for p in demo.fresh_folder(folder).iterdir()] == [demo.RECORD]
 
 
+SMALL = dataclasses.replace(text_lm.CONFIG, width=32, mlp=64, sequence=32, held_out_batches=2)
+
+
 @pytest.mark.slow
-def test_the_demo(tmp_path, capfd):
+def test_the_demo(tmp_path, capfd, monkeypatch):
+  for name in ("init", "batches"):
+    monkeypatch.setattr(text_lm, name, functools.partial(getattr(text_lm, name), config=SMALL))
   out = tmp_path / "demo"
   assert cli.main(["demo", "--out", str(out), "--steps", "6"]) == 0
   text, warned = capfd.readouterr()

@@ -1,7 +1,5 @@
 """Every command has help; errors become messages and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -20,30 +18,12 @@ from nnx_parallel.hosts.heartbeat import STOPPED
 
 def run(*arguments, cwd=None):
   return subprocess.run(
-    [sys.executable, "-m", "nnx_parallel", *arguments],
-    capture_output=True,
-    text=True,
-    cwd=cwd,
-    check=False,
+    [sys.executable, "-m", "nnx_parallel", *arguments], capture_output=True, text=True, cwd=cwd, check=False
   )
 
 
-COMMANDS = [
-  "plan",
-  "compile",
-  "search",
-  "train",
-  "launch",
-  "new",
-  "demo",
-  "annotate",
-  "diff",
-  "export",
-  "import",
-  "inspect",
-  "reshard",
-  "verify",
-]
+COMMANDS = ["plan", "compile", "search", "train", "launch", "new", "demo", "annotate", "diff"]
+COMMANDS += ["export", "import", "inspect", "reshard", "verify"]
 
 
 def test_every_command_has_help(capsys):

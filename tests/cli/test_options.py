@@ -1,7 +1,5 @@
 """What `--mesh` and `--devices` mean, and what they refuse."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -66,8 +64,7 @@ def test_a_recipe_without_a_mesh_needs_one():
 
 
 @pytest.mark.parametrize(
-  ("sizes", "devices", "needed"),
-  [({"data": 4}, 8, 4), ({"data": 4, "fsdp": -1}, 6, 4), ({"data": 4}, 0, 4)],
+  ("sizes", "devices", "needed"), [({"data": 4}, 8, 4), ({"data": 4, "fsdp": -1}, 6, 4), ({"data": 4}, 0, 4)]
 )
 def test_devices_that_the_mesh_does_not_fill(sizes, devices, needed):
   with pytest.raises(MeshError) as caught:
@@ -89,12 +86,7 @@ print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
   [
     ({"data": 3, "tensor": 2}, None, {}, "6 {'data': 3, 'tensor': 2}"),
     ({"data": 2}, 2, {"JAX_NUM_CPU_DEVICES": "4"}, "4 {'data': 2}"),
-    (
-      {"data": 2},
-      2,
-      {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-      "4 {'data': 2}",
-    ),
+    ({"data": 2}, 2, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "4 {'data': 2}"),
   ],
 )
 def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devices, environment, expected):

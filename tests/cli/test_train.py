@@ -1,7 +1,5 @@
 """`train` on a tiny recipe: what it prints, what it leaves behind, how it goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

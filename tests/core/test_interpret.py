@@ -1,7 +1,5 @@
 """One walk through the operations of a trace, with whatever control flow it has."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -242,10 +240,7 @@ def test_inputs_that_a_program_returns_are_found():
   assert returned(rows, 1.0, X) == [0, 1, None]
   assert returned(
     lambda p, x, y: jax.lax.cond(p, lambda x, y: (x, y), lambda x, y: (x, x), x, y), True, X, X
-  ) == [
-    1,
-    None,
-  ]
+  ) == [1, None]
   assert returned(lambda x, y: jax.lax.fori_loop(0, 3, lambda _, s: (s[0], s[0] + 1), (x, y)), 1.0, 2.0) == [
     0,
     None,

@@ -1,7 +1,5 @@
 """Reading what users wrote: every historic form, and every misspelling that flax ignores."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,25 +89,16 @@ def test_a_variables_own_rules_must_agree():
 @pytest.mark.parametrize(
   ("metadata", "message"),
   [
-    (
-      {"out_shardings": ("embed", "mlp")},
-      r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?",
-    ),
+    ({"out_shardings": ("embed", "mlp")}, r"key 'out_shardings' means nothing.*\n.*\n.*'out_sharding'\?"),
     ({"sharding_name": ("embed", "mlp")}, r"key 'sharding_name' means nothing.*\n.*\n.*'sharding_names'\?"),
-    (
-      {"out_sharding": "embed"},
-      r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)",
-    ),
+    ({"out_sharding": "embed"}, r"for each dim, not 'embed'.\n  Fix: out_sharding=\('embed', None\)"),
     ({"out_sharding": 3}, r"out_sharding must be one name .* not 3"),
     ({"out_sharding": ("embed", 3)}, r"3 in out_sharding is not a name"),
     (
       {"out_sharding": ("embed",) * 3},
       r"kernel: 3 names for an array of 2 dims.\n.*\n  Fix: write 2 entries",
     ),
-    (
-      {"out_sharding": ("embed", "mpl")},
-      r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?",
-    ),
+    ({"out_sharding": ("embed", "mpl")}, r"dim 1 is named 'mpl', .*\n.*\n.*did you mean 'mlp'\?"),
     ({"out_sharding": Spec("fsdp", None, None)}, r"3 names for an array of 2 dims"),
   ],
 )

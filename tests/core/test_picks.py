@@ -1,7 +1,5 @@
 """One element of each row by a comparison: the values and gradients of `take_along_axis`, for any shape."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

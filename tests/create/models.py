@@ -1,7 +1,5 @@
 """Models with the traits that creation must handle, small enough for eight simulated devices."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

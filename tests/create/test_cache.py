@@ -1,7 +1,5 @@
 """The second start compiles nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

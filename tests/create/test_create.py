@@ -1,7 +1,5 @@
 """What creation promises on each kind of mesh, whatever mesh is active."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

@@ -1,7 +1,5 @@
 """Creation by slices: equal to eager construction bit for bit, and one program per distinct initializer."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Arrays, metadata and plan agree after creation, after steps and after a restore, whatever the module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ import nnx_parallel as nxp
 from create.models import Stack, arrays_of, assert_same_arrays, loss
 from create.test_wild import WILD
 from nnx_parallel.create import constructor
+from training import plain_step
 
 RULES = [nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor"), nxp.replicate()]
 
@@ -79,15 +78,9 @@ def train(init: Callable[[], nnx.Module], loss_fn: Callable[..., jax.Array]) -> 
   x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
   alone = init()
   its_optimizer = nnx.Optimizer(alone, optax.sgd(1e-2), wrt=nnx.Param)
-
-  @nnx.jit
-  def reference(model: nnx.Module, optimizer: nnx.Optimizer) -> jax.Array:
-    value, grads = nnx.value_and_grad(loss_fn)(model, jnp.asarray(x))
-    optimizer.update(model, grads)
-    return value
-
+  reference = plain_step(loss_fn)
   for _ in range(2):
-    expected = reference(alone, its_optimizer)
+    expected = reference(alone, its_optimizer, jnp.asarray(x))
     found = step(model, optimizer, nxp.shard_batch(x, plan))["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
   nxp.check_layout(model, plan, optimizer=optimizer)

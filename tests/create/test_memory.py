@@ -1,7 +1,5 @@
 """No whole parameter anywhere: temporaries from the compiler, resident memory from the kernel."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Optimizer state is created like parameters: in its layout, for every optimizer, with the eager values."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A constructor that holds arrays of one process is created on the devices of two."""
 
-from __future__ import annotations
-
 import pytest
 
 from processes import run_two

@@ -1,7 +1,5 @@
 """Modules and arrays from elsewhere, into the layout of a plan."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

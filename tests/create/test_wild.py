@@ -1,7 +1,5 @@
 """Traits of modules in the wild: each handled, or refused with the attribute and the mend."""
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Generation on every layout gives the tokens of a plain loop on one device."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

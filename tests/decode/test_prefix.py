@@ -1,7 +1,5 @@
 """Tokens ahead of all prompts are read once; the new tokens are those of the whole prompts."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

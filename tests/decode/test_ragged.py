@@ -1,7 +1,5 @@
 """Prompts of very different lengths in one batch: the tokens of each row alone, in few calls."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -80,6 +78,7 @@ def sharded(init, layout):
   return nxp.create_sharded_model(lambda: init(BATCH), nxp.make_mesh(axes), rules)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("init", "layout"), [(Listed, "dp"), (Listed, "both"), (Stacked, "both"), (Recurrent, "dp")]

@@ -1,7 +1,5 @@
 """Prompts read several tokens at once, slots that are filled again, and beams: the tokens of plain loops."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -240,6 +238,7 @@ class Wide(nnx.Module):
     return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
 
 
+@pytest.mark.slow
 def test_a_head_is_not_gathered():
   axes = {"data": 2, "tensor": 4}
   names = nxp.LogicalRules(batch="data")

@@ -1,7 +1,5 @@
 """Generation by a pipeline that goes round: the tokens of a plain loop on one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -105,12 +103,7 @@ def planned(init, depth, axes):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "depth", "layout"),
-  [
-    (Stacked, 8, "both"),
-    (Listed, 6, "uneven"),
-    (Listed, 6, "dp"),
-    (Stacked, 8, "stages"),
-  ],
+  [(Stacked, 8, "both"), (Listed, 6, "uneven"), (Listed, 6, "dp"), (Stacked, 8, "stages")],
 )
 def test_tokens_are_those_of_one_device(init, depth, layout):
   model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))

@@ -1,7 +1,5 @@
 """Tokens that the host gets as they are made: the tokens of a call, some of them early."""
 
-from __future__ import annotations
-
 import collections
 
 import jax

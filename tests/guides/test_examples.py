@@ -1,7 +1,5 @@
 """Each example trains on 8 simulated devices, and continues from what it saved when it is started again."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

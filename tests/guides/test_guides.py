@@ -1,7 +1,5 @@
 """Every guide runs from top to bottom and prints what it shows; the runner notices when one does not."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 For the browser, install playwright and have Chromium or Chrome on the PATH.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import itertools

@@ -1,7 +1,5 @@
 """All wait for each other, and whoever does not come is named; one value for all; work once on each host."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

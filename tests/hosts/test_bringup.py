@@ -1,7 +1,5 @@
 """Who the processes are is read right, and what does not fit is an error with the fix, on every process."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import socket
@@ -13,6 +11,7 @@ import pytest
 
 import nnx_parallel as nxp
 from nnx_parallel.hosts import bringup
+from nnx_parallel.hosts.launch import free_port
 from nnx_parallel.hosts.rollcall import roll_call
 from processes import run_two
 
@@ -138,12 +137,6 @@ def test_the_devices_of_all_processes(each, backend, wanted, variables, message)
   assert (problem and problem[0]) == message
   if message and "tasks see" in message:
     assert "srun --ntasks-per-node=8 --gpus-per-task=1" in problem[1]
-
-
-def free_port() -> int:
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    return probe.getsockname()[1]
 
 
 def called(*processes, timeout=10.0, calls=None):

@@ -1,7 +1,5 @@
 """The templates for clusters, run for two nodes with stand-ins for srun, Kubernetes, Ray and gcloud."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Batches land where the plan's batch rule says, and bad sizes are refused with the size that works."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

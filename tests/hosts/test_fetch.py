@@ -1,15 +1,12 @@
 """Anything comes to the host whole, as numpy, on one process and on two."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from processes import run_two

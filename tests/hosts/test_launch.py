@@ -1,7 +1,5 @@
 """The launcher ends all that it started, shows the first failure first, and starts again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -490,7 +488,7 @@ def test_sigterm_to_one_process_is_agreed_on_saved_and_ends_with_its_own_code(tm
   assert saved >= 6
   assert f"[0] asked to end: saving step {saved}" in lines
   # The next job has other processes.
-  assert supervised(file, tmp_path / "ckpt", "none", lines, processes=4, devices_per_process=1) == 0
+  assert supervised(file, tmp_path / "ckpt", "none", lines, processes=1, devices_per_process=4) == 0
   assert f"[0] steps {saved + 1} to 12" in lines
   assert losses(lines) == pytest.approx(wanted, rel=1e-6)
 
@@ -522,6 +520,7 @@ def test_a_supervisor_for_each_process_of_a_cluster(tmp_path):
   assert "killed by SIGKILL" in outputs[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_recipe_trains_in_two_processes_as_in_one(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -1,7 +1,5 @@
 """Samples by a global index: each is used once, on whatever processes, and what fails says which it was."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import ShardingError, TrainError
+from processes import run_in
 
 
 def _plan(rules=None, **axes):
@@ -153,7 +152,11 @@ def test_an_iterator_in_use_does_not_hold_the_interpreter_at_exit():
     raise SystemExit("the end")
   """
   done = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, env=_env(2)
+    [sys.executable, "-c", textwrap.dedent(code)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
   )
   assert (done.returncode, done.stderr.strip().splitlines()) == (1, ["the end"])
 
@@ -189,13 +192,12 @@ def test_a_batch_that_the_devices_cannot_split_is_refused_at_once():
 
 
 RUN = """
-import json, sys
+import json
 import grain, jax, numpy as np, optax
 from flax import nnx
 import nnx_parallel as nxp
 
-folder, name, steps, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-nxp.init_distributed()
+folder, name, (steps, batch) = *arguments[:2], map(int, arguments[2:])
 me, read = jax.process_index(), []
 
 class Source:
@@ -225,23 +227,15 @@ with open(f"{folder}/{name}-{me}.json", "w") as file:
 """
 
 
-def _env(devices):
-  flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-  return {**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
 @pytest.mark.slow
 def test_a_run_on_4_then_2_then_1_processes_uses_each_sample_once(tmp_path):
-  script = tmp_path / "run.py"
-  script.write_text(RUN)
   used = []
-  for processes, devices, steps, batch in ((4, 1, 2, 16), (2, 2, 4, 16), (1, 2, 8, 8)):
-    words = [sys.executable, "-m", "nnx_parallel", "launch", "-n", str(processes)]
-    words += ["--devices-per-process", str(devices), "--", str(script), str(tmp_path), f"n{processes}"]
-    done = subprocess.run(
-      [*words, str(steps), str(batch)], capture_output=True, text=True, timeout=280, env=_env(devices)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+  for processes, steps, batch in ((4, 2, 16), (2, 4, 16), (1, 8, 8)):
+    arguments = [str(tmp_path), f"n{processes}", str(steps), str(batch)]
+    if processes == 1:
+      exec(RUN, {"arguments": arguments})
+    else:
+      run_in(processes, RUN, *arguments)
     records = [json.loads((tmp_path / f"n{processes}-{p}.json").read_text()) for p in range(processes)]
     own = [record["used"] for record in records]
     assert len({len(part) for part in own}) == 1  # each process used an equal share

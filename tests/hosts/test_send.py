@@ -1,7 +1,5 @@
 """Arrays and modules sent to the devices of another mesh."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

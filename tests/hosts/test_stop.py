@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C end a loop between two steps, once; the process then ends as it would have."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

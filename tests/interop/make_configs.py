@@ -8,8 +8,6 @@ A case is what `config.json` holds, the arrays that such a model's file has, and
 the error of transformers. `weights` and `inputs` make the numbers, for both sides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -10,8 +10,6 @@ with the arguments of the model and its outputs, in float32. Some have a folder 
 writes it, and the logits of the model with it. A FOLDER with `adapter_config.json` is compared with these.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,7 @@ DECODER = {
   "head_dim": 8,
   "max_position_embeddings": 64,
 }
-ENCODER = {
-  "hidden_size": 16,
-  "intermediate_size": 24,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-}
+ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA3_ROPE = {
   "rope_type": "llama3",
   "rope_theta": 500.0,
@@ -87,11 +80,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
       "eos_token_id": 2,
     },
   ),
-  "bert": (
-    "BertConfig",
-    "BertForMaskedLM",
-    {**ENCODER, "vocab_size": 64, "max_position_embeddings": 16},
-  ),
+  "bert": ("BertConfig", "BertForMaskedLM", {**ENCODER, "vocab_size": 64, "max_position_embeddings": 16}),
   "t5": (
     "T5Config",
     "T5ForConditionalGeneration",

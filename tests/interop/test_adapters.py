@@ -1,7 +1,5 @@
 """Adapters of Qwix and of flax beside the weights of unedited models: trained, saved alone, merged."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import jax
@@ -16,6 +14,7 @@ from benchmarks.plain.decoders import Config, Decoder
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.adapters import merge_adapters
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
 AXES = {"fsdp": 4, "tensor": 2}
 RULES = [
@@ -34,9 +33,8 @@ def adapted_init(config=None, **options):
   import qwix
 
   provider = qwix.LoraProvider(module_path=r"layers/.*", rank=4, alpha=8.0, **options)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    return qwix.apply_lora_to_model(base_init(config), provider, tokens, rngs=nnx.Rngs(1))
+  tokens = jnp.zeros((1, 8), jnp.int32)
+  return qwix.apply_lora_to_model(base_init(config), provider, tokens, rngs=nnx.Rngs(1))
 
 
 def loss_fn(model, tokens):
@@ -45,15 +43,13 @@ def loss_fn(model, tokens):
 
 
 def logits(model):
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
+  return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
 
 
 def trained(plan, model, optimizer):
   step = nxp.train_step(loss_fn, remat="full", scan_layers=True)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    tokens = nxp.shard_batch(TOKENS, plan)
-    losses = [float(step(model, optimizer, tokens)["loss"]) for _ in range(5)]
+  tokens = nxp.shard_batch(TOKENS, plan)
+  losses = [float(step(model, optimizer, tokens)["loss"]) for _ in range(5)]
   assert "one scan of 4" in str(step.layers)
   return losses
 

@@ -1,7 +1,5 @@
 """Patches that make models run on Explicit axes: their text, and the numbers of Auto axes."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import nnx_parallel as nxp
 from layout import families
 from nnx_parallel.cli.command import main
 from nnx_parallel.core.nodes import path_str, value_of, variables
+from training import plain_step, run_steps
 
 RECIPES = {
   "starter": ({"fsdp": 8}, None),
@@ -40,12 +39,7 @@ SQUARES = """
 def loss(model, batch):
   return (model(batch) ** 2).mean()
 """
-MODELS = {
-  "Llama": (NEXT, TOKENS),
-  "T5": (PAIRS, TOKENS),
-  "GPT": (NEXT, TOKENS),
-  "ViT": (SQUARES, IMAGES),
-}
+MODELS = {"Llama": (NEXT, TOKENS), "T5": (PAIRS, TOKENS), "GPT": (NEXT, TOKENS), "ViT": (SQUARES, IMAGES)}
 
 
 def text_of(found):
@@ -73,12 +67,7 @@ def trained(file, axes, rules, batch, kind, steps=2):
     found = recipe.loss(model, batch)
     return found[0] if isinstance(found, tuple) else found
 
-  @nnx.jit
-  def step(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(scalar)(model, batch)
-    optimizer.update(model, grads)
-    return loss
-
+  step = plain_step(scalar)
   with jax.set_mesh(mesh):
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     losses = [float(step(model, optimizer, placed)) for _ in range(steps)]
@@ -124,10 +113,9 @@ def test_a_recipe_runs_on_explicit_axes_with_its_patch(name, tmp_path):
   for one, kind in ((recipe, "Auto"), (nxp.recipes.load_recipe(str(copy)), "Explicit")):
     mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(jax.sharding.AxisType[kind],) * len(axes))
     plan = nxp.plan(one.init, mesh, rules, optimizer=optax.sgd(0.1))
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(one.loss, microbatches=2)
-    losses.append([float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for _ in range(2)])
-  assert str(step.layers).startswith("computed on Explicit axes")
+    run = run_steps(plan, one.loss, [batch] * 2, microbatches=2)
+    losses.append(run.losses)
+  assert str(run.step.layers).startswith("computed on Explicit axes")
   np.testing.assert_allclose(*losses, rtol=in_bfloat16.get("rtol", 2e-6))
 
 

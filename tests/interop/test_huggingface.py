@@ -180,9 +180,7 @@ def test_a_config_without_a_dtype(tmp_path):
 
 def test_quantized_arrays_are_refused(tmp_path):
   folder = copy(
-    "qwen3",
-    tmp_path,
-    cast=lambda array: array.astype(jnp.float8_e4m3fn) if array.ndim == 2 else array,
+    "qwen3", tmp_path, cast=lambda array: array.astype(jnp.float8_e4m3fn) if array.ndim == 2 else array
   )
   with pytest.raises(CheckpointError, match=r"makes float8_e4m3fn\[64, 16\]"):
     import_safetensors(folder, plan_of("qwen3", nxp.make_mesh(fsdp=2, tensor=4)), weight_map_of(folder))

@@ -1,7 +1,5 @@
 """Linen modules, planned and trained as they are; their checkpoints, there and back."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
 from nnx_parallel.interop.orbax import restore_orbax
 from nnx_parallel.interop.weights import Rule, WeightMap
+from training import run_steps
 
 RULES = nxp.LogicalRules(batch="data", hidden="model", embed=None, layer=None)
 DEPTH, BATCH = 64, 8
@@ -133,9 +132,7 @@ def test_explicit_axes_compute_what_auto_axes_do():
   for explicit in (False, True):
     net = MLP(scan=True, logical=True)
     plan = planned(net, inputs(), optax.sgd(0.1), nxp.make_mesh(data=2, model=4, explicit=explicit))
-    model, optimizer = nxp.create_sharded_model(plan)
-    step, batch = nxp.train_step(loss_fn), nxp.shard_batch(inputs(), plan)
-    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
+    losses.append(run_steps(plan, loss_fn, [inputs()] * 2).losses)
   np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
@@ -154,10 +151,8 @@ def test_logical_constraints_of_linen_follow_the_rules_in_scope():
 
 def trained(plan, x):
   """A `Net` after three steps, its optimizer, and its losses."""
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(lambda model, x: (model(x, train=True, mutable=["batch_stats"]) ** 2).mean())
-  batch = nxp.shard_batch(x, plan)
-  return model, optimizer, [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
+  loss = lambda model, x: (model(x, train=True, mutable=["batch_stats"]) ** 2).mean()
+  return run_steps(plan, loss, [x] * 3)[:3]
 
 
 def test_statistics_dropout_and_remat(tmp_path):

@@ -1,7 +1,5 @@
 """Adapters that `add_lora` adds by path: planned, trained alone, saved, merged; in PEFT's form and back."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

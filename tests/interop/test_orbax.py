@@ -99,6 +99,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pure"), [("two trees", False), ("one tree", True)])
 def test_the_optimizer_too(tmp_path, name, pure):
   model, optimizer = trained = nxp.create_sharded_model(make_plan("8"))

@@ -1,7 +1,5 @@
 """Programs in a file run as before in a process that has not the source of the model."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -251,10 +251,7 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch, moment):
     def full(*_):
       raise OSError(28, "No space left on device")
 
-    where = {
-      "while the files are made": (os, "posix_fallocate"),
-      "while they are written": (Tensor, "write"),
-    }
+    where = {"while the files are made": (os, "posix_fallocate"), "while they are written": (Tensor, "write")}
     monkeypatch.setattr(*where[moment], full)
     text = r"cannot export to out in .*: the disk is full\.\n  .*No space left on device"
   with pytest.raises(CheckpointError, match=text):

@@ -4,8 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
@@ -29,12 +28,10 @@ class Stacked(nnx.Module):
 
 
 STACK = WeightMap(
-  Rule("layers.{i}.kernel", "kernel", "layer i o -> layer o i"),
-  Rule("layers.{i}.bias", "bias"),
+  Rule("layers.{i}.kernel", "kernel", "layer i o -> layer o i"), Rule("layers.{i}.bias", "bias")
 )
 UNSTACK = WeightMap(
-  Rule("kernel", "layers.{i}.kernel", "layer o i -> layer i o"),
-  Rule("bias", "layers.{i}.bias"),
+  Rule("kernel", "layers.{i}.kernel", "layer o i -> layer i o"), Rule("bias", "layers.{i}.bias")
 )
 
 

@@ -1,7 +1,5 @@
 """Random masks: attention by tiles equals the plain softmax, in values and gradients, or is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

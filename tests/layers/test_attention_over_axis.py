@@ -1,7 +1,5 @@
 """Attention of unedited models where a mesh axis splits the positions: each device computes a part."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -19,8 +17,7 @@ from nnx_parallel.layers import attention
 from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.program.cost import cost
-
-pytestmark = pytest.mark.slow
+from training import run_steps
 
 CONFIG = decoders.Config(
   vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=64, depth=2, dtype="float32"
@@ -31,7 +28,7 @@ TENSOR = nxp.PathRules(
 )
 
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_have_it")]
 
 
 def planned(mesh, *rules, batch="data", seq="context"):
@@ -57,11 +54,8 @@ def alone(length):
 
 def trained(plan, length, attention=16, **options):
   """Losses of three steps, and the parameters after them."""
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(decoders.loss, attention=attention, **options)
-  batch = nxp.shard_batch(tokens(length), plan)
-  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
-  return losses, jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(model, nnx.Param)))
+  run = run_steps(plan, decoders.loss, [tokens(length)] * 3, attention=attention, **options)
+  return run.losses, jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(run.model, nnx.Param)))
 
 
 CONTEXT, CUBE = {"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}
@@ -81,7 +75,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,7 +123,6 @@ def test_all_to_all_sends_queries_keys_values_and_results_once():
   assert "all-gather" not in sent
 
 
-@pytest.mark.slow
 def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
   length, batch, data, context = 512, 4, 2, 4
   plan = planned(nxp.make_mesh(data=data, context=context))
@@ -192,14 +184,7 @@ def evenly(f, way):
 
 
 @pytest.mark.parametrize(
-  ("function", "way"),
-  [
-    (biased, 5),
-    (merged, 5),
-    (grouped, "ring"),
-    (narrow, "ring"),
-    (narrow, "ulysses"),
-  ],
+  ("function", "way"), [(biased, 5), (merged, 5), (grouped, "ring"), (narrow, "ring"), (narrow, "ulysses")]
 )
 def test_values_and_gradients_of_masks_and_biases(function, way, monkeypatch):
   monkeypatch.setattr(attention, "BLOCK", 2)

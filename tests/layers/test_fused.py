@@ -1,7 +1,5 @@
 """Attention found in a model, computed by the kernel of TPUs; the kernel is interpreted here."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -17,6 +15,7 @@ from benchmarks.plain import decoders
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.layers import splash
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+from training import run_steps
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 128, 256, 4, 8
 RANDOM = np.random.default_rng(0)
@@ -27,12 +26,10 @@ Q, K, V, K2, V2 = (
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-  """The kernel of this platform is the interpreted one; the models are as people write them."""
+def interpreted(monkeypatch, as_users_have_it):
+  """The kernel of this platform is the interpreted one."""
   kernel = functools.partial(splash.splash_attention, interpret=True)
   monkeypatch.setitem(splash.KERNELS, "cpu", kernel)
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
 
 
 def causal(more=0):
@@ -223,10 +220,18 @@ def test_another_form_goes_by_blocks(name):
 
 
 CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)
+TOKENS = np.random.default_rng(1).integers(0, 64, (8, 129)).astype(np.int32)
 
 
 def decoder():
   return decoders.Decoder(CONFIG, nnx.Rngs(0))
+
+
+@functools.cache
+def plain_losses():
+  model, step = decoder(), nxp.train_step(decoders.loss)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  return [float(step(model, optimizer, TOKENS)["loss"]) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -237,19 +242,12 @@ def decoder():
   ],
 )
 def test_a_step_on_a_mesh(sizes, options):
-  tokens = RANDOM.integers(0, 64, (8, 129)).astype(np.int32)
-  model = decoder()
-  plain, optimizer = nxp.train_step(decoders.loss), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-  expected = [plain(model, optimizer, tokens)["loss"] for _ in range(2)]
   mesh = nxp.make_mesh(**sizes)
   rules = nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))
   fallback = nxp.fsdp(min_size=0) if "fsdp" in sizes else nxp.replicate()
   plan = nxp.plan(decoder, mesh, [rules, fallback], optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(decoders.loss, attention="fused", **options)
-  batch = nxp.shard_batch(tokens, plan)
-  found = [step(model, optimizer, batch)["loss"] for _ in range(2)]
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  _, _, losses, step = run_steps(plan, decoders.loss, [TOKENS] * 2, attention="fused", **options)
+  np.testing.assert_allclose(losses, plain_losses(), rtol=1e-5)
   assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)
 
 

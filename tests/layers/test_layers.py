@@ -1,7 +1,5 @@
 """Layers of third-party models: found, rematerialised and scanned without an edit."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -13,6 +11,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.plain import decoders, others
 from nnx_parallel.core.layers import find_layers
+from training import run_steps
 
 TOKENS = np.random.default_rng(0).integers(1, 64, (8, 13))
 IMAGES = np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype(np.float32)
@@ -96,13 +95,12 @@ def trained(name, mesh, steps=2, **options):
   plan = nxp.plan(
     lambda: kind(nnx.Rngs(0)), nxp.make_mesh(axes), rules, optimizer=optax.sgd(0.1), uneven="next"
   )
-  model, optimizer = nxp.create_sharded_model(plan)
-  step, batch = nxp.train_step(loss, **options), nxp.shard_batch(x, plan)
-  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
+  model, _, losses, step = run_steps(plan, loss, [x] * steps, **options)
   return losses, nxp.hosts.to_host(nnx.state(model)), step
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("name", "mesh"),
   [
@@ -140,13 +138,13 @@ def test_with_zero_microbatches_padding_offload_and_loss_scale():
     zero=2,
     optimizer_memory="pinned_host",
   )
-  batch, losses = nxp.shard_batch(np.tile(TOKENS, (2, 1)), plan), []
-  for options in ({}, {"remat": nxp.Remat("dots", group=2), "scan_layers": True}):
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(decoders.loss, microbatches=2, **options)
-    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(2)])
-  np.testing.assert_allclose(*losses, rtol=2e-3)
-  assert "layers.0 to layers.3: one scan of 2, 2 layers each; remat dots in groups of 2" in str(step.layers)
+  plain, changed = (
+    run_steps(plan, decoders.loss, [np.tile(TOKENS, (2, 1))] * 2, microbatches=2, **options)
+    for options in ({}, {"remat": nxp.Remat("dots", group=2), "scan_layers": True})
+  )
+  np.testing.assert_allclose(plain.losses, changed.losses, rtol=2e-3)
+  said = "layers.0 to layers.3: one scan of 2, 2 layers each; remat dots in groups of 2"
+  assert said in str(changed.step.layers)
 
 
 def test_an_evaluation_scans_layers():

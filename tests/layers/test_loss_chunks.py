@@ -1,7 +1,5 @@
 """Chunked cross-entropy: the head and the loss of each token in chunks, for third-party losses."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from benchmarks.plain import decoders, others
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
+from training import run_steps
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 13, 6, 50
 RANDOM = np.random.default_rng(0)
@@ -350,19 +349,17 @@ def test_what_a_mesh_sends(sizes, rules, chunks):
   tokens = nxp.shard_batch(RANDOM.integers(1, 512, (16, 65)).astype(np.int32), plan)
   sent, losses = [], []
   for options in ({}, {"loss_chunks": chunks}):
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(decoders.loss, **options)
-    losses.append([float(step(model, optimizer, tokens)["loss"]) for _ in range(2)])
-    sent.append(nxp.compile_report(step, plan, batch=tokens).bytes_by("axes"))
+    run = run_steps(plan, decoders.loss, [tokens] * 2, **options)
+    losses.append(run.losses)
+    sent.append(nxp.compile_report(run.step, plan, batch=tokens).bytes_by("axes"))
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
   weights, rows = 4 * 64 * 512, 16 * 64 // (sizes[0] * sizes[1])
   # The weights once more, and a few numbers of each token in each chunk.
   assert sent[1].get("fsdp", 0) <= sent[0].get("fsdp", 0) + weights // sizes[2]
   assert sent[1].get("tensor", 0) <= sent[0].get("tensor", 0) + 3 * 4 * rows * chunks
   assert sent[1].get("data", 0) <= sent[0].get("data", 0)
-  assert (
-    str(step.layers).strip() == f"the head and the loss of each token in {chunks} chunks of the 512 columns"
-  )
+  said = f"the head and the loss of each token in {chunks} chunks of the 512 columns"
+  assert str(run.step.layers).strip() == said
 
 
 def test_types_with_shardings():

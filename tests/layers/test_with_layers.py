@@ -1,7 +1,5 @@
 """The calls of layers in a trace, on one device: equal in value, gradient and state."""
 
-from __future__ import annotations
-
 import functools
 import threading
 
@@ -222,10 +220,7 @@ IN_TRANSFORMS = {
   "jax.jit": (lambda model, x: jax.jit(lambda x: loss(model, x))(x), ""),
   "nnx.jit": (lambda model, x: nnx.jit(loss)(model, x), ""),
   "jax.grad": (lambda model, x: (jax.grad(lambda x: loss(model, x))(x) ** 2).sum(), ""),
-  "jax.checkpoint": (
-    lambda model, x: jax.checkpoint(lambda x: loss(model, x))(x),
-    "; inside jax.checkpoint",
-  ),
+  "jax.checkpoint": (lambda model, x: jax.checkpoint(lambda x: loss(model, x))(x), "; inside jax.checkpoint"),
   "nnx.remat": (lambda model, x: nnx.remat(loss)(model, x), "; inside jax.checkpoint"),
   "jax.lax.map": (lambda model, x: jax.lax.map(lambda row: of_row(model, row), x).sum(), "; inside a scan"),
   "both": (

@@ -1,7 +1,5 @@
 """Small un-annotated models of the families that presets and inference know, with their path names."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -1,7 +1,5 @@
 """Small modules with the features of real ones, shared by the tests of this package."""
 
-from __future__ import annotations
-
 from flax import nnx
 
 

@@ -1,7 +1,5 @@
 """The annotation that `nnx.MultiHeadAttention` passes on to its output projection."""
 
-from __future__ import annotations
-
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P

@@ -1,7 +1,5 @@
 """Silent replication, and filters that match more or less than meant."""
 
-from __future__ import annotations
-
 import warnings
 
 import jax

@@ -1,7 +1,5 @@
 """Constraints on activations: on every kind of mesh, and never from a stale compilation."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
@@ -12,8 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, constrain, use_rules

@@ -1,7 +1,5 @@
 """Inferred rules: the pairs that a person would write, found by a trace."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Plans that leave the process: JSON, differences, golden files."""
 
-from __future__ import annotations
-
 import json
 
 import jax

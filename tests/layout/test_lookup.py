@@ -1,7 +1,5 @@
 """Look-up tables: the fallback splits their rows; split by columns over the batch's axes, they are noted."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import pytest
 from flax import nnx

@@ -1,7 +1,5 @@
 """What real modules hold besides float32 parameters at string paths."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

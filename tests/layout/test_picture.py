@@ -1,7 +1,5 @@
 """Pictures: the blocks drawn are the ones that the devices hold."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

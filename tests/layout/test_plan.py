@@ -1,7 +1,5 @@
 """The plan as a table: what it holds, how it is asked, and what it refuses."""
 
-from __future__ import annotations
-
 import jax
 import optax
 import pytest

@@ -1,7 +1,5 @@
 """Properties of resolution over shapes x meshes x rules."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import string
@@ -28,7 +26,7 @@ candidate = st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple)
 
 def given(*strategies):
   # No deadline: the machine is shared, and the first example compiles nothing but imports much.
-  return lambda test: hypothesis.settings(deadline=None, max_examples=150)(
+  return lambda test: hypothesis.settings(deadline=None, max_examples=100)(
     hypothesis.given(*strategies)(test)
   )
 

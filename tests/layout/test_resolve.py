@@ -1,7 +1,5 @@
 """Names -> spec: candidates, conflicts, uneven dims, and what is recorded."""
 
-from __future__ import annotations
-
 import pytest
 from jax.sharding import PartitionSpec as P
 

@@ -1,7 +1,5 @@
 """Layers stacked by nnx.vmap: names follow the new dim or are refused, and created models still scan."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.rules.paths import shifted
+from training import run_steps
 
 DEPTH = 4
 
@@ -107,11 +106,11 @@ def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer(
   )
 
   @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-  def run(x, layer):
+  def through(x, layer):
     return layer(x)
 
   def loss(model, x):
-    return (run(x, model) ** 2).mean()
+    return (through(x, model) ** 2).mean()
 
   losses = []
   for made in (
@@ -120,11 +119,9 @@ def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer(
       init, nxp.make_mesh(fsdp=1, tensor=1, devices=jax.devices()[:1]), UNNAMED, optimizer=optax.adam(1e-2)
     ),
   ):
-    model, optimizer = nxp.create_sharded_model(made)
-    step = nxp.train_step(loss)
-    batch = nxp.shard_batch(np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), made)
-    losses.append([float(step(model, optimizer, batch)["loss"]) for _ in range(3)])
-    nxp.check_layout(model, made, optimizer=optimizer)
+    run = run_steps(made, loss, [np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)] * 3)
+    losses.append(run.losses)
+    nxp.check_layout(run.model, made, optimizer=run.optimizer)
   np.testing.assert_allclose(*losses, rtol=1e-5)
 
 

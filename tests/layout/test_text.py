@@ -1,7 +1,5 @@
 """Printed plans: what a person reads, and that it fits the page."""
 
-from __future__ import annotations
-
 import html
 import re
 import sys

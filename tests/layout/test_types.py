@@ -1,7 +1,5 @@
 """What a type checker knows of the results: the user's own module."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

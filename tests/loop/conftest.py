@@ -1,7 +1,5 @@
 """A recipe small enough to run in a blink, as a file that a user could have written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

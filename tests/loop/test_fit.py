@@ -1,7 +1,5 @@
 """The loop: what is recorded, saved and resumed, when it ends, and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -14,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import storage
@@ -169,11 +166,7 @@ def test_best_is_the_step_with_the_best_evaluation(tmp_path):
   values = iter([3.0, 1.0, 2.0])
   with nxp.Checkpointer(tmp_path, max_to_keep=1, best="eval_score") as checkpointer:
     result = fit(
-      steps=3,
-      evaluate=lambda: {"score": next(values)},
-      eval_every=1,
-      checkpointer=checkpointer,
-      save_every=1,
+      steps=3, evaluate=lambda: {"score": next(values)}, eval_every=1, checkpointer=checkpointer, save_every=1
     )
     assert checkpointer.steps() == [2, 3]
     assert [r["eval_score"] for r in result.history if "eval_score" in r] == [3.0, 1.0, 2.0]

@@ -1,7 +1,5 @@
 """A recipe is found by name or file, and what it lacks is said before anything runs."""
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

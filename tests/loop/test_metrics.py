@@ -1,7 +1,5 @@
 """The metrics file holds each step once, whatever happened to the run; the picture is a picture."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -12,11 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from nnx_parallel.errors import ReportError, TrainError
-from nnx_parallel.loop.metrics import (
-  MetricsLog,
-  draw_curves,
-  read_metrics,
-)
+from nnx_parallel.loop.metrics import MetricsLog, draw_curves, read_metrics
 from nnx_parallel.loop.timing import StepClock
 
 
@@ -45,12 +39,7 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(path):
     file.write('{"step": 6, "lo')  # killed in the middle of a line
   with MetricsLog(path, after=3) as log:
     log.write(4, {"loss": 0.25})
-  assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [
-    (1, 6.0),
-    (2, 3.0),
-    (3, 2.0),
-    (4, 0.25),
-  ]
+  assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 6.0), (2, 3.0), (3, 2.0), (4, 0.25)]
 
 
 def test_the_history_is_in_the_file_before_the_first_step_of_a_resumed_run(path):

@@ -1,7 +1,5 @@
 """A bar on a terminal, a few plain lines in a log, one when quiet."""
 
-from __future__ import annotations
-
 import io
 import re
 

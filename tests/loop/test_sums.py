@@ -1,7 +1,5 @@
 """Sums of metrics: exact weights, on device, beside those of flax; where they are written; goodput."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

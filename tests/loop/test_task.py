@@ -1,7 +1,5 @@
 """A whole task in one call: each part works, and the printed text has them all."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The digits recipe: real images, each once in an epoch, and an error when they are not installed."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

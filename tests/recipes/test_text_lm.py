@@ -1,7 +1,5 @@
 """The text recipe: what it reads, what it holds out, where its cursor points, and what the model sees."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

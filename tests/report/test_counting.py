@@ -1,7 +1,5 @@
 """What the estimates count, in which arithmetic, and what they say that they do not count."""
 
-from __future__ import annotations
-
 import functools
 import random
 from pathlib import Path
@@ -12,9 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import NamedSharding, P
 from jax.experimental import pallas as pl
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import nnx_parallel as nxp
 from nnx_parallel.report.chips import ENDLESS, chip

@@ -1,7 +1,5 @@
 """Estimates of split sequences, experts, state in the host's memory, scattered gradients and logits."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax

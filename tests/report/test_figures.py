@@ -1,7 +1,5 @@
 """What the pictures of reports show: every part, with its size, on scales with units."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """What a compiler keeps of what a trace saves."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax

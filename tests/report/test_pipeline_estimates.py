@@ -1,7 +1,5 @@
 """Memory, bytes and time of a pipeline by the estimates, against compiled programs and theory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Activations that every device holds for the examples of all: found where they are, and not elsewhere."""
 
-from __future__ import annotations
-
 import json
 
 import jax
@@ -13,17 +11,12 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.plain import decoders, others
 from nnx_parallel.report.program.replicated import SHARE
+from training import plain_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_have_it")]
 
 ROWS = 16
 SMALL = decoders.Config(depth=2)
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    yield
 
 
 def entropy(model, batch):
@@ -79,13 +72,6 @@ def loss(model, tokens):
   return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:] % 256).mean()
 
 
-@nnx.jit
-def by_hand(model, optimizer, tokens):
-  value, grads = nnx.value_and_grad(loss)(model, tokens)
-  optimizer.update(model, grads)
-  return value
-
-
 def report(step, between=jnp.sin, rules=None, length=65, **axes):
   mesh = nxp.make_mesh(axes or {"fsdp": 8})
   rules = nxp.fsdp(min_size=0) if rules is None else rules
@@ -94,7 +80,7 @@ def report(step, between=jnp.sin, rules=None, length=65, **axes):
 
 
 def test_a_look_up_of_all_examples_is_found_where_nothing_is_held():
-  found = report(by_hand)
+  found = report(plain_step(loss))
   one = min(found.replicated_activations, key=lambda one: one.place)
   assert (one.dtype, one.shape, one.global_shape) == ("f32", (ROWS, 64, 64), (ROWS, 64, 64))
   assert (one.bytes, one.batch_dim, one.copies) == (4 * ROWS * 64 * 64, 0, 8)
@@ -126,7 +112,7 @@ def test_a_constraint_that_asks_for_it_is_named():
 
 
 def test_the_call_that_it_names_splits_the_activation():
-  found = report(by_hand, lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
+  found = report(plain_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
   assert not [one for one in found.replicated_activations if one.op.endswith("sin")]
   fixed = report(nxp.train_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
   assert fixed.replicated_activations == ()

@@ -1,7 +1,5 @@
 """What a step of a language model sends under the ready-made rules: weights, not activations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax

@@ -1,7 +1,5 @@
 """Inputs by rank, and over the whole mesh."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax

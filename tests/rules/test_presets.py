@@ -1,7 +1,5 @@
 """Every preset on a model of ours: each parameter named, the expected layout, and the same numbers."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -147,13 +145,7 @@ def test_layouts_on_their_mesh(name):
   rules = getattr(presets, name)(**({} if name == "data_parallel" else {"min_size": 64}))
   plan = nxp.plan(build("llama"), nxp.abstract_mesh(**LAYOUTS[name]), [presets.llama(), rules])
   split = plan.bytes_per_device() / sum(leaf.bytes for leaf in plan.leaves)
-  ideal = {
-    "data_parallel": 1,
-    "fsdp": 8,
-    "fsdp_tensor": 4,
-    "context": 4,
-    "expert": 4,
-  }
+  ideal = {"data_parallel": 1, "fsdp": 8, "fsdp_tensor": 4, "context": 4, "expert": 4}
   # The norms stay whole: 320 of 27 968 bytes.
   assert 1 / ideal[name] <= split < 1 / ideal[name] + 0.02
   batch = [axis for axis in ("data", "replica", "fsdp", "expert") if axis in LAYOUTS[name]]
@@ -251,7 +243,7 @@ def test_rules_that_never_fire_are_noted_unless_the_table_is_for_a_family():
   pairs = [(("q_prj", "kernel"), None), *rules]
   make = lambda **options: nxp.plan(build("llama"), nxp.abstract_mesh(tensor=2), PathRules(pairs, **options))
   assert [note for note in make().notes if "q_prj" in note] == [
-    "path rule ('q_prj', 'kernel') matches nothing",
+    "path rule ('q_prj', 'kernel') matches nothing"
   ]
   assert not [note for note in make(optional=True).notes if "matches nothing" in note]
 

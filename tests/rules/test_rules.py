@@ -1,7 +1,5 @@
 """What rules mean: candidates, what can never fire, merging, printing."""
 
-from __future__ import annotations
-
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -67,10 +65,7 @@ REFUSED = [
   (lambda: LogicalRules(name=[None, "tensor"]), "candidate 'tensor' can never be reached after None."),
   (lambda: LogicalRules(name=[None, "tensor"]), "None, which always fits, last"),
   (lambda: LogicalRules(name=["tensor", "tensor"]), "candidate 'tensor' can never be reached after 'tensor'"),
-  (
-    lambda: LogicalRules(name=["data", ("data", "fsdp")]),
-    "can never be reached after 'data'",
-  ),
+  (lambda: LogicalRules(name=["data", ("data", "fsdp")]), "can never be reached after 'data'"),
   (lambda: LogicalRules(name=[("data", "fsdp"), ("fsdp", "data")]), "('fsdp', 'data') can never be reached"),
   (lambda: LogicalRules(name=("data", "data")), "('data', 'data') is not a tuple of distinct mesh axes"),
   (lambda: LogicalRules(name=("data", 3)), "or a list of candidates: name=['tensor', None]"),
@@ -97,10 +92,7 @@ REFUSED = [
   (lambda: PathRules([("kernel", 3)]), f"{KERNEL} 3"),
   (lambda: PathRules([("kernel", ("a", 3))]), f"{KERNEL} ('a', 3)"),
   (lambda: PathRules([("kernel", ("...", ..., ...))]), ", with two ...."),
-  (
-    lambda: PathRules([("kernel", None), ("kernel", ("a",))]),
-    "'kernel' is given twice",
-  ),
+  (lambda: PathRules([("kernel", None), ("kernel", ("a",))]), "'kernel' is given twice"),
   (lambda: PathRules([((), None)]), "path rule () has no pattern"),
 ]
 

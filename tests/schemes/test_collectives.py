@@ -1,7 +1,5 @@
 """Modules, gathers, rings and kernels under shard_map, against the plain computation."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Experts that a mesh axis splits compute what every expert on every token, masked, does."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -18,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.report.program.collectives import collectives
+from training import run_steps
 
 WIDTH, HIDDEN = 6, 10
 
@@ -657,11 +656,9 @@ def decoder_loss(model, batch):
 
 def trained(layer, mesh, rules, steps=4, **options):
   plan = nxp.plan(lambda: Decoder(layer, nnx.Rngs(0)), mesh, rules, optimizer=optax.adamw(1e-2))
-  model, optimizer = nxp.create_sharded_model(plan)
   tokens = np.random.default_rng(1).integers(0, 48, (16, 9))
-  batch = nxp.shard_batch({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, plan)
-  step = nxp.train_step(decoder_loss, **options)
-  losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
+  batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+  model, _, losses, _ = run_steps(plan, decoder_loss, [batch] * steps, **options)
   return losses, np.asarray(model.blocks[1].bias[...]), np.asarray(model.blocks[0].down[...])
 
 

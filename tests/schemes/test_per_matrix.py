@@ -1,7 +1,5 @@
 """Optimizers of whole matrices: equal to one device on every layout, each product once, two exchanges."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple
@@ -26,7 +24,7 @@ RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 class Net(nnx.Module):
   """Square and long kernels in both orders of their axes, and biases."""
 
-  def __init__(self, depth=3, width=16, hidden=32, use_bias=True):
+  def __init__(self, depth=2, width=16, hidden=32, use_bias=True):
     linear = functools.partial(nnx.Linear, rngs=nnx.Rngs(0), use_bias=use_bias)
     down = named("mlp", "embed")
     blocks = [
@@ -206,15 +204,17 @@ def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
   assert {x.shape[0] for x in jax.tree.leaves(nnx.as_pure(groups))} == {8}  # 3 + 1 + 1, padded
 
 
-@pytest.mark.parametrize("name", [pytest.param("muon", marks=pytest.mark.slow), "shampoo and adam"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "shampoo and adam"])
 def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
-  init = functools.partial(Net, 3, 15, 30)
+  init = functools.partial(Net, 2, 15, 30)
   one = trained(plan_on((1, 1, 1), TRANSFORMATIONS[name](lambda tx: tx), init), width=15)[0]
   plan = plan_on((2, 2, 2), TRANSFORMATIONS[name](nxp.parallel.per_matrix), init, uneven="pad")
   assert any(plan["blocks.0.a.kernel"].padding)
   assert_equal(trained(plan, width=15)[0], one)
 
 
+@pytest.mark.slow
 def test_microbatches_offload_and_wrappers_go_with_it():
   wrap = lambda tx: nxp.with_ema(nxp.skip_nonfinite(nxp.parallel.per_matrix(tx)), 0.9)
   tx = lambda wrap: wrap(optax.contrib.muon(RATE))

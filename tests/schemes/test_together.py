@@ -1,7 +1,5 @@
 """One transformer over products of mesh axes, against one device; `benchmarks/together.py` runs them all."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

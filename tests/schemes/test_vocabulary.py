@@ -1,7 +1,5 @@
 """The vocabulary-parallel cross-entropy and look-up equal the plain ones, and send what they must."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -11,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from benchmarks import vocabulary as benchmark
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.report.program.collectives import collectives
+from training import run_steps
 
 RANDOM = np.random.default_rng(0)
 MESHES = {
@@ -111,6 +109,7 @@ def test_without_a_mesh_and_without_an_axis():
     close(f(x, head), wanted)
 
 
+@pytest.mark.slow
 def test_tokens_of_any_shape_and_batches_that_do_not_divide():
   for shape in ((8,), (3, 5), (2, 3, 5)):
     labels = jnp.asarray(RANDOM.integers(0, 37, shape), jnp.int32)
@@ -233,9 +232,7 @@ def batch_of(vocab):
 
 
 def losses_of(loss, plan, batch, steps=5, **options):
-  model, optimizer = nxp.create_sharded_model(plan)
-  step, batch = nxp.train_step(loss, **options), nxp.shard_batch(batch, plan)
-  return [float(step(model, optimizer, batch)["loss"]) for _ in range(steps)]
+  return run_steps(plan, loss, [batch] * steps, **options).losses
 
 
 @pytest.mark.cases(2)

@@ -1,7 +1,5 @@
 """Models that state no shardings, on meshes with Explicit axes: what `jax.make_mesh` makes by default."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -52,6 +50,7 @@ def test_a_model_trains_as_on_auto_axes(name, kind):
 ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
 def test_each_option_computes_what_it_does_on_auto_axes(case):

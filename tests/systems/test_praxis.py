@@ -1,7 +1,5 @@
 """A Praxis task, with padded parameters, gives the numbers of one device in all that a step returns."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

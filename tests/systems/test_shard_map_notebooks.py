@@ -1,7 +1,5 @@
 """What the guide on `shard_map` tells of the UvA deep-learning notebooks and does not run itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

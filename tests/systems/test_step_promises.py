@@ -1,7 +1,5 @@
 """Promises that no single package keeps: what is restored is donated, and what cannot be donated is said."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax

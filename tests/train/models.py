@@ -1,7 +1,5 @@
 """A small model with names, its meshes and its data, shared by the tests of this package."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from layout.models import named
 from nnx_parallel.core.nodes import path_str, value_of, variables
+from training import run_steps
 
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
@@ -19,8 +18,8 @@ MESHES = {"dp": (8, 1, 1), "dp x fsdp x tp": (2, 2, 2)}
 class Net(nnx.Module):
   """Two layers."""
 
-  def __init__(self, rngs, width=16, hidden=32, out=None, **dtypes):
-    linear = functools.partial(nnx.Linear, rngs=rngs, **dtypes)
+  def __init__(self, rngs, width=16, hidden=32, out=None, **options):
+    linear = functools.partial(nnx.Linear, rngs=rngs, **options)
     self.up = linear(width, hidden, kernel_metadata=named("embed", "mlp"))
     self.down = linear(hidden, out or width, kernel_metadata=named("mlp", "embed"))
 
@@ -43,9 +42,7 @@ def plan_on(name, tx, init=lambda: Net(nnx.Rngs(0)), **options):
 
 def train(plan, batches, loss=loss_fn, **options):
   """The model and the optimizer after a step on each batch, and the losses."""
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss, **options)
-  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
+  model, optimizer, losses, step = run_steps(plan, loss, batches, **options)
   assert len(step.compiles) == 1
   return model, optimizer, losses
 

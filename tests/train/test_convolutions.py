@@ -1,7 +1,5 @@
 """Gradients of grouped convolutions equal one device's, which XLA alone does not give."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Edits of live modules are noticed at the next step, whatever way they were made."""
 
-from __future__ import annotations
-
 import gc
 import logging
 
@@ -11,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel.train.watch import Watch

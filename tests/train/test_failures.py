@@ -1,7 +1,5 @@
 """A step returns, or leaves the state that it found, or says that the state is gone."""
 
-from __future__ import annotations
-
 import sys
 from concurrent import futures
 
@@ -11,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 

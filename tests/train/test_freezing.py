@@ -1,7 +1,5 @@
 """Freezing: what is not trained has no optimizer state, no gradient in the program, and does not move."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.core.nodes import path_str, value_of, variables
+from train.models import arrays
 
 WIDTH = 64
 
@@ -45,10 +43,6 @@ X = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
 def plan_on(wrt=nnx.Param, tx=None):
   mesh = nxp.make_mesh(data=2, fsdp=4)
   return nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=tx or optax.adam(1e-2), wrt=wrt)
-
-
-def arrays(module):
-  return {path_str(path): np.asarray(value_of(leaf)) for path, leaf in variables(module).items()}
 
 
 def flops(plan, **options):

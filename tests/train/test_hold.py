@@ -1,7 +1,5 @@
 """Activations of models that constrain nothing stay split like the batch."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.train.hold import held
+from training import plain_step, run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
 TENSOR = nxp.PathRules(
@@ -89,6 +88,7 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("axes", "positions", "options"),
@@ -112,10 +112,9 @@ def test_positions_are_split_between_layers(axes, positions, options):
       [names, TENSOR],
       optimizer=optax.sgd(0.1),
     )
-    model, optimizer = nxp.create_sharded_model(plan)
-    step, batch = nxp.train_step(decoders.loss, **options), nxp.shard_batch(tokens, plan)
-    losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
-    memory = step.compiled(model, optimizer, batch).memory_analysis().temp_size_in_bytes
+    model, optimizer, losses, step = run_steps(plan, decoders.loss, [tokens] * 2, **options)
+    program = step.compiled(model, optimizer, nxp.shard_batch(tokens, plan))
+    memory = program.memory_analysis().temp_size_in_bytes
     found.append((losses, nxp.hosts.to_host(nnx.state(model)), memory))
   (losses, state, whole), (split_losses, split_state, parts) = found
   np.testing.assert_allclose(split_losses, losses, rtol=1e-6)
@@ -167,15 +166,9 @@ def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name,
   def replicated(compiled: object) -> int:
     return capfd.readouterr().err.count("Involuntary full rematerialization")
 
-  @nnx.jit
-  def plain(model, optimizer, batch):
-    value, grads = nnx.value_and_grad(loss)(model, batch)
-    optimizer.update(model, grads)
-    return value
-
   model, optimizer = nxp.create_sharded_model(plan)
   capfd.readouterr()
-  expected = replicated(plain.lower(model, optimizer, batch).compile())
+  expected = replicated(plain_step(loss).lower(model, optimizer, batch).compile())
   assert replicated(nxp.train_step(loss).lower(plan, batch=batch).compile()) <= expected
 
 
@@ -217,10 +210,8 @@ def test_a_loop_that_swaps_what_it_carries_settles():
       return self.layer(x) * t
 
   plan = nxp.plan(Swaps, nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=16), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
-  wanted = float((Swaps()(np.ones((8, 8), np.float32)) ** 2).mean())
-  assert float(step(model, optimizer, np.ones((8, 8), np.float32))["loss"]) == pytest.approx(wanted, rel=1e-5)
+  loss, x = lambda model, x: (model(x) ** 2).mean(), np.ones((8, 8), np.float32)
+  assert run_steps(plan, loss, [x]).losses == pytest.approx([float(loss(Swaps(), x))], rel=1e-5)
 
 
 def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_products():
@@ -249,7 +240,5 @@ def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_produc
   ]
   for mesh, rules in layouts:
     plan = nxp.plan(lambda: Block(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-    trained = nxp.create_sharded_model(plan)
-    step = nxp.train_step(loss)
-    found.append([float(step(*trained, nxp.shard_batch(x, plan))["loss"]) for _ in range(2)])
+    found.append(run_steps(plan, loss, [x] * 2).losses)
   np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

@@ -1,7 +1,5 @@
 """Dynamic loss scaling: float16 trains like float32, overflows are skipped, the scale is optimizer state."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Optimizer state in host memory: planned, created, streamed, trained on, restored."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,45 +8,33 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from layout.models import named
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
+from train import models
+from train.models import RULES, data, loss_fn
 
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 HOST = "pinned_host"
 
 
-class Net(nnx.Module):
+class Net(models.Net):
   """Three layers, so that state is fetched in several groups."""
 
   def __init__(self, rngs):
-    self.up = nnx.Linear(16, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.mix = nnx.Linear(32, 32, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
-    self.down = nnx.Linear(32, 16, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    super().__init__(rngs)
+    self.mix = nnx.Linear(32, 32, rngs=rngs, kernel_metadata=named("mlp", "embed"))
 
   def __call__(self, x):
     return self.down(nnx.relu(self.mix(nnx.relu(self.up(x)))))
 
 
-def loss_fn(model, x):
-  return ((model(x) - x) ** 2).mean()
-
-
-def data(steps=3):
-  return [np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32) for i in range(steps)]
-
-
 def plan_on(tx, memory, **options):
-  mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  return nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, RULES, optimizer=tx, optimizer_memory=memory, **options)
+  init = lambda: Net(nnx.Rngs(0))
+  return models.plan_on("dp x fsdp x tp", tx, init, optimizer_memory=memory, **options)
 
 
 def train(plan, steps=3):
-  model, optimizer = nxp.create_sharded_model(plan)
-  nxp.check_layout(model, plan, optimizer=optimizer)
-  step = nxp.train_step(loss_fn)
-  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in data(steps)]
-  assert len(step.compiles) == 1
-  return model, optimizer, losses
+  return models.train(plan, data(steps))
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +59,8 @@ def test_the_same_numbers_as_on_the_device(tx):
 
 def test_the_plan_says_where_and_counts_it_off_the_device():
   near, away = plan_on(optax.adam(1e-2), None), plan_on(optax.adam(1e-2), HOST)
+  model, optimizer = nxp.create_sharded_model(away)
+  nxp.check_layout(model, away, optimizer=optimizer)
   assert away["optimizer/opt_state.0.mu.up.kernel"].memory_kind == HOST
   assert away["optimizer/opt_state.0.count"].memory_kind is None  # scalars are not worth a transfer
   moments = sum(leaf.bytes_per_device for leaf in near.leaves if leaf.root == "optimizer" and leaf.shape)

@@ -1,7 +1,5 @@
 """Every transformation that optax ships: laid out as planned, and the same numbers on each layout."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import typing
@@ -17,6 +15,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import plain_path
 from nnx_parallel.train.update import extra_arguments
+from train.models import RULES
 
 RATE = 1e-2
 RATED = """
@@ -89,7 +88,6 @@ REFUSED = {
   "dpsgd": "the same",
   "optimistic_adam": "deprecated for optimistic_adam_v2",
 }
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 
 
 def matrices(params):

@@ -1,7 +1,5 @@
 """One policy sets the dtypes of any module, in the plan and in what is created."""
 
-from __future__ import annotations
-
 import re
 
 import jax
@@ -117,6 +115,7 @@ def test_the_plan_counts_the_bytes_of_the_policy():
   np.testing.assert_array_equal(model.head.kernel.get_value(), values)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", [nxp.Precision.bfloat16, nxp.Precision.bfloat16_parameters])
 def test_training_equals_one_device(policy):

@@ -1,7 +1,5 @@
 """Low-precision products by qwix: they are in the program, train, and equal one device."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math
@@ -16,6 +14,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from layout.models import named
 from train.models import RULES, Net, data, loss_fn
+from training import run_steps
 
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
 # qwix 0.1.8 on flax 0.12.12
@@ -161,9 +160,7 @@ def planned(build, sizes, rules=BLOCKED, *, explicit=False, **options):
 
 
 def losses_of(plan, data=(), **options):
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(squares, **options)
-  losses = [float(step(model, optimizer, nxp.shard_batch(x, plan))["loss"]) for x in data or batches()]
+  model, optimizer, losses, step = run_steps(plan, squares, data or batches(), **options)
   return losses, step, model, optimizer
 
 
@@ -247,6 +244,7 @@ def test_a_product_is_that_of_values_rounded_in_blocks(wide, form):
   assert 0.01 < jnp.abs(expected - plain).max() / jnp.abs(plain).max() < 0.3
 
 
+@pytest.mark.slow
 @needs_qwix
 @quiet
 def test_rules_choose_layers_by_path(wide):

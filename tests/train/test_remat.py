@@ -1,7 +1,5 @@
 """Remat in a step: one vocabulary, layer by layer, and never without effect in silence."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -14,18 +12,19 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.layers.layers import REMATS
+from train import models
+from train.models import RULES
+from training import run_steps
 
 WIDTH, DEPTH = 32, 4
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 POLICIES = [*REMATS, jax.checkpoint_policies.dots_saveable]
 
 
-class Layer(nnx.Module):
+class Layer(models.Net):
   """Two products and dropout."""
 
   def __init__(self, rngs):
-    self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    super().__init__(rngs, WIDTH, 4 * WIDTH)
     self.drop = nnx.Dropout(0.1, rngs=rngs)
 
   def __call__(self, x):
@@ -61,9 +60,12 @@ def plan_on(kind=Marked, *, explicit=False, rules=RULES, depth=DEPTH, **axes):
   return nxp.plan(lambda: Net(kind, nnx.Rngs(0), depth), mesh, rules, optimizer=optax.adam(1e-2))
 
 
+def rows(examples=64):
+  return np.random.default_rng(0).normal(size=(examples, WIDTH)).astype(np.float32)
+
+
 def batch_of(plan, examples=64):
-  x = np.random.default_rng(0).normal(size=(examples, WIDTH)).astype(np.float32)
-  return nxp.shard_batch(x, plan)
+  return nxp.shard_batch(rows(examples), plan)
 
 
 def program(remat, kind=Marked, loss=loss_fn):
@@ -73,10 +75,7 @@ def program(remat, kind=Marked, loss=loss_fn):
 
 @functools.cache
 def losses_of(remat, microbatches):
-  plan = plan_on()
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(loss_fn, remat=remat, microbatches=microbatches)
-  losses = [float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(3)]
+  model, _, losses, _ = run_steps(plan_on(), loss_fn, [rows()] * 3, remat=remat, microbatches=microbatches)
   assert int(model.layers[0].drop.rngs.count[...]) == 3 * microbatches
   return losses
 
@@ -117,11 +116,10 @@ def test_variables_that_layers_only_hand_on_are_not_changed(stacked):
   plan = nxp.plan(lambda: Bare(stacked, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
   losses = []
   for microbatches, remat in ((1, None), (2, None), (2, "full")):
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(loss_fn, microbatches=microbatches, remat=remat)
-    losses.append([float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(2)])
+    run = run_steps(plan, loss_fn, [rows()] * 2, microbatches=microbatches, remat=remat)
+    losses.append(run.losses)
     if microbatches > 1:
-      assert step.reduction == "once, after the scan, over data, in float32"
+      assert run.step.reduction == "once, after the scan, over data, in float32"
   np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
 
 
@@ -211,14 +209,13 @@ def test_losses_in_turn_are_each_rematerialised():
   assert "4 x Marked at b.layers.*: the loss does not call them, or inside lax.cond" in str(error.value)
 
 
+@pytest.mark.slow
 def test_remat_on_explicit_axes():
   plan = plan_on(explicit=True, rules=nxp.LogicalRules(batch="data", embed=None, mlp=None), data=8)
   results = []
   for remat in (None, "dots"):
-    model, optimizer = nxp.create_sharded_model(plan)
     with jax.set_mesh(plan.mesh):
-      step = nxp.train_step(loss_fn, remat=remat)
-      results.append([float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(2)])
+      results.append(run_steps(plan, loss_fn, [rows()] * 2, remat=remat).losses)
   np.testing.assert_allclose(*results, rtol=1e-5)
 
 
@@ -275,11 +272,12 @@ def test_the_code_of_a_search_gives_the_policy_to_the_step():
 def test_plain_layers_train_as_written(microbatches):
   plan, results = plan_on(Layer), {}
   for remat in (None, "full"):
-    model, optimizer = nxp.create_sharded_model(plan)
-    step = nxp.train_step(loss_fn, remat=remat, microbatches=microbatches)
-    results[remat] = [float(step(model, optimizer, batch_of(plan))["loss"]) for _ in range(2)]
-  assert str(step.layers) == "4 x Layer at layers.*\n  layers.0 to layers.3: one scan of 4; remat full"
-  np.testing.assert_allclose(results["full"], results[None], rtol=1e-5)
+    results[remat] = run_steps(plan, loss_fn, [rows()] * 2, remat=remat, microbatches=microbatches)
+  assert (
+    str(results["full"].step.layers)
+    == "4 x Layer at layers.*\n  layers.0 to layers.3: one scan of 4; remat full"
+  )
+  np.testing.assert_allclose(results["full"].losses, results[None].losses, rtol=1e-5)
 
 
 def test_a_single_stacked_layer_is_a_layer():

@@ -1,7 +1,5 @@
 """Dropout draws what one device does on every jit layout; in manual code each data shard draws its own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +10,15 @@ from jax import P
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_numbers, assert_same_training, run_training, with_gradient_norms
+from train import models
+from train.models import RULES
 
 
-class Net(nnx.Module):
+class Net(models.Net):
   """Noise on the input, dropout in the middle."""
 
   def __init__(self, rngs):
-    self.up = nnx.Linear(8, 32, rngs=rngs, kernel_metadata={"out_sharding": ("embed", "mlp")})
-    self.down = nnx.Linear(32, 8, rngs=rngs, kernel_metadata={"out_sharding": ("mlp", "embed")})
+    super().__init__(rngs, 8, 32)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
     self.noise = rngs.noise.fork()
 
@@ -36,7 +35,6 @@ def loss_fn(model, x):
   return jnp.square(model(x) - x).mean()
 
 
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
 BATCHES = list(np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32))
 
 
@@ -86,10 +84,7 @@ TARGETS = {
   "raw key": (jax.random.PRNGKey, uniform),
   "rngs": (nnx.Rngs, lambda rngs: uniform(rngs.dropout())),
   "stream": (lambda seed: nnx.Rngs(seed).dropout, lambda stream: uniform(stream())),
-  "module": (
-    lambda seed: nnx.Dropout(0.5, rngs=nnx.Rngs(seed)),
-    lambda dropout: dropout(jnp.ones((16,))),
-  ),
+  "module": (lambda seed: nnx.Dropout(0.5, rngs=nnx.Rngs(seed)), lambda dropout: dropout(jnp.ones((16,)))),
 }
 
 

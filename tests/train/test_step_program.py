@@ -1,7 +1,5 @@
 """The compiled step is the program that a person writes by hand: the same FLOPs, the same bytes sent."""
 
-from __future__ import annotations
-
 import numpy as np
 import optax
 import pytest

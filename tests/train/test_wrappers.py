@@ -1,7 +1,5 @@
 """Masters, averages, skipped steps and clipping: laid out by the plan, equal to one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """ZeRO: optimizer state split over the data axes, with the planned bytes, and the same numbers."""
 
-from __future__ import annotations
-
 import re
 
 import jax
@@ -15,6 +13,7 @@ import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_training, run_training, with_gradient_norms
 from train import models
 from train.models import MESHES, RULES, Net, data
+from training import run_steps
 
 
 def init():
@@ -215,10 +214,8 @@ def line_search(*, explicit, states=None):
     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
   plan = nxp.plan(linear, mesh, rules, optimizer=optax.lbfgs(), zero=1)
-  model, optimizer = nxp.create_sharded_model(plan)
-  step = nxp.train_step(lambda model, x: (model(x if states is None else jax.reshard(x, states)) ** 2).mean())
-  x = nxp.shard_batch(np.arange(64, dtype=np.float32).reshape(8, 8) / 64, plan)
-  return [float(step(model, optimizer, x)["loss"]) for _ in range(2)]
+  loss = lambda model, x: (model(x if states is None else jax.reshard(x, states)) ** 2).mean()
+  return run_steps(plan, loss, [np.arange(64, dtype=np.float32).reshape(8, 8) / 64] * 2).losses
 
 
 def test_a_line_search_on_explicit_axes():

@@ -1,7 +1,5 @@
 """`check_gradients` finds each kind of wrong gradient, and raises no false alarm."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref
@@ -303,8 +301,10 @@ def with_softmax(model: Any, x: jax.Array) -> jax.Array:
   return optax.softmax_cross_entropy(model(x) * 3, jax.nn.softmax(x)).mean()
 
 
-@pytest.mark.parametrize("loss", [loss_fn, with_softmax])
-@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.cases(2)  # a right rule and a wrong one
+@pytest.mark.parametrize(
+  ("factor", "loss"), [(1.0, with_softmax), (1.0, loss_fn), (2.0, loss_fn), (2.0, with_softmax)]
+)
 def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float, loss: Any):
   found = check(lambda: Block(None, on_host(factor)), loss)
   assert bool(found) == (factor == 1)
@@ -332,8 +332,9 @@ def test_differences_that_round_too_coarsely_decide_nothing():
   assert "too coarse" in found.comparisons[0].why
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_coarse_dtypes(dtype: Any):
   class Low(nnx.Module):
     def __init__(self, change: Any):

@@ -1,7 +1,5 @@
 """`check_step` sees what differs between two layouts, and takes rounding for rounding."""
 
-from __future__ import annotations
-
 import math
 
 import jax

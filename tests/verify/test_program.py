@@ -1,7 +1,5 @@
 """What a partitioner makes of a program is compared with the program; see `verify/program.py`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -28,10 +26,7 @@ SPLIT = Path(__file__).parent / "split"
 BATCH = ("data", "fsdp")
 
 
-@pytest.fixture(autouse=True)
-def _as_users_write():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 def mesh_of(**sizes):

@@ -1,0 +1,36 @@
+"""What most comparisons of layouts need: a model of a plan, some steps, and their losses."""
+
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+import nnx_parallel as nxp
+
+
+class Run(NamedTuple):
+  """A live model and its optimizer after some steps, the loss of each step, and the step itself."""
+
+  model: Any
+  optimizer: Any
+  losses: list[float]
+  step: Any
+
+
+def run_steps(plan: nxp.Plan, loss: Any, batches: Any, **options: Any) -> Run:
+  """Creates the model of a plan, and takes a `train_step` with these options on each host batch."""
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(loss, **options)
+  losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
+  return Run(model, optimizer, losses, step)
+
+
+def plain_step(loss: Any) -> Any:
+  """The step that a user writes: it returns the loss of a batch, and updates the model."""
+
+  @nnx.jit
+  def step(model: Any, optimizer: Any, batch: Any) -> Any:
+    value, grads = nnx.value_and_grad(loss)(model, batch)
+    optimizer.update(model, grads)
+    return value
+
+  return step
