@@ -71,10 +71,13 @@ MATRIX = frozenset((
 
 @dataclasses.dataclass(frozen=True)
 class DimMap:
-  """The dims of one operation as factors: of each operand, and of each result.
+  """The dims of one operation, as factors.
 
-  Positions along `mixed` factors are not treated alike; in a reshape, `major` factors are only the major part
-  of some of their dims.
+  Attributes:
+    operands: the factors of each operand.
+    results: the factors of each result.
+    mixed: the factors along which positions are not treated alike.
+    major: factors that are only the major part of some of their dims, in a reshape.
   """
 
   operands: tuple[Factors, ...]

@@ -32,7 +32,8 @@ class Flow:
 
   Attributes:
     axes: mesh axes of each dim.
-    data: whether its values depend on the batch; `weight`: on parameters.
+    data: whether its values depend on the batch.
+    weight: whether they depend on parameters.
     parameter: position of the input with the same values, if that is a parameter.
     value: a number for this value. Its variable is not enough: jax traces equal calls once, to one jaxpr.
   """
@@ -58,7 +59,8 @@ class Met:
     main_is_left: whether the left operand is the data; the right operand is then a parameter, or data too.
     shared: axes of the dims that both operands have and the result keeps.
     wanted: axes of the parameter's free dims that do not split the batch.
-    main: axes of the data operand's free dims in the result; `other`: of the other operand's.
+    main: axes of the data operand's free dims in the result.
+    other: axes of the other operand's free dims in the result.
   """
 
   axes: Axes
@@ -71,11 +73,15 @@ class Met:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """The pairs of dims of the two operands of a product, and the FLOPs of the full product.
+  """The pairs of dims of the two operands of a product.
 
-  The result keeps the `shared` dims that both operands have, and the `free` dims of one of them. `places` has
-  the dim of the result for each shared dim, and each free dim of the left, and of the right operand; None for
-  a plain product, which has this order.
+  Attributes:
+    summed: dims of the left and of the right operand that are summed over.
+    shared: dims that both have and the result keeps.
+    free: dims that only one operand has.
+    flops: the FLOPs of the full product.
+    places: the dim of the result for each of the shared dims, the free dims of the left, and of the right
+      operand. None for a plain product: in this order.
   """
 
   summed: tuple[Sequence[int], Sequence[int]]

@@ -60,10 +60,16 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """One line of a computation: `name = result opcode(arguments), rest`.
+  """One line of a computation.
 
-  `inputs` are the instructions of the same computation that it reads; the computation returns the value of
-  its `root`.
+  Attributes:
+    name: its name in the program.
+    opcode: the name of its operation.
+    result: the text of its type.
+    inputs: the instructions of the same computation that it reads.
+    arguments: the text between its parentheses.
+    rest: everything after them.
+    root: whether the computation returns its value.
   """
 
   name: str

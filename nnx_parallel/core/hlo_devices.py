@@ -143,10 +143,12 @@ def pairs_of(text: str) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How an array is split over devices: into this number of `parts` along each dim; none if it is replicated.
+  """How an array is split over devices.
 
-  `blocks`, (devices, dims), has the number of the block that each device holds. Inside a `shard_map`, the
-  array is `manual`: a block already.
+  Attributes:
+    parts: the number of blocks along each dim; empty if the array is replicated.
+    blocks: (devices, dims): the number of the block that each device holds.
+    manual: whether it is inside a `shard_map`, so that the array is a block already.
   """
 
   parts: tuple[int, ...]

@@ -117,6 +117,7 @@ class Inner:
 
   Attributes:
     key: the parameter of the operation that holds it; the branches of a cond share one parameter.
+    program: the program, closed or not.
     inputs: for each input of the program, the position of the operation's input that it reads.
     gives: whether the operation returns the program's results; a while does not return its condition.
   """
@@ -134,7 +135,8 @@ class Wiring:
   Attributes:
     inner: the programs; empty for an operation that JAX runs as one unit (a kernel).
     carried: in a loop, a result -> the input that it is in the next step.
-    rows: inputs that a scan reads row by row; `stacked`: results that it makes row by row.
+    rows: inputs that a scan reads row by row.
+    stacked: results that a scan makes row by row.
   """
 
   inner: Sequence[Inner] = ()
@@ -175,7 +177,8 @@ class Facts(Generic[F]):
     join: a join in the sense of lattices (equal facts give the same fact, in any order, and it soon stops
       growing): the fact of a value that is one of two: the results of two branches, or the first carry of a
       loop and the carry after a step.
-    row: the fact of a row in a scan, given the scan and the fact of all rows; `stack` is the inverse.
+    row: the fact of a row in a scan, given the scan and the fact of all rows.
+    stack: the inverse: the fact of all rows, given the fact of a row.
   """
 
   constant: Callable[[jax.Array], F]

@@ -37,10 +37,13 @@ def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
 
 
 class Keys:
-  """Keys for the static parts of programs, and, by `of_constant`, of the constants that they carry.
+  """Keys for the static parts of programs.
 
-  With `rules`, gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left out.
-  If `shared`, equal inner programs get a number, so that only keys of one object can be compared.
+  Args:
+    of_constant: the key of a constant that a program carries.
+    rules: whether gradients by `jax.custom_jvp` and `jax.custom_vjp` are compared; otherwise they are left
+      out.
+    shared: whether equal inner programs get a number, so that only keys of one object can be compared.
   """
 
   def __init__(

@@ -21,10 +21,13 @@ _NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """Adjacent modules of one class and structure: the blocks of a model, by their paths in order.
+  """Adjacent modules of one class and structure: the blocks of a model.
 
-  `pattern` is their dotted path, with `*` for the number; `unlike` says how their Variables differ from
-  earlier layers with the same pattern and class.
+  Attributes:
+    pattern: their dotted paths, with `*` for the number.
+    kind: the name of their class.
+    paths: where they are, in order.
+    unlike: how their Variables differ from earlier layers with the same pattern and class.
   """
 
   pattern: str

@@ -52,7 +52,11 @@ class Grid:
   """Blocks of named dims.
 
   The last block ends where its dim ends, so it may overlap the previous block: only `fresh` positions count.
-  Each dim has a length; some are cut into `blocks` of a length, separately in each of their equal `parts`.
+
+  Attributes:
+    lengths: the lengths of the named dims.
+    blocks: the block lengths of some of them.
+    parts: the number of equal parts of some of them; each part is cut into blocks separately.
   """
 
   lengths: Mapping[DimName, int]

@@ -53,7 +53,13 @@ Picture = Literal["memory", "devices", "collectives", "timeline"]
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """One array that the step takes: its name (a path, with a plan) and its bytes per device."""
+  """One array that the step takes.
+
+  Attributes:
+    name: as JAX names it, e.g. `state[3]`; with a plan, its path.
+    bytes: per device.
+    donated: whether the compiler reuses its memory for a result.
+  """
 
   name: str
   bytes: int

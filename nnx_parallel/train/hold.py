@@ -202,9 +202,12 @@ def _flow(x: jax.Array, spec: Sequence[Any], *, data: bool) -> Flow:
 class _Rewriting(Interpreter[Flow]):
   """Evaluates a trace once more, with constraints added.
 
-  `batch` and `stored` are the axes larger than 1 that split the batch, and parameters or other state;
-  `positions` split the positions of activations between layers. With `moves`, tables are looked up and summed
-  by columns.
+  Args:
+    mesh: the mesh.
+    batch: axes larger than 1 that split the batch.
+    stored: axes larger than 1 that split parameters or other state.
+    positions: axes that split the positions of activations between layers.
+    moves: whether tables are looked up and summed by columns.
   """
 
   def __init__(

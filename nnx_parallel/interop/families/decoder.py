@@ -67,16 +67,27 @@ class Config:
   """Sizes and settings; `from_json` reads the settings of a model on Hugging Face.
 
   Attributes:
+    vocab: the number of tokens.
+    width: the width of the residual stream.
     hidden: the width of the MLP, or of an expert.
+    heads: the number of query heads.
+    kv_heads: the number of key and value heads.
+    head_dim: the width of a head.
     ropes: the rotary positions of each layer.
     windows: the window of each layer: a token sees this many tokens up to and including itself; None: all.
     score_scale: the factor of attention scores.
+    eps: the epsilon of the norms.
     activation: the activation of the MLP, a key of `ACTIVATIONS`.
+    qkv_bias: whether query, key and value have biases.
     out_bias: whether the attention's output has a bias.
+    mlp_bias: whether the MLP has biases.
+    qk_norm: whether queries and keys are normed.
     gemma: norms scale by 1 + scale, and embeddings are multiplied by the root of the width.
     post_norms: whether the results of attention and MLP are normed too, as in Gemma 3.
     tied: whether the head is the transposed embedding.
     experts: the number of experts in place of the MLP; 0: no experts.
+    experts_per_token: the number of experts that compute each token.
+    param_dtype: the dtype of all parameters.
   """
 
   vocab: int

@@ -54,7 +54,16 @@ def _pair(size: int | list[int]) -> tuple[int, int]:
 
 
 class Bert(nnx.Module):
-  """Logits of each token, (batch, seq, vocab), for int32 tokens (batch, seq), of which some are masked."""
+  """Logits of each token, (batch, seq, vocab), for int32 tokens (batch, seq), of which some are masked.
+
+  Args:
+    found: the contents of `config.json`.
+    rngs: for the weights.
+    param_dtype: the dtype of all parameters.
+
+  Raises:
+    RecipeError: a setting that this module does not have.
+  """
 
   def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)
@@ -91,7 +100,16 @@ class Bert(nnx.Module):
 
 
 class ViT(nnx.Module):
-  """Logits of each class, (batch, labels), for images (batch, channels, height, width)."""
+  """Logits of each class, (batch, labels), for images (batch, channels, height, width).
+
+  Args:
+    found: the contents of `config.json`.
+    rngs: for the weights.
+    param_dtype: the dtype of all parameters.
+
+  Raises:
+    RecipeError: a setting that this module does not have.
+  """
 
   def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)

@@ -62,7 +62,16 @@ class Layer(nnx.Module):
 
 
 class GPT2(nnx.Module):
-  """Logits of the next token, (batch, seq, vocab), for int32 tokens (batch, seq)."""
+  """Logits of the next token, (batch, seq, vocab), for int32 tokens (batch, seq).
+
+  Args:
+    found: the contents of `config.json`.
+    rngs: for the weights.
+    param_dtype: the dtype of all parameters.
+
+  Raises:
+    RecipeError: a setting that this module does not have.
+  """
 
   def __init__(self, found: ConfigJson, rngs: nnx.Rngs, param_dtype: str = "float32"):
     found = settings(found)

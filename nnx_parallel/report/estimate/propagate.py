@@ -72,10 +72,13 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutChange:
-  """An array of the batch that changes its layout over some axes, forward and (the other way) backward.
+  """An array of the batch that changes its layout, forward and (the other way) backward.
 
-  `part` is the array, per run, and the axes that divide it while it is sent: before an exchange of dims,
-  after a gather.
+  Attributes:
+    axes: the exchanged axes.
+    part: the array, per run, and the axes that divide it while it is sent: before an exchange of dims, after
+      a gather.
+    times: the number of runs.
   """
 
   axes: Split

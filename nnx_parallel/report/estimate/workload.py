@@ -72,9 +72,12 @@ from nnx_parallel.train.update import apply
 class Trained:
   """Trained parameters of one layout, and their gradients.
 
-  `read` and `summed` are bytes: of the parameters in the type in which the loss uses them, which is also the
-  type of a microbatch's gradients, and of the sum over microbatches, in float32 or wider. The ZeRO stage
-  splits their update over the `further` axes too.
+  Attributes:
+    stored: the parameters.
+    read: their bytes in the type in which the loss uses them, which is also the type of a microbatch's
+      gradients.
+    summed: bytes of the gradients' sum over microbatches, which is in float32 or wider.
+    further: additional axes over which the ZeRO stage splits their update.
   """
 
   stored: Sharded
@@ -192,9 +195,14 @@ def per_device(parts: Iterable[Sharded], sizes: Sizes) -> float:
 class StepTrace:
   """The programs of a step; they do not depend on the sizes of mesh axes, except the axis of pipeline stages.
 
-  `backward` goes from the inputs of `forward`, the loss, to the activations that the loss saves; `parts` has
-  the same of recomputed parts, on request. `update` goes from the parameters, their gradients and the
-  optimizer's state to the new values. With a pipeline, `plain` is the loss without it.
+  Attributes:
+    forward: the loss.
+    backward: from the same inputs to the activations that the loss saves for the backward pass.
+    update: from the parameters, their gradients and the optimizer's state to the new values; None without an
+      optimizer.
+    schedule: the schedule of the pipeline, if `forward` is the trace of a pipeline.
+    plain: the loss without the pipeline.
+    parts: recomputed part of the loss -> its own `backward`, computed on request.
   """
 
   forward: ClosedJaxpr

@@ -68,8 +68,13 @@ class Shortage:
 class Reshard:
   """One `Involuntary full rematerialization` warning of the partitioner.
 
-  `op` is the JAX name stack, or the HLO name; `shape` is as the compiler printed it, and may be one device's
-  block, of `bytes`. `before` and `after` are the original sharding and the requested one.
+  Attributes:
+    op: the JAX name stack, or the HLO name if there is no name stack.
+    source: `file.py:line`, or an empty string.
+    shape: dtype and dims as the compiler printed them, which may be one device's block.
+    bytes: the bytes of that shape.
+    before: the original sharding, as the compiler writes it.
+    after: the sharding that was requested.
   """
 
   op: str

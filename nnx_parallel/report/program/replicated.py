@@ -93,10 +93,14 @@ class _Dims(thin.Thinning):
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-  """An array of the program before partitioning: its global dims, the dim of the examples, and its layout.
+  """An array of the program before partitioning.
 
-  `place` is its place in the program; `constraint` the line of a sharding constraint on it that replicates
-  the batch, or an empty string.
+  Attributes:
+    dims: the global dims of the array.
+    examples: the dim that indexes the examples, or None.
+    tiling: its layout.
+    place: its place in the program.
+    constraint: `file.py:line` of a sharding constraint on it that replicates the batch, or an empty string.
   """
 
   dims: tuple[int, ...]
