@@ -1,5 +1,6 @@
 """One transformer over products of mesh axes, against one device; `benchmarks/together.py` runs them all."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import nnx_parallel as nxp
+from benchmarks import together
 from benchmarks.parity import differences
 from benchmarks.together import DENSE, SPARSE, Runs
 
@@ -29,6 +31,12 @@ PART = (
 SIXTEEN = {"context": 2, "tensor": 2, "expert": 2, "stage": 2}
 
 runs = functools.cache(Runs)
+
+
+@pytest.fixture(autouse=True)
+def two_layers(monkeypatch):
+  """One on each stage: the benchmark has four."""
+  monkeypatch.setattr(together, "CONFIG", dataclasses.replace(together.CONFIG, depth=2))
 
 
 @pytest.mark.cases(1)
