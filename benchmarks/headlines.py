@@ -137,6 +137,8 @@ def low_precision() -> list[Row]:
 def large() -> list[Row]:
   """Memory and bytes of models of 70B and more."""
   cases = {
+    "decoder of 70B, MaxText's own": "decoder of MaxText, fsdp 256, no option",
+    "decoder of 70B, MaxText's own, SparseCores": "decoder of MaxText, fsdp 256, SparseCore",
     "decoder of 70B, written by hand": "decoder by hand, fsdp 256, no option",
     "decoder of 70B, unedited": "decoder, fsdp 256, no option",
     "decoder of 70B, unedited, SparseCores": "decoder, fsdp 256, SparseCore",

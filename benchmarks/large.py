@@ -177,6 +177,10 @@ NOTES = [
   " hand, and whose attention goes by blocks. Mixture: the same decoder and options with the sizes of"
   " GLM-4.5-Air (arXiv:2508.06471): 46 layers, of which the first is dense; 128 experts, of which each token"
   " has 8, and one shared expert. No token is dropped (`nxp.parallel.experts`).",
+  "Decoder of MaxText: its own step (MaxText 0.2.5), compiled by the same jax and libtpu and read by the same"
+  f" reader, `python -m benchmarks.maxtext_step REPORT.pickle {' '.join(MAXTEXT)}`. Equal choices: full"
+  " recomputation, gradients in bfloat16, no clipping, a fused attention. Its batch also has positions and"
+  " segment ids; its loss is not computed in chunks.",
   f"Batches of {BATCH} sequences of {LENGTH} tokens, AdamW, float32 state, bfloat16 compute. Compiled by"
   " `jax[tpu]`; nothing was run. SparseCore: compiler options of [another record](overlap.md).",
   "Sent: by each device in a step with ring algorithms; an all-reduce sends its payload twice. The least with"
