@@ -1,0 +1,77 @@
+"""A step that an earlier version of this package wrote in format 5 is read, value by value.
+
+`written/format5.zip` was made once, by `python -m checkpoint.test_format FOLDER` in `tests/`. If this test fails,
+the format has changed: `manifest.FORMAT` needs a new number.
+"""
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+if __name__ == "__main__":
+  os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import NamedSharding, P
+
+import nnx_parallel as nxp
+
+WRITTEN = Path(__file__).with_name("written") / "format5.zip"
+EXTRA, METRICS = {"data": {"position": 3}, "name": "é"}, {"loss": 0.5}
+
+
+def model():
+  """Leaves of each kind that the format encodes in its own way."""
+  mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  kernel = np.arange(64, dtype=np.float32).reshape(8, 8) / 7
+  return {
+    "layers": [{"kernel": jax.device_put(kernel + n, NamedSharding(mesh, P("a", "b")))} for n in range(2)],
+    "a name/with ü": jnp.arange(5, dtype=jnp.bfloat16),
+    "key": jax.random.split(jax.random.wrap_key_data(np.array([1, 2], np.uint32)), 3),
+    "int4": jnp.arange(-4, 4, dtype=jnp.int4),
+    "float8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+    "complex": np.array([1 + 2j, -3j], np.complex64),
+    "truth": np.array([True, False]),
+    "empty": np.zeros((0, 3), np.float16),
+    "number": np.int32(-7),
+  }
+
+
+def optimizer():
+  weights = {"w": jnp.linspace(0, 1, 6)}
+  return optax.adam(1e-2).init(weights)
+
+
+def plain(x):
+  """An array as numpy has it; keys as their data."""
+  x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+  return np.asarray(x)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_step_of_format_5_is_read(tmp_path, devices):
+  with zipfile.ZipFile(WRITTEN) as file:
+    file.extractall(tmp_path)
+  sharding = NamedSharding(nxp.make_mesh(a=devices, devices=jax.devices()[:devices]), P())
+  wanted = model(), optimizer()
+  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), wanted)
+  with nxp.Checkpointer(tmp_path, verify="full") as checkpointer:
+    assert not checkpointer.verify()
+    found = checkpointer.restore(target)
+    record = checkpointer.metadata()
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(plain(x), plain(y))
+  assert (record.step, record.extra, record.metrics) == (7, EXTRA, METRICS)
+  assert "layers.0.kernel" in record.items["model"].leaves
+
+
+if __name__ == "__main__":
+  with nxp.Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(7, model(), optimizer(), extra=EXTRA, metrics=METRICS)
