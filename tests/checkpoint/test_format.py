@@ -1,7 +1,7 @@
 """A step that an earlier version of this package wrote in format 5 is read, value by value.
 
-`written/format5.zip` was made once, by `python -m checkpoint.test_format FOLDER` in `tests/`. If this test fails,
-the format has changed: `manifest.FORMAT` needs a new number.
+`written/format5.zip` was made once, by `python -m checkpoint.test_format FOLDER` in `tests/`. If this test
+fails, the format has changed: `manifest.FORMAT` needs a new number.
 """
 
 import os
