@@ -85,7 +85,8 @@ def read(
   found = dataclasses.replace(found, drops_optimizer=optimizer != "restore" or item != "model")
   if choose is None:
     return found
-  leaves, chosen = flatten(root)[0], _chosen(root, choose)
+  leaves = flatten(root)[0]
+  chosen = _chosen(root, leaves, choose)
   return dataclasses.replace(
     found,
     leaves={**found.leaves, item: {p: leaf for p, leaf in found.leaves[item].items() if p in chosen}},
@@ -150,7 +151,7 @@ def saved_roots(model: object, optimizer: object, only: Only | None = None) -> d
     )
   patterns, choose = split_only(only)
   if choose is not None:
-    leaves = _chosen(model, choose)
+    leaves = _chosen(model, leaves, choose)
   if patterns is not None:
     names = Patterns(patterns, ())
     leaves = {name: leaf for name, leaf in leaves.items() if not names.leaves_out(name)}
@@ -273,12 +274,12 @@ def _tree_target(roots: Mapping[str, PyTree], *, as_numpy: bool) -> Target:
   return Target(wanted, plain, build)
 
 
-def _chosen(tree: PyTree, choose: Any) -> Leaves:
+def _chosen(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
   """The leaves of a tree that a filter of nnx chooses."""
   predicate: Callable[[Path, Leaf], bool] = nnx.filterlib.to_predicate(choose)  # pyright: ignore[reportAssignmentType]
   nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
   paths = [(*plain_path(keys), *path) for keys, node in nodes for path in _leaves_of(node)]
-  leaves, by_name = flatten(tree)[0], {path_str(path): path for path in paths}
+  by_name = {path_str(path): path for path in paths}
   chosen = {name: leaf for name, leaf in leaves.items() if predicate(by_name[name], leaf)}
   if not chosen:
     kinds = sorted({type(leaf).__name__ for leaf in leaves.values()})

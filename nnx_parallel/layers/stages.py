@@ -146,8 +146,8 @@ class AroundLayers:
 
   def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> jax.Array:
     """A row of all layers, on their stages."""
-    stacks = self.stack.stacks(key, values, narrow=key not in self.of_layers)
-    if self.stack.scanned == piped.schedule.stages * piped.schedule.chunk:
+    stacks, plan = self.stack.stacks(key, values, narrow=key not in self.of_layers), piped.schedule
+    if self.stack.scanned and len(stacks) == plan.virtual_stages and not plan.missing:
       return piped.split_chunks(stacks)
     if len(stacks) > 1:
       stacks = [jnp.concatenate([staged(x, piped.mesh, None) for x in stacks])]

@@ -46,7 +46,7 @@ class _Step:
   def __init__(self, options: StepOptions):
     self.options = options
     self.layers = LayersUsed()
-    self.calls = 0
+    self.calls, self._takes_several = 0, False
     self.compiles: list[Compile] = []
     self._bounds: dict[Hashable, Bound] = {}
     self._structures: dict[Hashable, Structure] = {}
@@ -90,8 +90,10 @@ class _Step:
 
   def _joined(self, batch: PyTree, more: Sequence[PyTree]) -> tuple[PyTree, ...]:
     """One batch of the arrays that a call gave separately."""
-    losses = self.options.loss_fn
-    check_several(losses.values() if isinstance(losses, Mapping) else [losses], 1 + len(more))
+    if not self._takes_several:  # once: a signature takes 10 us to read
+      losses = self.options.loss_fn
+      check_several(losses.values() if isinstance(losses, Mapping) else [losses], 1 + len(more))
+      self._takes_several = True
     return (batch, *more)
 
   def _done(self, bound: Bound, news: News, batch: PyTree) -> None:

@@ -342,11 +342,18 @@ class Evaluator:
     return totals if at.result.startswith("(") else totals[0]
 
   def _dot(self, at: hlo.Instruction, left: Array, right: Array, *_: Array) -> Value:
-    params = hlo_dims.dot_params(at)
-    ((summed, _), _) = params["dimension_numbers"]
-    rows = math.prod(left.shape[1 + n] for n in summed)
-    self._spend(max(len(left), len(right)) * math.prod(self._thinning.shape(at)) * rows)
-    return _each(functools.partial(lax.dot_general, **params), left, right)
+    summed, batch = hlo_dims.dot_params(at)["dimension_numbers"]
+
+    def arranged(x: Array, side: int) -> Array:
+      free = [n for n in range(x.ndim - 1) if n not in batch[side] + summed[side]]
+      parts = (batch[0], free, summed[0]) if side == 0 else (batch[1], summed[1], free)
+      sizes = [math.prod(x.shape[1 + n] for n in part) for part in parts]
+      return x.transpose([0, *(1 + n for part in parts for n in part)]).reshape((len(x), *sizes))
+
+    one, other = arranged(left, 0), arranged(right, 1)
+    self._spend(max(len(one), len(other)) * one[0].size * other.shape[-1])
+    product = one @ other
+    return product.reshape((len(product), *self._thinning.shape(at)))
 
   def _convolution(self, at: hlo.Instruction, x: Array, kernel: Array) -> Value:
     params = hlo_dims.convolution_params(at)
