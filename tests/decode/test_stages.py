@@ -41,6 +41,19 @@ class Listed(plain.Model):
       block.attention.init_cache((rows, LENGTH, FEATURES))
 
 
+def stack(rows, depth, length, rngs):
+  """Equal layers with their caches, in one module."""
+
+  @nnx.split_rngs(splits=depth)
+  @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+  def make(rngs):
+    block = plain.Block(rngs)
+    block.attention.init_cache((rows, length, FEATURES))
+    return block
+
+  return make(rngs)
+
+
 class Stacked(nnx.Module):
   """Stacked layers, whose caches have their rows in dim 1, and a count of tokens outside of them."""
 
@@ -49,15 +62,7 @@ class Stacked(nnx.Module):
     self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
     self.places = nnx.Param(jax.random.normal(rngs.params(), (length, FEATURES)))
     self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
-
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def make(rngs):
-      block = plain.Block(rngs)
-      block.attention.init_cache((rows, length, FEATURES))
-      return block
-
-    self.blocks = make(rngs)
+    self.blocks = stack(rows, depth, length, rngs)
     self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs, kernel_init=nnx.initializers.normal(1.0))
 
   def __call__(self, tokens):
@@ -70,7 +75,23 @@ class Stacked(nnx.Module):
     def run(x, block):
       return block(x), None
 
-    return self.head(run(x, self.blocks)[0])
+    for blocks in self.stacks():
+      x, _ = run(x, blocks)
+    return self.head(x)
+
+  def stacks(self):
+    return [self.blocks]
+
+
+class TwoStacks(Stacked):
+  """The layers in two stacks, of which one runs after the other."""
+
+  def __init__(self, rows, depth):
+    super().__init__(rows, depth // 2)
+    self.blocks_after = stack(rows, depth // 2, LENGTH, nnx.Rngs(5))
+
+  def stacks(self):
+    return [self.blocks, self.blocks_after]
 
 
 def piped(**options):
@@ -89,12 +110,12 @@ def expected(init, depth, sampling, stop, prefill=1):
 def planned(init, depth, axes):
   """A plan for groups of rows; stacked layers lie on their stages."""
   rules = rules_for(axes)
-  if init is Stacked:
+  if issubclass(init, Stacked):
     heads = "tensor" if "tensor" in axes else None
     caches = (r".*\.cached_(key|value)", ("stage", "data", None, heads, None))
     rules = [
       rules_for(axes, layers="stage")[0],
-      nxp.PathRules([caches, (r"blocks\..*", ("stage", ...))]),
+      nxp.PathRules([caches, (r"blocks.*", ("stage", ...))]),
       rules[2],
     ]
   return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
@@ -103,7 +124,13 @@ def planned(init, depth, axes):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "depth", "layout"),
-  [(Stacked, 8, "both"), (Listed, 6, "uneven"), (Listed, 6, "dp"), (Stacked, 8, "stages")],
+  [
+    (TwoStacks, 8, "both"),
+    (Stacked, 8, "both"),
+    (Listed, 6, "uneven"),
+    (Listed, 6, "dp"),
+    (Stacked, 8, "stages"),
+  ],
 )
 def test_tokens_are_those_of_one_device(init, depth, layout):
   model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))
@@ -114,6 +141,7 @@ def test_tokens_are_those_of_one_device(init, depth, layout):
     lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
     found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
     assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
+    assert ("2 scans of 4:" in str(generate.layers)) == (init is TwoStacks)
 
 
 @pytest.mark.nightly
