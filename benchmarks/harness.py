@@ -203,6 +203,8 @@ class Record:
 
     The record is written after each group, in the order of `groups`.
     """
+    if not chosen:
+      print("no case has this part in its name, or its compiler is not installed: no record is written")
     path, order = RESULTS / f"{self.name}.json", {group: place for place, group in enumerate(groups)}
     written = json.loads(path.read_text())["rows"] if path.exists() else []
     self.rows += [row for row in written if row["group"] in order.keys() - {*chosen}]

@@ -319,7 +319,9 @@ def flatten(tree: object) -> tuple[Leaves, Rebuild]:
       name = path_str((*plain_path(keys), *path))
       if name in leaves or re.search("[\ud800-\udfff]", name):
         what = "there are two of them" if name in leaves else "that is not Unicode text"
-        raise CheckpointError(f"cannot save the leaf {name!r}: {what}.", fix="use another name for it.")
+        raise CheckpointError(
+          f"a checkpoint cannot hold the leaf {name!r}: {what}.", fix="use another name for it."
+        )
       leaves[name], table[name] = leaf, (path, leaf)
     tables.append((node, table))
 
