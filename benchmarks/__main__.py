@@ -30,9 +30,10 @@ NOT_MEASURED = {
 
 def main() -> None:
   """Runs the benchmarks named on the command line, or all; fails when one fails."""
-  names = sys.argv[1:] or sorted({path.stem for path in HERE.glob("*.py")} - NOT_MEASURED)
-  if not names:
-    print(f"no benchmark in {HERE}")
+  known = {path.stem for path in HERE.glob("*.py")}
+  names = sys.argv[1:] or sorted(known - NOT_MEASURED)
+  if unknown := [name for name in names if name not in known]:
+    sys.exit(f"no benchmark {unknown[0]!r}; for a part of a benchmark: python -m benchmarks.NAME PART")
   failed = []
   for name in names:
     print(f"== {name}", flush=True)

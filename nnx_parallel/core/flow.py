@@ -159,22 +159,32 @@ class _Used:
     return ()
 
 
-def result_axes(eqn: JaxprEqn, shape: tuple[int, ...], inputs: list[Flow]) -> Axes:
-  """Axes of an operation's result: each dim takes the axes of the same dim of an operand, data first.
+def result_axes(eqn: JaxprEqn, inputs: list[Flow]) -> list[Axes]:
+  """The axes of each result of an operation: a dim takes the axes of the same dim of an operand, data first.
 
   If a reshape splits dims, or an operation has no map, dims of equal place or size count as the same dim.
   """
-  shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+  shapes, results = (
+    [tuple(getattr(v.aval, "shape", ())) for v in side] for side in (eqn.invars, eqn.outvars)
+  )
   split = sorted((n for n, flow in enumerate(inputs) if flow.names), key=lambda n: not inputs[n].data)
-  found, used = dim_map(eqn), _Used()
-  if found is not None and len({*found.results}) == 1:
-    own, factors = found.operands, found.results[0]
-  else:
-    own, factors = [tuple(range(len(x))) if len(x) == len(shape) else () for x in shapes], range(len(shape))
-  if (found is not None and found.major) or not any(own[n] for n in split):
-    return _match_sizes([(shapes[n], inputs[n]) for n in split], shape, used)
-  sources = [[(inputs[n], own[n].index(f)) for n in split if f is not None and f in own[n]] for f in factors]
-  return tuple(used.take(*(flow.axes[dim] for flow, dim in options)) for options in sources)
+  found = dim_map(eqn)
+
+  def axes(position: int, shape: tuple[int, ...]) -> Axes:
+    used = _Used()
+    if found is None:
+      own = [tuple(range(len(x))) if len(x) == len(shape) else () for x in shapes]
+      factors = tuple(range(len(shape)))
+    else:
+      own, factors = found.operands, found.results[position]
+    if (found is not None and found.major) or not any(own[n] for n in split):
+      return _match_sizes([(shapes[n], inputs[n]) for n in split], shape, used)
+    sources = [
+      [(inputs[n], own[n].index(f)) for n in split if f is not None and f in own[n]] for f in factors
+    ]
+    return tuple(used.take(*(flow.axes[dim] for flow, dim in options)) for options in sources)
+
+  return list(itertools.starmap(axes, enumerate(results)))
 
 
 def _match_sizes(

@@ -56,7 +56,7 @@ def _followed(eqn: JaxprEqn, flows: list[Flow]) -> Sequence[Flow]:
   product, data = meeting(eqn), any(flow.data for flow in flows)
   if product is not None:
     return [Flow(product.meet(flows[0], flows[1], frozenset((_ROWS,))).axes, data)]
-  return [Flow(result_axes(eqn, getattr(var.aval, "shape", ()), flows), data) for var in eqn.outvars]
+  return [Flow(axes, data) for axes in result_axes(eqn, flows)]
 
 
 _FACTS = Facts(

@@ -541,7 +541,7 @@ def _flow(x: jax.ShapeDtypeStruct, *, data: bool) -> Flow:
 def _followed(eqn: JaxprEqn, flows: list[Flow], batch: frozenset[str]) -> list[Flow]:
   """The layouts of the results of an operation."""
   data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
-  found = [result_axes(eqn, getattr(v.aval, "shape", ()), flows) for v in eqn.outvars]
+  found = result_axes(eqn, flows)
   product = meeting(eqn)
   if eqn.primitive.name == "sharding_constraint":
     found = [constraint(eqn, flows[0].axes)]

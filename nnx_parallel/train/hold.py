@@ -372,6 +372,8 @@ class _Rewriting(Interpreter[Flow]):
 
   def _followed(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     """The layouts of the results of an operation without inner programs."""
+    if eqn.primitive.name == "optimization_barrier":
+      return flows
     data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
     if eqn.primitive.name == "sharding_constraint":
       axes = constraint(eqn, flows[0].axes)
@@ -380,13 +382,12 @@ class _Rewriting(Interpreter[Flow]):
       return [Flow(tuple((*without(a, _MARKS), *marks) for a, marks in pairs), data, weight)]
     if eqn.primitive.name == "shard_map":
       manual = frozenset(eqn.params["newly_manual_axes"])
-      before = [result_axes(eqn, v.aval.shape, flows) for v in eqn.outvars]
-      specs = zip(eqn.params["out_specs"], before, strict=True)
+      specs = zip(eqn.params["out_specs"], result_axes(eqn, flows), strict=True)
       return [Flow(shard_map_axes(spec, axes, manual), data, weight) for spec, axes in specs]
     product = meeting(eqn)
     if product is not None:
       return [Flow(self._scattered(product, flows), data, weight)]
-    return [Flow(result_axes(eqn, getattr(v.aval, "shape", ()), flows), data, weight) for v in eqn.outvars]
+    return [Flow(axes, data, weight) for axes in result_axes(eqn, flows)]
 
   def _scattered(self, product: Meeting, flows: list[Flow]) -> Axes:
     """The layout of a product; a sum over the axes of the positions leaves each device its positions."""

@@ -44,6 +44,22 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
 
 
+def test_a_barrier_around_a_gradient_and_activations_does_not_gather_the_update():
+  mesh = nxp.make_mesh(fsdp=4, tensor=2)
+  where = NamedSharding(mesh, jax.P("fsdp", "tensor"))
+
+  def run(arrays, batch):
+    grad = jax.grad(lambda kernel: jnp.sin(batch @ kernel).sum())(arrays[0])
+    grad, batch = jax.lax.optimization_barrier((grad, batch))  # as jax.checkpoint makes one
+    return arrays[0] - 0.1 * grad, batch.sum()
+
+  kernel, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 16), (32, 8)])
+  step = held(run, mesh, Scope(nxp.LogicalRules(batch="fsdp"), mesh), [where])
+  found = [e for e in jax.make_jaxpr(step)((kernel,), x).eqns if e.primitive.name == "sharding_constraint"]
+  kept = [e.invars[0].aval.shape for e in found]
+  assert kept.count(kernel.shape) == 1  # for the product
+
+
 @pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
 def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)

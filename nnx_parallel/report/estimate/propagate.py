@@ -88,14 +88,17 @@ class LayoutChange:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-  """One matrix product, convolution or kernel with a known cost; arrays and FLOPs are global, per run.
+  """One matrix product or convolution, or a kernel that states its cost.
 
   Attributes:
     arithmetic: type and precision, as `Chip.peak` takes them.
+    flops: the FLOPs of the full product, once per run.
+    times: the number of runs.
     split: axes that divide the work.
     summed: axes over which partial results are added up.
+    out: the result, per run.
     source: the identity of the data operand, so that products of one input are recognised.
-    data: the data operand as it is multiplied.
+    data: the data operand as it is multiplied, per run.
     spread: axes of the other operand's free dims that the data operand does not have: its gradient is summed
       over them. If the data is split over them (sequence parallelism), a gather before and a scatter of the
       gradient send as much as this sum.
@@ -201,7 +204,7 @@ class Propagation:
     found = meeting(eqn)
     if found is not None:
       return [self._dot(eqn, inputs, times, found)]
-    flows = [Flow(result_axes(eqn, out.aval.shape, inputs), data, weight, own) for out in eqn.outvars]
+    flows = [Flow(axes, data, weight, own) for axes in result_axes(eqn, inputs)]
     if _is_heavy(name):
       self._kernel(eqn, inputs, flows, times)
     return flows
