@@ -395,7 +395,7 @@ class PipelineLoop:
     return jax.tree.map(split, stacked)
 
   def split_chunks(self, stacks: Sequence[jax.Array]) -> jax.Array:
-    """As `split_layers`, of one stack for each virtual stage: each stage keeps its part of each stack."""
+    """As `split_layers`, for one stack for each virtual stage: a stage keeps its part of each stack."""
     plan = self.schedule
     chunks = [x.reshape(plan.stages, plan.chunk, *x.shape[1:]) for x in stacks]
     return jnp.stack([staged(x, self.mesh, self.axis) for x in chunks])

@@ -59,7 +59,7 @@ Place = tuple[int, int]
 Key = Any
 """Identifies an input or a result of a layer: its position, or its place in a chain."""
 EachLayer: TypeAlias = list[Var]
-"""What the layers read or make: a variable for each layer, or for each scan, where it has a dim of layers."""
+"""Variables that layers read or make: one for each layer, or one for each scan, with the layers on dim 0."""
 Body: TypeAlias = Callable[
   [Sequence[jax.Array], Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]
 ]
@@ -123,7 +123,7 @@ class Stack:
     made: a result of each layer -> its variables.
     step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
     used: the variables that are read outside of the layers.
-    scanned: the number of layers of each variable, which is a scan; 0: each layer has its own variables.
+    scanned: the number of layers on dim 0 of each variable; 0: each layer has variables of its own.
     size: how many layers of the model each layer is.
     narrow: rows that the layers only read cast -> the narrower dtype.
   """
@@ -173,7 +173,7 @@ class Stack:
     return [jnp.stack([jnp.asarray(x, dtype) for x in found])]
 
   def places(self, key: Key) -> Iterator[tuple[Var, int | slice]]:
-    """The variables of a result, and where they are among the results of all layers."""
+    """Each variable of a result, and its place in the results of all layers: a layer, or some layers."""
     for n, var in enumerate(self.made[key]):
       yield var, slice(n * self.scanned, (n + 1) * self.scanned) if self.scanned else n
 
@@ -333,7 +333,7 @@ class Stacks:
     )
 
   def _consecutive_scans(self) -> list[list[int]]:
-    """The scans over layers that the model has; together, those of one body that continue one another."""
+    """The scans over layers of the model, in groups: a scan joins the group of the scan that it continues."""
     runs: list[list[int]] = []
     for n, eqn in enumerate(self.eqns):
       if not _is_stack(eqn):
@@ -345,7 +345,7 @@ class Stacks:
     return runs
 
   def _continues(self, before: int, number: int) -> bool:
-    """Whether a scan has the body of an earlier scan, and only its results as first carried values."""
+    """Whether a scan has the same body as an earlier scan, and starts from the final carry of that scan."""
     first, second = self.eqns[before], self.eqns[number]
     # Without calls: the name of a marked call is the path of its layer.
     programs = [identity(flattened(eqn.params["jaxpr"], is_call)) for eqn in (first, second)]

@@ -31,9 +31,13 @@ _REFUSED = "Auto"
 
 
 class Places(NamedTuple):
-  """The mesh (None on one device), shardings and scope of arrays as a program sees them.
+  """The layout of arrays as a program sees them.
 
-  `note` says which axes the program computes on, and why; it is empty on a mesh without Explicit axes.
+  Attributes:
+    mesh: the mesh of all arrays; None on one device.
+    shardings: the sharding of each array, if it has one.
+    scope: the scope of the plan, if there is one.
+    note: the axes that the program computes on, and why; empty on a mesh without Explicit axes.
   """
 
   mesh: Any

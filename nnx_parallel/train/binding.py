@@ -34,7 +34,10 @@ current_trace: Callable[[], object] = get_opaque_trace_state
 
 
 class Template:
-  """The structure of some modules, which rebuilds them around other arrays; the modules may be abstract.
+  """The structure of some modules, which rebuilds them around other arrays.
+
+  Args:
+    objects: a module, or a tuple or dict of modules and optimizers; live or abstract.
 
   Attributes:
     paths: the paths of the leaves, in order: Variables, and arrays outside of Variables.
@@ -124,8 +127,10 @@ class Binding:
     move: whether arrays without a mesh are moved to the mesh of the other arrays, in the live Variables.
 
   Attributes:
-    labels: the dotted paths of all leaves; `variable_labels` of those that `read` returns.
-    shardings: the pinned shardings of all leaves, or None; `variable_shardings` of those that `read` returns.
+    labels: the dotted paths of all leaves.
+    shardings: the pinned shardings of all leaves; None where nothing is pinned.
+    variable_labels: the dotted paths in the order of `read`.
+    variable_shardings: the pinned shardings in the order of `read`.
     raw: the arrays outside of Variables.
     mesh: the mesh of all shardings, or None.
     scope: the scope of the plan that the Variables were made from, if there is one.

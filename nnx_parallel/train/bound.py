@@ -38,8 +38,12 @@ News = tuple[str, ...] | None
 class Bound:
   """A step for some live objects: their binding, and the programs of their structure.
 
-  `roots` are as for `Binding`. New structures are added to `structures`. `forget` is called when one of the
-  objects is garbage-collected, so that its arrays are not kept alive.
+  Args:
+    options: the options of the step.
+    roots: as for `Binding`.
+    reasons: why it was made.
+    structures: the structures that the step knows; a new structure is added.
+    forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
   """
 
   def __init__(

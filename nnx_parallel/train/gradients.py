@@ -29,8 +29,10 @@ class Layout(NamedTuple):
 
   Attributes:
     mesh: the mesh, or None on one device.
-    gradients: path in the models -> the sharding of its gradient, or None if it is on no mesh.
-    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist.
+    gradients: path in the models -> the sharding of its gradient: the array's sharding, or the sharding of
+      its optimizer state. None if it is on no mesh.
+    scattered: the paths of gradients that take the sharding of their optimizer state as soon as they exist,
+      in each microbatch.
     used: mesh axes that split some array of the model.
     batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
   """
@@ -53,10 +55,14 @@ class Layout(NamedTuple):
 
 
 class Total(NamedTuple):
-  """The results of a batch: `terms` and gradients, summed over `parts`, local parts included.
+  """The results of a batch.
 
-  The gradients are float32 and not yet divided, if there are several parts. `rest` has the changed arrays, as
-  in `Objective`; `how` says where the gradients of replicas are reduced.
+  Attributes:
+    grads: one array for each trained array; float32 sums, not yet divided, if there are several parts.
+    terms: the terms, summed over the parts.
+    parts: the number of parts in the sum, local parts included.
+    rest: position -> new value, as in `Objective`.
+    how: where the gradients of replicas are reduced, as a phrase.
   """
 
   grads: list[jax.Array]
@@ -70,8 +76,14 @@ class Total(NamedTuple):
 class Accumulation:
   """The gradients and terms of a loss, summed over `count` microbatches.
 
-  The objective changes the arrays of `rest` at the positions `changes`. With `tangents`, the derivative along
-  them takes the place of the gradients.
+  Attributes:
+    objective: the function to differentiate.
+    trained: the arrays with gradients.
+    rest: the other arrays.
+    count: the number of microbatches.
+    layouts: the layouts of the gradients.
+    changes: the positions of the arrays in `rest` that the objective changes.
+    tangents: a direction; the derivative along it takes the place of the gradients.
   """
 
   objective: Objective

@@ -25,10 +25,13 @@ _MINIMUM, _MAXIMUM = 1.0, 2.0**24
 
 
 class LossScaleState(NamedTuple):
-  """State of `with_loss_scale`, around the state of the wrapped transformation.
+  """State of `with_loss_scale`.
 
-  `scale` is the factor of the loss, a float32 power of two; `good_steps` counts finite steps since it last
-  changed, `skipped` all steps whose gradients were not finite.
+  Attributes:
+    inner: state of the wrapped transformation.
+    scale: the factor of the loss, a float32 power of two.
+    good_steps: finite steps since the scale last changed.
+    skipped: the total number of steps whose gradients were not finite.
   """
 
   inner: PyTree

@@ -53,10 +53,13 @@ def weighted(sum: AnyArray, count: AnyArray) -> Weighted:
 
 
 class Terms(NamedTuple):
-  """The terms of one (micro)batch, by name; outputs are arrays with the examples on dim 0.
+  """The terms of one (micro)batch.
 
-  Sums are float32 scalars, or arrays for a summary; one of them is `loss`. A count is None for a plain
-  scalar, which counts as one whether the part is large or small.
+  Attributes:
+    sums: name -> float32 scalar, or an array for a summary; one of the names is `loss`.
+    counts: name -> float32, the divisor of the sum; None for a plain scalar, which counts as one whether the
+      part is large or small.
+    outputs: name -> array with the examples on dim 0.
   """
 
   sums: dict[str, Any]

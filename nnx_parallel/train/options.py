@@ -21,14 +21,22 @@ CompilerOption = str | int | float | bool
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-  """The loss function of a step, and the options of `train_step` or `eval_step`, under the same names.
+  """The loss function of a step, and the options of `train_step` or `eval_step`.
 
   Attributes:
     loss_fn: one loss function, or key -> loss function for several models that are trained in turn.
+    microbatches: the number of parts of each batch.
     layers: how the layers of the loss, its attention and its head are computed.
+    outputs: names of metrics that are per-example arrays.
+    gradients: the layout of gradients; see `train_step`.
+    reduction: dtype in which replicas sum their gradients, or None.
+    pairs: whether metrics come as `(sum, count)` pairs.
+    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
+    compiler_options: options of XLA.
 
   Raises:
-    TrainError: an option that no step can have.
+    TrainError: not a loss function, an invalid number of microbatches, an unknown gradient layout or
+      reduction dtype, or compiler options that are no dict.
   """
 
   loss_fn: LossFn | Mapping[Any, LossFn]

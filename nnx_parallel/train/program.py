@@ -58,10 +58,17 @@ class Compile:
 
 
 class Program:
-  """A jitted `run(arrays, raw arrays, batch)`: the first of `runs` that XLA can compile.
+  """A jitted `run(arrays, raw arrays, batch)`.
 
-  The arrays have these shardings, are donated, and are the first results; without shardings, nothing changes.
-  `is_known` says whether the last trace of `jitted` was recorded: the step sets it, and a trace unsets it.
+  Args:
+    runs: the function to compile, and fallback functions for when XLA cannot compile it.
+    shardings: the shardings of the arrays, which are donated and are the first results; None for a function
+      that changes nothing.
+    compiler_options: options of XLA.
+
+  Attributes:
+    jitted: the jitted function.
+    is_known: whether its last trace was recorded: set by the step, and unset by a trace.
   """
 
   def __init__(
@@ -101,8 +108,10 @@ class Program:
 class Structure:
   """The programs of a step for all live objects of one structure; it holds no arrays.
 
-  `places` are of the leaves in the programs; `reduction` and `layers` say how the last traced program reduces
-  gradients between replicas, and computes the layers of the loss.
+  Attributes:
+    places: of the leaves, in the programs.
+    reduction: how the last traced program reduces gradients between replicas.
+    layers: how the last traced program computes the layers of the loss.
   """
 
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):

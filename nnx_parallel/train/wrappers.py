@@ -21,9 +21,11 @@ from nnx_parallel.train.losses import is_low, widen
 
 
 class MastersState(NamedTuple):
-  """State of `with_masters`: the inner state, and the parameters in float32.
+  """State of `with_masters`.
 
-  Parameters that need no copy have `optax.MaskedNode()`.
+  Attributes:
+    inner: state of the wrapped transformation, made for the masters.
+    masters: the parameters in float32; `optax.MaskedNode()` for parameters that need no copy.
   """
 
   inner: PyTree
@@ -31,7 +33,12 @@ class MastersState(NamedTuple):
 
 
 class AverageState(NamedTuple):
-  """State of `with_ema`: the inner state, and the averaged parameters, at least float32."""
+  """State of `with_ema`.
+
+  Attributes:
+    inner: state of the wrapped transformation.
+    average: the averaged parameters, at least float32.
+  """
 
   inner: PyTree
   average: PyTree

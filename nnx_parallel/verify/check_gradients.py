@@ -127,7 +127,10 @@ def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.
 class Looks:
   """Compares the derivatives of a subject, for any set of its leaves.
 
-  Without a number of directions, there is one, or 2 in coarse dtypes.
+  Args:
+    subject: the subject of the check.
+    seed: the seed of the directions.
+    directions: the number of directions; None: 1, or 2 in coarse dtypes.
   """
 
   def __init__(self, subject: Subject, seed: int = 0, directions: int | None = None):

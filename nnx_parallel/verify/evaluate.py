@@ -78,9 +78,16 @@ class _Unknown(Exception):
 class Evaluator:
   """Runs one program.
 
-  Only the first and last `ENDS` passes of `shortened` loops (JAX name, stack frame) are run. `watch` is
-  called with each instruction that has run, and its value. `lost` are the operations that were not supported,
-  `unequal` the ends of a `shard_map` that declare a value replicated although it differs between devices.
+  Args:
+    program: the parsed program.
+    thinning: the thinning of all arrays.
+    devices: the total number of devices.
+    shortened: loops (JAX name, stack frame) of which only the first and last `ENDS` passes are run.
+    watch: called with each instruction that has run, and its value.
+
+  Attributes:
+    lost: the operations that were not supported.
+    unequal: ends of a `shard_map` that declare a value replicated although it differs between devices.
   """
 
   def __init__(

@@ -67,9 +67,13 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """The names of the correct results of a partitioned program, its faults, and the rest, with reasons.
+  """The comparison of a program before and after partitioning.
 
-  With `shortened`, only the first and last passes of the longest loops were run.
+  Attributes:
+    right: the names of the correct results.
+    faults: the wrong results.
+    unknown: result -> why it could not be compared.
+    shortened: whether only the first and last passes of the longest loops were run.
   """
 
   right: tuple[str, ...] = ()

@@ -18,9 +18,13 @@ from nnx_parallel.layout.resolve import shard_counts
 
 @dataclasses.dataclass(frozen=True)
 class Relayout:
-  """Another sharding for a group of equal leaves, at some positions among the trained arrays.
+  """Another layout for a group of equal leaves.
 
-  It takes `extra_bytes` more on each device.
+  Attributes:
+    name: the group.
+    positions: the positions of its leaves among the trained arrays.
+    sharding: the other layout.
+    extra_bytes: the additional bytes on each device.
   """
 
   name: str

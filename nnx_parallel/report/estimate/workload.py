@@ -117,10 +117,16 @@ class Workload:
   """One step of a model on a batch.
 
   Attributes:
-    used: `parameters` in the type in which they are gathered: the type of their use if it is narrower.
+    parameters: trained and frozen parameters.
+    used: the same parameters in the type in which they are gathered: the type of their use if it is narrower,
+      else their own type.
+    trained: the parameters that get a gradient.
     other: the model's other state.
-    optimizer: the optimizer's state in device memory, without `masters` (see `with_masters`).
+    optimizer: the optimizer's state in device memory, without the masters.
+    masters: float32 copies of parameters in a smaller type; see `with_masters`.
     on_host: the optimizer's state in host memory; leaves of one shape and layout are merged.
+    batch: the inputs.
+    batch_axes: axes that split the batch.
     gather_axes: the `batch_axes` over which parameters are gathered before use; the other batch axes hold
       different experts.
     token_axes: axes over which gradients of parameters are summed: the batch axes, and an axis that splits
@@ -135,7 +141,9 @@ class Workload:
       parameters of all layers before it scans them; nothing if they are scattered.
     largest: the largest array computed from the batch, for each way of splitting.
     moves: arrays of the batch that change their layout.
-    products: matrix products of the forward pass; `recomputed` of recomputation, `update` of the optimizer.
+    products: matrix products of the forward pass.
+    recomputed: matrix products that recomputation repeats.
+    update: matrix products of the optimizer.
     exchanged: groups of matrices that `per_matrix` sends to other devices, and back.
     uncounted: operation -> runs, of operations that compute and are not among the products.
     stage: ZeRO stage, 0 if it splits nothing.

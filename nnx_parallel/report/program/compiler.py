@@ -54,10 +54,13 @@ class MemoryStats:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-  """The bytes per device that were missing, by a compiler that checks the memory (TPU).
+  """The memory that was missing, by a compiler that checks it (TPU).
 
-  If they are not the `total`, arguments that are not donated come on top: the compiler's "temporaries" are
-  the total of its memory report, which includes donated arguments and results (libtpu 0.0.42 and 0.0.50).
+  Attributes:
+    bytes: the bytes needed per device.
+    total: whether `bytes` is everything. Otherwise the arguments that are not donated come on top: the
+      compiler's "temporaries" are the total of its memory report, which includes donated arguments and
+      results (libtpu 0.0.42 and 0.0.50).
   """
 
   bytes: int

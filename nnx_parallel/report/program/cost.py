@@ -107,7 +107,7 @@ def _flops(instruction: hlo.Instruction) -> int:
 
 
 def _convolution_flops(instruction: hlo.Instruction) -> int:
-  """Two for each product with an element of the left operand; products with padding or holes do not count.
+  """Two FLOPs for each product with an element of the left operand; padding and holes do not count.
 
   TPU compilers write a matrix product with several dims of its result as a convolution over padding.
   """
