@@ -5,7 +5,7 @@ a step is the work of all stages, bubbles included. By theory, this time is
 `ticks / (microbatches * virtual_stages)`
 times the time of the step on data alone. The bytes sent between stages are printed beside the bytes that must
 be sent. The record also has the temporaries of a small decoder as the number of microbatches grows, in the
-order of GPipe and in 1F1B.
+order of GPipe, in 1F1B, and in 1F1B with split backward passes.
 
   python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
 """
@@ -38,6 +38,7 @@ WAYS = {
   )
   for stages, virtual_stages in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
 }
+ORDERS = {"gpipe": "GPipe", "1f1b": "1F1B", "1f1b-split": "1F1B, split"}
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
   f"Temporaries by microbatches: a decoder of {LAYERS} such layers, {TOKENS} tokens and microbatches of 4 x"
@@ -159,22 +160,20 @@ def main() -> None:
   way = WAYS["4 stages"]
   plan = plan_of(nxp.make_mesh(sizes_of(way)))
   model, optimizer = nxp.create_sharded_model(plan)
-  cases["4 stages, 1F1B"] = functools.partial(
-    step_of(way, "1f1b"), model, optimizer, nxp.shard_batch(x, plan)
-  )
+  batch = nxp.shard_batch(x, plan)
+  for order in ("1f1b", "1f1b-split"):
+    cases[f"4 stages, {ORDERS[order]}"] = functools.partial(step_of(way, order), model, optimizer, batch)
   record.compare(measure(cases, rounds=15, warmup=2), baseline="no pipeline")
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
       continue
     mesh = nxp.report.topology_mesh(text, data=2, stage=4)
     for microbatches in (4, 16, 64):
-      for order in ("gpipe", "1f1b"):
+      for order, label in ORDERS.items():
         found = temporaries(mesh, microbatches, order)
         print(f"{text}: {microbatches} microbatches, {order}: {found:.2f} MiB", flush=True)
-        record.value(
-          f"{microbatches} microbatches: {'1F1B' if order == '1f1b' else 'GPipe'}", found, "MiB",
-          group=f"temporaries on {text}",
-        )  # fmt: skip
+        group = f"temporaries on {text}"
+        record.value(f"{microbatches} microbatches: {label}", found, "MiB", group=group)
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
       continue

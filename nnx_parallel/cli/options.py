@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from nnx_parallel.errors import MeshError, ReportError, SchemeError, ShardingError
 
@@ -63,7 +63,10 @@ def pipeline(text: str) -> Pipeline:
   try:
     return Pipeline(axis, *map(positive, rest), order=order)
   except (SchemeError, TypeError, ValueError) as error:
-    raise argparse.ArgumentTypeError(f"{text!r} is not AXIS[:VIRTUAL_STAGES][:1f1b]") from error
+    known = ", ".join(get_args(Order))
+    raise argparse.ArgumentTypeError(
+      f"{text!r} is not AXIS[:VIRTUAL_STAGES][:ORDER]; orders: {known}"
+    ) from error
 
 
 def format_pipeline(found: Pipeline) -> str:
@@ -150,7 +153,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
   },
   "--pipeline": {
     "type": pipeline,
-    "metavar": "AXIS[:VIRTUAL_STAGES][:1f1b]",
+    "metavar": "AXIS[:VIRTUAL_STAGES][:ORDER]",
     "help": "run the layers as a pipeline over this mesh axis; --microbatches is a multiple of its size",
   },
   "--batch": {"type": positive, "metavar": "N", "help": "examples in the global batch"},

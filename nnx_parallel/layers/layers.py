@@ -54,8 +54,9 @@ from nnx_parallel.layers.mark import (
   repeats_layers,
   scalars_as,
 )
-from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layers.pipeline import Order, Pipeline, Schedule
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
+from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
 from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows, step_of_scan
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
@@ -76,6 +77,11 @@ _WHAT_IS_A_LAYER = (
 _SHOWN = 6
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _INPUT = "layer input"
+_ORDERS: dict[Order, type[TrainPipeline]] = {
+  "gpipe": TrainPipeline,
+  "1f1b": Pipeline1F1B,
+  "1f1b-split": SplitPipeline1F1B,
+}
 """The name of the arrays that `"offload"` moves to host memory."""
 
 
@@ -356,8 +362,7 @@ def with_stages(
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     program, signature, tree = program_of(objective, (model, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
-    kind = Pipeline1F1B if pipeline.order == "1f1b" else TrainPipeline
-    piped = kind(program, signature, treatment_of(options), pipeline, microbatches, mesh)
+    piped = _ORDERS[pipeline.order](program, signature, treatment_of(options), pipeline, microbatches, mesh)
     used.done, used.schedule = (str(piped), *used.done), piped.schedule
     found = piped(arrays, jax.tree.leaves(parts))
     found = [join_batch(x) if n in signature.outputs else x for n, x in enumerate(found)]

@@ -4,7 +4,8 @@ A *tick* is one scan step, in which each stage computes one *chunk* of its layer
 have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
 every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
 saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
-grows with the number of microbatches. In the order of `pipeline_1f1b.py`, memory does not grow with it.
+grows with the number of microbatches. In the orders of `pipeline_1f1b.py` and `pipeline_split.py`, memory
+does not grow with it.
 
 Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
 microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
@@ -37,7 +38,7 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
-Order: TypeAlias = Literal["gpipe", "1f1b"]
+Order: TypeAlias = Literal["gpipe", "1f1b", "1f1b-split"]
 """The order of the forward and backward passes in a train step; see `Pipeline`."""
 GROUPS = 3
 """The number of groups under way in 1F1B: one forward, one backward, and the start of the next group."""
@@ -57,12 +58,15 @@ class Pipeline:
       forward before the first one passes backward, so a stage saves one input for each microbatch and chunk.
       With `"1f1b"`, groups of microbatches (one for each stage) pass forward and backward in turn, so a stage
       saves the inputs of at most `3 * stages * virtual_stages` chunks, however many microbatches there are.
-      Both orders have the same bubble.
+      Both orders have the same bubble. `"1f1b-split"` is 1F1B with split backward passes: the gradients of
+      the weights are computed apart from the gradients of the inputs, when no stage waits. Its bubble is
+      smaller, and each stage also saves what the gradients of the weights of two groups read.
 
   Raises:
     SchemeError: the order is unknown.
 
-  Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473.
+  Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473; split backward
+  passes, arXiv:2401.10241.
 
   Example:
     >>> import nnx_parallel as nxp
@@ -77,7 +81,7 @@ class Pipeline:
   def __post_init__(self) -> None:
     if self.order not in get_args(Order):
       raise SchemeError(
-        f"order={self.order!r} is not an order of a pipeline.", fix='order="1f1b", or order="gpipe".'
+        f"order={self.order!r} is not an order of a pipeline.", fix=f"one of {get_args(Order)}."
       )
 
   def saved_inputs(self, schedule: Schedule) -> int:
@@ -95,7 +99,7 @@ class Pipeline:
       >>> nxp.Pipeline().saved_inputs(schedule), nxp.Pipeline(order="1f1b").saved_inputs(schedule)
       (67, 12)
     """
-    if self.order == "1f1b":
+    if self.order != "gpipe":
       return min(GROUPS, schedule.groups) * schedule.stages * schedule.virtual_stages
     return schedule.ticks
 
@@ -466,13 +470,20 @@ class PipelineLoop:
 
     def one(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
       row, old, active = given
-      new, changed, made = self.layer(carry, row, old, shared, gathered)
-      if self.schedule.missing:
-        new, changed = where(active, (new, changed), (carry, old))
+      new, changed, made = self.one_layer(carry, old, row, active, shared, gathered)
       return new, (changed, made)
 
     carry, (state, made) = jax.lax.scan(one, carry, (rows, state, active))
     return carry, state, made
+
+  def one_layer(
+    self, carry: PyTree, state: PyTree, row: PyTree, active: AnyArray, shared: PyTree, gathered: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree]:
+    """One layer for one microbatch; a layer that is not `active` does nothing."""
+    new, changed, made = self.layer(carry, row, state, shared, gathered)
+    if self.schedule.missing:
+      new, changed = where(active, (new, changed), (carry, state))
+    return new, changed, made
 
   def _moved(self, tree: PyTree, by: int, dim: int = 0) -> PyTree:
     """Each stage's arrays on the next stage, or on the previous stage; the ends wrap around."""

@@ -8,6 +8,7 @@ of them. Here, forward and backward alternate, group by group (a group has one m
                  the head and the loss of group `g`, and their gradients, each microbatch on its stage
                  as many ticks backward, from the last stage to the first
                  the gradients of the embedding, for group `g - 1`, which has left the first stage backward
+                 (`Gradients._of_left`; in `pipeline_split.py`, the gradients of the layers' weights too)
     drain:       the last `stages - 1` ticks backward
 
 At most three groups are under way, so a stage saves the inputs of `3 * stages * virtual_stages` chunks,
@@ -19,6 +20,7 @@ sum over microbatches, so the gradients wait only for a factor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +44,7 @@ class Weights(NamedTuple):
 
   Attributes:
     rows: an input of each layer -> `[stages, virtual_stages, chunk, ...]`.
-    outer: the values of `_Gradients.outer`, a copy for each stage.
+    outer: the values of `Gradients.outer`, a copy for each stage.
   """
 
   rows: dict[Key, jax.Array]
@@ -56,12 +58,13 @@ class Under(NamedTuple):
     forward: activations that are under way.
     backward: gradients of activations that are under way.
     state: the arrays that the layers change.
-    saved: the inputs of the chunks under way; dim 1 is the slot of `_Gradients._slot`.
+    saved: the inputs of the chunks under way; dim 1 is the slot of `Gradients._slot`.
     made: the results of their layers that are read outside of the layers, with the same dims.
     made_gradients: the gradients of these results.
     bridge: values that are computed before the layers and read after them, for the group that leaves next.
     bridge_gradients: the gradients of these values, for the group that left.
     gradients: sums of the gradients of the weights, in float32 or wider; each stage has its own.
+    operands: what is saved for gradients of weights that are computed later (`pipeline_split.py`).
   """
 
   forward: Belt
@@ -73,6 +76,7 @@ class Under(NamedTuple):
   bridge: PyTree
   bridge_gradients: PyTree
   gradients: Weights
+  operands: PyTree = ()
 
 
 class Pipeline1F1B(TrainPipeline):
@@ -80,6 +84,11 @@ class Pipeline1F1B(TrainPipeline):
 
   The first result of the program is the loss. Only the loss has a gradient, in reverse mode.
   """
+
+  @property
+  def gradients(self) -> type[Gradients]:
+    """The class that runs the schedule."""
+    return Gradients
 
   def __call__(self, model: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
     """As in `TrainPipeline`."""
@@ -92,7 +101,7 @@ class Pipeline1F1B(TrainPipeline):
 
     def forward(model: list[Any], parts: list[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
       trained = [n for n, x in enumerate(model) if x.perturbed and is_inexact(x.value)]
-      return _Gradients(self, [x.value for x in model], [x.value for x in parts], trained).run()
+      return self.gradients(self, [x.value for x in model], [x.value for x in parts], trained).run()
 
     def backward(gradients: dict[int, jax.Array], given: list[Any]) -> tuple[PyTree, PyTree]:
       # The loss may be several results: itself, and the sum from which its mean is computed.
@@ -107,7 +116,7 @@ class Pipeline1F1B(TrainPipeline):
     return var is self.outputs[0] and not isinstance(gradient, jax.custom_derivatives.SymbolicZero)
 
 
-class _Gradients:
+class Gradients:
   """One call of a pipeline with gradients.
 
   Args:
@@ -211,27 +220,23 @@ class _Gradients:
       )
       under = self._with_made_gradients(under, g, of_made)._replace(gradients=_added(under.gradients, outer))
       under = self._backward(under, weights, g * length + full, of_carry)
-      under = self._embedding(under, weights, g - 1)
+      under = self._add_left(under, weights, g - 1)
       return under._replace(bridge=bridge, bridge_gradients=of_bridge), results
 
     under, results = jax.lax.scan(group, under, jnp.arange(plan.groups))
-    nothing = jax.tree.map(jnp.zeros_like, _floats(idle))
+    nothing = jax.tree.map(jnp.zeros_like, floats_of(idle))
     under = self._backward(under, weights, plan.groups * length + fill, nothing)
-    return self._embedding(under, weights, plan.groups - 1), results
+    return self._add_left(under, weights, plan.groups - 1), results
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
     """The carry before the first tick. Slots hold real values: a bubble may compute on them."""
     plan, loop = self.of.schedule, self.loop
-    slots = self.groups * plan.stages * plan.virtual_stages
     stages = np.arange(plan.stages)
     first = loop.by_stage(at)(self.state, 0 * stages)
     _, _, made = jax.eval_shape(self._chunks, weights, idle, first, 0 * stages)
-
-    def in_slots(x: jax.Array) -> jax.Array:
-      return jnp.swapaxes(jnp.broadcast_to(x, (slots, *x.shape)), 0, 1)
-
-    made = jax.tree.map(lambda x: in_slots(jax.lax.full(x.shape, 0, x.dtype, sharding=x.sharding)), made)
-    zeros = jax.tree.map(jnp.zeros_like, (_floats(idle), _floats(made), _floats(bridge)))
+    in_slots = functools.partial(self._in_slots, groups=self.groups)
+    made = jax.tree.map(lambda x: in_slots(zeros_of(x)), made)
+    zeros = jax.tree.map(jnp.zeros_like, (floats_of(idle), floats_of(made), floats_of(bridge)))
     none = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), weights)
     return Under(
       forward=Belt(idle, idle, idle, idle),
@@ -245,11 +250,16 @@ class _Gradients:
       gradients=none,
     )
 
-  def _slot(self, microbatch: AnyArray, repeat: AnyArray) -> AnyArray:
+  def _in_slots(self, x: jax.Array, groups: int) -> jax.Array:
+    """An array `[stages, ...]` in each slot of some groups, `[stages, slots, ...]`."""
+    slots = groups * self.of.schedule.stages * self.of.schedule.virtual_stages
+    return jnp.swapaxes(jnp.broadcast_to(x, (slots, *x.shape)), 0, 1)
+
+  def _slot(self, microbatch: AnyArray, repeat: AnyArray, groups: int) -> AnyArray:
     """Where a chunk's arrays are saved, for a microbatch: by group, chunk and microbatch of the group."""
     plan = self.of.schedule
     group, place = microbatch // plan.stages, microbatch % plan.stages
-    return (group % self.groups * plan.virtual_stages + repeat) * plan.stages + place
+    return (group % groups * plan.virtual_stages + repeat) * plan.stages + place
 
   def _forward(
     self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree, idle: PyTree
@@ -263,9 +273,9 @@ class _Gradients:
       def compute(
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
       ) -> tuple[PyTree, PyTree]:
-        slot, before = self._slot(microbatch, repeat), loop.by_stage(at)(state, repeat)
+        slot, before = self._slot(microbatch, repeat, self.groups), loop.by_stage(at)(state, repeat)
         result, changed, results = self._chunks(weights, given, before, repeat)
-        keep = loop.by_stage(_put_where)
+        keep = loop.by_stage(put_where)
         return result, (
           keep(state, repeat, works, jax.lax.stop_gradient(changed)),
           keep(saved, slot, works, (given, before)),
@@ -280,41 +290,68 @@ class _Gradients:
     return under._replace(forward=forward, state=state, saved=saved, made=made)
 
   def _backward(self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree) -> Under:
-    """Some ticks backward: a chunk is computed again from its saved inputs, and differentiated."""
+    """Some ticks backward."""
     loop = self.loop
     idle = jax.tree.map(jnp.zeros_like, entering)
 
     def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, None]:
-      backward, gradients = carry
+      backward, gradients, operands = carry
 
       def compute(
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
       ) -> tuple[PyTree, PyTree]:
-        slot = self._slot(microbatch, repeat)
+        slot = self._slot(microbatch, repeat, self.groups)
         saved, of_made = loop.by_stage(at)((under.saved, under.made_gradients), slot)
-        result, rows, outer = loop.by_stage(self._chunk_back)(
-          given, of_made, saved, weights, self.rows, self.active, repeat
-        )
-        outer = _added(gradients, loop.by_stage(_where_else_zero)(works, outer)).outer
-        return result, Weights(loop.by_stage(_add_where)(gradients.rows, repeat, works, rows), outer)
+        now = under._replace(gradients=gradients, operands=operands)
+        return self._chunks_back(now, given, of_made, saved, weights, works, microbatch, repeat)
 
-      return loop.tick(backward, t, entering, idle, compute, backwards=True), None
+      backward, others = loop.tick(backward, t, entering, idle, compute, backwards=True)
+      return (backward, *others), None
 
-    (backward, gradients), _ = jax.lax.scan(tick, (under.backward, under.gradients), ticks)
-    return under._replace(backward=backward, gradients=gradients)
+    carry = (under.backward, under.gradients, under.operands)
+    (backward, gradients, operands), _ = jax.lax.scan(tick, carry, ticks)
+    return under._replace(backward=backward, gradients=gradients, operands=operands)
 
-  def _embedding(self, under: Under, weights: Weights, group: AnyArray) -> Under:
-    """Adds the gradients of what is computed before the layers, for a group that has left backward."""
-    loop, batch = self.loop, at(self.batch, jnp.maximum(group, 0))
+  def _chunks_back(
+    self,
+    under: Under,
+    given: PyTree,
+    of_made: PyTree,
+    saved: PyTree,
+    weights: Weights,
+    works: AnyArray,
+    microbatch: AnyArray,
+    repeat: AnyArray,
+  ) -> tuple[PyTree, tuple[Weights, PyTree]]:
+    """The gradients of the inputs of the stages' chunks; the new gradients of weights, and operands.
+
+    A chunk is computed again from its saved inputs, and differentiated.
+    """
+    del microbatch
+    by_stage, sums = self.loop.by_stage, under.gradients
+    chunk = by_stage(self._chunk_back)
+    result, rows, outer = chunk(given, of_made, saved, weights, self.rows, self.active, repeat)
+    outer = _added(sums, by_stage(_where_else_zero)(works, outer)).outer
+    return result, (Weights(by_stage(_add_where)(sums.rows, repeat, works, rows), outer), under.operands)
+
+  def _add_left(self, under: Under, weights: Weights, group: AnyArray) -> Under:
+    """Adds the gradients that wait until a group has left backward; nothing for a group before the first."""
+
+    def add() -> Weights:
+      return self._of_left(under, weights, group)
+
+    return under._replace(gradients=jax.lax.cond(group >= 0, add, lambda: under.gradients))
+
+  def _of_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
+    """The sums with the gradients of what is computed before the layers."""
+    loop, batch = self.loop, at(self.batch, group)
     given = [*loop.left(under.backward, backwards=True), *under.bridge_gradients]
 
     def back(outer: PyTree, batch: PyTree, given: PyTree) -> PyTree:
-      _, pull = jax.vjp(lambda outer: _floats(self._enter(outer, batch)), outer)
+      _, pull = jax.vjp(lambda outer: floats_of(self._enter(outer, batch)), outer)
       return pull(given)[0]
 
-    found = loop.by_stage(back)(weights.outer, batch, given)
-    there = jnp.broadcast_to(group >= 0, (self.of.schedule.stages,))
-    return under._replace(gradients=_added(under.gradients, loop.by_stage(_where_else_zero)(there, found)))
+    return _added(under.gradients, loop.by_stage(back)(weights.outer, batch, given))
 
   # The programs of one stage: no array has a dim of stages.
 
@@ -341,7 +378,7 @@ class _Gradients:
     """The wanted results, and the gradients of the loss, for the arguments but the batch."""
 
     def leave(outer: PyTree, *floats: PyTree) -> tuple[jax.Array, list[jax.Array]]:
-      parts = [_with(tree, some) for tree, some in zip((bridge, carry, made), floats, strict=True)]
+      parts = [with_floats(tree, some) for tree, some in zip((bridge, carry, made), floats, strict=True)]
       values = self._values(outer, batch) | dict(zip(self.bridge, parts[0], strict=True))
       values |= {var: parts[1][0][n] for var, n in self.stack.final.items()}
       for key, x in parts[2].items():
@@ -349,7 +386,7 @@ class _Gradients:
       self.of.evaluate(self.of.after, values)
       return read(self.of.outputs[0], values), [read(var, values) for var in self.wanted]
 
-    floats = map(_floats, (bridge, carry, made))
+    floats = map(floats_of, (bridge, carry, made))
     loss, pull, results = jax.vjp(leave, outer, *floats, has_aux=True)
     return results, pull(jnp.ones_like(loss))
 
@@ -369,10 +406,12 @@ class _Gradients:
     def chunk(floats: list[jax.Array], rows: PyTree, outer: PyTree) -> PyTree:
       rows = {**rows, **at(rest, repeat)}
       shared = {key: outer[n] for key, n in self.shared.items()}
-      result, _, made = self.loop.layers(_with(carry, floats), state, rows, at(active, repeat), shared, {})
-      return _floats(result), _floats(made)
+      result, _, made = self.loop.layers(
+        with_floats(carry, floats), state, rows, at(active, repeat), shared, {}
+      )
+      return floats_of(result), floats_of(made)
 
-    _, pull = jax.vjp(chunk, _floats(carry), at(weights.rows, repeat), weights.outer)
+    _, pull = jax.vjp(chunk, floats_of(carry), at(weights.rows, repeat), weights.outer)
     return pull((given, of_made))
 
   def _chunks(
@@ -411,13 +450,18 @@ class _Gradients:
     return staged(x.reshape(plan.stages, -1, *x.shape[4:])[:, : plan.layers], mesh, self.of.options.axis)
 
 
-def _floats(tree: PyTree) -> list[jax.Array]:
+def zeros_of(x: jax.ShapeDtypeStruct) -> jax.Array:
+  """Zeros of a shape, dtype and sharding."""
+  return jax.lax.full(x.shape, 0, x.dtype, sharding=x.sharding)
+
+
+def floats_of(tree: PyTree) -> list[jax.Array]:
   """The arrays of a pytree that may have gradients."""
   return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 
-def _with(tree: PyTree, floats: Sequence[jax.Array]) -> PyTree:
-  """A pytree with other arrays in place of `_floats`."""
+def with_floats(tree: PyTree, floats: Sequence[jax.Array]) -> PyTree:
+  """A pytree with other arrays in place of `floats_of`."""
   new = iter(floats)
   return jax.tree.map(lambda x: next(new) if is_inexact(x) else x, tree)
 
@@ -426,7 +470,7 @@ def _added(sums: Weights, outer: list[jax.Array]) -> Weights:
   return sums._replace(outer=jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums.outer, outer))
 
 
-def _put_where(store: PyTree, n: AnyArray, there: AnyArray, new: PyTree) -> PyTree:
+def put_where(store: PyTree, n: AnyArray, there: AnyArray, new: PyTree) -> PyTree:
   """`store` with `new` at a position, if `there`."""
   return put(store, n, where(there, new, at(store, n)))
 

@@ -189,9 +189,9 @@ class TrainPipeline(AroundLayers):
     super().__init__(program, signature, how)
     self.options, self.mesh = options, mesh
     stages = size_along(mesh, options.axis)
-    if options.order == "1f1b" and stages == 1:
+    if options.order != "gpipe" and stages == 1:
       raise SchemeError(
-        'order="1f1b" needs at least 2 stages.',
+        f'order="{options.order}" needs at least 2 stages.',
         details=f"the mesh axis {options.axis!r} has size 1",
         fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
       )
@@ -206,13 +206,14 @@ class TrainPipeline(AroundLayers):
   def __str__(self) -> str:
     stack, plan = self.stack, self.schedule
     saved, way, sent = self.options.saved_inputs(plan), "", self.travels
-    if self.options.order == "1f1b":
+    if self.options.order != "gpipe":
       way, sent = " 1F1B", [*self.travels, *self.gathered]
+    split = ", and the operands of the gradients of weights" * (self.options.order == "1f1b-split")
     size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in sent)))
     each = f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
       f"{stack.name}: a{way} pipeline over {self.options.axis}, {plan}; keeps {format_bytes(saved * size)}"
-      f" for each stage, the inputs of {saved} chunks; weights of {format_bytes(stack.nbytes)},"
+      f" for each stage, the inputs of {saved} chunks{split}; weights of {format_bytes(stack.nbytes)},"
       f" {format_bytes(stack.nbytes // plan.stages)} on each stage{each}{self._outside()}"
     )
 

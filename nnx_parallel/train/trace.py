@@ -17,6 +17,7 @@ from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Model, Program, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
+from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
@@ -105,8 +106,8 @@ def differentiable(
   sequential, pipeline = chosen, options.layers.pipeline
   if pipeline is not None:
     chosen = sequential = _pipelined(objective, options, len(train), len(others), used)
-    if pipeline.order == "1f1b":
-      _check_unscaled(scale)
+    if pipeline.order != "gpipe":
+      _check_unscaled(scale, pipeline)
       gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
       plain = dataclasses.replace(options, layers=gpipe)
       sequential = _pipelined(objective, plain, len(train), len(others), LayersUsed())
@@ -182,11 +183,11 @@ def _pipelined(
   return lambda train, others, batch: staged((train, others), batch)
 
 
-def _check_unscaled(scale: jax.Array | None) -> None:
+def _check_unscaled(scale: jax.Array | None, pipeline: Pipeline) -> None:
   if scale is not None:
     raise TrainError(
-      'Pipeline(order="1f1b") computes gradients before the loss scale multiplies the loss, so they would'
-      " underflow.",
+      f'Pipeline(order="{pipeline.order}") computes gradients before the loss scale multiplies the loss, so'
+      " they would underflow.",
       fix='nxp.Pipeline("stage"), which is GPipe; or bfloat16, which needs no loss scale.',
     )
 

@@ -18,6 +18,7 @@ from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
 from nnx_parallel.layers import pipeline_1f1b
 from nnx_parallel.layers.pipeline import Schedule
+from nnx_parallel.layers.pipeline_split import Cut
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
@@ -322,8 +323,8 @@ def on_one_device(case: str, microbatches: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)  # one of each order
-@pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8)])
+@pytest.mark.cases(3)  # one of each order
+@pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8), ("1f1b-split", 8)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
@@ -333,7 +334,7 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
   mesh = nxp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
   found, step = trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, pipeline, rules, microbatches, **options)
   close(found, on_one_device(case, microbatches))
-  assert f"a{' 1F1B' * (order == '1f1b')} pipeline over stage" in str(step.layers)
+  assert f"a{' 1F1B' * (order != 'gpipe')} pipeline over stage" in str(step.layers)
   if case in ("uneven", "stacked", "circular", "tensor"):
     assert step.reduction == "once, after the last tick, over data"
 
@@ -363,9 +364,62 @@ def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages:
   assert temporaries("gpipe", 64) - temporaries("gpipe", 8) > 3 * (many - few)
 
 
+def test_a_backward_pass_is_cut_into_gradients_of_inputs_and_of_weights() -> None:
+  def back(x: Any, w: Any, g: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+      return jax.checkpoint(lambda x: x + jnp.tanh(x @ w["up"] + w["bias"][None]) @ w["down"].T)(x)
+
+    y, pull = jax.vjp(layer, x, w)
+    return y, *pull(g)
+
+  keys = jax.random.split(jax.random.key(0), 5)
+  x, g = (jax.random.normal(key, (6, 4)) for key in keys[:2])
+  w = {
+    "up": jax.random.normal(keys[2], (4, 8)),
+    "bias": jnp.zeros(8),
+    "down": jax.random.normal(keys[3], (4, 8)),
+  }
+  cut = Cut.of(back, (x,), (w,), g)
+  y, residuals = cut.forward((x,), (w,))
+  of_x, operands = cut.backward(residuals, (w,), g)
+  found = y, of_x, cut.weights(operands, (w,))
+  close(found, back(x, w, g))
+  products = [[eqn.primitive.name for eqn in eqns].count("dot_general") for eqns in (cut.back, cut.apart)]
+  assert products == [2, 2]
+  assert sorted(a.shape for a in operands) == [
+    (6, 4),
+    (6, 4),
+    (6, 8),
+    (6, 8),
+  ]  # of each product, both operands
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_the_bubble_of_split_backward_passes_has_no_gradients_of_weights(virtual_stages: int) -> None:
+  plan = benchmark.plan_of(nxp.make_mesh(data=2, stage=4))
+  microbatches = 8
+  chunks = microbatches * virtual_stages
+
+  def passes(order: Any) -> float:
+    """The compute of a stage, as a multiple of a forward pass of a chunk for one microbatch."""
+    pipeline = nxp.Pipeline("stage", virtual_stages, order)
+    step = nxp.train_step(benchmark.loss, microbatches=microbatches, pipeline=pipeline)
+    batch = jax.ShapeDtypeStruct((32 * microbatches, benchmark.WIDTH), jnp.float32)
+    flops = nxp.compile_report(step, plan, batch=batch).cost.flops
+    return flops / (2 * 16 * benchmark.WIDTH**2 * 2 * benchmark.LAYERS // (4 * virtual_stages))
+
+  # Forward, once again, and the gradients of inputs in each tick; the gradients of weights for each chunk.
+  # A report counts a conditional as its longer branch: here also for the group before the first.
+  assert passes("1f1b") == 4 * (chunks + 3)
+  assert passes("1f1b-split") == 3 * (chunks + 3) + chunks + 4 * virtual_stages
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_1f1b_trains_only_what_is_trained() -> None:
+@pytest.mark.parametrize("order", ["1f1b", "1f1b-split"])
+def test_1f1b_trains_only_what_is_trained(order: Any) -> None:
   def adapted(pipeline: Any, mesh: Any) -> Any:
     wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
     plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), wrt=wrt)
@@ -380,7 +434,7 @@ def test_1f1b_trains_only_what_is_trained() -> None:
       nxp.compile_report(step, plan, batch=batch),
     )
 
-  *found, report = adapted(nxp.Pipeline(order="1f1b"), nxp.make_mesh(data=2, stage=4))
+  *found, report = adapted(nxp.Pipeline(order=order), nxp.make_mesh(data=2, stage=4))
   *wanted, _ = adapted(None, nxp.make_mesh(data=1, devices=jax.devices()[:1]))
   close(found, wanted)
   *_, everything = adapted(nxp.Pipeline(order="gpipe"), nxp.make_mesh(data=2, stage=4))
@@ -413,18 +467,20 @@ def both(model: Any, batch: Any) -> Any:
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.parametrize("order", ["1f1b", "1f1b-split"])
 @pytest.mark.parametrize("loss", [weights_alone, both])
-def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any) -> None:
+def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any, order: Any) -> None:
   def make() -> Any:
     return Model(4, nnx.Rngs(0))
 
-  found = two_steps(loss, make, nxp.Pipeline(order="1f1b"), nxp.make_mesh(data=2, stage=4))
+  found = two_steps(loss, make, nxp.Pipeline(order=order), nxp.make_mesh(data=2, stage=4))
   close(found, two_steps(loss, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1])))
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("order", ["1f1b", "1f1b-split"])
+def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any, order: Any) -> None:
   def make() -> Any:
     return Model(7, nnx.Rngs(0))
 
@@ -440,7 +496,7 @@ def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any) -> None:
 
   monkeypatch.setattr(schedule, "_marked", poisoned)
   mesh = nxp.make_mesh(stage=2, data=1, devices=jax.devices()[:2])
-  close(two_steps(both, make, nxp.Pipeline("stage", 3, "1f1b"), mesh, 10), wanted)
+  close(two_steps(both, make, nxp.Pipeline("stage", 3, order), mesh, 10), wanted)
 
 
 class Rounded(Block):
@@ -469,13 +525,13 @@ def test_wrong_gradients_of_1f1b_are_found_where_layers_round(monkeypatch: Any) 
     return step.check_gradients(model, optimizer, batch)
 
   assert checked()
-  right = pipeline_1f1b._Gradients.run
+  right = pipeline_1f1b.Gradients.run
 
   def negated(self: Any) -> Any:
     found, gradients = right(self)
     return found, jax.tree.map(jnp.negative, gradients)
 
-  monkeypatch.setattr(pipeline_1f1b._Gradients, "run", negated)
+  monkeypatch.setattr(pipeline_1f1b.Gradients, "run", negated)
   assert not checked()
 
 
