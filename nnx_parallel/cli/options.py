@@ -52,9 +52,9 @@ def pipeline(text: str) -> Pipeline:
 
   Example:
     >>> pipeline("stage"), pipeline("stage:2").virtual_stages
-    (Pipeline(axis='stage', virtual_stages=1, order='gpipe'), 2)
+    (Pipeline(axis='stage', virtual_stages=1, order='gpipe', recompute=True), 2)
     >>> pipeline("stage:2:1f1b")
-    Pipeline(axis='stage', virtual_stages=2, order='1f1b')
+    Pipeline(axis='stage', virtual_stages=2, order='1f1b', recompute=True)
   """
   from nnx_parallel.layers.pipeline import Order, Pipeline
 

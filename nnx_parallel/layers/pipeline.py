@@ -61,9 +61,12 @@ class Pipeline:
       Both orders have the same bubble. `"1f1b-split"` is 1F1B with split backward passes: the gradients of
       the weights are computed apart from the gradients of the inputs, when no stage waits. Its bubble is
       smaller, and each stage also saves what the gradients of the weights of two groups read.
+    recompute: whether the backward pass computes the layers again, from their saved inputs. Without it, a
+      stage saves the activations of its layers for three groups of microbatches; only in the order
+      `"1f1b-split"`.
 
   Raises:
-    SchemeError: the order is unknown.
+    SchemeError: the order is unknown, or another order without recomputation.
 
   Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473; split backward
   passes, arXiv:2401.10241.
@@ -77,11 +80,17 @@ class Pipeline:
   axis: str = "stage"
   virtual_stages: int = 1
   order: Order = "gpipe"
+  recompute: bool = True
 
   def __post_init__(self) -> None:
     if self.order not in get_args(Order):
       raise SchemeError(
         f"order={self.order!r} is not an order of a pipeline.", fix=f"one of {get_args(Order)}."
+      )
+    if not self.recompute and self.order != "1f1b-split":
+      raise SchemeError(
+        f"order={self.order!r} computes the layers again in the backward pass.",
+        fix='order="1f1b-split" with recompute=False.',
       )
 
   def saved_inputs(self, schedule: Schedule) -> int:

@@ -58,7 +58,8 @@ class Under(NamedTuple):
     forward: activations that are under way.
     backward: gradients of activations that are under way.
     state: the arrays that the layers change.
-    saved: the inputs of the chunks under way; dim 1 is the slot of `Gradients._slot`.
+    saved: what the backward passes of the chunks under way need: their inputs, or residuals
+      (`pipeline_split.py`); dim 1 is the slot of `Gradients._slot`.
     made: the results of their layers that are read outside of the layers, with the same dims.
     made_gradients: the gradients of these results.
     bridge: values that are computed before the layers and read after them, for the group that leaves next.
@@ -274,11 +275,11 @@ class Gradients:
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
       ) -> tuple[PyTree, PyTree]:
         slot, before = self._slot(microbatch, repeat, self.groups), loop.by_stage(at)(state, repeat)
-        result, changed, results = self._chunks(weights, given, before, repeat)
+        result, changed, results, for_back = self._chunks_forward(weights, given, before, repeat)
         keep = loop.by_stage(put_where)
         return result, (
           keep(state, repeat, works, jax.lax.stop_gradient(changed)),
-          keep(saved, slot, works, (given, before)),
+          keep(saved, slot, works, for_back),
           keep(made, slot, works, results),
         )
 
@@ -288,6 +289,12 @@ class Gradients:
     carry = (under.forward, under.state, under.saved, under.made)
     (forward, state, saved, made), _ = jax.lax.scan(tick, carry, ticks)
     return under._replace(forward=forward, state=state, saved=saved, made=made)
+
+  def _chunks_forward(
+    self, weights: Weights, given: PyTree, state: PyTree, repeat: AnyArray
+  ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    """As `_chunks`, with what is saved for the backward pass: here the inputs."""
+    return *self._chunks(weights, given, state, repeat), (given, state)
 
   def _backward(self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree) -> Under:
     """Some ticks backward."""

@@ -8,6 +8,9 @@ of its weights for all microbatches of the group, which no stage waits for. With
 pass, its recomputation, the gradients of inputs and of weights, the bubble is `3 (stages - 1)` of these times
 and not `4 (stages - 1)`. In return, each stage saves the operands of two groups.
 
+Without recomputation, a tick forward saves the residuals that a tick backward reads. No tick computes a chunk
+again, and each stage saves the residuals of three groups.
+
 The idea is that of zero-bubble pipelines, arXiv:2401.10241. Their stages run programs of their own and fill
 the whole bubble with gradients of weights; stages of one program cannot.
 """
@@ -68,16 +71,30 @@ class _SplitGradients(Gradients):
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
     under = super()._start(weights, idle, bridge)
-    slots = jnp.zeros(self.of.schedule.stages, jnp.int32)
-    saved, of_made = self.loop.by_stage(at)((under.saved, under.made_gradients), slots)
-    first = floats_of(idle), of_made, saved, weights, self.rows, self.active, slots
+    first = jnp.zeros(self.of.schedule.stages, jnp.int32)
+    saved, of_made = self.loop.by_stage(at)((under.saved, under.made_gradients), first)
 
-    def kept(*given: PyTree) -> PyTree:
-      self.cut = self._cut(*given)
-      return self._chunk_back_split(*given)[1]
+    def shapes(given: PyTree, of_made: PyTree, saved: PyTree, *of_layers: PyTree) -> PyTree:
+      self.cut = self._cut(given, of_made, saved, *of_layers)
+      *_, residuals = self._chunk_forward(*saved, *of_layers)
+      return residuals, self._chunk_back_split(given, of_made, residuals, *of_layers)[1]
 
-    operands = jax.eval_shape(self.loop.by_stage(kept), *first)
-    return under._replace(operands=jax.tree.map(lambda x: self._in_slots(zeros_of(x), GROUPS), operands))
+    given = floats_of(idle), of_made, saved, weights, self.rows, self.active, first
+    residuals, operands = jax.tree.map(zeros_of, jax.eval_shape(self.loop.by_stage(shapes), *given))
+    operands = jax.tree.map(lambda x: self._in_slots(x, GROUPS), operands)
+    if self.of.options.recompute:
+      return under._replace(operands=operands)
+    # A bubble computes on zeros, which may give NaN: nothing that a bubble computes is read.
+    residuals = jax.tree.map(lambda x: self._in_slots(x, self.groups), residuals)
+    return under._replace(operands=operands, saved=residuals)
+
+  def _chunks_forward(
+    self, weights: Weights, given: PyTree, state: PyTree, repeat: AnyArray
+  ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    if self.of.options.recompute:
+      return super()._chunks_forward(weights, given, state, repeat)
+    chunk = self.loop.by_stage(self._chunk_forward)
+    return chunk(given, state, weights, self.rows, self.active, repeat)
 
   def _chunks_back(
     self,
@@ -92,8 +109,10 @@ class _SplitGradients(Gradients):
   ) -> tuple[PyTree, tuple[Weights, PyTree]]:
     """The gradients of the inputs of the stages' chunks, and the operands of the gradients of weights."""
     by_stage = self.loop.by_stage
-    chunk = by_stage(self._chunk_back_split)
-    result, operands = chunk(given, of_made, saved, weights, self.rows, self.active, repeat)
+    of_layers = weights, self.rows, self.active, repeat
+    if self.of.options.recompute:
+      *_, saved = by_stage(self._chunk_forward)(*saved, *of_layers)
+    result, operands = by_stage(self._chunk_back_split)(given, of_made, saved, *of_layers)
     slot = self._slot(microbatch, repeat, GROUPS)
     return result, (under.gradients, by_stage(put_where)(under.operands, slot, works, operands))
 
@@ -140,38 +159,47 @@ class _SplitGradients(Gradients):
 
       def forward(floats: list[jax.Array], row: PyTree, shared: PyTree) -> PyTree:
         given = with_floats(carry, floats), state, {**row, **rest}, active, shared, {}
-        result, _, made = self.loop.one_layer(*given)
-        return (floats_of(result), floats_of(made)), result
+        result, changed, made = self.loop.one_layer(*given)
+        return (floats_of(result), floats_of(made)), (result, changed, made)
 
-      _, pull, result = jax.vjp(forward, floats_of(carry), row, shared, has_aux=True)
+      _, pull, results = jax.vjp(forward, floats_of(carry), row, shared, has_aux=True)
       of_input, *of_weights = pull(slopes)
-      return result, of_input, of_weights
+      return results, of_input, of_weights
 
     return Cut.of(layer, (carry, state), (own, shared), (given, of_made))
+
+  def _chunk_forward(
+    self, carry: PyTree, state: PyTree, weights: Weights, rest: PyTree, active: AnyArray, repeat: AnyArray
+  ) -> tuple[PyTree, PyTree, PyTree, list[jax.Array]]:
+    """As `PipelineLoop.chunk`, with the residuals, `[chunk, ...]`."""
+    own, shared = self._of_layers(weights, rest, active, repeat)
+
+    def layer(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+      state, own = given
+      (carry, changed, made), residuals = self.cut.forward((carry, state), (own, shared))
+      return carry, (changed, made, residuals)
+
+    carry, others = jax.lax.scan(layer, carry, (state, own))
+    return carry, *others
 
   def _chunk_back_split(
     self,
     given: list[jax.Array],
     of_made: list[jax.Array],
-    saved: tuple[PyTree, PyTree],
+    residuals: list[jax.Array],
     weights: Weights,
     rest: PyTree,
     active: AnyArray,
     repeat: AnyArray,
   ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The gradients of the input of a chunk, which is computed again; and the operands, `[chunk, ...]`."""
-    (carry, state), (own, shared) = saved, self._of_layers(weights, rest, active, repeat)
+    """The gradients of the input of a chunk, and the operands, `[chunk, ...]`."""
+    own, shared = self._of_layers(weights, rest, active, repeat)
 
-    def forward(carry: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-      state, own = xs
-      return self.cut.forward((carry, state), (own, shared))
+    def layer(given: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+      residuals, own, of_made = xs
+      return self.cut.backward(residuals, (own, shared), (given, of_made))
 
-    def backward(given: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
-      saved, own, of_made = xs
-      return self.cut.backward(saved, (own, shared), (given, of_made))
-
-    _, residuals = jax.lax.scan(forward, carry, (state, own))
-    return jax.lax.scan(backward, given, (residuals, own, of_made), reverse=True)
+    return jax.lax.scan(layer, given, (residuals, own, of_made), reverse=True)
 
   def _chunk_weights(
     self,

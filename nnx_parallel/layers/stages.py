@@ -204,17 +204,20 @@ class TrainPipeline(AroundLayers):
     self.shared = [key for key, var in same.items() if var not in self.varies and is_inexact(var.aval)]
 
   def __str__(self) -> str:
-    stack, plan = self.stack, self.schedule
-    saved, way, sent = self.options.saved_inputs(plan), "", self.travels
-    if self.options.order != "gpipe":
+    stack, plan, options = self.stack, self.schedule, self.options
+    saved, way, sent = options.saved_inputs(plan), "", self.travels
+    if options.order != "gpipe":
       way, sent = " 1F1B", [*self.travels, *self.gathered]
-    split = ", and the operands of the gradients of weights" * (self.options.order == "1f1b-split")
     size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in sent)))
+    kept = f"{format_bytes(saved * size)} for each stage, the inputs of {saved} chunks"
+    if not options.recompute:
+      kept = f"the activations of {saved} chunks"
+    split = ", and the operands of the gradients of weights" * (options.order == "1f1b-split")
     each = f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
-      f"{stack.name}: a{way} pipeline over {self.options.axis}, {plan}; keeps {format_bytes(saved * size)}"
-      f" for each stage, the inputs of {saved} chunks{split}; weights of {format_bytes(stack.nbytes)},"
-      f" {format_bytes(stack.nbytes // plan.stages)} on each stage{each}{self._outside()}"
+      f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {kept}{split}; weights of"
+      f" {format_bytes(stack.nbytes)}, {format_bytes(stack.nbytes // plan.stages)} on each stage{each}"
+      f"{self._outside()}"
     )
 
   def _outside(self) -> str:

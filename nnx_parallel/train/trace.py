@@ -108,8 +108,8 @@ def differentiable(
     chosen = sequential = _pipelined(objective, options, len(train), len(others), used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
-      gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
-      plain = dataclasses.replace(options, layers=gpipe)
+      gpipe = dataclasses.replace(pipeline, order="gpipe", recompute=True)
+      plain = dataclasses.replace(options, layers=dataclasses.replace(options.layers, pipeline=gpipe))
       sequential = _pipelined(objective, plain, len(train), len(others), LayersUsed())
 
   def inspect(part: PyTree) -> tuple[Jaxpr, set[int]]:

@@ -86,7 +86,7 @@ def test_the_estimates_are_near_the_compiled_program(kind, virtual_stages):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "1f1b-split"])
 @pytest.mark.slow
 def test_the_memory_plan_follows_the_order(order):
   plan, loss, *_ = separate(4, 1)
@@ -96,7 +96,7 @@ def test_the_memory_plan_follows_the_order(order):
   report = nxp.compile_report(nxp.train_step(loss, **options), plan, batch=batch)
   ratio = report.need_bytes / memory.need_bytes
   assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {memory.categories}"
-  assert f"the inputs of {12 if order == '1f1b' else 67} chunks" in str(memory)
+  assert f"the inputs of {67 if order == 'gpipe' else 12} chunks" in str(memory)
 
 
 def test_layers_of_a_stage_compute_in_bubbles_too():
@@ -122,6 +122,9 @@ def test_what_is_no_pipeline_says_why():
     nxp.memory_plan(plan, loss, batch, microbatches=2, pipeline=pipeline)
   with pytest.raises(nxp.errors.TrainError, match="6 microbatches cannot split evenly"):
     nxp.memory_plan(plan, loss, batch, microbatches=6, pipeline=pipeline)
+  with pytest.raises(nxp.errors.ReportError, match="recompute=False"):
+    saved = nxp.Pipeline("stage", order="1f1b-split", recompute=False)
+    nxp.memory_plan(plan, loss, batch, microbatches=8, pipeline=saved)
   with pytest.raises(nxp.errors.SchemeError, match="no axis 'stages'"):
     nxp.memory_plan(plan, loss, batch, microbatches=8, pipeline="stages")
 

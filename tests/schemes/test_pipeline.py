@@ -323,13 +323,16 @@ def on_one_device(case: str, microbatches: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.cases(3)  # one of each order
-@pytest.mark.parametrize(("order", "microbatches"), [("gpipe", 4), ("1f1b", 8), ("1f1b-split", 8)])
+@pytest.mark.cases(4)  # one of each order
+@pytest.mark.parametrize(
+  ("order", "microbatches"), [("gpipe", 4), ("1f1b", 8), ("1f1b-split", 8), ("saved", 8)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
-  pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1), order)
+  order, recompute = ("1f1b-split", False) if order == "saved" else (order, True)
+  pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1), order, recompute)
   rules = options.pop("rules", None)
   mesh = nxp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
   found, step = trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, pipeline, rules, microbatches, **options)
@@ -402,9 +405,9 @@ def test_the_bubble_of_split_backward_passes_has_no_gradients_of_weights(virtual
   microbatches = 8
   chunks = microbatches * virtual_stages
 
-  def passes(order: Any) -> float:
+  def passes(order: Any, recompute: bool = True) -> float:
     """The compute of a stage, as a multiple of a forward pass of a chunk for one microbatch."""
-    pipeline = nxp.Pipeline("stage", virtual_stages, order)
+    pipeline = nxp.Pipeline("stage", virtual_stages, order, recompute)
     step = nxp.train_step(benchmark.loss, microbatches=microbatches, pipeline=pipeline)
     batch = jax.ShapeDtypeStruct((32 * microbatches, benchmark.WIDTH), jnp.float32)
     flops = nxp.compile_report(step, plan, batch=batch).cost.flops
@@ -414,6 +417,7 @@ def test_the_bubble_of_split_backward_passes_has_no_gradients_of_weights(virtual
   # A report counts a conditional as its longer branch: here also for the group before the first.
   assert passes("1f1b") == 4 * (chunks + 3)
   assert passes("1f1b-split") == 3 * (chunks + 3) + chunks + 4 * virtual_stages
+  assert passes("1f1b-split", recompute=False) == 2 * (chunks + 3) + chunks + 4 * virtual_stages
 
 
 @pytest.mark.nightly
@@ -666,3 +670,5 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     nxp.train_step(loss, pipeline=True)
   with pytest.raises(SchemeError, match="'1F1B' is not an order"):
     nxp.Pipeline("stage", order="1F1B")  # pyright: ignore[reportArgumentType]
+  with pytest.raises(SchemeError, match='order="1f1b-split" with recompute=False'):
+    nxp.Pipeline("stage", order="1f1b", recompute=False)

@@ -243,6 +243,11 @@ def trace_step(
     loss = with_layers(loss, remat=remat, layers=layers)
   else:
     check_divides(batch, microbatches)
+    if not pipeline.recompute:
+      raise ReportError(
+        "estimates do not count the activations that a pipeline saves with recompute=False.",
+        fix="nxp.compile_report(step, plan, batch=batch); or Pipeline(recompute=True).",
+      )
     # 1F1B computes gradients in its forward pass, which an estimate does not read.
     gpipe = dataclasses.replace(pipeline, order="gpipe")
     options = LayerOptions(remat, pattern=layers, pipeline=gpipe)
