@@ -135,8 +135,11 @@ class _SplitGradients(Gradients):
   def _of_layers(
     self, weights: Weights, rest: PyTree, active: AnyArray, repeat: AnyArray
   ) -> tuple[PyTree, PyTree]:
-    """What the layers of a chunk read besides activations: separate arrays, `[chunk, ...]`; shared arrays."""
-    shared = {key: weights.outer[n] for key, n in self.shared.items()}
+    """What the layers of a chunk read besides activations: separate arrays, `[chunk, ...]`; shared arrays.
+
+    A shared array may be several inputs of a layer, so its key is its position among the outer weights.
+    """
+    shared = {n: weights.outer[n] for n in self.shared.values()}
     return (at(weights.rows, repeat), at(rest, repeat), at(active, repeat)), shared
 
   def _cut(
@@ -158,7 +161,8 @@ class _SplitGradients(Gradients):
       row, rest, active = own
 
       def forward(floats: list[jax.Array], row: PyTree, shared: PyTree) -> PyTree:
-        given = with_floats(carry, floats), state, {**row, **rest}, active, shared, {}
+        inputs = {key: shared[n] for key, n in self.shared.items()}
+        given = with_floats(carry, floats), state, {**row, **rest}, active, inputs, {}
         result, changed, made = self.loop.one_layer(*given)
         return (floats_of(result), floats_of(made)), (result, changed, made)
 
@@ -219,11 +223,9 @@ class _SplitGradients(Gradients):
       row, of_shared = jax.tree.map(lambda a, b: a + b.astype(a.dtype), (row, of_shared), tuple(found))
       return of_shared, row
 
-    of_shared = {key: sums.outer[n] for key, n in self.shared.items()}
+    of_shared = {n: sums.outer[n] for n in self.shared.values()}
     of_shared, rows = jax.lax.scan(layer, of_shared, (operands, own, at(sums.rows, repeat)))
-    outer = [*sums.outer]
-    for key, n in self.shared.items():
-      outer[n] = of_shared[key]
+    outer = [of_shared.get(n, x) for n, x in enumerate(sums.outer)]
     return Weights(put_where(sums.rows, repeat, True, rows), outer)
 
 

@@ -122,8 +122,8 @@ def test_what_is_no_pipeline_says_why():
     nxp.memory_plan(plan, loss, batch, microbatches=2, pipeline=pipeline)
   with pytest.raises(nxp.errors.TrainError, match="6 microbatches cannot split evenly"):
     nxp.memory_plan(plan, loss, batch, microbatches=6, pipeline=pipeline)
+  saved = nxp.Pipeline("stage", order="1f1b-split", recompute=False)
   with pytest.raises(nxp.errors.ReportError, match="recompute=False"):
-    saved = nxp.Pipeline("stage", order="1f1b-split", recompute=False)
     nxp.memory_plan(plan, loss, batch, microbatches=8, pipeline=saved)
   with pytest.raises(nxp.errors.SchemeError, match="no axis 'stages'"):
     nxp.memory_plan(plan, loss, batch, microbatches=8, pipeline="stages")

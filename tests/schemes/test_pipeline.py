@@ -222,23 +222,24 @@ class Memories(Model):
 class Routed(Block):
   """Its second result is for the loss."""
 
-  def __call__(self, x: Any, mask: Any) -> Any:
-    y = super().__call__(x, mask)
+  def __call__(self, x: Any, mask: Any, scale: Any, bias: Any) -> Any:
+    y = super().__call__(x * scale[None, None], mask) + bias[None, None]
     return y, (y**2).mean()
 
 
 class Tied(Model):
-  """Each layer has a term of the loss; the head is the embedding, and reads what the embedding made."""
+  """Layers with a term of the loss, which read one Param twice; the head is the embedding."""
 
   def __init__(self, rngs: Any):
     super().__init__(0, rngs)
     self.blocks = nnx.List([Routed(8, rngs) for _ in range(5)])
+    self.shared = nnx.Param(jnp.linspace(0.5, 1.5, 8))
 
   def __call__(self, tokens: Any) -> Any:
     x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
     first, terms = x, []
     for block in self.blocks:
-      x, term = block(x, mask)
+      x, term = block(x, mask, self.shared[...], self.shared[...])
       terms.append(term)
     return (x + first) @ self.embed.embedding[...].T * (1 + sum(terms))
 
