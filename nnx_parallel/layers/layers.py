@@ -178,6 +178,12 @@ class LayerOptions:
       raise TrainError(
         f"pipeline={self.pipeline!r} is not an axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
+    if self.pipeline is not None and self.pipeline.order == "1f1b-split" and self.how.needs_layers:
+      raise TrainError(
+        f"remat={str(self.how)!r} has no effect on layers whose backward passes are split.",
+        details='order="1f1b-split" saves what the gradients of weights read',
+        fix='leave remat out; or order="1f1b".',
+      )
     check_attention(self.attention)
     check_chunks(self.loss_chunks)
 
@@ -365,6 +371,8 @@ def with_stages(
     piped = _ORDERS[pipeline.order](program, signature, treatment_of(options), pipeline, microbatches, mesh)
     used.done, used.schedule = (str(piped), *used.done), piped.schedule
     found = piped(arrays, jax.tree.leaves(parts))
+    for n in piped.kept:  # not as a result of the rule of 1F1B, so that it is seen to be unchanged
+      found[n] = arrays[signature.states[n]]
     found = [join_batch(x) if n in signature.outputs else x for n, x in enumerate(found)]
     return jax.tree.unflatten(tree, found)
 

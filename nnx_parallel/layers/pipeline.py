@@ -60,7 +60,8 @@ class Pipeline:
       saves the inputs of at most `3 * stages * virtual_stages` chunks, however many microbatches there are.
       Both orders have the same bubble. `"1f1b-split"` is 1F1B with split backward passes: the gradients of
       the weights are computed apart from the gradients of the inputs, when no stage waits. Its bubble is
-      smaller, and each stage also saves what the gradients of the weights of two groups read.
+      smaller, and each stage also saves what the gradients of the weights of two groups read; `remat` and
+      `jax.checkpoint` inside of the layers have no effect.
     recompute: whether the backward pass computes the layers again, from their saved inputs. Without it, a
       stage saves the activations of its layers for three groups of microbatches; only in the order
       `"1f1b-split"`.

@@ -28,6 +28,7 @@ from nnx_parallel.core.interpret import Values, flattened, read, run_operations
 from nnx_parallel.core.jaxprs import (
   constants,
   dependents,
+  inner_equations,
   is_call,
   is_checkpoint,
   opened,
@@ -58,6 +59,11 @@ class SplitPipeline1F1B(Pipeline1F1B):
   def gradients(self) -> type[Gradients]:
     """The class that runs the schedule."""
     return _SplitGradients
+
+  def __str__(self) -> str:
+    inside = (eqn for n in self.stack.numbers for eqn in inner_equations(self.eqns[n]))
+    note = "; jax.checkpoint inside of the layers has no effect" * any(map(is_checkpoint, inside))
+    return super().__str__() + note
 
 
 class _SplitGradients(Gradients):

@@ -41,7 +41,9 @@ from nnx_parallel.core.jaxprs import (
   called,
   dependents,
   equations,
+  inner_equations,
   is_call,
+  is_checkpoint,
   is_inexact,
   nbytes,
   opened,
@@ -347,9 +349,14 @@ class Stacks:
   def _continues(self, before: int, number: int) -> bool:
     """Whether a scan has the same body as an earlier scan, and starts from the final carry of that scan."""
     first, second = self.eqns[before], self.eqns[number]
-    # Without calls: the name of a marked call is the path of its layer.
-    programs = [identity(flattened(eqn.params["jaxpr"], is_call)) for eqn in (first, second)]
-    if first.params["length"] != second.params["length"] or programs[0] != programs[1]:
+    # Without calls, also inside of checkpoints: the name of a marked call is the path of its layer.
+    bodies = [
+      flattened(eqn.params["jaxpr"], lambda e: is_call(e) or is_checkpoint(e)) for eqn in (first, second)
+    ]
+    recomputed = [sum(map(is_checkpoint, inner_equations(eqn))) for eqn in (first, second)]
+    if first.params["length"] != second.params["length"] or recomputed[0] != recomputed[1]:
+      return False
+    if identity(bodies[0]) != identity(bodies[1]):
       return False
     counts = scan_counts(first)
     (same, _, _), (fixed, carried, rows) = counts.split(first.invars), counts.split(second.invars)

@@ -213,7 +213,10 @@ class TrainPipeline(AroundLayers):
     if not options.recompute:
       kept = f"the activations of {saved} chunks"
     split = ", and the operands of the gradients of weights" * (options.order == "1f1b-split")
-    each = f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
+    common = {var for var in self.same.values() if var in {*self.inputs[: self.signature.model]}}
+    shared = sum(nbytes(var.aval) for var in common if is_inexact(var.aval))
+    each = f" and {format_bytes(shared)} that all stages have" * bool(shared)
+    each += f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
       f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {kept}{split}; weights of"
       f" {format_bytes(stack.nbytes)}, {format_bytes(stack.nbytes // plan.stages)} on each stage{each}"
@@ -324,8 +327,10 @@ class TrainPipeline(AroundLayers):
       raise TrainError(
         "a Variable outside of the layers changes with the batch, so that a pipeline cannot compute"
         " microbatches at the same time.",
-        details=", ".join(str(self.inputs[i].aval) for i in wrong[:4]) + ": batch statistics, for example",
-        fix="a layer without them there (GroupNorm, LayerNorm); or microbatches= without pipeline=.",
+        details=", ".join(str(self.inputs[i].aval) for i in wrong[:4])
+        + ": batch statistics, for example, or the Variables of layers that are called in several places",
+        fix="a layer without them there (GroupNorm, LayerNorm), layers that are called once; or microbatches="
+        " without pipeline=.",
       )
     return operations_behind(body.eqns, [body.outvars[o] for o in self.alone])
 

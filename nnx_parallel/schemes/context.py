@@ -600,7 +600,9 @@ def _by_position(
         details=f"query {tuple(query)}, key {tuple(key)}",
         fix=f"integers of shape {shape}, for queries and keys of the same length.",
       )
-    found |= dict.fromkeys((f"row {name}", f"column {name}"), x.reshape(-1, shape[-1]))
+    # A difference of small or unsigned integers would wrap around.
+    x = x.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(x.dtype, jnp.int32))).reshape(-1, shape[-1])
+    found |= dict.fromkeys((f"row {name}", f"column {name}"), x)
   return found
 
 

@@ -153,8 +153,11 @@ class Bound:
         fix=f"{RESTORE}.",
       ) from error
 
-  def placed(self, batch: PyTree) -> PyTree:
-    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them."""
+  def placed(self, batch: PyTree, *, abstract: bool = False) -> PyTree:
+    """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
+
+    With `abstract`, they become `ShapeDtypeStruct`s, as do `ShapeDtypeStruct`s without shardings.
+    """
     mesh, scope = self.binding.mesh, self.binding.scope
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
@@ -165,6 +168,7 @@ class Bound:
       if not jnp.ndim(x):  # `jit` replicates it, which takes less time
         return x
       loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
+      loose |= isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
       if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
         return x
       try:
@@ -181,7 +185,10 @@ class Bound:
         )
       counts = shard_counts(spec, x.ndim, sizes)
       check_split(name, x.shape, spec, sizes, counts, counts)
-      return jax.device_put(x, NamedSharding(mesh, spec))
+      where = NamedSharding(mesh, spec)
+      if abstract:
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=where)
+      return jax.device_put(x, where)
 
     return jax.tree_util.tree_map_with_path(place, batch)
 

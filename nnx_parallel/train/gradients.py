@@ -200,8 +200,14 @@ def in_microbatches(
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
   parts = count * (_replicas(layout.mesh, axes) if axes else 1)
-  with mapped_axes(axes):
-    jaxpr, changed = loss.inspect(_first(batch, parts))
+  try:
+    with mapped_axes(axes):
+      jaxpr, changed = loss.inspect(_first(batch, parts))
+  except Exception as error:
+    if not axes:
+      raise
+    axes, why = (), f"the loss cannot be computed for the examples of one replica: {_first_line(error)}"
+    jaxpr, changed = loss.inspect(_first(batch, count))
   _check_shards(batch, count * loss.parts, layout)
   if axes:
     why = why_not_by_replica(jaxpr, changed, axes)
@@ -233,6 +239,10 @@ def in_microbatches(
     found = summed.mapped(batch, layout, axes)
   grads, terms = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, found, scales)
   return Total(grads, terms, parts * loss.parts, {}, how)
+
+
+def _first_line(error: Exception) -> str:
+  return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _factors(
@@ -360,9 +370,12 @@ def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str,
     return (), "the model states shardings on Explicit axes"
   if not layout.batch:
     return (), "no mesh axis splits every array of the batch"
-  axes = tuple(axis for axis in layout.batch if axis not in layout.used and layout.mesh.shape[axis] > 1)
+  split = [axis for axis in layout.batch if layout.mesh.shape[axis] > 1]
+  if not split:
+    return (), "no mesh axis splits the batch"
+  axes = tuple(axis for axis in split if axis not in layout.used)
   if not axes:
-    return (), f"{', '.join(layout.batch)} split the parameters too"
+    return (), f"{', '.join(split)} split the parameters too"
   if axes != layout.batch[: len(axes)]:
     return (), f"{', '.join(axes)} are not the major axes of the batch's {', '.join(layout.batch)}"
   replicas = _replicas(layout.mesh, axes)

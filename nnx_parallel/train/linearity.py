@@ -245,8 +245,9 @@ class _Pair:
     if shapes and all(fact.fixed for fact in inputs):
       if not _same_parameters(eqn, other):
         raise _Mixed
-      zeros = bool(inputs) and name in _KEEP_ZEROS and all(fact.kind == "zero" for fact in inputs)
-      return [ZERO if zeros else SAME] * count
+      zeros = [fact.kind == "zero" for fact in inputs]
+      is_zero = any(zeros) if name in _TIMES else zeros[:1] == [True] and (name in _LINEAR or all(zeros))
+      return [ZERO if name in _KEEP_ZEROS and is_zero else SAME] * count
     dims = dim_map(eqn)
     # Sizes that are equal in only one of the traces, such as of an update and its table, have another map.
     if dims is None or dims != dim_map(other):

@@ -182,7 +182,8 @@ class TrainStep(_Step):
       model: live modules; or a plan with an optimizer, which may be on an abstract mesh. The rules of the
         plan are in scope for `constrain`, unless you have put other rules in scope.
       optimizer: the live optimizer; None with a plan.
-      batch: a pytree of arrays, or of `ShapeDtypeStruct`s with shardings.
+      batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch. Arrays of the host, and structs
+        without shardings, get the layout of the plan.
 
     Returns:
       A `jax.stages.Lowered`; call its `.compile()` for the memory and the cost.
@@ -197,7 +198,7 @@ class TrainStep(_Step):
     roots = {"model": model, "optimizer": optimizer}
     bound = Bound(self.options, roots, (), {})
     with scope:
-      traced = bound.traced(batch)
+      traced = bound.traced(bound.placed(batch, abstract=True))
     self.layers = bound.structure.layers
     if isinstance(bound.binding.mesh, AbstractMesh):
       return traced.lower(lowering_platforms=(jax.default_backend(),))

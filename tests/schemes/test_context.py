@@ -47,7 +47,7 @@ def packed(seed, batch, length):
     lengths = np.diff(np.unique([*draw.integers(1, length, 3), length]), prepend=0)
     ids[row] = np.repeat(np.arange(len(lengths)), lengths)
     positions[row] = np.concatenate([np.arange(n) for n in lengths])
-  return ids, positions
+  return ids, positions.astype(np.uint8)  # whose differences would wrap around
 
 
 def drawn(batch, length, kv_heads, keys=None, dtype=np.float32):

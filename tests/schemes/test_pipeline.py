@@ -245,7 +245,7 @@ class Tied(Model):
 
 
 class Stacked(nnx.Module):
-  """Layers in one or several stacks, each of which is a scan."""
+  """Layers in one or several stacks, each of which is a scan of recomputed layers."""
 
   def __init__(self, depth: int = 4, stacks: int = 1, rngs: Any = None):
     self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -255,7 +255,8 @@ class Stacked(nnx.Module):
 
   def __call__(self, tokens: Any) -> Any:
     x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
-    through = nnx.scan(lambda x, block: block(x, mask), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    body = nnx.remat(lambda x, block: block(x, mask))
+    through = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     for stack in self.stacks:
       x = through(x, stack)
     return self.head(x)
@@ -335,6 +336,8 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
   order, recompute = ("1f1b-split", False) if order == "saved" else (order, True)
   pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1), order, recompute)
   rules = options.pop("rules", None)
+  if pipeline.order == "1f1b-split":
+    options.pop("remat", None)
   mesh = nxp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
   found, step = trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, pipeline, rules, microbatches, **options)
   close(found, on_one_device(case, microbatches))
@@ -637,6 +640,26 @@ def test_what_is_outside_of_a_pipeline_is_said() -> None:
   assert "4 stages of 1 layers" in said
   assert "each of its 4 layers is 2 layers of the model" in said
   assert "outside of the pipeline, computed by each stage: sides.0, sides.1, weights of 576 B" in said
+
+
+class Recomputed(Model):
+  def __init__(self, rngs: Any):
+    super().__init__(0, rngs)
+    self.blocks = nnx.List([Kept(8, rngs) for _ in range(4)])
+
+
+class Kept(Block):
+  __call__ = nnx.remat(Block.__call__)
+
+
+def test_recomputation_has_no_effect_on_split_backward_passes() -> None:
+  mesh, split = nxp.make_mesh(data=2, stage=4), nxp.Pipeline(order="1f1b-split")
+  said = "jax.checkpoint inside of the layers has no effect"
+  assert said in str(lowered(Recomputed, mesh, pipeline=split).layers)
+  assert said not in str(lowered(Recomputed, mesh, pipeline=nxp.Pipeline(order="1f1b")).layers)
+  assert said not in str(lowered(functools.partial(Model, 4), mesh, pipeline=split).layers)
+  with pytest.raises(TrainError, match="remat='dots' has no effect"):
+    nxp.train_step(loss, remat="dots", pipeline=split)
 
 
 class Hidden(Model):

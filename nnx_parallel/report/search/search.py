@@ -162,7 +162,9 @@ class SearchResult(Paged):
     columns += ("compiler needs>", "results") if compiled else ()
     rows = [(*_cells(c, fastest), *(_compiled(c) if compiled else ())) for c in shown]
     title = "Best layout of each mesh; times are relative to the fastest"
-    return Table(title if self.fitting else "Nothing fits. The smallest layout of each mesh", columns, rows)
+    if not self.fitting:
+      title = "Nothing fits. The smallest layout of each mesh" if rows else "No layout can run; see the notes"
+    return Table(title, columns, rows)
 
   def summary(self) -> str:
     """Returns one sentence that says how many layouts were tried, and how many fit."""
