@@ -16,9 +16,18 @@ class Run(NamedTuple):
   step: Any
 
 
+def placed(plan: nxp.Plan) -> tuple[Any, Any]:
+  """The model and the optimizer of a plan as plain code makes them, in the layout of the plan.
+
+  To compile their creation on each layout takes as long as to compile a step; tests/create is about that.
+  """
+  model = nxp.unsharded(plan.init)
+  return nxp.reshard(model, plan, optimizer=nnx.Optimizer(model, plan.tx, wrt=plan.wrt))
+
+
 def run_steps(plan: nxp.Plan, loss: Any, batches: Any, **options: Any) -> Run:
-  """Creates the model of a plan, and takes a `train_step` with these options on each host batch."""
-  model, optimizer = nxp.create_sharded_model(plan)
+  """Takes a `train_step` with these options on each host batch, from the values of the plan's `init`."""
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss, **options)
   losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
   return Run(model, optimizer, losses, step)
