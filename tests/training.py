@@ -1,5 +1,6 @@
 """What most comparisons of layouts need: a model of a plan, some steps, and their losses."""
 
+import os
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -16,9 +17,20 @@ class Run(NamedTuple):
   step: Any
 
 
+def placed(plan: nxp.Plan) -> tuple[Any, Any]:
+  """The model and the optimizer of a plan as plain code makes them, in the layout of the plan.
+
+  To compile their creation on each layout takes as long as to compile a step, so only nightly runs do it.
+  """
+  if os.environ.get("NXP_TEST_CREATION"):
+    return nxp.create_sharded_model(plan)
+  model = nxp.unsharded(plan.init)
+  return nxp.reshard(model, plan, optimizer=nnx.Optimizer(model, plan.tx, wrt=plan.wrt))
+
+
 def run_steps(plan: nxp.Plan, loss: Any, batches: Any, **options: Any) -> Run:
-  """Creates the model of a plan, and takes a `train_step` with these options on each host batch."""
-  model, optimizer = nxp.create_sharded_model(plan)
+  """Takes a `train_step` with these options on each host batch, from the values of the plan's `init`."""
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss, **options)
   losses = [float(step(model, optimizer, nxp.shard_batch(batch, plan))["loss"]) for batch in batches]
   return Run(model, optimizer, losses, step)

@@ -198,7 +198,7 @@ MODELS = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", [{}, {"remat": "full", "scan_layers": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_others(name, options):

@@ -32,6 +32,7 @@ def gated(p, rows):
   return jnp.matmul(wide, p["down"], **out) + p["bias"]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def dense(expert, parameters, x, routing):
   """Every expert on every token, masked."""
   flat = x.reshape(-1, x.shape[-1])
@@ -254,23 +255,30 @@ def test_bfloat16_is_as_good_as_that_of_one_device(layer):
   assert abs(y.astype(jnp.float32) - exact).max() <= 2 * abs(plain - exact).max()
 
 
+def of_each(layer, mapped):
+  _, _, router, w = drawn((2, 8), 4)
+
+  def summed(parameters, x):
+    run = lambda x, w: jnp.sum(w * layer(gated, parameters, x, nxp.parallel.route(x @ router, 2))[0])
+    return jax.vmap(run)(x, w).sum() if mapped else run(x, w)
+
+  return jax.jit(jax.value_and_grad(summed, (0, 1)))
+
+
+@functools.cache
+def wanted_of_each(mapped):
+  return of_each(lambda *args: (dense(*args), 0), mapped)(*drawn((2, 8), 4)[:2])
+
+
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("explicit", [False, "data", "expert"])
 def test_under_vmap_and_on_a_mesh_with_auto_and_explicit_axes(layer, explicit):
-  parameters, x, router, w = drawn((2, 8), 4)
-
-  def of_each(layer):
-    def summed(parameters, x):
-      run = lambda x, w: jnp.sum(w * layer(gated, parameters, x, nxp.parallel.route(x @ router, 2))[0])
-      return jax.vmap(run)(x, w).sum() if not explicit else run(x, w)
-
-    return jax.jit(jax.value_and_grad(summed, (0, 1)))
-
-  wanted = of_each(lambda *args: (dense(*args), 0))(parameters, x)
   mesh = nxp.make_mesh(MESH, explicit=explicit)
   with jax.set_mesh(mesh):
-    placed = jax.device_put((parameters, x), NamedSharding(mesh, PartitionSpec()))
-    check(of_each(LAYERS[layer])(*placed), wanted)
+    placed = jax.device_put(drawn((2, 8), 4)[:2], NamedSharding(mesh, PartitionSpec()))
+    found = of_each(LAYERS[layer], not explicit)(*placed)
+  check(found, wanted_of_each(not explicit))
 
 
 def test_empty_places_of_a_block_have_no_gradient():
@@ -517,7 +525,7 @@ def test_padding_has_no_experts_and_counts_nowhere(explicit):
     given = [jax.device_put(v, NamedSharding(mesh, PartitionSpec("data"))) for v in (x, mask, w)]
     run = jax.jit(jax.value_and_grad(losses, 1, has_aux=True))
     (value, (y, routing, dropped)), gradient = run(given[0], router, *given[1:])
-  (expected, (rows, own)), slope = jax.value_and_grad(alone, has_aux=True)(router)
+  (expected, (rows, own)), slope = jax.jit(jax.value_and_grad(alone, has_aux=True))(router)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   np.testing.assert_allclose(np.asarray(y)[mask], rows, atol=1e-5)
   np.testing.assert_allclose(gradient, slope, atol=1e-5)

@@ -19,6 +19,7 @@ from nnx_parallel.layers import pipeline as schedule
 from nnx_parallel.layers import pipeline_1f1b
 from nnx_parallel.layers.pipeline import Schedule
 from nnx_parallel.layers.pipeline_split import Cut
+from training import placed
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
@@ -51,7 +52,7 @@ def value_and_gradients(f: Any, weights: Any, x: Any, seen: Any, other: Any) -> 
     y = f(weights, x, seen, other)
     return (y**2).mean(), y
 
-  return jax.value_and_grad(squares, argnums=(0, 1, 2), has_aux=True)(weights, x, other)
+  return jax.jit(jax.value_and_grad(squares, argnums=(0, 1, 2), has_aux=True))(weights, x, other)
 
 
 GRID = [
@@ -272,7 +273,7 @@ def trained(
   make: Any, mesh: Any, pipeline: Any, rules: Any = None, microbatches: int = 4, **options: Any
 ) -> tuple[Any, Any]:
   plan = nxp.plan(make, mesh, rules or nxp.replicate(), optimizer=optax.adam(1e-2))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline, **options)
   found = []
   for n in range(3):
@@ -451,7 +452,7 @@ def test_1f1b_trains_only_what_is_trained(order: Any) -> None:
 
 def two_steps(loss: Any, make: Any, pipeline: Any, mesh: Any, microbatches: int = 8) -> Any:
   plan = nxp.plan(make, mesh, nxp.replicate(), optimizer=optax.adam(1e-2))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss, microbatches=microbatches, pipeline=pipeline)
   tokens = jax.random.randint(jax.random.key(1), (2 * microbatches, 6), 0, 16)
   batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)

@@ -137,9 +137,10 @@ def difference(loss, how, scales=(1.0, 1.0), rows=ROWS, parts=PARTS, seed=0):
   """Between the gradients of a batch and those of its parts, relative to the largest."""
   whole = inputs(rows * parts, seed)
   each = [jax.tree.map(lambda x, n=n: x[n * rows : (n + 1) * rows], whole) for n in range(parts)]
-  wanted = jax.grad(loss)(WEIGHTS, whole)
+  gradients = jax.jit(jax.grad(loss))
+  wanted = gradients(WEIGHTS, whole)
   found = jax.tree.map(
-    lambda *g: sum(g) / (parts if how == "mean" else 1), *[jax.grad(loss)(WEIGHTS, x) for x in each]
+    lambda *g: np.sum(g, 0) / (parts if how == "mean" else 1), *[gradients(WEIGHTS, x) for x in each]
   )
   found = [x * scale for x, scale in zip(jax.tree.leaves(found), scales, strict=True)]
   pairs = [*zip(jax.tree.leaves(wanted), found, strict=True)]
@@ -230,7 +231,7 @@ class Net(nnx.Module):
 
 def largest(p, b):
   """The mean of the 3 largest losses: a replica may have fewer examples of a microbatch."""
-  return jax.lax.top_k(losses(p, b), 3)[0].mean()
+  return jax.lax.top_k(losses(p, b).mean(1), 3)[0].mean()
 
 
 STEPS = {
