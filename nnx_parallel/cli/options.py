@@ -359,4 +359,11 @@ def real_mesh(sizes: Sizes, devices: int | None) -> Mesh:
 
   import nnx_parallel as nxp
 
-  return nxp.make_mesh(sizes, devices=jax.devices()[:devices])
+  here = jax.devices()[:devices]
+  if -1 not in sizes.values() and (needed := math.prod(sizes.values())) != len(here):
+    raise MeshError(
+      f"the mesh takes {needed} devices, and there are {len(here)}.",
+      details=f"mesh {', '.join(f'{a}={s}' for a, s in sizes.items())}",
+      fix=f"--mesh with sizes that multiply to {len(here)}, or -1 for one of them; or --devices {needed}.",
+    )
+  return nxp.make_mesh(sizes, devices=here)

@@ -77,12 +77,12 @@ _WHAT_IS_A_LAYER = (
 _SHOWN = 6
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _INPUT = "layer input"
+"""The name of the arrays that `"offload"` moves to host memory."""
 _ORDERS: dict[Order, type[TrainPipeline]] = {
   "gpipe": TrainPipeline,
   "1f1b": Pipeline1F1B,
   "1f1b-split": SplitPipeline1F1B,
 }
-"""The name of the arrays that `"offload"` moves to host memory."""
 
 
 @dataclasses.dataclass(frozen=True)

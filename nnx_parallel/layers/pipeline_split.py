@@ -49,7 +49,7 @@ from nnx_parallel.layers.pipeline_1f1b import (
 from nnx_parallel.layers.stacks import variables
 
 GROUPS = 2
-"""The groups whose operands are saved: one that has left backward, and the next one."""
+"""The most groups whose operands are saved: one that has left backward, and the next one."""
 
 
 class SplitPipeline1F1B(Pipeline1F1B):
@@ -75,6 +75,11 @@ class _SplitGradients(Gradients):
 
   cut: Cut
 
+  @property
+  def _kept(self) -> int:
+    """The number of groups whose operands are saved."""
+    return min(GROUPS, self.of.schedule.groups)
+
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
     under = super()._start(weights, idle, bridge)
     first = jnp.zeros(self.of.schedule.stages, jnp.int32)
@@ -87,7 +92,7 @@ class _SplitGradients(Gradients):
 
     given = floats_of(idle), of_made, saved, weights, self.rows, self.active, first
     residuals, operands = jax.tree.map(zeros_of, jax.eval_shape(self.loop.by_stage(shapes), *given))
-    operands = jax.tree.map(lambda x: self._in_slots(x, GROUPS), operands)
+    operands = jax.tree.map(lambda x: self._in_slots(x, self._kept), operands)
     if self.of.options.recompute:
       return under._replace(operands=operands)
     # A bubble computes on zeros, which may give NaN: nothing that a bubble computes is read.
@@ -119,7 +124,7 @@ class _SplitGradients(Gradients):
     if self.of.options.recompute:
       *_, saved = by_stage(self._chunk_forward)(*saved, *of_layers)
     result, operands = by_stage(self._chunk_back_split)(given, of_made, saved, *of_layers)
-    slot = self._slot(microbatch, repeat, GROUPS)
+    slot = self._slot(microbatch, repeat, self._kept)
     return result, (under.gradients, by_stage(put_where)(under.operands, slot, works, operands))
 
   def _of_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
@@ -128,7 +133,7 @@ class _SplitGradients(Gradients):
 
     def one(sums: Weights, n: AnyArray) -> tuple[Weights, None]:
       repeat, place = (jnp.broadcast_to(x, (plan.stages,)) for x in (n // plan.stages, n % plan.stages))
-      slot = self._slot(group * plan.stages + place, repeat, GROUPS)
+      slot = self._slot(group * plan.stages + place, repeat, self._kept)
       operands = self.loop.by_stage(at)(under.operands, slot)
       chunk = self.loop.by_stage(self._chunk_weights)
       return chunk(sums, operands, weights, self.rows, self.active, repeat), None

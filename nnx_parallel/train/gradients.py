@@ -195,7 +195,8 @@ def in_microbatches(
   Sums are added up, so the objective must not divide by counts. `reduction` is the dtype in which replicas
   that hold the full model sum their gradients; None: float32.
   """
-  check_divides(batch, count * loss.parts)
+  shards = _replicas(layout.mesh, layout.batch) if layout.batch else 1
+  check_divides(batch, count * loss.parts, shards)
   scales: Any = None
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
@@ -310,8 +311,11 @@ def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
   return sums.mean() if counts is None else mean(sums.sum(), counts.sum())
 
 
-def check_divides(batch: PyTree, count: int) -> None:
-  """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them."""
+def check_divides(batch: PyTree, count: int, shards: int = 1) -> None:
+  """Refuses a batch that `count` microbatches cannot split evenly; scalars are given to each of them.
+
+  The error proposes a batch whose microbatches `shards` devices can split.
+  """
   leaves = [(name, jnp.shape(leaf)) for name, leaf in named_leaves(batch) if jnp.ndim(leaf)]
   for name, shape in leaves:
     size = shape[0]
@@ -329,7 +333,7 @@ def check_divides(batch: PyTree, count: int) -> None:
     raise TrainError(
       f"{name} has {size} examples, which {count} microbatches cannot split evenly.",
       details=f"shape {shape}",
-      fix=f"a global batch of {size + -size % count}, or fewer microbatches.",
+      fix=f"a global batch of {size + -size % (count * shards)}, or fewer microbatches.",
     )
 
 

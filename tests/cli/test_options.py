@@ -101,6 +101,12 @@ def test_devices_are_simulated_unless_the_environment_says_how_many(sizes, devic
   assert done.stdout.strip() == expected, done.stderr
 
 
+def test_a_mesh_smaller_than_the_machine_names_options_of_the_command_line():
+  with pytest.raises(MeshError, match=r"takes 2 devices, and there are 8(?s:.*)--devices 2"):
+    options.real_mesh({"data": 2}, None)
+  assert options.real_mesh({"data": 2}, 2).size == 2
+
+
 @pytest.mark.parametrize(
   "arguments",
   [

@@ -437,7 +437,7 @@ REFUSED = {
   "no microbatches": (with_options(microbatches=0), "microbatches=0 is not a positive number"),
   "microbatches that do not divide": (
     with_options(microbatches=3),
-    r"batch\['x'\] has 16 examples, which 3 microbatches [\s\S]*a global batch of 18",
+    r"batch\['x'\] has 16 examples, which 3 microbatches [\s\S]*a global batch of 24",
   ),
   "less than one example for each shard": (
     with_options(microbatches=8),
