@@ -210,11 +210,13 @@ class _Resolver:
   def _raise_uneven(self, dim: int, name: str, option: Candidate) -> NoReturn:
     size, shards = self.shape[dim], self._shards(option)
     padded = size + -size % shards
+    # A path rule may name the mesh axis itself.
+    other = "None in its rule" if name in self.mesh else f"rules.replace({show_rule(name, None)})"
     raise ShardingError(
       f"cannot shard {self.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
       " evenly.",
       details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {option}, mesh {self.mesh}",
-      fix=f'pad it (uneven="pad", to {padded}), or replicate it with rules.replace({show_rule(name, None)}).',
+      fix=f'pad it (uneven="pad", to {padded}), or replicate it with {other}.',
     )
 
   def _raise_no_candidate(

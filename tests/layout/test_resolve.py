@@ -105,6 +105,9 @@ REFUSED = {
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
     '  Fix: pad it (uneven="pad", to 32), or replicate it with rules.replace(mlp=None).',
   ),
+  "an uneven dim of a path rule": (
+    ("fsdp",), (30,), {"fsdp": "fsdp"}, "or replicate it with None in its rule."
+  ),
   "a padded dim counts as used": (
     ("a", "b"), (30, 8), {"uneven": "pad", "a": "fsdp", "b": "fsdp"}, "already used by dim 0"
   ),
