@@ -1,12 +1,13 @@
-"""1F1B whose backward passes are split: the gradients of the weights wait until no stage waits.
+"""1F1B with split backward passes: gradients of weights are computed apart from gradients of inputs.
 
 All stages run one program, tick by tick, so a tick takes the same time on a stage that has nothing to do. In
-1F1B, a tick backward computes a chunk again, then the gradients of its input and of its weights. Here, it
-leaves the gradients of the weights out and saves what they read (the *operands*: for a product, its input and
-the gradient of its result). When a group of microbatches has left backward, each stage computes the gradients
-of its weights for all microbatches of the group, which no stage waits for. With equal times for a forward
-pass, its recomputation, the gradients of inputs and of weights, the bubble is `3 (stages - 1)` of these times
-and not `4 (stages - 1)`. In return, each stage saves the operands of two groups.
+1F1B, a tick backward computes a chunk again, then the gradients of its input and of its weights. Here, a tick
+backward leaves the gradients of the weights out, and saves what they read (the *operands*: for a product, its
+input and the gradient of its result). When a group of microbatches has left backward, each stage computes the
+gradients of its weights for all microbatches of the group. No stage depends on another one then, so no stage
+waits. If a forward pass, its recomputation, the gradients of inputs and the gradients of weights take equal
+times, the bubble is `3 (stages - 1)` of these times; in 1F1B it is `4 (stages - 1)`. In return, each stage
+saves the operands of two groups.
 
 Without recomputation, a tick forward saves the residuals that a tick backward reads. No tick computes a chunk
 again, and each stage saves the residuals of three groups.
