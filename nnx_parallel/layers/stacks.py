@@ -214,6 +214,7 @@ class Stacks:
   Attributes:
     chains: by the position of their first operation.
     reasons: why neighbouring layers are not in one chain.
+    unjoined: why a scan is not one stack with the scan before it.
   """
 
   def __init__(self, jaxpr: Program, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
@@ -226,6 +227,7 @@ class Stacks:
     self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
+    self.unjoined: list[str] = []
     periods = range(group, group * MAX_PERIOD + 1, group)
     short = 0  # up to this call, the layers belong to a chain that is too short
     while marks:
@@ -337,37 +339,42 @@ class Stacks:
   def _consecutive_scans(self) -> list[list[int]]:
     """The scans over layers of the model, in groups: a scan joins the group of the scan that it continues."""
     runs: list[list[int]] = []
-    for n, eqn in enumerate(self.eqns):
-      if not _is_stack(eqn):
-        continue
-      if runs and self._continues(runs[-1][-1], n):
+    self.unjoined.clear()
+    scans = [n for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
+    for count, n in enumerate(scans, 1):
+      why = self._why_not_joined(runs[-1][-1], n) if runs else ""
+      if why:
+        self.unjoined.append(f"scan {count} over layers is not joined with scan {count - 1}: {why}")
+      if runs and not why:
         runs[-1].append(n)
       else:
         runs.append([n])
     return runs
 
-  def _continues(self, before: int, number: int) -> bool:
-    """Whether a scan has the same body as an earlier scan, and starts from the final carry of that scan."""
+  def _why_not_joined(self, before: int, number: int) -> str:
+    """Why a scan does not continue an earlier scan: its body, and what it reads; empty if it does."""
     first, second = self.eqns[before], self.eqns[number]
     # Without calls, also inside of checkpoints: the name of a marked call is the path of its layer.
     bodies = [
-      flattened(eqn.params["jaxpr"], lambda e: is_call(e) or is_checkpoint(e)) for eqn in (first, second)
+      identity(flattened(eqn.params["jaxpr"], lambda e: is_call(e) or is_checkpoint(e)))
+      for eqn in (first, second)
     ]
     recomputed = [sum(map(is_checkpoint, inner_equations(eqn))) for eqn in (first, second)]
-    if first.params["length"] != second.params["length"] or recomputed[0] != recomputed[1]:
-      return False
-    if identity(bodies[0]) != identity(bodies[1]):
-      return False
+    if bodies[0] != bodies[1] or recomputed[0] != recomputed[1]:
+      return "another body (a dtype, or a Python number in the first carry, is enough)"
+    if first.params["length"] != second.params["length"]:
+      return f"{second.params['length']} layers, not {first.params['length']}"
     counts = scan_counts(first)
     (same, _, _), (fixed, carried, rows) = counts.split(first.invars), counts.split(second.invars)
     passed = first.outvars[: counts.carried]
+    if not all(map(_is_same, same, fixed)):
+      return "other arrays that all layers share (computed anew, for example)"
+    if not all(map(_is_same, passed, carried)):
+      return "it does not start from the result of that scan"
     later = dependents(self.eqns[before:number], first.outvars)
-    return (
-      all(map(_is_same, same, fixed))
-      and all(map(_is_same, passed, carried))
-      and not self.used((before, number)) & {*passed}
-      and not any(among(var, later) for var in rows)
-    )
+    if self.used((before, number)) & {*passed} or any(among(var, later) for var in rows):
+      return "the result of that scan is read elsewhere too"
+    return ""
 
   def _of_scans(self, numbers: Sequence[int], how: Treatment) -> Stack:
     """The layers of consecutive scans."""

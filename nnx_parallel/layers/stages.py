@@ -195,7 +195,12 @@ class TrainPipeline(AroundLayers):
         details=f"the mesh axis {options.axis!r} has size 1",
         fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
       )
-    self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
+    try:
+      self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
+    except SchemeError as error:
+      for why in program.unjoined:
+        error.add_note(why)
+      raise
     self._steps = self._count_steps()
     self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
     same = self.same
@@ -220,7 +225,7 @@ class TrainPipeline(AroundLayers):
     return (
       f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {kept}{split}; weights of"
       f" {format_bytes(stack.nbytes)}, {format_bytes(stack.nbytes // plan.stages)} on each stage{each}"
-      f"{self._outside()}"
+      f"{self._outside()}{''.join(f'; {why}' for why in self.program.unjoined[:1])}"
     )
 
   def _outside(self) -> str:

@@ -643,6 +643,30 @@ def test_what_is_outside_of_a_pipeline_is_said() -> None:
   assert "outside of the pipeline, computed by each stage: sides.0, sides.1, weights of 576 B" in said
 
 
+class Summed(Stacked):
+  """The sum in the first carry starts as a Python number, so the body of the first scan is another one."""
+
+  def __call__(self, tokens: Any) -> Any:
+    carry: Any = self.embed(tokens), 0.0
+    through = nnx.scan(
+      lambda c, block: (block(c[0], c[0][..., 0]), c[1] + c[0].mean()),
+      in_axes=(nnx.Carry, 0),
+      out_axes=nnx.Carry,
+    )
+    for stack in self.stacks:
+      carry = through(carry, stack)
+    return self.head(carry[0]) + carry[1]
+
+
+def test_stacks_that_are_not_one_pipeline_say_why() -> None:
+  make = functools.partial(Summed, 8, 2)
+  why = "scan 2 over layers is not joined with scan 1: another body"
+  assert why in str(lowered(make, nxp.make_mesh(data=2, stage=4)).layers)
+  with pytest.raises(SchemeError, match="cannot be 2 chunks") as caught:
+    lowered(make, nxp.make_mesh(data=2, stage=4), nxp.Pipeline(virtual_stages=2))
+  assert why in caught.value.__notes__[0]
+
+
 class Recomputed(Model):
   def __init__(self, rngs: Any):
     super().__init__(0, rngs)
