@@ -379,7 +379,7 @@ def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str,
     return (), "no mesh axis splits the batch"
   axes = tuple(axis for axis in split if axis not in layout.used)
   if not axes:
-    return (), f"{', '.join(split)} split the parameters too"
+    return (), f"{' and '.join(split)} split{'s' * (len(split) == 1)} the parameters too"
   if axes != layout.batch[: len(axes)]:
     return (), f"{', '.join(axes)} are not the major axes of the batch's {', '.join(layout.batch)}"
   replicas = _replicas(layout.mesh, axes)

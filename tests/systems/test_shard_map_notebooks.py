@@ -42,7 +42,7 @@ def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog)
     step.lower(model, optimizer, b).compile().cost_analysis()["flops"]
     for b in (batch, nxp.shard_batch(batch, plan))
   ]
-  assert flops[0] > 3 * flops[1]
+  assert flops[0] == flops[1]  # lowered as it is called
 
 
 def gpu_flags():

@@ -127,7 +127,7 @@ def test_slices_exchange_once_and_shards_inside_in_each_microbatch():
 def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
   step, model, optimizer, batch = step_on({"fsdp": 8})
   step(model, optimizer, batch)
-  assert step.reduction == "in each microbatch: data, fsdp split the parameters too"
+  assert step.reduction == "in each microbatch: fsdp splits the parameters too"
   step, model, optimizer, batch = step_on({"data": 8}, zero=2, gradients="scattered")
   mesh = model.up.kernel.get_value().sharding.mesh
   program = compiled(step, model, optimizer, batch)
