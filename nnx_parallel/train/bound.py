@@ -168,7 +168,7 @@ class Bound:
       if not jnp.ndim(x):  # `jit` replicates it, which takes less time
         return x
       loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
-      loose |= isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
+      loose |= abstract and isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
       if not loose and (not isinstance(x, jax.Array) or is_placed(x) or is_tracer(x) or x.committed):
         return x
       try:
@@ -187,7 +187,8 @@ class Bound:
       check_split(name, x.shape, spec, sizes, counts, counts)
       where = NamedSharding(mesh, spec)
       if abstract:
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=where)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
       return jax.device_put(x, where)
 
     return jax.tree_util.tree_map_with_path(place, batch)

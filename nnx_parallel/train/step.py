@@ -216,7 +216,7 @@ class TrainStep(_Step):
       A `jax.stages.Compiled`: its text, memory and cost.
     """
     bound = self._bind(model, optimizer)
-    traced = bound.traced(bound.placed(batch))
+    traced = bound.traced(bound.placed(batch, abstract=True))
     self.layers = bound.structure.layers
     return traced.lower().compile()
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -38,11 +39,27 @@ def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog)
   nxp.eval_step(lambda model, batch: (model(batch["x"]) ** 2).mean())(bare, batch)
   assert "batch['x'] is on no mesh, so every device computes all of its examples" in caplog.text
   assert "nxp.shard_batch(batch, plan)" in caplog.text
+  structs = {"x": jax.ShapeDtypeStruct((64, 64), np.float32)}
   flops = [
     step.lower(model, optimizer, b).compile().cost_analysis()["flops"]
-    for b in (batch, nxp.shard_batch(batch, plan))
+    for b in (batch, structs, nxp.shard_batch(batch, plan))
   ]
-  assert flops[0] == flops[1]  # lowered as it is called
+  flops.append(step.compiled(model, optimizer, structs).cost_analysis()["flops"])
+  assert len({*flops}) == 1  # lowered as it is called
+
+
+def test_a_batch_of_keys_may_be_abstract():
+  def noisy(model, batch):
+    return (model(jax.vmap(lambda key: jax.random.normal(key, (4,)))(batch)) ** 2).mean()
+
+  plan = nxp.plan(
+    lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+    nxp.make_mesh(data=8),
+    nxp.replicate(),
+    optimizer=optax.sgd(0.1),
+  )
+  lowered = nxp.train_step(noisy).lower(plan, batch=jax.ShapeDtypeStruct((16,), jax.random.key(0).dtype))
+  assert "sharding" in lowered.as_text()
 
 
 def gpu_flags():
