@@ -101,7 +101,7 @@ def _order_of_documents(segment_ids: np.ndarray, shards: int, dim: int, block: i
   _check_parts(length, shards, f"segment_ids {segment_ids.shape}, for {shards} shards")
   found = np.empty(segment_ids.shape, int)
   for row, ids in enumerate(segment_ids):
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
     kept, cut = np.ones(length, bool), list[np.ndarray]()
     for start, size in zip(starts, np.diff(starts, append=length), strict=True):
       if size >= count * block:
