@@ -74,6 +74,11 @@ def is_call(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name in CALLS
 
 
+def is_call_or_checkpoint(eqn: JaxprEqn) -> bool:
+  """Whether an operation calls a program, and perhaps computes it again in the backward pass."""
+  return is_call(eqn) or is_checkpoint(eqn)
+
+
 def opened(jaxpr: Program) -> Jaxpr:
   """The jaxpr itself, closed or not."""
   inner: Any = getattr(jaxpr, "jaxpr", jaxpr)

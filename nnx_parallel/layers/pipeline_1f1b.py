@@ -51,6 +51,22 @@ class Weights(NamedTuple):
   outer: list[jax.Array]
 
 
+class LayerInputs(NamedTuple):
+  """What the layers of a chunk read, besides activations and the arrays that they change.
+
+  Attributes:
+    weights: the arrays with gradients.
+    rest: the rows of the layers without gradients, `[stages, virtual_stages, chunk, ...]`.
+    active: which layers of each chunk are real, `[stages, virtual_stages, chunk]`.
+    repeat: for each stage, which of its chunks it computes, `[stages]`.
+  """
+
+  weights: Weights
+  rest: PyTree
+  active: AnyArray
+  repeat: AnyArray
+
+
 class Under(NamedTuple):
   """The carry of the loop over groups. Each array has a dim of stages first.
 
@@ -309,8 +325,8 @@ class Gradients:
       ) -> tuple[PyTree, PyTree]:
         slot = self._slot(microbatch, repeat, self.groups)
         saved, of_made = loop.by_stage(at)((under.saved, under.made_gradients), slot)
-        now = under._replace(gradients=gradients, operands=operands)
-        return self._chunks_back(now, given, of_made, saved, weights, works, microbatch, repeat)
+        now, inputs = under._replace(gradients=gradients, operands=operands), self._inputs(weights, repeat)
+        return self._chunks_back(now, (given, of_made), saved, inputs, works, microbatch)
 
       backward, others = loop.tick(backward, t, entering, idle, compute, backwards=True)
       return (backward, *others), None
@@ -319,16 +335,18 @@ class Gradients:
     (backward, gradients, operands), _ = jax.lax.scan(tick, carry, ticks)
     return under._replace(backward=backward, gradients=gradients, operands=operands)
 
+  def _inputs(self, weights: Weights, repeat: AnyArray) -> LayerInputs:
+    """What the layers of all stages read, `[stages, ...]`."""
+    return LayerInputs(weights, self.rows, self.active, repeat)
+
   def _chunks_back(
     self,
     under: Under,
-    given: PyTree,
-    of_made: PyTree,
+    slopes: PyTree,
     saved: PyTree,
-    weights: Weights,
+    inputs: LayerInputs,
     works: AnyArray,
     microbatch: AnyArray,
-    repeat: AnyArray,
   ) -> tuple[PyTree, tuple[Weights, PyTree]]:
     """The gradients of the inputs of the stages' chunks; the new gradients of weights, and operands.
 
@@ -336,10 +354,10 @@ class Gradients:
     """
     del microbatch
     by_stage, sums = self.loop.by_stage, under.gradients
-    chunk = by_stage(self._chunk_back)
-    result, rows, outer = chunk(given, of_made, saved, weights, self.rows, self.active, repeat)
+    result, rows, outer = by_stage(self._chunk_back)(slopes, saved, inputs)
     outer = _added(sums, by_stage(_where_else_zero)(works, outer)).outer
-    return result, (Weights(by_stage(_add_where)(sums.rows, repeat, works, rows), outer), under.operands)
+    rows = by_stage(_add_where)(sums.rows, inputs.repeat, works, rows)
+    return result, (Weights(rows, outer), under.operands)
 
   def _add_left(self, under: Under, weights: Weights, group: AnyArray) -> Under:
     """Adds the gradients that wait until a group has left backward; nothing for a group before the first."""
@@ -398,28 +416,25 @@ class Gradients:
     return results, pull(jnp.ones_like(loss))
 
   def _chunk_back(
-    self,
-    given: list[jax.Array],
-    of_made: list[jax.Array],
-    saved: tuple[PyTree, PyTree],
-    weights: Weights,
-    rest: PyTree,
-    active: AnyArray,
-    repeat: AnyArray,
+    self, slopes: PyTree, saved: tuple[PyTree, PyTree], inputs: LayerInputs
   ) -> tuple[list[jax.Array], PyTree, PyTree]:
-    """The gradients of a chunk, which is computed again: of its input, its rows and the outer weights."""
-    carry, state = saved
+    """The gradients of a chunk, which is computed again: of its input, its rows and the outer weights.
+
+    Args:
+      slopes: the gradients of its result, and of the layers' other results.
+      saved: its input, and the arrays that its layers change, before the change.
+      inputs: what else its layers read.
+    """
+    (carry, state), weights, repeat = saved, inputs.weights, inputs.repeat
 
     def chunk(floats: list[jax.Array], rows: PyTree, outer: PyTree) -> PyTree:
-      rows = {**rows, **at(rest, repeat)}
+      rows, active = {**rows, **at(inputs.rest, repeat)}, at(inputs.active, repeat)
       shared = {key: outer[n] for key, n in self.shared.items()}
-      result, _, made = self.loop.layers(
-        with_floats(carry, floats), state, rows, at(active, repeat), shared, {}
-      )
+      result, _, made = self.loop.layers(with_floats(carry, floats), state, rows, active, shared, {})
       return floats_of(result), floats_of(made)
 
     _, pull = jax.vjp(chunk, floats_of(carry), at(weights.rows, repeat), weights.outer)
-    return pull((given, of_made))
+    return pull(slopes)
 
   def _chunks(
     self, weights: Weights, given: PyTree, state: PyTree, repeat: AnyArray

@@ -30,7 +30,7 @@ from nnx_parallel.core.jaxprs import (
   constants,
   dependents,
   inner_equations,
-  is_call,
+  is_call_or_checkpoint,
   is_checkpoint,
   opened,
   operations_behind,
@@ -39,6 +39,7 @@ from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree, Var
 from nnx_parallel.layers.pipeline import at
 from nnx_parallel.layers.pipeline_1f1b import (
   Gradients,
+  LayerInputs,
   Pipeline1F1B,
   Under,
   Weights,
@@ -61,10 +62,15 @@ class SplitPipeline1F1B(Pipeline1F1B):
     """The class that runs the schedule."""
     return _SplitGradients
 
-  def __str__(self) -> str:
+  @property
+  def keeps(self) -> str:
+    """What each stage saves for the backward pass."""
+    kept = super().keeps
+    if not self.options.recompute:
+      kept = f"the activations of {self.options.saved_inputs(self.schedule)} chunks"
     inside = (eqn for n in self.stack.numbers for eqn in inner_equations(self.eqns[n]))
     note = "; jax.checkpoint inside of the layers has no effect" * any(map(is_checkpoint, inside))
-    return super().__str__() + note
+    return f"{kept}, and the operands of the gradients of weights{note}"
 
 
 class _SplitGradients(Gradients):
@@ -83,16 +89,16 @@ class _SplitGradients(Gradients):
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
     under = super()._start(weights, idle, bridge)
-    first = jnp.zeros(self.of.schedule.stages, jnp.int32)
-    saved, of_made = self.loop.by_stage(at)((under.saved, under.made_gradients), first)
+    first = self._inputs(weights, jnp.zeros(self.of.schedule.stages, jnp.int32))
+    saved, of_made = self.loop.by_stage(at)((under.saved, under.made_gradients), first.repeat)
 
-    def shapes(given: PyTree, of_made: PyTree, saved: PyTree, *of_layers: PyTree) -> PyTree:
-      self.cut = self._cut(given, of_made, saved, *of_layers)
-      *_, residuals = self._chunk_forward(*saved, *of_layers)
-      return residuals, self._chunk_back_split(given, of_made, residuals, *of_layers)[1]
+    def shapes(slopes: PyTree, saved: tuple[PyTree, PyTree], inputs: LayerInputs) -> PyTree:
+      self.cut = self._cut(slopes, saved, inputs)
+      *_, residuals = self._chunk_forward(*saved, inputs)
+      return residuals, self._chunk_back_split(slopes, residuals, inputs)[1]
 
-    given = floats_of(idle), of_made, saved, weights, self.rows, self.active, first
-    residuals, operands = jax.tree.map(zeros_of, jax.eval_shape(self.loop.by_stage(shapes), *given))
+    found = jax.eval_shape(self.loop.by_stage(shapes), (floats_of(idle), of_made), saved, first)
+    residuals, operands = jax.tree.map(zeros_of, found)
     operands = jax.tree.map(lambda x: self._in_slots(x, self._kept), operands)
     if self.of.options.recompute:
       return under._replace(operands=operands)
@@ -105,27 +111,23 @@ class _SplitGradients(Gradients):
   ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
     if self.of.options.recompute:
       return super()._chunks_forward(weights, given, state, repeat)
-    chunk = self.loop.by_stage(self._chunk_forward)
-    return chunk(given, state, weights, self.rows, self.active, repeat)
+    return self.loop.by_stage(self._chunk_forward)(given, state, self._inputs(weights, repeat))
 
   def _chunks_back(
     self,
     under: Under,
-    given: PyTree,
-    of_made: PyTree,
+    slopes: PyTree,
     saved: PyTree,
-    weights: Weights,
+    inputs: LayerInputs,
     works: AnyArray,
     microbatch: AnyArray,
-    repeat: AnyArray,
   ) -> tuple[PyTree, tuple[Weights, PyTree]]:
     """The gradients of the inputs of the stages' chunks, and the operands of the gradients of weights."""
     by_stage = self.loop.by_stage
-    of_layers = weights, self.rows, self.active, repeat
     if self.of.options.recompute:
-      *_, saved = by_stage(self._chunk_forward)(*saved, *of_layers)
-    result, operands = by_stage(self._chunk_back_split)(given, of_made, saved, *of_layers)
-    slot = self._slot(microbatch, repeat, self._kept)
+      *_, saved = by_stage(self._chunk_forward)(*saved, inputs)
+    result, operands = by_stage(self._chunk_back_split)(slopes, saved, inputs)
+    slot = self._slot(microbatch, inputs.repeat, self._kept)
     return result, (under.gradients, by_stage(put_where)(under.operands, slot, works, operands))
 
   def _of_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
@@ -136,37 +138,26 @@ class _SplitGradients(Gradients):
       repeat, place = (jnp.broadcast_to(x, (plan.stages,)) for x in (n // plan.stages, n % plan.stages))
       slot = self._slot(group * plan.stages + place, repeat, self._kept)
       operands = self.loop.by_stage(at)(under.operands, slot)
-      chunk = self.loop.by_stage(self._chunk_weights)
-      return chunk(sums, operands, weights, self.rows, self.active, repeat), None
+      inputs = self._inputs(weights, repeat)
+      return self.loop.by_stage(self._chunk_weights)(sums, operands, inputs), None
 
     sums = super()._of_left(under, weights, group)
     return jax.lax.scan(one, sums, jnp.arange(plan.stages * plan.virtual_stages))[0]
 
   # The programs of one stage: no array has a dim of stages.
 
-  def _of_layers(
-    self, weights: Weights, rest: PyTree, active: AnyArray, repeat: AnyArray
-  ) -> tuple[PyTree, PyTree]:
-    """What the layers of a chunk read besides activations: separate arrays, `[chunk, ...]`; shared arrays.
+  def _own_and_shared(self, inputs: LayerInputs) -> tuple[PyTree, PyTree]:
+    """What the layers of a chunk read: arrays of their own, `[chunk, ...]`, and arrays that they share.
 
     A shared array may be several inputs of a layer, so its key is its position among the outer weights.
     """
-    shared = {n: weights.outer[n] for n in self.shared.values()}
-    return (at(weights.rows, repeat), at(rest, repeat), at(active, repeat)), shared
+    weights, repeat = inputs.weights, inputs.repeat
+    own = at((weights.rows, inputs.rest, inputs.active), repeat)
+    return own, {n: weights.outer[n] for n in self.shared.values()}
 
-  def _cut(
-    self,
-    given: list[jax.Array],
-    of_made: list[jax.Array],
-    saved: tuple[PyTree, PyTree],
-    weights: Weights,
-    rest: PyTree,
-    active: AnyArray,
-    repeat: AnyArray,
-  ) -> Cut:
-    """The backward pass of a layer, for arguments like those of `_chunk_back`."""
-    carry, state = saved
-    own, shared = self._of_layers(weights, rest, active, repeat)
+  def _cut(self, slopes: PyTree, saved: tuple[PyTree, PyTree], inputs: LayerInputs) -> Cut:
+    """The backward pass of a layer, for the arguments of `_chunk_back`."""
+    (carry, state), (own, shared), (given, of_made) = saved, self._own_and_shared(inputs), slopes
     state, own, of_made = jax.tree.map(lambda x: x[0], (state, own, of_made))
 
     def layer(carry: PyTree, state: PyTree, own: PyTree, shared: PyTree, slopes: PyTree) -> PyTree:
@@ -185,10 +176,10 @@ class _SplitGradients(Gradients):
     return Cut.of(layer, (carry, state), (own, shared), (given, of_made))
 
   def _chunk_forward(
-    self, carry: PyTree, state: PyTree, weights: Weights, rest: PyTree, active: AnyArray, repeat: AnyArray
+    self, carry: PyTree, state: PyTree, inputs: LayerInputs
   ) -> tuple[PyTree, PyTree, PyTree, list[jax.Array]]:
     """As `PipelineLoop.chunk`, with the residuals, `[chunk, ...]`."""
-    own, shared = self._of_layers(weights, rest, active, repeat)
+    own, shared = self._own_and_shared(inputs)
 
     def layer(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
       state, own = given
@@ -199,17 +190,10 @@ class _SplitGradients(Gradients):
     return carry, *others
 
   def _chunk_back_split(
-    self,
-    given: list[jax.Array],
-    of_made: list[jax.Array],
-    residuals: list[jax.Array],
-    weights: Weights,
-    rest: PyTree,
-    active: AnyArray,
-    repeat: AnyArray,
+    self, slopes: PyTree, residuals: list[jax.Array], inputs: LayerInputs
   ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The gradients of the input of a chunk, and the operands, `[chunk, ...]`."""
-    own, shared = self._of_layers(weights, rest, active, repeat)
+    (given, of_made), (own, shared) = slopes, self._own_and_shared(inputs)
 
     def layer(given: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
       residuals, own, of_made = xs
@@ -217,17 +201,9 @@ class _SplitGradients(Gradients):
 
     return jax.lax.scan(layer, given, (residuals, own, of_made), reverse=True)
 
-  def _chunk_weights(
-    self,
-    sums: Weights,
-    operands: list[jax.Array],
-    weights: Weights,
-    rest: PyTree,
-    active: AnyArray,
-    repeat: AnyArray,
-  ) -> Weights:
+  def _chunk_weights(self, sums: Weights, operands: list[jax.Array], inputs: LayerInputs) -> Weights:
     """The sums with the gradients of the weights of a chunk."""
-    own, shared = self._of_layers(weights, rest, active, repeat)
+    own, shared = self._own_and_shared(inputs)
 
     def layer(of_shared: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
       operands, own, row = xs
@@ -236,9 +212,9 @@ class _SplitGradients(Gradients):
       return of_shared, row
 
     of_shared = {n: sums.outer[n] for n in self.shared.values()}
-    of_shared, rows = jax.lax.scan(layer, of_shared, (operands, own, at(sums.rows, repeat)))
+    of_shared, rows = jax.lax.scan(layer, of_shared, (operands, own, at(sums.rows, inputs.repeat)))
     outer = [of_shared.get(n, x) for n, x in enumerate(sums.outer)]
-    return Weights(put_where(sums.rows, repeat, True, rows), outer)
+    return Weights(put_where(sums.rows, inputs.repeat, True, rows), outer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +253,7 @@ class Cut:
     """Cuts a function `(*varied, *weights, slopes) -> (results, of_varied, of_weights)`."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*varied, *weights, slopes)
     # Without calls and recomputation: one operation would compute both kinds of gradients.
-    closed = flattened(closed, lambda eqn: is_call(eqn) or is_checkpoint(eqn))
+    closed = flattened(closed, is_call_or_checkpoint)
     body = opened(closed)
     inputs = _in_parts(body.invars, (varied, weights, slopes))
     results = _in_parts(body.outvars, shapes)

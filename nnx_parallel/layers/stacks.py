@@ -42,7 +42,7 @@ from nnx_parallel.core.jaxprs import (
   dependents,
   equations,
   inner_equations,
-  is_call,
+  is_call_or_checkpoint,
   is_checkpoint,
   is_inexact,
   nbytes,
@@ -354,16 +354,13 @@ class Stacks:
   def _why_not_joined(self, before: int, number: int) -> str:
     """Why a scan does not continue an earlier scan: its body, and what it reads; empty if it does."""
     first, second = self.eqns[before], self.eqns[number]
+    if first.params["length"] != second.params["length"]:
+      return f"{second.params['length']} layers, not {first.params['length']}"
     # Without calls, also inside of checkpoints: the name of a marked call is the path of its layer.
-    bodies = [
-      identity(flattened(eqn.params["jaxpr"], lambda e: is_call(e) or is_checkpoint(e)))
-      for eqn in (first, second)
-    ]
+    bodies = [identity(flattened(eqn.params["jaxpr"], is_call_or_checkpoint)) for eqn in (first, second)]
     recomputed = [sum(map(is_checkpoint, inner_equations(eqn))) for eqn in (first, second)]
     if bodies[0] != bodies[1] or recomputed[0] != recomputed[1]:
       return "another body (a dtype, or a Python number in the first carry, is enough)"
-    if first.params["length"] != second.params["length"]:
-      return f"{second.params['length']} layers, not {first.params['length']}"
     counts = scan_counts(first)
     (same, _, _), (fixed, carried, rows) = counts.split(first.invars), counts.split(second.invars)
     passed = first.outvars[: counts.carried]

@@ -210,23 +210,25 @@ class TrainPipeline(AroundLayers):
 
   def __str__(self) -> str:
     stack, plan, options = self.stack, self.schedule, self.options
-    saved, way, sent = options.saved_inputs(plan), "", self.travels
-    if options.order != "gpipe":
-      way, sent = " 1F1B", [*self.travels, *self.gathered]
-    size = sum(nbytes(v.aval) for v in (*stack.carried, *(stack.same[key] for key in sent)))
-    kept = f"{format_bytes(saved * size)} for each stage, the inputs of {saved} chunks"
-    if not options.recompute:
-      kept = f"the activations of {saved} chunks"
-    split = ", and the operands of the gradients of weights" * (options.order == "1f1b-split")
+    way = " 1F1B" * (options.order != "gpipe")
     common = {var for var in self.same.values() if var in {*self.inputs[: self.signature.model]}}
     shared = sum(nbytes(var.aval) for var in common if is_inexact(var.aval))
     each = f" and {format_bytes(shared)} that all stages have" * bool(shared)
     each += f"; each of its {stack.length} layers is {stack.size} layers of the model" * (stack.size > 1)
     return (
-      f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {kept}{split}; weights of"
+      f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {self.keeps}; weights of"
       f" {format_bytes(stack.nbytes)}, {format_bytes(stack.nbytes // plan.stages)} on each stage{each}"
       f"{self._outside()}{''.join(f'; {why}' for why in self.program.unjoined[:1])}"
     )
+
+  @property
+  def keeps(self) -> str:
+    """What each stage saves for the backward pass."""
+    saved, sent = self.options.saved_inputs(self.schedule), self.travels
+    if self.options.order != "gpipe":
+      sent = [*self.travels, *self.gathered]
+    size = sum(nbytes(v.aval) for v in (*self.stack.carried, *(self.stack.same[key] for key in sent)))
+    return f"{format_bytes(saved * size)} for each stage, the inputs of {saved} chunks"
 
   def _outside(self) -> str:
     """The layers that are not in the pipeline, and the bytes of their weights."""

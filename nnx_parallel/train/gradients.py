@@ -49,6 +49,11 @@ class Layout(NamedTuple):
     return self._replace(gradients=chosen, scattered=self.scattered.intersection(paths))
 
   @property
+  def shards(self) -> int:
+    """The number of shards of the batch; 1 if its arrays have different shards, or unknown ones."""
+    return _replicas(self.mesh, self.batch) if self.batch else 1
+
+  @property
   def trained(self) -> list[NamedSharding | None]:
     """The sharding of each gradient, in order."""
     return list(self.gradients.values())
@@ -195,8 +200,7 @@ def in_microbatches(
   Sums are added up, so the objective must not divide by counts. `reduction` is the dtype in which replicas
   that hold the full model sum their gradients; None: float32.
   """
-  shards = _replicas(layout.mesh, layout.batch) if layout.batch else 1
-  check_divides(batch, count * loss.parts, shards)
+  check_divides(batch, count * loss.parts, layout.shards)
   scales: Any = None
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
@@ -339,7 +343,7 @@ def check_divides(batch: PyTree, count: int, shards: int = 1) -> None:
 
 def _check_shards(batch: PyTree, count: int, layout: Layout) -> None:
   """Refuses microbatches with fewer examples than the batch has shards."""
-  shards = _replicas(layout.mesh, layout.batch) if layout.batch else 1
+  shards = layout.shards
   for name, leaf in named_leaves(batch):
     size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else shards * count
     if size // count % shards:

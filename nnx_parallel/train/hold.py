@@ -49,7 +49,7 @@ from nnx_parallel.core.jaxprs import (
   equations,
   inner_equations,
   is_call,
-  is_checkpoint,
+  is_call_or_checkpoint,
   opened,
   programs,
 )
@@ -241,7 +241,7 @@ class _Rewriting(Interpreter[Flow]):
       return bind(eqn, inputs), self._followed(eqn, flows)
     if is_call(eqn) and not _places(eqn.params) and not constants(called(eqn)):
       return self(called(eqn), inputs, flows)
-    if eqn.primitive.name in ("scan", "while", "cond") or is_call(eqn) or is_checkpoint(eqn):
+    if eqn.primitive.name in ("scan", "while", "cond") or is_call_or_checkpoint(eqn):
       return DEFAULT
     results, found = self._placed(eqn, inputs, flows)
     if self._is_held(eqn, flows, found) and eqn.outvars[0] not in self._own:
