@@ -11,7 +11,7 @@ from nnx_parallel.core.text import Shown, format_bytes, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import Policy
-from nnx_parallel.layers.pipeline import Order, Pipeline, Schedule
+from nnx_parallel.layers.pipeline import Pipeline, Schedule
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named
@@ -40,7 +40,6 @@ class MemoryPlan(Shown):
     host_bytes: the optimizer state in host memory, in bytes per device; `need_bytes` does not include it.
     schedule: the schedule of the pipeline, or None.
     saved_inputs: the number of chunk inputs that each stage of the pipeline saves for the backward pass.
-    order: the order of the pipeline.
     microbatches: the number of microbatches of the batch.
     remat: the remat policy: which activations the layers save for the backward pass.
     chip: the chip with whose memory the plan is compared, or None.
@@ -54,7 +53,6 @@ class MemoryPlan(Shown):
   host_bytes: int = 0
   schedule: Schedule | None = None
   saved_inputs: int = 0
-  order: Order = "gpipe"
 
   @property
   def need_bytes(self) -> int:
@@ -81,10 +79,7 @@ class MemoryPlan(Shown):
     if self.schedule is not None:
       kept = f"Each stage keeps the inputs of {self.saved_inputs} chunks; layers are recomputed."
       text += f"{self.schedule}. {kept}\n"
-      split = ", the operands of the gradients of weights" * (self.order == "1f1b-split")
-      text += (
-        f"Not counted: buffers of microbatches between stages{split}, and weights on their way to them.\n"
-      )
+      text += "Not counted: buffers of microbatches between stages, and weights on their way to them.\n"
     if self.host_bytes:
       text += f"Host memory: {format_bytes(self.host_bytes)} per device.\n"
     if self.chip is not None and self.headroom_bytes is not None:
@@ -166,7 +161,6 @@ def memory_plan(
     host_bytes=round(per_device(work.on_host, sizes)),
     schedule=work.staged.schedule if work.staged is not None else None,
     saved_inputs=work.staged.saved_inputs if work.staged is not None else 0,
-    order=pipeline.order if isinstance(pipeline, Pipeline) else "gpipe",
   )
 
 

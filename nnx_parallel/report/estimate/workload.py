@@ -243,10 +243,10 @@ def trace_step(
     loss = with_layers(loss, remat=remat, layers=layers)
   else:
     check_divides(batch, microbatches)
-    if not pipeline.recompute:
+    if pipeline.order == "1f1b-split":
       raise ReportError(
-        "estimates do not count the activations that a pipeline saves with recompute=False.",
-        fix="nxp.compile_report(step, plan, batch=batch); or Pipeline(recompute=True).",
+        'estimates do not count what order="1f1b-split" saves for the gradients of weights.',
+        fix='compile the step: nxp.compile_report(step, plan, batch=batch), or `nnx-parallel compile`; or order="1f1b".',
       )
     # 1F1B computes gradients in its forward pass, which an estimate does not read.
     gpipe = dataclasses.replace(pipeline, order="gpipe")
