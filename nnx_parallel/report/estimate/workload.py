@@ -246,7 +246,8 @@ def trace_step(
     if pipeline.order == "1f1b-split":
       raise ReportError(
         'estimates do not count what order="1f1b-split" saves for the gradients of weights.',
-        fix='compile the step: nxp.compile_report(step, plan, batch=batch), or `nnx-parallel compile`; or order="1f1b".',
+        fix="nxp.compile_report(step, plan, batch=batch) or `nnx-parallel compile`, which compile the step;"
+        ' or order="1f1b".',
       )
     # 1F1B computes gradients in its forward pass, which an estimate does not read.
     gpipe = dataclasses.replace(pipeline, order="gpipe")
