@@ -161,8 +161,9 @@ def read(
   zero. Half of the budget is for shards being read, unless one array is larger, and half for chunks that
   several shards share. A damaged file raises a `ValueError`.
   """
-  context = ts.Context({"cache_pool": {"total_bytes_limit": byte_budget // 2}})
-  opened = {name: _open(folder / name, form, context) for name, form in stored.items()}
+  # Each array has its own cache, which ends with it: a shared cache would stay full of chunks that were read.
+  caches = {name: min(shard_bytes(target), byte_budget // 2) for name, target in targets.items()}
+  opened = {name: _open(folder / name, form, caches[name]) for name, form in stored.items()}
   arrays: dict[str, Array] = {}
   reading: collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]] = collections.deque()
   in_flight = 0
@@ -172,20 +173,22 @@ def read(
     name, reads = reading.popleft()
     for _, read in reads.values():
       read.result()
-    arrays[name] = _placed(targets[name], {box: block for box, (block, _) in reads.items()})
+    blocks = {box: block for box, (block, _) in reads.items()}
+    arrays[name] = jax.block_until_ready(_placed(targets[name], blocks))
     in_flight -= shard_bytes(targets[name])
 
   for name, target in targets.items():
     while reading and in_flight + shard_bytes(target) > byte_budget // 2:
       finish_one()
-    reading.append((name, _start_reading(opened[name].result(), target)))
+    reading.append((name, _start_reading(opened.pop(name).result(), target)))
     in_flight += shard_bytes(target)
   while reading:
     finish_one()
-  return jax.block_until_ready(arrays)
+  return arrays
 
 
-def _open(folder: epath.Path, stored: jax.ShapeDtypeStruct, context: ts.Context) -> ts.Future[ts.TensorStore]:
+def _open(folder: epath.Path, stored: jax.ShapeDtypeStruct, cache_bytes: int) -> ts.Future[ts.TensorStore]:
+  context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
   # Where a chunk is missing, it would otherwise be read as zeros.
   spec = {"driver": "zarr3", "kvstore": kvstore_of(folder), "fill_missing_data_reads": False}
   form: dict[str, Any] = {"shape": stored.shape, "dtype": ts.dtype(stored.dtype)}
