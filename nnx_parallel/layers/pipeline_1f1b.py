@@ -8,7 +8,7 @@ of them. Here, forward and backward alternate, group by group (a group has one m
                  the head and the loss of group `g`, and their gradients, each microbatch on its stage
                  as many ticks backward, from the last stage to the first
                  the gradients of the embedding, for group `g - 1`, which has left the first stage backward
-                 (`Gradients._of_left`; in `pipeline_split.py`, the gradients of the layers' weights too)
+                 (`Gradients._add_left`; in `pipeline_split.py`, the gradients of the layers' weights too)
     drain:       the last `stages - 1` ticks backward
 
 At most three groups are under way, so a stage saves the inputs of `3 * stages * virtual_stages` chunks,
@@ -235,15 +235,15 @@ class Gradients:
       results, (outer, of_bridge, of_carry, of_made) = loop.by_stage(self._leave)(
         weights.outer, at(self.batch, g), under.bridge, loop.left(under.forward), self._made_of(under, g)
       )
-      under = self._with_made_gradients(under, g, of_made)._replace(gradients=_added(under.gradients, outer))
+      under = self._with_made_gradients(under, g, of_made)._replace(gradients=added(under.gradients, outer))
       under = self._backward(under, weights, g * length + full, of_carry)
-      under = self._add_left(under, weights, g - 1)
-      return under._replace(bridge=bridge, bridge_gradients=of_bridge), results
+      gradients = self._add_left(under, weights, g - 1)
+      return under._replace(bridge=bridge, bridge_gradients=of_bridge, gradients=gradients), results
 
     under, results = jax.lax.scan(group, under, jnp.arange(plan.groups))
     nothing = jax.tree.map(jnp.zeros_like, floats_of(idle))
     under = self._backward(under, weights, plan.groups * length + fill, nothing)
-    return self._add_left(under, weights, plan.groups - 1), results
+    return under._replace(gradients=self._add_left(under, weights, plan.groups - 1)), results
 
   def _start(self, weights: Weights, idle: PyTree, bridge: PyTree) -> Under:
     """The carry before the first tick. Slots hold real values: a bubble may compute on them."""
@@ -355,28 +355,27 @@ class Gradients:
     del microbatch
     by_stage, sums = self.loop.by_stage, under.gradients
     result, rows, outer = by_stage(self._chunk_back)(slopes, saved, inputs)
-    outer = _added(sums, by_stage(_where_else_zero)(works, outer)).outer
+    outer = added(sums, by_stage(_where_else_zero)(works, outer)).outer
     rows = by_stage(_add_where)(sums.rows, inputs.repeat, works, rows)
     return result, (Weights(rows, outer), under.operands)
 
-  def _add_left(self, under: Under, weights: Weights, group: AnyArray) -> Under:
-    """Adds the gradients that wait until a group has left backward; nothing for a group before the first."""
+  def _add_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
+    """The sums, with the gradients that wait until a group has left backward; none before the first group."""
+    # Not a conditional: TPUs would copy the sums.
+    there = jnp.broadcast_to(group >= 0, (self.of.schedule.stages,))
+    found = self.loop.by_stage(_where_else_zero)(there, self._of_entry(under, weights, group))
+    return added(under.gradients, found)
 
-    def add() -> Weights:
-      return self._of_left(under, weights, group)
-
-    return under._replace(gradients=jax.lax.cond(group >= 0, add, lambda: under.gradients))
-
-  def _of_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
-    """The sums with the gradients of what is computed before the layers."""
-    loop, batch = self.loop, at(self.batch, group)
+  def _of_entry(self, under: Under, weights: Weights, group: AnyArray) -> list[jax.Array]:
+    """The gradients of the outer weights in what is computed before the layers, for a group that has left."""
+    loop, batch = self.loop, at(self.batch, jnp.maximum(group, 0))
     given = [*loop.left(under.backward, backwards=True), *under.bridge_gradients]
 
     def back(outer: PyTree, batch: PyTree, given: PyTree) -> PyTree:
       _, pull = jax.vjp(lambda outer: floats_of(self._enter(outer, batch)), outer)
       return pull(given)[0]
 
-    return _added(under.gradients, loop.by_stage(back)(weights.outer, batch, given))
+    return loop.by_stage(back)(weights.outer, batch, given)
 
   # The programs of one stage: no array has a dim of stages.
 
@@ -488,7 +487,8 @@ def with_floats(tree: PyTree, floats: Sequence[jax.Array]) -> PyTree:
   return jax.tree.map(lambda x: next(new) if is_inexact(x) else x, tree)
 
 
-def _added(sums: Weights, outer: list[jax.Array]) -> Weights:
+def added(sums: Weights, outer: list[jax.Array]) -> Weights:
+  """The sums, with further gradients of the outer weights."""
   return sums._replace(outer=jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums.outer, outer))
 
 

@@ -43,6 +43,7 @@ from nnx_parallel.layers.pipeline_1f1b import (
   Pipeline1F1B,
   Under,
   Weights,
+  added,
   floats_of,
   put_where,
   with_floats,
@@ -130,8 +131,8 @@ class _SplitGradients(Gradients):
     slot = self._slot(microbatch, inputs.repeat, self._kept)
     return result, (under.gradients, by_stage(put_where)(under.operands, slot, works, operands))
 
-  def _of_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
-    """The sums with the gradients of what is computed before the layers, and of the weights of the layers."""
+  def _add_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
+    """As in 1F1B, with the gradients of the weights of the layers."""
     plan = self.of.schedule
 
     def one(sums: Weights, n: AnyArray) -> tuple[Weights, None]:
@@ -141,8 +142,11 @@ class _SplitGradients(Gradients):
       inputs = self._inputs(weights, repeat)
       return self.loop.by_stage(self._chunk_weights)(sums, operands, inputs), None
 
-    sums = super()._of_left(under, weights, group)
-    return jax.lax.scan(one, sums, jnp.arange(plan.stages * plan.virtual_stages))[0]
+    def add() -> Weights:
+      sums = added(under.gradients, self._of_entry(under, weights, group))
+      return jax.lax.scan(one, sums, jnp.arange(plan.stages * plan.virtual_stages))[0]
+
+    return jax.lax.cond(group >= 0, add, lambda: under.gradients)
 
   # The programs of one stage: no array has a dim of stages.
 
