@@ -160,9 +160,7 @@ def run(page: Path) -> subprocess.CompletedProcess[str]:
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "MPLBACKEND": "agg",
   }
-  # Tables as in a file, and programs as users compile them.
-  for name in ("COLUMNS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
-    environment.pop(name, None)
+  environment.pop("COLUMNS", None)  # tables as in a file
   command = [sys.executable, str(Path(__file__).resolve()), "--here", str(page)]
   with tempfile.TemporaryDirectory(prefix="guide-") as directory:
     return subprocess.run(

@@ -22,7 +22,7 @@ def placed(plan: nxp.Plan) -> tuple[Any, Any]:
 
   To compile their creation on each layout takes as long as to compile a step, so only nightly runs do it.
   """
-  if os.environ.get("NXP_TEST_CREATION"):
+  if os.environ.get("NXP_NIGHTLY"):
     return nxp.create_sharded_model(plan)
   model = nxp.unsharded(plan.init)
   return nxp.reshard(model, plan, optimizer=nnx.Optimizer(model, plan.tx, wrt=plan.wrt))

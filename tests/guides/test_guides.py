@@ -22,6 +22,12 @@ def pages():
     yield pytest.param(page, marks=marks, id=page.name)
 
 
+@pytest.fixture(autouse=True)
+def nightly_runs_compile_as_users_do(monkeypatch):
+  if os.environ.get("NXP_NIGHTLY"):
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+
+
 @pytest.mark.each_case
 @pytest.mark.parametrize("page", [*pages()])
 def test_guide_runs(page, tmp_path):
