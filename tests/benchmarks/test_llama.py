@@ -31,6 +31,7 @@ def test_it_trains_on_three_axes_as_on_one_device():
   assert_same_training(llama.loss, {"split": plan}, batches, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_loss_by_parts_is_the_loss():
   draw = np.random.default_rng(0)
   batch = {"tokens": draw.integers(0, TINY.vocab, (8, TINY.sequence + 1), np.int32)}

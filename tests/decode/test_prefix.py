@@ -31,6 +31,7 @@ def whole(init, sampling, rows):
     (ragged.Listed, "dp", {"sampling": nxp.Beams(2), "prefill": 3}),
   ],
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_whole_prompts(init, layout, options):
   sampling = options.get("sampling", plain.DRAWN)
   model = ragged.sharded(init, layout) if len(options) < 2 else ragged.slotted(layout)

@@ -74,6 +74,7 @@ def one_by_one(sampling, stop):
 
 
 @pytest.mark.parametrize(("layout", "prefill"), [("dp", 1), ("both", 3)])
+@pytest.mark.slow
 def test_slots_are_filled_again(layout, prefill):
   model = sharded(One, layout)
   for sampling in (plain.GREEDY, plain.DRAWN):

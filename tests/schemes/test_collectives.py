@@ -132,6 +132,7 @@ def test_axes_are_gathered_from_the_minor_one():
 
 @pytest.mark.parametrize(("shape", "columns"), [((8, 6), 16), ((3, 24, 5), 8)])
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
+@pytest.mark.slow
 def test_rings_of_products(shape, columns, sizes):
   mesh, rank = nxp.make_mesh(sizes), len(shape)
   x, w = normal(*shape), normal(shape[-1], columns)

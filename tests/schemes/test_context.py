@@ -537,6 +537,7 @@ def packed_loss(model, batch):
 @pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.slow
 def test_a_step_on_packed_documents_equals_one_device(explicit):
   batch = dict(zip(("ids", "positions"), packed(3, 4, 64), strict=True))
   tokens = np.random.default_rng(1).integers(0, 48, (4, 65))

@@ -176,6 +176,7 @@ CASES = [
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.slow
 def test_the_numbers_are_those_of_one_device(name, layout):
   sizes, options = LAYOUTS[layout]
   plan = plan_on(sizes, TRANSFORMATIONS[name](nxp.parallel.per_matrix), **options)

@@ -677,6 +677,7 @@ class Kept(Block):
   __call__ = nnx.remat(Block.__call__)
 
 
+@pytest.mark.slow
 def test_recomputation_has_no_effect_on_split_backward_passes() -> None:
   mesh, split = nxp.make_mesh(data=2, stage=4), nxp.Pipeline(order="1f1b-split")
   said = "jax.checkpoint inside of the layers has no effect"

@@ -122,6 +122,7 @@ def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
   assert losses[kind] == pytest.approx(losses["auto"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_scopes_in_use_and_arrays_of_the_host():
   plan, batch, loss = planned("decoder", "explicit")
 

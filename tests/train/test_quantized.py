@@ -201,6 +201,7 @@ LAYOUTS = {
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_block_formats_equal_one_device(wide, form, layout):
   sizes, planning, options = LAYOUTS[layout]
   plan = planned(blocked([blocked_rule(form)]), sizes, **planning)
