@@ -51,7 +51,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # LLVM's optimizations cost a quarter of the suite's processor time, and its programs run for milliseconds.
-# XLA's passes, its partitioner among them, are as users have them. tests/create, and guides in nightly runs, have all.
+# XLA's passes, its partitioner among them, are as users have them. tests/create, and guides in nightly runs,
+# have all.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 # jax's caches keep most objects alive, and to look for cycles among them takes a tenth of the suite's time.
