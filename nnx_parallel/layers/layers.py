@@ -402,8 +402,20 @@ def program_of(
   tree = jax.tree.structure(shape)
   states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
   program = Stacks(without_unused(traced), group=max(options.how.every, options.how.group))
+  if not calls_layers(traced) and (why := _uncalled(used)):
+    program.reasons.append(why)
   used.reasons = tuple(program.reasons)
   return program, Signature(len(jax.tree.leaves(args[0])), states, outputs), tree
+
+
+def _uncalled(found: LayersUsed) -> str:
+  """Why the trace of a loss has no layers, although the model has."""
+  if not found.found:
+    return ""
+  return (
+    f"{'; '.join(map(str, found.found))}: the loss does not call them as layer(...), or inside lax.cond,"
+    " lax.while_loop, jax.shard_map or a custom rule"
+  )
 
 
 def _traced(
@@ -413,12 +425,9 @@ def _traced(
   traced, shape = _traced_once(function, args)
   remat = options.how
   if remat.needs_layers and not has_layers(traced):
-    uncalled = (
-      "the loss does not call them, or inside lax.cond, lax.while_loop, jax.shard_map or a custom rule"
-    )
     raise TrainError(
       f"remat={str(remat)!r} finds no layer in the loss, so it would change nothing.",
-      details=f"{'; '.join(map(str, note.found))}: {uncalled}" if note.found else _WHAT_IS_A_LAYER,
+      details=_uncalled(note) or _WHAT_IS_A_LAYER,
       fix=f"{MARK_LAYERS}; or leave remat out.",
     )
   _check_rules(traced)

@@ -290,10 +290,13 @@ class Stacks:
       hidden = [
         f"a pipeline does not reach layers inside {eqn.primitive.name} ({place_of(eqn)})" for eqn in inside
       ]
+      fix = 'layers="decoder.blocks.*" names them; or nxp.parallel.pipeline on layers of your own.'
+      if any(map(is_checkpoint, inside)):
+        fix = "@nnx.remat on the __call__ of their class, instead of jax.checkpoint around calls of them."
       raise TrainError(
         "a pipeline needs consecutive equal layers, and the loss has none.",
         details="\n".join([*hidden, *self.reasons][:6]),
-        fix='layers="decoder.blocks.*" names them; or nxp.parallel.pipeline on layers of your own.',
+        fix=fix,
       )
     return found
 

@@ -693,14 +693,28 @@ class Hidden(Model):
     return jax.checkpoint(super().__call__)(tokens)
 
 
+class Unbound(Model):
+  def __call__(self, tokens: Any) -> Any:
+    x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
+    for block in self.blocks:
+      x = Block.__call__(block, x, mask)
+    return self.head(x)
+
+
 def test_what_cannot_be_a_pipeline_says_why() -> None:
   stages = nxp.make_mesh(data=2, stage=4)
   for make, mesh, options, message in (
     (Stem, stages, {}, "changes with the batch"),
     (functools.partial(Model, 1), stages, {}, "consecutive equal layers"),
+    (functools.partial(Unbound, 4), stages, {}, r"does not call them as layer\(\.\.\.\)"),
     (functools.partial(Model, 4), nxp.make_mesh(data=8), {}, "no axis 'stage'"),
     (Stacked, stages, {"remat": nxp.Remat("full", every=2)}, "does not apply to a scan"),
-    (functools.partial(Hidden, 4), stages, {}, "a pipeline does not reach layers inside"),
+    (
+      functools.partial(Hidden, 4),
+      stages,
+      {},
+      r"(?s)layers inside remat.*Fix: @nnx\.remat",
+    ),
     (
       functools.partial(Model, 4),
       nxp.make_mesh(data=8, stage=1),
