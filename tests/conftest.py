@@ -8,6 +8,7 @@ import gc
 import hashlib
 import os
 import platform
+import signal
 from collections.abc import Callable, Generator, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +55,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # XLA's passes, its partitioner among them, are as users have them. tests/create, and guides in nightly runs,
 # have all.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and so the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # jax's caches keep most objects alive, and to look for cycles among them takes a tenth of the suite's time.
 gc.set_threshold(100_000, 20, 50)

@@ -408,12 +408,12 @@ def program_of(
   return program, Signature(len(jax.tree.leaves(args[0])), states, outputs), tree
 
 
-def _uncalled(found: LayersUsed) -> str:
+def _uncalled(used: LayersUsed) -> str:
   """Why the trace of a loss has no layers, although the model has."""
-  if not found.found:
+  if not used.found:
     return ""
   return (
-    f"{'; '.join(map(str, found.found))}: the loss does not call them as layer(...), or inside lax.cond,"
+    f"{'; '.join(map(str, used.found))}: the loss does not call them as layer(...), or inside lax.cond,"
     " lax.while_loop, jax.shard_map or a custom rule"
   )
 
