@@ -56,7 +56,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # have all.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
-# A shell that starts the tests in the background makes them, and the processes that they start, ignore Ctrl-C.
+# A shell that starts tests in the background makes them, and the processes that they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
