@@ -176,7 +176,8 @@ class Bound:
       except ShardingError:  # no rule for the batch
         return x
       name = f"batch{jax.tree_util.keystr(path)}"
-      if jax.process_count() > 1:  # its share of the batch, or the global batch?
+      # A struct has the global shape; an array is the share of a process, or the global batch.
+      if jax.process_count() > 1 and not isinstance(x, jax.ShapeDtypeStruct):
         raise TrainError(
           f"{name} is an array of the host, in a job of {jax.process_count()} processes.",
           details=f"shape {x.shape}, mesh {sizes}",

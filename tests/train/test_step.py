@@ -545,6 +545,8 @@ def test_a_host_batch_in_a_job_of_several_processes_is_an_error(monkeypatch):
   ) as error:
     step(model, optimizer, {"x": X})
   assert "global_batch=True" in str(error.value)
+  struct = jax.ShapeDtypeStruct(X.shape, X.dtype)  # of the global batch, as `lower` says
+  assert "sharding" in step.lower(model, optimizer, {"x": struct}).as_text()
 
 
 def test_an_error_inside_a_layer_names_the_layer():
