@@ -162,8 +162,8 @@ def read(
   several shards share. A damaged file raises a `ValueError`.
   """
   # Each array has its own cache, which ends with it: a shared cache would stay full of chunks that were read.
-  caches = {name: min(shard_bytes(target), byte_budget // 2) for name, target in targets.items()}
-  opened = {name: _open(folder / name, form, caches[name]) for name, form in stored.items()}
+  sizes, half = {name: shard_bytes(target) for name, target in targets.items()}, byte_budget // 2
+  opened = {name: _open(folder / name, form, min(sizes[name], half)) for name, form in stored.items()}
   arrays: dict[str, Array] = {}
   reading: collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]] = collections.deque()
   in_flight = 0
@@ -175,13 +175,13 @@ def read(
       read.result()
     blocks = {box: block for box, (block, _) in reads.items()}
     arrays[name] = jax.block_until_ready(_placed(targets[name], blocks))
-    in_flight -= shard_bytes(targets[name])
+    in_flight -= sizes[name]
 
   for name, target in targets.items():
-    while reading and in_flight + shard_bytes(target) > byte_budget // 2:
+    while reading and in_flight + sizes[name] > half:
       finish_one()
     reading.append((name, _start_reading(opened.pop(name).result(), target)))
-    in_flight += shard_bytes(target)
+    in_flight += sizes[name]
   while reading:
     finish_one()
   return arrays

@@ -66,9 +66,8 @@ class SplitPipeline1F1B(Pipeline1F1B):
   @property
   def keeps(self) -> str:
     """What each stage saves for the backward pass."""
-    kept = super().keeps
-    if not self.options.recompute:
-      kept = f"the activations of {self.options.saved_inputs(self.schedule)} chunks"
+    chunks = self.options.saved_inputs(self.schedule)
+    kept = super().keeps if self.options.recompute else f"the activations of {chunks} chunks"
     inside = (eqn for n in self.stack.numbers for eqn in inner_equations(self.eqns[n]))
     note = "; jax.checkpoint inside of the layers has no effect" * any(map(is_checkpoint, inside))
     return f"{kept}, and the operands of the gradients of weights{note}"

@@ -295,7 +295,7 @@ class Stacks:
         fix = "@nnx.remat on the __call__ of their class, instead of jax.checkpoint around calls of them."
       raise TrainError(
         "a pipeline needs consecutive equal layers, and the loss has none.",
-        details="\n".join([*hidden, *self.reasons][:6]),
+        details="\n".join([*dict.fromkeys(hidden), *self.reasons][:6]),
         fix=fix,
       )
     return found

@@ -262,7 +262,8 @@ def test_layers_where_none_is_looked_for():
   def of(model, x):
     return jax.lax.cond(x.sum() > 0, lambda x: loss(model, x), lambda x: x.sum(), x)
 
-  with pytest.raises(nxp.errors.TrainError, match=r"as layer\(\.\.\.\), or inside lax\.cond"):
+  why = r"the loss does not call them as layer\(\.\.\.\), or inside lax\.cond"
+  with pytest.raises(nxp.errors.TrainError, match=why):
     trace(Net(4, in_turn, Raw), of=of, remat="full")
 
 

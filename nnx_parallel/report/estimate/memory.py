@@ -127,8 +127,8 @@ def memory_plan(
     A `MemoryPlan`; print it, or read its `categories`.
 
   Raises:
-    ReportError: `microbatches` is not positive, the chip is unknown, or the batch has no array or does not
-      divide.
+    ReportError: `microbatches` is not positive, the chip is unknown, the batch has no array or does not
+      divide, or the pipeline has the order `"1f1b-split"`, which no estimate covers.
     TrainError: there is no such remat policy, no layer for it or for the pipeline, or the gradients cannot be
       scattered.
     SchemeError: the stages of the pipeline do not fit the mesh or the microbatches.

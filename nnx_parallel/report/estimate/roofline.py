@@ -168,7 +168,8 @@ def predict_time(
     A `StepTime`, which you can print. The docstring of the module says what the model leaves out.
 
   Raises:
-    ReportError: the chip is unknown, or the batch has no array or does not divide.
+    ReportError: the chip is unknown, the batch has no array or does not divide, or the pipeline has the
+      order `"1f1b-split"`, which no estimate covers.
     TrainError: there is no such remat policy, no layer for it, or the gradients cannot be scattered.
 
   Example:

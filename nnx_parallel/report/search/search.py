@@ -254,8 +254,8 @@ def search(
     A `SearchResult` with all candidates, ranked; print it.
 
   Raises:
-    ReportError: the topology or a policy is unknown, `max_microbatches` is not positive, or the rules name no
-      axis.
+    ReportError: the topology or a policy is unknown, `max_microbatches` is not positive, the rules name no
+      axis, or the pipeline has the order `"1f1b-split"`, which no estimate covers.
     TrainError: `layers` matches no module, or a pipeline finds no consecutive equal layers.
 
   Example:
