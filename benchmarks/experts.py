@@ -1,15 +1,19 @@
 """Experts over a mesh axis against all experts on all tokens, as the number of experts grows.
 
 The benchmark computes the value and the gradients of one layer of gated experts on data x expert, with two
-experts for each token. It prints the bytes that are sent and the bytes that must be sent.
+experts for each token. It prints the bytes that are sent and the bytes that must be sent. If the TPU compiler
+is here, it compares grouped products with blocks of rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
+import re
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -23,6 +27,7 @@ import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.topology import missing_compiler, read_machine
+from nnx_parallel.schemes import experts as schemes_experts
 
 SIZES = {"data": 2, "expert": 4}
 TOKENS, WIDTH, HIDDEN, TOP_K = 2048, 256, 128, 2
@@ -38,6 +43,9 @@ NOTES = [
   "Rows of an exchange: of one device, on a mesh of 8 devices over `expert` with random logits, as compiled,"
   " with the further rounds that this routing needs. Least: each token once for each device that it needs."
   " By choice: each token once for each of its experts.",
+  "Cycles: of one v5e chip without an exchange, bfloat16, value and gradients, with an even load, as the TPU"
+  " compiler estimates them. It has no estimate for the kernel of grouped products, which is counted with the"
+  " least that its FLOPs take. Blocks: 512 rows; half of the last block of each expert is empty.",
 ]
 WAYS = {
   "capacity": functools.partial(nxp.parallel.experts, capacity=1.25),
@@ -45,6 +53,10 @@ WAYS = {
 }
 ROUTINGS = ((8, 2, 1024), (64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 """The number of experts, of experts for each token, and of tokens on each device."""
+CHIP = "tpu:v5e:2x2"
+FLOPS_OF_CYCLE = 2 * 4 * 128 * 128  # of a v5e chip
+PRODUCTS = ((16, 2, 8192, 2048, 4096), (64, 8, 8192, 2048, 1024))
+"""The number of experts, of experts for each token, of tokens, of features, and the hidden width."""
 
 
 def expert(p: Any, rows: Any) -> Any:
@@ -61,16 +73,25 @@ def dense(_: Any, parameters: Any, x: Any, routing: nxp.parallel.Routing) -> Any
 
 
 def program(
-  layer: Any, mesh: Mesh, count: int, dtype: Any = jnp.float32, top_k: int = TOP_K, tokens: int = TOKENS
+  layer: Any,
+  mesh: Mesh,
+  count: int,
+  dtype: Any = jnp.float32,
+  *,
+  top_k: int = TOP_K,
+  tokens: int = TOKENS,
+  width: int = WIDTH,
+  hidden: int = HIDDEN,
 ) -> tuple[Any, Any]:
   """The compiled value and gradients, and their abstract arguments."""
 
   def struct(spec: Any, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(spec)))
 
-  wide = struct("expert", count, WIDTH, HIDDEN)
-  parameters = {"gate": wide, "up": wide, "down": struct("expert", count, HIDDEN, WIDTH)}
-  given = parameters, struct(mesh.axis_names, tokens, WIDTH), struct(mesh.axis_names, tokens, count)
+  axis = "expert" if "expert" in mesh.axis_names else None
+  wide = struct(axis, count, width, hidden)
+  parameters = {"gate": wide, "up": wide, "down": struct(axis, count, hidden, width)}
+  given = parameters, struct(mesh.axis_names, tokens, width), struct(mesh.axis_names, tokens, count)
 
   def loss(parameters: Any, x: Any, logits: Any) -> Any:
     return (layer(expert, parameters, x, nxp.parallel.route(logits, top_k))[0].astype(jnp.float32) ** 2).sum()
@@ -100,6 +121,48 @@ def rows(count: int, top_k: int, tokens: int) -> tuple[float, float]:
   pairs = (devices[..., None] == np.arange(8)).any(2).sum(1)
   more = max(0, math.ceil((pairs.max() - first // 8) / math.ceil(first // 8 / 4)))
   return pairs.sum(1).mean(), first + more * 8 * math.ceil(first // 8 / 4)
+
+
+def products(record: Record, count: int, top_k: int, tokens: int, width: int, hidden: int) -> None:
+  """Compares blocks of rows with grouped products, on one chip."""
+  group = f"{count} experts of {width} x {hidden}, {top_k} for each of {tokens} tokens"
+  chip = Mesh(nxp.report.topology_mesh(CHIP, data=4).devices.flat[:1], ("data",))
+  for name in ("blocks", "grouped"):
+    jax.clear_caches()  # of traces: both have the same function of an expert
+    with contextlib.ExitStack() as stack:
+      if name == "blocks":
+        stack.enter_context(mock.patch.object(schemes_experts, "can_be_grouped", return_value=False))
+      compiled, _ = program(
+        nxp.parallel.experts,
+        chip,
+        count,
+        jnp.bfloat16,
+        top_k=top_k,
+        tokens=tokens,
+        width=width,
+        hidden=hidden,
+      )
+    cycles = cycles_of(compiled.as_text(), tokens * top_k / 512 + count / 2)
+    if name == "grouped":  # forward, again in the backward pass, and two products for each there
+      cycles += 2 * 3 * tokens * top_k * width * hidden * 4 / FLOPS_OF_CYCLE
+    temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
+    print(f"{group}: {name}: {cycles / 1e6:.1f} M cycles, {temporaries:.0f} MiB", flush=True)
+    record.value(f"{name}: cycles", round(cycles / 1e6, 1), "M", group=group)
+    record.value(f"{name}: temporaries", temporaries, "MiB", group=group)
+
+
+def cycles_of(text: str, blocks: float) -> float:
+  """The TPU compiler's estimate of cycles; loops over blocks run `blocks` times, other loops once."""
+  cycles: dict[str, int] = {}
+  of = ""
+  for line in text.splitlines():
+    if found := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+      of = found[1]
+    if found := re.search(r'"estimated_cycles":"(\d+)"', line):
+      cycles[of] = cycles.get(of, 0) + int(found[1])
+  assert re.search(r"^ENTRY %?" + re.escape(of), text, re.MULTILINE)  # comes last
+  loops = [n for name, n in cycles.items() if name != of]
+  return cycles[of] + sum(n * (blocks if n > 50_000 else 1) for n in loops)
 
 
 def main() -> None:
@@ -140,6 +203,9 @@ def main() -> None:
       print(f"{text}: {name}: sends {sent}, must send {wanted}", flush=True)
       record.value(f"{name}: sent in all-to-alls", sent, "bytes", group=text)
       record.value(f"{name}: must be sent", wanted, "bytes", group=text)
+  if not missing_compiler(read_machine(CHIP)):
+    for shapes in PRODUCTS:
+      products(record, *shapes)
   record.write()
 
 

@@ -1,4 +1,4 @@
-"""A decoder of 70B and a mixture of experts of 107B parameters, unedited, compiled for 256 TPU chips.
+"""A decoder of 70B and mixtures of experts of 107B and 141B parameters, unedited, compiled for 256 TPU chips.
 
 Nothing of their size is created: plans, traces and programs need only shapes. Needs the TPU compiler, as
 `report_8b.py` does. Some cases again, by a part of their names:
@@ -40,7 +40,9 @@ DENSE = decoders.Config(
 SPARSE = decoders.Config(
   vocab=151_552, width=4096, heads=96, kv_heads=8, head_dim=128, hidden=10_944, depth=46, dtype="bfloat16"
 )
-EXPERTS, CHOICES, EXPERT_HIDDEN = 128, 8, 1408
+MIXTRAL = decoders.Config(
+  vocab=32_768, width=6144, heads=48, kv_heads=8, head_dim=128, hidden=16_384, depth=56, dtype="bfloat16"
+)
 EXPERT_RULES = nxp.PathRules(
   {
     r".*\.mlp\.(gate|up)": ("expert", "fsdp", None),
@@ -58,28 +60,54 @@ def expert(p: Mapping[str, jax.Array], rows: jax.Array) -> jax.Array:
   return (nnx.silu(rows @ p["gate"]) * (rows @ p["up"])) @ p["down"]
 
 
-class Mixture(nnx.Module):
-  """Experts of which each token has some, and one that all tokens share."""
+class Experts(NamedTuple):
+  """The sizes of a mixture of experts.
 
-  def __init__(self, c: decoders.Config, rngs: nnx.Rngs):
-    init = nnx.initializers.lecun_normal(batch_axis=0)
-    self.router = nnx.Linear(c.width, EXPERTS, use_bias=False, rngs=rngs)
-    self.gate, self.up = (nnx.Param(init(rngs.params(), (EXPERTS, c.width, EXPERT_HIDDEN))) for _ in range(2))
-    self.down = nnx.Param(init(rngs.params(), (EXPERTS, EXPERT_HIDDEN, c.width)))
-    self.shared = decoders.MLP(dataclasses.replace(c, hidden=EXPERT_HIDDEN), rngs)
+  Attributes:
+    count: the number of experts.
+    choices: the number of experts of each token.
+    hidden: the hidden width of an expert.
+    shared: whether all tokens share one more expert.
+    first: the first layer with experts.
+  """
+
+  count: int
+  choices: int
+  hidden: int
+  shared: bool
+  first: int
+
+
+MIXTURES = {
+  "mixture": (SPARSE, Experts(128, 8, 1408, shared=True, first=1)),
+  "mixture of 8": (MIXTRAL, Experts(8, 2, MIXTRAL.hidden, shared=False, first=0)),
+}
+
+
+class Mixture(nnx.Module):
+  """Experts of which each token has some, and perhaps one that all tokens share."""
+
+  def __init__(self, c: decoders.Config, sizes: Experts, rngs: nnx.Rngs):
+    init, count, hidden = nnx.initializers.lecun_normal(batch_axis=0), sizes.count, sizes.hidden
+    self.choices = sizes.choices
+    self.router = nnx.Linear(c.width, count, use_bias=False, rngs=rngs)
+    self.gate, self.up = (nnx.Param(init(rngs.params(), (count, c.width, hidden))) for _ in range(2))
+    self.down = nnx.Param(init(rngs.params(), (count, hidden, c.width)))
+    self.shared = decoders.MLP(dataclasses.replace(c, hidden=hidden), rngs) if sizes.shared else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    routing = nxp.parallel.route(self.router(x.astype(jnp.float32)), CHOICES)
+    routing = nxp.parallel.route(self.router(x.astype(jnp.float32)), self.choices)
     weights = {name: getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down")}
     y, _ = nxp.parallel.experts(expert, weights, x, routing)
-    return y.astype(x.dtype) + self.shared(x)
+    return y.astype(x.dtype) + (0 if self.shared is None else self.shared(x))
 
 
-def mixture(rngs: nnx.Rngs) -> decoders.Decoder:
-  """The decoder of `plain/decoders.py`; all layers but the first have a mixture of experts."""
-  model = decoders.Decoder(SPARSE, rngs)
-  for layer in model.layers[1:]:
-    layer.mlp = Mixture(SPARSE, rngs)
+def mixture(c: decoders.Config, sizes: Experts) -> decoders.Decoder:
+  """The decoder of `plain/decoders.py` with mixtures of experts."""
+  rngs = nnx.Rngs(0)
+  model = decoders.Decoder(c, rngs)
+  for layer in model.layers[sizes.first :]:
+    layer.mlp = Mixture(c, sizes, rngs)
   return model
 
 
@@ -112,13 +140,16 @@ MODELS = {
     llama.batch_of(llama.SIZES["70b"], batch=BATCH),
     {},
   ),
-  "mixture": Model(
-    lambda: mixture(nnx.Rngs(0)),
-    [RULES[0].replace(batch=("data", "fsdp", "expert")), EXPERT_RULES, RULES[1]],
-    decoders.loss,
-    TOKENS,
-    FOUND,
-  ),
+  **{
+    name: Model(
+      functools.partial(mixture, *sizes),
+      [RULES[0].replace(batch=("data", "fsdp", "expert")), EXPERT_RULES, RULES[1]],
+      decoders.loss,
+      TOKENS,
+      FOUND,
+    )
+    for name, sizes in MIXTURES.items()
+  },
 }
 
 
@@ -153,34 +184,46 @@ class Case:
 CASES = (
   *(Case("decoder", {"fsdp": 256}, options) for options in ("no option", "SparseCore")),
   Case("decoder by hand", {"fsdp": 256}),
-  *(Case("mixture", {"fsdp": 32, "expert": 8}, options) for options in ("no option", "SparseCore")),
+  *(
+    Case(model, {"fsdp": 32, "expert": 8}, options)
+    for model in MIXTURES
+    for options in ("no option", "SparseCore")
+  ),
 )
-# MaxText's own 70B decoder, with the choices of the decoder above.
+# MaxText's own steps, with the choices of the models above.
 MAXTEXT = (
   "compile_topology=v5p-512",
   "compile_topology_num_slices=1",
-  "model_name=llama3-70b",
   "per_device_batch_size=1",
   f"max_target_length={LENGTH}",
   "remat_policy=full",
-  "ici_fsdp_parallelism=256",
   "grad_dtype=bfloat16",
   "gradient_clipping_threshold=0",
 )
+BY_MAXTEXT = {
+  "decoder of MaxText, fsdp 256": ("model_name=llama3-70b", "ici_fsdp_parallelism=256"),
+  "mixture of 8 of MaxText, fsdp 32 x expert 8": (
+    "model_name=mixtral-8x22b",
+    "ici_fsdp_parallelism=32",
+    "ici_expert_parallelism=8",
+  ),
+}
 TITLE = (
-  "An unedited decoder of 70B and a mixture of experts of 107B parameters, compiled for 256 TPU v5p chips"
+  "Unedited decoders of 70B to 141B parameters, with and without experts, compiled for 256 TPU v5p chips"
 )
 NOTES = [
   "Decoder: `benchmarks/plain/decoders.py` with the sizes of Llama 3 70B (arXiv:2407.21783), laid out by path"
   ' rules and trained by `nxp.train_step(loss, remat="full", scan_layers=True, attention="fused",'
   " loss_chunks=8)`. By hand: `benchmarks/llama.py`, whose layers are stacked, recomputed and sharded by"
   " hand, and whose attention goes by blocks. Mixture: the same decoder and options with the sizes of"
-  " GLM-4.5-Air (arXiv:2508.06471): 46 layers, of which the first is dense; 128 experts, of which each token"
-  " has 8, and one shared expert. No token is dropped (`nxp.parallel.experts`).",
-  "Decoder of MaxText: its own step (MaxText 0.2.5), compiled by the same jax and libtpu and read by the same"
-  f" reader, `python -m benchmarks.maxtext_step REPORT.pickle {' '.join(MAXTEXT)}`. Equal choices: full"
-  " recomputation, gradients in bfloat16, no clipping, a fused attention. Its batch also has positions and"
-  " segment ids; its loss is not computed in chunks.",
+  " GLM-4.5-Air (arXiv:2508.06471), 107B: 46 layers, of which the first is dense; 128 experts, of which each"
+  " token has 8, and one shared expert. Mixture of 8: with the sizes of Mixtral 8x22B, 141B: 56 layers, and 8"
+  " experts, of which each token has 2. No token is dropped (`nxp.parallel.experts`).",
+  "Of MaxText: its own steps (MaxText 0.2.5), compiled by the same jax and libtpu and read by the same"
+  f" reader, `python -m benchmarks.maxtext_step REPORT.pickle {' '.join(MAXTEXT)}`, and"
+  f" {' or '.join('`' + ' '.join(own) + '`' for own in BY_MAXTEXT.values())}. Equal choices: full"
+  " recomputation, gradients in bfloat16, no clipping, a fused attention, and no token is dropped. Its batch"
+  " also has positions and segment ids; its loss is not computed in chunks.",
   f"Batches of {BATCH} sequences of {LENGTH} tokens, AdamW, float32 state, bfloat16 compute. Compiled by"
   " `jax[tpu]`; nothing was run. SparseCore: compiler options of [another record](overlap.md).",
   "Sent: by each device in a step with ring algorithms; an all-reduce sends its payload twice. The least with"
@@ -210,10 +253,10 @@ def processor_s() -> float:
   return sum(os.times()[:4])
 
 
-def by_maxtext(options: str) -> CompileReport:
+def by_maxtext(own: tuple[str, ...], options: str) -> CompileReport:
   """The report of MaxText's own step."""
   flags = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS[options].items())
-  return compile_by_maxtext(*MAXTEXT, *([f"compile_xla_flags={flags}"] if flags else []))
+  return compile_by_maxtext(*MAXTEXT, *own, *([f"compile_xla_flags={flags}"] if flags else []))
 
 
 def main(part: str = "") -> None:
@@ -224,7 +267,8 @@ def main(part: str = "") -> None:
   record = Record("large", TITLE, "python -m benchmarks large", notes=NOTES)
   compiled: dict[str, Callable[[], CompileReport]] = {case.name: case.compiled for case in CASES}
   maxtext = {
-    f"decoder of MaxText, fsdp 256, {options}": functools.partial(by_maxtext, options)
+    f"{name}, {options}": functools.partial(by_maxtext, own, options)
+    for name, own in BY_MAXTEXT.items()
     for options in ("no option", "SparseCore")
   }
   compiled |= maxtext

@@ -1,8 +1,8 @@
 """Experts that are sharded over a mesh axis: each token is sent to the experts that its router chose.
 
-Without a capacity, an expert computes its rows in as many blocks as it needs. `jax.lax.ragged_dot` does not
-replace these blocks: except on TPUs, it multiplies each row by all experts, and it computes only matrix
-products.
+Without a capacity, an expert computes its rows in as many blocks as it needs. On TPUs, the experts of a
+device compute all rows at once, with grouped products (see `grouped`). Elsewhere, these would multiply each
+row by the weights of all experts.
 
 The axes that shard the tokens are Manual in this module: its code sorts, exchanges and sums the tokens of one
 device. The compiler handles the other axes, such as an axis that shards the width of each expert.
@@ -15,7 +15,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import NoneType
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,12 @@ from nnx_parallel.core.shards import laid_out, on_shards
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too, surroundings
+from nnx_parallel.schemes.grouped import ExpertFn, can_be_grouped, grouped
 from nnx_parallel.schemes.routing import Routing
 from nnx_parallel.schemes.tokens import array_of, check_not_mapped, token_axes
 
-ExpertFn = Callable[[Any, Any], Any]
+TILE = 128
+"""The number of rows of a grouped product is a multiple of this, as the kernel of TPUs needs it."""
 
 
 def experts(
@@ -43,7 +45,7 @@ def experts(
   axis: str = "expert",
   capacity: float | None = None,
   buffer: float = 1.1,
-  block: int = 512,
+  block: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Sends each token to its experts, and returns the weighted sums of their results.
 
@@ -80,8 +82,10 @@ def experts(
       token.
     buffer: without `capacity`, the size of the first round, as a multiple of the size for an even load, in
       which all sets of experts are equally probable.
-    block: without `capacity`, the number of rows that an expert computes at a time. Some hundreds suit an
-      accelerator.
+    block: without `capacity`, the number of rows that an expert computes at a time. None: 512, and on TPUs
+      2048. On TPUs, all experts of a device compute their rows together, `block` rows for each expert on
+      average, with grouped products (`jax.lax.ragged_dot`); but not if `expert_fn` draws random numbers or
+      does more with a weight than to multiply rows by it, or if Explicit axes shard the weights.
 
   Returns:
     The sums, of global shape (tokens..., features of the result), in the dtype of the results; and the number
@@ -103,7 +107,7 @@ def experts(
     >>> y.shape, int(dropped)
     ((16, 8), 0)
 
-  Source: GShard, arXiv:2006.16668; without capacity, MegaBlocks, arXiv:2211.15841.
+  Source: GShard, arXiv:2006.16668; without capacity, and for grouped products, MegaBlocks, arXiv:2211.15841.
   """
   leaves, structure = jax.tree.flatten(parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
   weights: PyTree = jax.tree.unflatten(structure, [array_of(leaf) for leaf in leaves])
@@ -130,6 +134,7 @@ def experts(
     given = [_flat(x, around.mesh, _ways(free, dims[0]), n) for x, n in zip(given, fills, strict=True)]
   tokens = math.prod(given[0].shape[:-1]) // _ways(free, [name for names in dims for name in names])
   choices = tokens * top_k
+  share = _share(count, count // ways, top_k)
   kind = _Kind(
     expert_fn,
     axis if ways > 1 else None,
@@ -137,8 +142,9 @@ def experts(
     count,
     tuple(dims),
     None if capacity is None else math.ceil(capacity * choices / count),
-    math.ceil(min(buffer * tokens * _share(count, count // ways, top_k), tokens)),
+    math.ceil(min(buffer * tokens * share, tokens)),
     block,
+    1 / (ways * share),
     around.mesh if any(dims) else None,
     manual_too(around.mesh),
   )
@@ -177,7 +183,8 @@ class _Kind:
     tokens: the mesh axes that shard each dim of the tokens.
     capacity: slots for each pair of a device and an expert; None: no capacity.
     buffer: slots for the tokens of each pair of devices in the first round.
-    block: rows that an expert computes at a time.
+    block: rows that an expert computes at a time, if the user chose.
+    even: the share of slots for choices of a round that choices of an even load fill.
     mesh: the mesh; None: one device.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
@@ -189,7 +196,8 @@ class _Kind:
   tokens: tuple[tuple[str, ...], ...]
   capacity: int | None
   buffer: int
-  block: int
+  block: int | None
+  even: float
   mesh: AnyMesh | None
   mapped: frozenset[str]
 
@@ -212,8 +220,13 @@ class _Kind:
     """Sends one equal part of dim 0 to each device, and returns the parts received from each device."""
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
-  def exchanged_filled(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-    """As `exchanged`, but only the first `sent` rows of each part have tokens; the rest may not be sent."""
+  def exchanged_filled(
+    self, x: jax.Array, sent: jax.Array, received: jax.Array, into: jax.Array
+  ) -> jax.Array:
+    """As `exchanged`, but only the first `sent` rows of each part have tokens.
+
+    The other rows may not be sent: then the result has those of `into`, an array like `x`.
+    """
     if self.axis is None:
       return x
     size = x.shape[0] // self.ways
@@ -224,11 +237,13 @@ class _Kind:
     zero = jnp.where(x[:1, :1].sum() > 0, 0, 0).astype(jnp.int32)
     starts, there, sent, received = (count + zero for count in (starts, there, sent, received))
 
-    def ragged(x: jax.Array) -> jax.Array:
-      empty, axis = jnp.zeros_like(x), self.axis
-      return jax.lax.ragged_all_to_all(x, empty, starts, sent, there, received, axis_name=axis)
+    def ragged(x: jax.Array, into: jax.Array) -> jax.Array:
+      # The exchange has a layout of its own. The barrier keeps the compiler from computing `x` in this
+      # layout, which is slower than a copy of `x`, and from allocating `into` before it is needed.
+      x, into = jax.lax.optimization_barrier((x, into))
+      return jax.lax.ragged_all_to_all(x, into, starts, sent, there, received, axis_name=self.axis)
 
-    return jax.lax.platform_dependent(x, tpu=ragged, default=self.exchanged)
+    return jax.lax.platform_dependent(x, into, tpu=ragged, default=lambda x, _: self.exchanged(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -462,21 +477,54 @@ class _Round:
   def send(self, x: jax.Array) -> jax.Array:
     """Sends the tokens of this device, and returns the rows that arrive from all devices."""
     rows = _read(x, self.tokens)
-    return self.kind.exchanged_filled(rows, self.sent, self.received)
+    return self.kind.exchanged_filled(rows, self.sent, self.received, jax.lax.empty(rows.shape, rows.dtype))
 
-  def send_back(self, rows: jax.Array) -> jax.Array:
-    """Returns the rows to their devices; for each token, the float32 sum of the rows that it gets back."""
-    rows = self.kind.exchanged_filled(rows, self.received, self.sent)
+  def send_back(self, rows: jax.Array, arrived: jax.Array) -> jax.Array:
+    """Returns the rows to their devices; for each token, the float32 sum of the rows that it gets back.
+
+    `arrived` are the rows from which they were computed, whose memory the exchange takes.
+    """
+    same = (arrived.shape, arrived.dtype) == (rows.shape, rows.dtype)
+    into = arrived if same else jax.lax.empty(rows.shape, rows.dtype)
+    rows = self.kind.exchanged_filled(rows, self.received, self.sent, into)
     return _read(rows, self.slots).astype(jnp.float32).sum(0)
 
 
-def _by_expert(kind: _Kind, queues: _Queues, visit: Callable[..., PyTree], state: PyTree) -> PyTree:
-  """The state after all blocks of choices of one expert; `visit(expert, choices, exist, state)` handles one.
+@dataclasses.dataclass(frozen=True)
+class _Part:
+  """Some choices, sorted by expert, that a device computes at once.
 
-  The last block of an expert may be partly full: there, `choices` repeats its last choice, and `exist` is
-  False.
+  Attributes:
+    choices: their numbers. At the end of a part, the last choice may be repeated.
+    exist: False for a repeated choice.
+    function: computes their rows, `(parameters, rows) -> rows`.
+    parameters: what the function takes of the parameters of all experts.
+    add: adds the gradient of what it takes to the sum for the parameters of all experts.
   """
-  size = min(kind.block, queues.order.size)
+
+  choices: jax.Array
+  exist: jax.Array
+  function: ExpertFn
+  parameters: PyTree
+  add: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+Visit = Callable[[_Part, PyTree], PyTree]
+
+
+def _in_parts(
+  kind: _Kind, queues: _Queues, parameters: PyTree, x: jax.Array, visit: Visit, state: PyTree
+) -> PyTree:
+  """The state after all parts of the choices of a round; `visit(part, state)` handles one."""
+  blocks, groups = (functools.partial(f, kind, queues, parameters, visit) for f in (_in_blocks, _in_groups))
+  if can_be_grouped(kind.function, parameters, x):
+    return jax.lax.platform_dependent(state, tpu=groups, default=blocks)
+  return blocks(state)
+
+
+def _in_blocks(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, state: PyTree) -> PyTree:
+  """Each part has choices of one expert. The last part of an expert may be partly full."""
+  size = min(kind.block or 512, queues.order.size)
   last = jnp.cumsum(-(-(queues.ends - queues.starts) // size), dtype=jnp.int32)
 
   def body(n: jax.Array | int, state: PyTree) -> PyTree:
@@ -484,9 +532,32 @@ def _by_expert(kind: _Kind, queues: _Queues, visit: Callable[..., PyTree], state
     before = jnp.where(expert > 0, last[expert - 1], 0)
     places = queues.starts[expert] + (n - before) * size + jnp.arange(size, dtype=jnp.int32)
     end = queues.ends[expert]
-    return visit(expert, queues.order[jnp.minimum(places, end - 1)], places < end, state)
+    choices, own = queues.order[jnp.minimum(places, end - 1)], _of_one(parameters, expert)
+    return visit(_Part(choices, places < end, kind.function, own, lambda x, g: x.at[expert].add(g)), state)
 
   return jax.lax.fori_loop(0, last[-1], body, state)
+
+
+def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, state: PyTree) -> PyTree:
+  """Each part has choices of several experts; the first part has all choices of an even load if it may."""
+  size = min(kind.even * queues.order.size, (kind.block or 2048) * kind.own)
+  size = math.ceil(size / TILE) * TILE
+  end = queues.ends[-1]
+
+  def body(n: jax.Array | int, state: PyTree) -> PyTree:
+    places = n * size + jnp.arange(size, dtype=jnp.int32)
+    # The last expert with choices also gets the repeated ones. If there are no choices, no row has an expert.
+    ends = jnp.where(queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), size) * (end > 0)
+    function = functools.partial(_grouped, kind.function, jnp.diff(ends, prepend=0))
+    choices = queues.order[jnp.minimum(places, end - 1)]
+    return visit(_Part(choices, places < end, function, parameters, jnp.add), state)
+
+  state = body(0, state)
+  return jax.lax.fori_loop(1, -(-end // size), body, state) if size < queues.order.size else state
+
+
+def _grouped(function: ExpertFn, sizes: jax.Array, parameters: PyTree, rows: jax.Array) -> jax.Array:
+  return grouped(function, parameters, rows, sizes)
 
 
 def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:
@@ -513,13 +584,15 @@ def _dropless_forward(
   def visit(now: _Round, total: jax.Array) -> jax.Array:
     arrived = now.send(x)
 
-    def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, sums: jax.Array) -> jax.Array:
-      rows, own = choices % len(arrived), jnp.where(exist, now.shares[choices], 0)
-      found = kind.function(_of_one(parameters, expert), arrived[rows])
-      return sums.at[rows].add(found.astype(jnp.float32) * own[:, None])
+    def part(part: _Part, sums: jax.Array) -> jax.Array:
+      rows = part.choices % len(arrived)
+      found = part.function(part.parameters, arrived[rows]).astype(jnp.float32)
+      found = found * now.shares[part.choices][:, None]
+      return sums.at[rows].add(jnp.where(part.exist[:, None], found, 0))
 
-    sums = _by_expert(kind, now.queues, block, jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32))
-    return total + now.send_back(sums.astype(row.dtype))
+    sums = jnp.zeros((len(arrived), *row.shape[1:]), jnp.float32)
+    sums = _in_parts(kind, now.queues, parameters, x, part, sums)
+    return total + now.send_back(sums.astype(row.dtype), arrived)
 
   total = rounds.run(visit, jnp.zeros(row.shape, jnp.float32))
   return total.astype(row.dtype), (rounds, parameters, x)
@@ -535,27 +608,27 @@ def _dropless_backward(kind: _Kind, kept: PyTree, g: jax.Array) -> PyTree:
     by_parameter, by_x, by_weight = state
     arrived, slopes = now.send(x), now.send(g)
 
-    def block(expert: jax.Array, choices: jax.Array, exist: jax.Array, state: PyTree) -> PyTree:
+    def part(part: _Part, state: PyTree) -> PyTree:
       by_parameter, by_row, by_share = state
-      rows, own = choices % len(arrived), jnp.where(exist, now.shares[choices], 0)
-      result, back = jax.vjp(kind.function, _of_one(parameters, expert), arrived[rows])
+      rows, exist = part.choices % len(arrived), part.exist[:, None]
+      result, back = jax.vjp(part.function, part.parameters, arrived[rows])
       slope = slopes[rows].astype(jnp.float32)
-      added, by_rows = back((slope * own[:, None]).astype(result.dtype))
+      own = jnp.where(exist, slope * now.shares[part.choices][:, None], 0)
+      added, by_rows = back(own.astype(result.dtype))
       added = [leaf for leaf, is_real in zip(jax.tree.leaves(added), real, strict=True) if is_real]
       by_parameter = [
-        total.at[expert].add(leaf.astype(total.dtype))
-        for total, leaf in zip(by_parameter, added, strict=True)
+        part.add(total, leaf.astype(total.dtype)) for total, leaf in zip(by_parameter, added, strict=True)
       ]
-      by_row = by_row.at[rows].add(by_rows.astype(jnp.float32))
-      shares = (slope * result.astype(jnp.float32)).sum(-1)
-      return by_parameter, by_row, by_share.at[choices].set(shares)
+      by_row = by_row.at[rows].add(jnp.where(exist, by_rows.astype(jnp.float32), 0))
+      shares = jnp.where(part.exist, (slope * result.astype(jnp.float32)).sum(-1), 0)
+      return by_parameter, by_row, by_share.at[part.choices].add(shares)
 
     zeros = jnp.zeros(arrived.shape, jnp.float32), jnp.zeros_like(now.shares)
-    by_parameter, by_row, by_share = _by_expert(kind, now.queues, block, (by_parameter, *zeros))
+    by_parameter, by_row, by_share = _in_parts(kind, now.queues, parameters, x, part, (by_parameter, *zeros))
     # A token's weights for a device are in the slot of its first choice for the device.
     back = kind.exchanged(by_share.reshape(-1, len(by_row)).T)
     by_weight += _read(back, now.slots).sum(0)
-    return by_parameter, by_x + now.send_back(by_row.astype(x.dtype)), by_weight
+    return by_parameter, by_x + now.send_back(by_row.astype(x.dtype), arrived), by_weight
 
   leaves, structure = jax.tree.flatten(parameters)
   zeros = [jnp.zeros_like(leaf, jnp.float32) for leaf, is_real in zip(leaves, real, strict=True) if is_real]
@@ -577,7 +650,7 @@ def _check_shapes(
       raise SchemeError(f"{name}={value!r} is not a number above 0.", fix=f"{name}=2, for example.")
   if options["capacity"] == math.inf:
     raise SchemeError("capacity=inf is not a number of slots.", fix="no capacity=, which drops no token.")
-  if type(options["block"]) is not int:
+  if type(options["block"]) not in (int, NoneType):
     raise SchemeError(f"block={options['block']!r} is not a number of rows.", fix="block=512, for example.")
   found, count = routing.experts.shape, routing.load.shape[0]
   if x.ndim < 2 or x.shape[:-1] != found[:-1] or routing.weights.shape != found or 0 in found:

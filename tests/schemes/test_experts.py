@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.report.program.collectives import collectives
+from nnx_parallel.schemes import experts as schemes_experts
 from training import run_steps
 
 WIDTH, HIDDEN = 6, 10
@@ -78,6 +79,11 @@ LAYERS = {
   "capacity": functools.partial(nxp.parallel.experts, capacity=8.0),
   "dropless": functools.partial(nxp.parallel.experts, block=4),
   "rounds": functools.partial(nxp.parallel.experts, block=3, buffer=0.5),
+}
+ON_TPUS = {
+  "grouped": nxp.parallel.experts,
+  "grouped rounds": functools.partial(nxp.parallel.experts, buffer=0.5),
+  "grouped parts": functools.partial(nxp.parallel.experts, block=2),
 }
 BY_DATA, BY_TENSOR, BY_FSDP = (
   {"data": 2, "expert": 4},
@@ -333,15 +339,37 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
   return output
 
 
-@pytest.mark.parametrize("case", ["rounds", "rounds, odd", "dropless, odd", "rounds, one expert each"])
-def test_a_ragged_exchange_gives_the_same(case, monkeypatch):
-  """The program for TPUs, whose all-to-all XLA does not have on CPUs."""
+@pytest.fixture
+def as_on_tpus(monkeypatch):
+  """Programs for TPUs; XLA does not have their all-to-all on CPUs."""
   monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
+  monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
   monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+
+
+@pytest.mark.parametrize("case", ["rounds", "rounds, odd", "dropless, odd", "rounds, one expert each"])
+def test_a_ragged_exchange_gives_the_same(case, as_on_tpus):
   layer, shape, tokens, experts, top_k, explicit = SIZES[case]
   with jax.set_mesh(nxp.make_mesh(shape, explicit=explicit)):
     found = with_gradients(LAYERS[layer], top_k)(*drawn(tokens, experts))
   check(found, wanted(tokens, experts, top_k))
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("layer", ON_TPUS)
+@pytest.mark.parametrize("case", ["rounds, odd", "dropless, tensor", "dropless, no axis", "skewed"])
+def test_grouped_products_give_the_same(case, layer, as_on_tpus, monkeypatch):
+  monkeypatch.setattr(schemes_experts, "TILE", 4)  # or all rows of so small a model are one part
+  _, shape, tokens, experts, top_k, _ = SIZES["rounds" if case == "skewed" else case]
+  arrays = drawn(tokens, experts)
+  if case == "skewed":  # most experts get no token
+    arrays[1][..., 0] = 4
+    arrays[2][0] = np.linspace(30, 0, experts)
+  with jax.set_mesh(nxp.make_mesh(shape)):
+    traced = with_gradients(ON_TPUS[layer], top_k).trace(*arrays)
+    assert "ragged_dot" in str(traced.jaxpr)
+    found = traced.lower().compile()(*arrays)
+  check(found, with_gradients(dense, top_k)(*arrays))
 
 
 # What is sent.
