@@ -358,6 +358,7 @@ def layered(tmp_path, monkeypatch):
   return "layered.py"
 
 
+@pytest.mark.slow
 def test_train_takes_the_way_that_search_prints(layered, capsys):
   """The same losses on every way, and a resume on another says which settings differ."""
   assert LAYERED != TINY
@@ -429,6 +430,7 @@ def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypa
   assert first.keys() == tuned.keys()
 
 
+@pytest.mark.slow
 def test_check_gradients_says_first_whether_they_are_right(tiny, capsys):
   assert cli.main(["train", tiny, "--steps", "1", "--check-gradients", "--quiet"]) == 0
   assert capsys.readouterr().out.startswith("the gradients of 2 leaves are right, to 1e-04 (float32)\n")

@@ -59,6 +59,7 @@ def eager(tx: optax.GradientTransformation) -> tuple[Net, nnx.Optimizer]:
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_state_is_created_in_its_layout(explicit):
   tx = optax.named_chain(*OPTIMIZERS.items())

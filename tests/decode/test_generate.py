@@ -61,7 +61,7 @@ class Model(nnx.Module):
     return self.head(x)
 
 
-LAYOUTS = {"dp": {"data": 8}, "fsdp": {"fsdp": 8}, "tensor": {"tensor": 8}, "both": {"fsdp": 4, "tensor": 2}}
+LAYOUTS = {"both": {"fsdp": 4, "tensor": 2}, "dp": {"data": 8}, "fsdp": {"fsdp": 8}, "tensor": {"tensor": 8}}
 LOGICAL = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CACHES = nxp.PathRules([(r".*\.cached_(key|value)", ("batch", None, "heads", None))])
 
@@ -137,6 +137,7 @@ def rows(result):
 GREEDY, DRAWN = nxp.Sampling(), nxp.Sampling(temperature=0.9, top_k=12, top_p=0.8)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_of_a_plain_loop(layout):
   axes = LAYOUTS[layout]
@@ -236,6 +237,8 @@ def stating(model, tokens, position, cache):
   return logits + 0 * whole.sum(), cache
 
 
+@pytest.mark.slow
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["explicit", "mixed"])
 @pytest.mark.parametrize("layout", ["fsdp", "both"])
 def test_a_stock_model_on_explicit_axes(layout, kind):
@@ -251,6 +254,7 @@ def test_a_stock_model_on_explicit_axes(layout, kind):
   assert "computed on Auto axes" in str(generate.layers)
 
 
+@pytest.mark.slow
 def test_padding_on_the_left_and_requests_by_number():
   generate = nxp.generator(NEW, sampling=DRAWN, padding="left")
   axes = LAYOUTS["dp"]

@@ -20,7 +20,7 @@ def whole(init, sampling, rows):
   return generate(model, WHOLE, lengths=LENGTHS + len(PREFIX), key=jax.random.key(7))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "layout", "options"),
   [
@@ -48,6 +48,8 @@ def test_tokens_are_those_of_whole_prompts(init, layout, options):
     assert texts == plain.rows(wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"slots": 8, "prefill": 4}], ids=str)
 def test_a_cache_that_is_an_argument_is_at_the_position_after_the_prefix(options):
   model = nxp.create_sharded_model(ragged.windowed, nxp.make_mesh(fsdp=4, tensor=2), nxp.fsdp(min_size=64))
@@ -57,6 +59,7 @@ def test_a_cache_that_is_an_argument_is_at_the_position_after_the_prefix(options
   np.testing.assert_array_equal(found.tokens, wanted.tokens)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_read_once():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)

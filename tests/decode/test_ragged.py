@@ -79,7 +79,7 @@ def sharded(init, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "layout"), [(Listed, "dp"), (Listed, "both"), (Stacked, "both"), (Recurrent, "dp")]
 )
@@ -95,6 +95,7 @@ def test_rows_have_the_tokens_of_each_row_alone(init, layout):
   assert found.tokens.sharding.spec[0] == model.embed.embedding[...].sharding.mesh.axis_names[0]
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_short_and_a_long_prompt():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=16, call=calls)
@@ -106,6 +107,7 @@ def test_the_calls_of_a_short_and_a_long_prompt():
   assert {n: calls.seen.count(n) for n in calls.seen} == {16: 2, 2: 2, 1: 4 + NEW}
 
 
+@pytest.mark.slow
 def test_equal_prompts_are_read_in_parts_and_a_rest():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=16, call=calls)
@@ -145,6 +147,8 @@ def slotted(layout):
   return nxp.create_sharded_model(lambda: Listed(1), nxp.make_mesh(axes), rules)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slots_read_long_prompts_in_chunks(layout):
   expected = alone(Listed, plain.DRAWN)
@@ -163,6 +167,7 @@ class InOrder(Calls):
     return model(tokens)
 
 
+@pytest.mark.slow
 def test_a_new_prompt_delays_the_others_by_one_call_a_token():
   calls = InOrder()
   generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
@@ -200,6 +205,8 @@ def windowed():
   return model
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_caches_that_are_an_argument(kind):
   whole, expected = nxp.unsharded(windowed), []

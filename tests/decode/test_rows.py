@@ -45,6 +45,8 @@ class Calls:
     return model(tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prompts_read_several_tokens_at_once(layout):
   lengths = np.maximum(plain.LENGTHS, 3)
@@ -73,6 +75,7 @@ def one_by_one(sampling, stop):
   return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "prefill"), [("dp", 1), ("both", 3)])
 @pytest.mark.slow
 def test_slots_are_filled_again(layout, prefill):
@@ -148,6 +151,7 @@ class Chain(nnx.Module):
     return logits * (1 + 0.1 * self.seen[...][:, None, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_enough_beams_find_the_best_text_of_all(penalty):
   size, limit, stop = 3, 4, 0
@@ -180,6 +184,7 @@ def searched(prompt, beams, stop):
   return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beams_of_a_model_with_caches(layout):
   generate = nxp.generator(NEW, sampling=nxp.Beams(3, length_penalty=0.5), stop=5, prefill=2)
@@ -192,6 +197,7 @@ def test_beams_of_a_model_with_caches(layout):
       np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-4)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("init", "options"),
   [
@@ -212,6 +218,7 @@ def test_no_whole_cache_is_gathered(init, options):
   assert ("own position" in str(generate.layers)) == ("prefill" in options)
 
 
+@pytest.mark.slow
 def test_a_report_on_a_plan_names_the_caches():
   axes = LAYOUTS["both"]
   plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))

@@ -121,6 +121,7 @@ def planned(init, depth, axes):
   return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "depth", "layout"),
@@ -211,6 +212,7 @@ def windows(depth, batch, length):
   return [(empty, empty)] * depth
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "explicit"), [("dp", True), ("both", False), ("both", True)])
 def test_caches_that_are_an_argument(layout, explicit):
@@ -274,6 +276,7 @@ class Cell(nnx.Module):
     return x + self.state[...][:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rules", [nxp.presets.pipeline(min_size=8), nxp.LogicalRules(batch="data")], ids=["split", "whole"]
 )
@@ -307,6 +310,7 @@ def test_a_tick_sends_the_activations_of_one_group():
   assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_weights_split_over_the_stages_go_to_theirs_once():
   axes = {"data": 2, "stage": 4}
@@ -385,7 +389,8 @@ def test_options_that_do_not_fit(options, message):
     piped(**options)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("init", "rows", "rules", "options", "message"),
   [

@@ -142,6 +142,7 @@ def test_samples_are_read_in_the_background_and_threads_end_with_the_iterator():
   assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 def test_an_iterator_in_use_does_not_hold_the_interpreter_at_exit():
   code = """
     import numpy as np, nnx_parallel as nxp

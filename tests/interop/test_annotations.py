@@ -101,6 +101,8 @@ def assert_parity(file, axes, rules, batch, tmp_path, rtol=2e-6):
   return copy
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["starter", "digits", pytest.param("text_lm", marks=pytest.mark.nightly)])
 def test_a_recipe_runs_on_explicit_axes_with_its_patch(name, tmp_path):
   axes, chosen = RECIPES[name]

@@ -155,6 +155,7 @@ def trained(plan, x):
   return run_steps(plan, loss, [x] * 3)[:3]
 
 
+@pytest.mark.slow
 def test_statistics_dropout_and_remat(tmp_path):
   x = inputs()
   plan = planned(Net(), x, optax.sgd(0.1))

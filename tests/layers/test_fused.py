@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_equals_the_whole(name):
@@ -234,6 +235,7 @@ def plain_losses():
   return [float(step(model, optimizer, TOKENS)["loss"]) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("sizes", "options"),
   [

@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 def test_layers_are_found():
   for kind, _, found, _ in MODELS.values():
     assert "\n".join(map(str, find_layers(nnx.eval_shape(lambda kind=kind: kind(nnx.Rngs(0)))))) == found

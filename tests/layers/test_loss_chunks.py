@@ -386,6 +386,7 @@ def largest_of_all(params, x):
   return losses.mean() + logits.max(-1).mean()
 
 
+@pytest.mark.slow
 def test_equal_maxima_share_their_gradient():
   params = PARAMS | {"head": np.zeros_like(PARAMS["head"])}
   plain, changed = (jax.grad(f) for f in (largest_of_all, nxp.with_layers(largest_of_all, loss_chunks=4)))

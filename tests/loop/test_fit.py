@@ -540,6 +540,7 @@ def test_a_log_has_a_line_for_each_record_where_it_is_asked_for(capsys, steps, l
   assert shown == sorted({1, *range(log_every, steps, log_every), steps})
 
 
+@pytest.mark.slow
 def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(capsys):
   model, optimizer = nxp.create_sharded_model(plan())
   result = nxp.fit(STEP, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)

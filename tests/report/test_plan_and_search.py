@@ -202,6 +202,7 @@ def test_layers_are_named_by_their_paths():
   assert 'remat="full", layers="part_?")' in found.code()
 
 
+@pytest.mark.slow
 def test_search_takes_every_second_layer_too():
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=4)
   search_for = functools.partial(
@@ -224,6 +225,7 @@ def test_search_takes_every_second_layer_too():
     search_for(remat=jax.checkpoint_policies.dots_saveable)
 
 
+@pytest.mark.slow
 def test_a_plain_model_without_remat_is_within_the_band():
   """What its products read is in memory, and kept: weights of attention, the products of gates."""
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=2)
@@ -436,6 +438,7 @@ def test_search_finds_what_fits_and_prints_the_winner_on_top():
   assert result.best.memory_bytes == pytest.approx(planned.need_bytes, abs=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"zero": 2}, {"optimizer_memory": "pinned_host"}], ids=str)
 def test_the_code_of_the_winner_runs(options):
   rules = nxp.LogicalRules(batch="data", embed=None, mlp=None, layers=None) if options else RULES
@@ -466,6 +469,7 @@ def test_the_products_of_an_optimizer_count():
   assert more[1] * cpu.link_bandwidth * cpu.links == pytest.approx(more[3], rel=0.15)
 
 
+@pytest.mark.slow
 def test_matrices_that_per_matrix_exchanges_count():
   """Each device multiplies its own matrices once; they travel to it and back."""
   init = lambda: nnx.List([nnx.Linear(64, 128, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(8)])

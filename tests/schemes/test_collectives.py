@@ -50,6 +50,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_by_hand_equals_the_plain_one(layout, check):
@@ -130,6 +131,7 @@ def test_axes_are_gathered_from_the_minor_one():
     )(model)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("shape", "columns"), [((8, 6), 16), ((3, 24, 5), 8)])
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
 @pytest.mark.slow

@@ -286,6 +286,7 @@ def test_what_other_axes_split_stays_split(how):
   assert {c.kind for c in collectives(text, dict(mesh.shape))} == {kind}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_temporaries_are_those_of_a_few_arrays_of_a_device_and_not_of_its_scores(how):
@@ -594,6 +595,8 @@ def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", FUSED)
 def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(splash.SEQUENCES, "cpu", functools.partial(splash.splash_sequence, interpret=True))
@@ -625,7 +628,8 @@ RINGS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("case", RINGS)
 def test_the_fused_kernel_computes_a_ring(case, segmented, monkeypatch):

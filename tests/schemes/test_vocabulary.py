@@ -146,6 +146,7 @@ def test_bfloat16_is_as_near_as_whole_logits_in_bfloat16():
   assert all(own <= 1.5 * other + 1e-3 for own, other in zip(ours, plain, strict=True)), (ours, plain)
 
 
+@pytest.mark.slow
 def test_a_label_that_is_no_column_gives_nan_and_no_number():
   x, head, labels = arrays(37)
   labels = labels.at[0, 0].set(37).at[1, 1].set(-1)
@@ -181,6 +182,7 @@ def test_inside_a_shard_map_over_the_batch():
   close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
 
 
+@pytest.mark.slow
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("mesh", "rows", "explicit"),
@@ -236,6 +238,7 @@ def losses_of(loss, plan, batch, steps=5, **options):
   return run_steps(plan, loss, [batch] * steps, **options).losses
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("vocab", "uneven", "tied", "explicit"),

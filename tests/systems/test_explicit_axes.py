@@ -40,7 +40,8 @@ def assert_parity(name, kind, **options):
   return step
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
@@ -51,13 +52,14 @@ ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
 def test_each_option_computes_what_it_does_on_auto_axes(case):
   name, options = (WITH_OPTIONS | ZERO_1)[case]
   assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
 
 
+@pytest.mark.slow
 def test_outputs_and_pairs_are_those_of_auto_axes():
   def loss(model, batch):
     rows = (model(batch) ** 2).mean(-1)
@@ -139,6 +141,7 @@ def test_scopes_in_use_and_arrays_of_the_host():
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_plan_on_mixed_axes_is_read_again_and_compiled_for_a_machine():
   plan, batch, loss = planned("decoder", "mixed")

@@ -24,14 +24,16 @@ TENSOR = nxp.PathRules(
   }
 )
 LAYOUTS = {
-  "fsdp": ({"fsdp": 8}, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp("fsdp", min_size=0)]),
   "fsdp and tensor": ({"fsdp": 4, "tensor": 2}, [nxp.LogicalRules(batch="fsdp"), TENSOR]),
+  "fsdp": ({"fsdp": 8}, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp("fsdp", min_size=0)]),
 }
 
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   sizes, rules = LAYOUTS[layout]

@@ -219,7 +219,8 @@ class Upsampled(nnx.Module):
     return self.up(jnp.sin(self.before(x)))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("sizes", "taps", "options"),
   [
@@ -285,6 +286,7 @@ class LookedUpTwice(nnx.Module):
     return found + self.places[x % 8]
 
 
+@pytest.mark.slow
 def test_a_program_that_xla_refuses_is_compiled_with_fewer_constraints(caplog) -> None:
   rules = nxp.LogicalRules(batch=("data", "tensor"))
   plan = nxp.plan(

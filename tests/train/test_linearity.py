@@ -202,6 +202,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
   names=st.lists(st.sampled_from(sorted(UNARY)), min_size=0, max_size=4),
@@ -250,7 +251,7 @@ STEPS = {
 }
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)

@@ -97,6 +97,8 @@ def test_the_scale_stays_within_its_bounds():
   assert float(nxp.loss_scale_of(train(plan_on("dp", high, jnp.float32), data(3))[1])) == 2.0**24
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", list(MESHES))
 def test_microbatches_of_sums_do_not_overflow(name):
   plan = plan_on(name, nxp.with_loss_scale(optax.adam(1e-2)))
@@ -105,6 +107,7 @@ def test_microbatches_of_sums_do_not_overflow(name):
   assert int(optimizer.opt_state.skipped[...]) == 0
 
 
+@pytest.mark.slow
 def test_models_with_their_own_scale_or_none():
   def loss(models, x):
     return loss_fn(models["a"], x) + loss_fn(models["b"], x)

@@ -37,6 +37,7 @@ def run(build, sizes, steps=4):
   return [float(step(*live, x)["loss"]) for _ in range(steps)], text, plan
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @needs_qwix
 @quiet
@@ -196,7 +197,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
@@ -216,6 +217,7 @@ def test_block_formats_equal_one_device(wide, form, layout):
   assert done.get(layout, "") in str(step.layers)
 
 
+@pytest.mark.cases(2)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "nvfp4"])
@@ -264,6 +266,7 @@ def test_rules_choose_layers_by_path(wide):
   assert not kinds(text())
 
 
+@pytest.mark.slow
 @needs_qwix
 @quiet
 def test_layers_between_others_of_another_precision_are_scanned(wide):

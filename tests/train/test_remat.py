@@ -80,7 +80,8 @@ def losses_of(remat, microbatches):
   return losses
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("remat", "microbatches"),
   [*((policy, 1) for policy in POLICIES), ("full", 2)],
@@ -109,6 +110,8 @@ class Bare(nnx.Module):
     return x
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_variables_that_layers_only_hand_on_are_not_changed(stacked):
   """flax gives each Variable of such a layer a new array, so that it seems assigned to."""
@@ -123,6 +126,7 @@ def test_variables_that_layers_only_hand_on_are_not_changed(stacked):
   np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_policy_holds_within_each_layer():
   """Each layer is recomputed behind a barrier of its own; of the whole loss, there would be one."""
   plan = plan_on(data=1, fsdp=8, tensor=1)  # on one axis there are no other barriers
@@ -143,6 +147,8 @@ def test_a_policy_holds_within_each_layer():
   }
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_a_step_means_by_a_policy_what_with_layers_does(remat):
   mine, wrapped = program(remat), program(None, loss=nxp.with_layers(loss_fn, remat=remat))
@@ -239,6 +245,7 @@ def test_a_search_leaves_out_policies_that_change_nothing_and_says_so():
   assert not alone.notes
 
 
+@pytest.mark.slow
 def test_the_planned_memory_follows_each_policy():
   batch = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
 
@@ -254,12 +261,14 @@ def test_the_planned_memory_follows_each_policy():
   assert kept("offload") == 0
 
 
+@pytest.mark.slow
 def test_a_search_tries_policies_on_plain_layers():
   found = search(Layer, max_microbatches=1)
   assert {c.remat for c in found.fitting} == {"none", "dots", "full"}
   assert not found.notes
 
 
+@pytest.mark.slow
 def test_the_code_of_a_search_gives_the_policy_to_the_step():
   found = search(Marked, remat=["full"], max_microbatches=1)
   assert not found.notes
@@ -268,6 +277,7 @@ def test_the_code_of_a_search_gives_the_policy_to_the_step():
   exec(found.code(), scope | {"init": lambda: Net(Marked, nnx.Rngs(0))})
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_plain_layers_train_as_written(microbatches):

@@ -88,6 +88,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_data_shards_differ_and_model_shards_agree(kind):
   make, draw = TARGETS[kind]

@@ -118,6 +118,8 @@ def test_a_gan_equals_a_loop_written_by_hand():
   nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_student_learns_from_a_frozen_teacher(microbatches):
   plan, student, optimizer = make(lambda: MLP(4, 2, nnx.Rngs(0)), optax.adam(1e-2))
@@ -182,6 +184,8 @@ def shared():
   return {"actor": Heads(encoder, 1), "critic": Heads(encoder, 2)}
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("trained", [("actor", "critic"), ("critic",)])
 def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained):
   loss = lambda models, x: (models["actor"](x) ** 2).mean() + (models["critic"](x) - 1.0).__abs__().mean()
@@ -228,6 +232,7 @@ def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   assert [ref() for ref in gone] == [None, None]
 
 
+@pytest.mark.slow
 def test_models_in_containers_of_each_kind_are_not_kept_and_the_loss_sees_its_kind():
   kinds = {dict: 1.0, list: 2.0, tuple: 3.0}
 

@@ -508,6 +508,7 @@ def test_a_loss_of_several_arrays_gets_the_elements_of_a_tuple():
   assert [len(step.compiles) for step in steps] == [1, 1]
 
 
+@pytest.mark.slow
 def test_all_that_take_a_loss_and_a_batch_take_several_arrays_as_a_tuple():
   _, plan, model, optimizer = small()
   batch = nxp.shard_batch((X, 2 * X), plan)
@@ -793,6 +794,7 @@ def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
   np.testing.assert_allclose(split["seen"] * parts, whole["seen"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
   results = []
   for mesh in ({"data": 8, "fsdp": 1, "tensor": 1}, CUBE):

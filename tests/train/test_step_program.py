@@ -25,6 +25,7 @@ def work(lowered, mesh):
   return cost(text).flops, sent
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_flops_and_bytes_sent_equal_the_hand_written_step(name, layout):

@@ -46,6 +46,7 @@ def assert_close(a, b, rtol=1e-5):
     np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=rtol, err_msg=name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.slow
 def test_masters_train_as_float32_parameters_do(zero):
@@ -70,6 +71,7 @@ def test_masters_train_as_float32_parameters_do(zero):
     np.testing.assert_array_equal(value, masters[name].astype(jnp.bfloat16).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_small_updates_add_up_only_with_masters():
   def moved(tx):
     model, _ = train(plan_on("dp", tx, jnp.bfloat16), data(1) * 40)
@@ -136,6 +138,8 @@ def clipped(layout):
   return moves
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", list(CLIPPED))
 def test_clipping_is_exact(layout):
   one, many = clipped("one device"), clipped(layout)
@@ -178,6 +182,7 @@ def test_ema_of_needs_one_average():
   assert "Fix: plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))" in str(error.value)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("wrap", "dtype"),
   [

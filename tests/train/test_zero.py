@@ -72,6 +72,7 @@ def program(plan, **options):
   return step.lower(plan, batch=nxp.shard_batch(data()[0], plan)).as_text()
 
 
+@pytest.mark.slow
 def test_a_step_follows_the_stage_of_the_plan():
   one, two = plan_on("dp", zero=1), plan_on("dp", zero=2)
   assert reduction(two).endswith(SCATTERED)
@@ -87,6 +88,7 @@ def test_a_step_follows_the_stage_of_the_plan():
   )
 
 
+@pytest.mark.slow
 def test_the_stage_outlives_json_and_checkpoints(tmp_path):
   plan = plan_on("dp", zero=2)
   stored = nxp.Plan.from_json(plan.to_json(), mesh=plan.mesh, init=init, optimizer=plan.tx)
@@ -113,6 +115,7 @@ def test_several_models_each_follow_their_plan():
   assert (carried.count("f32[16,32]"), carried.count("f32[16,4]")) == (3, 1)
 
 
+@pytest.mark.slow
 def test_state_in_host_memory_gives_gradients_its_split_and_not_its_place():
   plan = plan_on("dp", zero=2, optimizer_memory="pinned_host")
   near = plan_on("dp", zero=2)
@@ -218,10 +221,12 @@ def line_search(*, explicit, states=None):
   return run_steps(plan, loss, [np.arange(64, dtype=np.float32).reshape(8, 8) / 64] * 2).losses
 
 
+@pytest.mark.slow
 def test_a_line_search_on_explicit_axes():
   np.testing.assert_allclose(line_search(explicit=True), line_search(explicit=False), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_line_search_of_a_model_that_states_shardings_is_refused():
   with pytest.raises(
     nxp.errors.TrainError, match=r"does not work with ZeRO on Explicit axes(.|\n)*Fix: .*zero=0"

@@ -108,6 +108,7 @@ class Grouped(nnx.Module):
     return self.conv(x)
 
 
+@pytest.mark.slow
 def test_grouped_convolution_in_a_jit_of_ones_own_is_found():
   found = check(Grouped, shape=(8, 4, 4, 8))
   assert found.wrong == ("conv.kernel",)
@@ -149,6 +150,7 @@ def without_sum(g: jax.Array) -> jax.Array:
   )(g)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("wrap", [in_reverse, with_own_rule])
 @pytest.mark.parametrize(
   ("change", "factor"), [(double, 2.0), (jnp.zeros_like, 0.0), (without_sum, None)], ids=lambda x: str(x)[:16]
@@ -192,6 +194,8 @@ def test_steps_own_way_is_checked():
   assert not step.compiles
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   "options",
   [{"microbatches": 4}, {"microbatches": 2, "remat": "full"}, {"microbatches": 2, "gradients": "scattered"}],
@@ -255,6 +259,7 @@ def test_loss_scale_and_frozen_parameters():
   assert found.comparisons[0].leaves == ("down.bias", "down.kernel")
 
 
+@pytest.mark.slow
 def test_loss_that_xla_gets_wrong_is_found():
   """A product comes out with the examples of other devices, forwards, and forward mode agrees on nonsense."""
 
@@ -275,6 +280,7 @@ def test_loss_that_xla_gets_wrong_is_found():
   assert "kernel as P(None, None) (replicated, 3 KiB more per device) makes the loss" in str(found)
 
 
+@pytest.mark.slow
 def test_examples_that_depend_on_each_other_are_no_alarm():
   def contrastive(model: Any, x: jax.Array) -> jax.Array:
     y = model(x)
@@ -301,6 +307,7 @@ def with_softmax(model: Any, x: jax.Array) -> jax.Array:
   return optax.softmax_cross_entropy(model(x) * 3, jax.nn.softmax(x)).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)  # a right rule and a wrong one
 @pytest.mark.parametrize(
   ("factor", "loss"), [(1.0, with_softmax), (1.0, loss_fn), (2.0, loss_fn), (2.0, with_softmax)]
@@ -313,6 +320,8 @@ def test_what_forward_mode_cannot_do_is_checked_by_differences(factor: float, lo
   assert "by central differences: Pure callbacks do not support JVP" in str(found)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_differences_tell_a_gradient_stopped_on_purpose_from_a_wrong_one(factor: float):
   def to_a_target(model: Any, x: jax.Array) -> jax.Array:
@@ -324,6 +333,7 @@ def test_differences_tell_a_gradient_stopped_on_purpose_from_a_wrong_one(factor:
   assert factor != 1 or "without stop_gradient the two agree" in found.comparisons[0].why
 
 
+@pytest.mark.slow
 def test_differences_that_round_too_coarsely_decide_nothing():
   found = check(
     lambda: Block(None, lambda x: on_host(2.0)(x * 1e-6) * 1e-2), lambda m, x: 1e4 + loss_fn(m, x)
@@ -380,6 +390,7 @@ def test_gradient_that_is_not_finite_is_wrong():
   assert "wrong: not finite" in str(found)
 
 
+@pytest.mark.slow
 def test_groups_apart_have_rows_of_their_own():
   found = check(
     lambda: nnx.List([Block(None), Block(None)]), lambda m, x: loss_fn(m[1], m[0](x)), by_group=True
@@ -389,6 +400,7 @@ def test_groups_apart_have_rows_of_their_own():
   assert len(found.comparisons[1].leaves) == 2
 
 
+@pytest.mark.slow
 def test_padded_and_tied_leaves_and_explicit_axes():
   class Tied(nnx.Module):
     def __init__(self):
@@ -458,6 +470,7 @@ def straight_through(x: jax.Array, change: Callable[[jax.Array], jax.Array] = sa
   return quantized(x)
 
 
+@pytest.mark.slow
 def test_rounding_with_a_rule_of_its_own_is_no_alarm():
   found = check(lambda: Block(None, straight_through))
   assert found
@@ -469,6 +482,8 @@ def test_rounding_with_a_rule_of_its_own_is_no_alarm():
   assert "differences see the rounding" in found.comparisons[0].why
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "middle",
   [
@@ -497,6 +512,7 @@ def test_each_of_many_equal_layers_is_looked_at():
   assert "layers.10.kernel to layers.19.kernel" in str(found)
 
 
+@pytest.mark.slow
 def test_whole_arrays_that_do_not_fit_a_device_are_not_checked(monkeypatch: pytest.MonkeyPatch):
   def too_large(*args: Any) -> Any:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
