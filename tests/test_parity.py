@@ -97,6 +97,7 @@ def test_the_part_has_each_layout_stage_and_count():
     assert found == wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_attention_on_three_axes_in_microbatches():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
@@ -120,6 +121,7 @@ class Doubled(nnx.Module):
     return x @ (kernel + (times - 1) * (kernel - jax.lax.stop_gradient(kernel)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_gradient_that_is_wrong_by_a_factor_is_named(recorded):
   def init(times):

@@ -40,6 +40,7 @@ def test_any_mesh_into_any_other(tmp_path, source, goal):
   assert_laid_out(restored_optimizer, wanted, "optimizer")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, asynchronous):
   plan = make_plan("8")
@@ -237,6 +238,7 @@ def test_numpy_only_on_request(tmp_path):
   assert_same(checkpointer.restore(bare, only=["w"], as_numpy=True), {"w": tree["w"]})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
 def test_memory_kinds_are_the_targets(tmp_path, kind):
   mesh = nxp.make_mesh(a=2, b=4)
@@ -273,6 +275,7 @@ def test_float_types_are_the_targets(tmp_path):
   assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_small_budgets_write_and_read_the_same(tmp_path, asynchronous):
   model, _ = nxp.create_sharded_model(make_plan("8"))

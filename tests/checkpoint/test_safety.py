@@ -309,6 +309,7 @@ def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   assert (done.returncode, "cannot save step 1" in done.stderr) == (1, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_save_after_the_script_has_ended_says_so(tmp_path):
   code = """

@@ -264,6 +264,7 @@ def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
   assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
   """In its own process: one that has not started jax, and is told nothing of devices."""
@@ -408,6 +409,7 @@ def init():""",
 ).replace("return nnx.Linear(", "return Layer(")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dropout.py", "digits"])
 def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypatch, capsys):

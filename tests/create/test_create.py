@@ -36,7 +36,7 @@ def eager() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.cases(7)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("which", ["none", "same", "another", "another explicit"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("compile", COMPILE)

@@ -88,6 +88,7 @@ def train(init: Callable[[], nnx.Module], loss_fn: Callable[..., jax.Array]) -> 
   return model
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["rotary", "unhashable", "metadata", "optional", "tied"])
 def test_wild_modules_train_in_their_layout(name):
   train(lambda: WILD[name](nnx.Rngs(0)), square)

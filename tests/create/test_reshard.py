@@ -34,6 +34,7 @@ def pointers(node: object) -> set[int]:
   return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("byte_budget", [0, 2**28])

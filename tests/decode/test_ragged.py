@@ -13,6 +13,7 @@ from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 from tests.decode import test_generate as plain
 from tests.decode import test_stages as stages
 from tests.decode.test_rows import Calls
+from training import placed
 
 NEW, WIDTH, BATCH, VOCABULARY, FEATURES = 5, 41, 8, plain.VOCABULARY, plain.FEATURES
 PROMPTS = np.asarray(jax.random.randint(jax.random.key(11), (BATCH, WIDTH), 0, VOCABULARY))
@@ -75,7 +76,7 @@ def sharded(init, layout):
     heads = "tensor" if "tensor" in axes else None
     rules[0] = rules[0].replace(layers=())
     rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, "batch", None, heads, None))])
-  return nxp.create_sharded_model(lambda: init(BATCH), nxp.make_mesh(axes), rules)
+  return placed(nxp.plan(lambda: init(BATCH), nxp.make_mesh(axes), rules))
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def slotted(layout):
   axes = LAYOUTS[layout]
   rules = plain.rules_for(axes)
   rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, None, "heads", None))])
-  return nxp.create_sharded_model(lambda: Listed(1), nxp.make_mesh(axes), rules)
+  return placed(nxp.plan(lambda: Listed(1), nxp.make_mesh(axes), rules))
 
 
 @pytest.mark.cases(1)
@@ -216,7 +217,7 @@ def test_caches_that_are_an_argument(kind):
     expected += plain.rows(generate(whole, prompt[None], lengths=np.array([length])))
   assert len({*map(tuple, expected)}) == BATCH
   mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=kind == "explicit")
-  model = nxp.create_sharded_model(windowed, mesh, nxp.fsdp(min_size=64))
+  model = placed(nxp.plan(windowed, mesh, nxp.fsdp(min_size=64)))
   options["cache"] = model.empty_cache
   for more in ({}, {"slots": 8}):
     generate = nxp.generator(NEW, prefill=8, **options, **more)
@@ -240,7 +241,7 @@ class Sums(nnx.Module):
 def test_a_model_in_explicit_types(sharded):
   mesh = nxp.make_mesh(data=8, explicit=True)
   rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  model = nxp.create_sharded_model(lambda: Sums(sharded), mesh, rules)
+  model = placed(nxp.plan(lambda: Sums(sharded), mesh, rules))
   options = {
     "call": lambda model, tokens, position, cache: model(tokens, cache),
     "cache": lambda batch, length: nxp.constrain(jnp.zeros((batch, 1), jnp.int32), "batch", None),

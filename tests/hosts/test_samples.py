@@ -228,6 +228,7 @@ with open(f"{folder}/{name}-{me}.json", "w") as file:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_on_4_then_2_then_1_processes_uses_each_sample_once(tmp_path):
   used = []

@@ -109,7 +109,7 @@ def test_a_decoder_with_a_cache_gives_the_same_logits_and_tokens(family):
     np.testing.assert_array_equal(text[:, 6:], np.argmax(whole(model, text), -1)[:, 5:-1])
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", PRESETS)
 def test_into_shards_and_back(tmp_path, family):
   folder = REFERENCES / family

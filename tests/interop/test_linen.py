@@ -184,6 +184,7 @@ def saved(tmp_path, kind, variables):
       return path
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize("kind", ["variables", "bytes", "train state"])
 def test_variables_go_into_their_shards(tmp_path, kind, boxed):

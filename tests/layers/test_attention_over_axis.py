@@ -185,6 +185,7 @@ def evenly(f, way):
   return lambda *given: run(None, given)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("function", "way"), [(biased, 5), (merged, 5), (grouped, "ring"), (narrow, "ring"), (narrow, "ulysses")]
 )

@@ -101,7 +101,7 @@ def trained(name, mesh, steps=2, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("name", "mesh"),
   [
@@ -123,6 +123,7 @@ def test_scanned_and_recomputed_layers_train_as_written(name, mesh):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after, state)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_with_zero_microbatches_padding_offload_and_loss_scale():
   rules = [

@@ -97,6 +97,7 @@ def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
   assert losses(resumed, 7) == expected
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(tiny_file, tmp_path, dropout):

@@ -31,6 +31,7 @@ COLUMNS = nxp.PathRules([("embed_tokens.embedding", ("tensor", "fsdp"))])
 
 # By fsdp alone, parameters are gathered and gradients are summed; a table is looked up by columns, also one
 # that is split by rows, and what is found is exchanged. The tensor axis sums activations on top.
+@pytest.mark.nightly
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rules", [(), (COLUMNS,)], ids=["by rows", "by columns"])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 import nnx_parallel as nxp
 from layout.models import named
 from nnx_parallel.core.nodes import path_str, variables
+from training import placed
 
 RATE = 1e-2
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
@@ -144,7 +145,7 @@ def arrays(module):
 
 
 def trained(plan, steps=3, width=16, **options):
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss_fn, **options)
   for seed in range(steps):
     step(model, optimizer, batch_of(plan, width, seed))
@@ -174,7 +175,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 @pytest.mark.slow
 def test_the_numbers_are_those_of_one_device(name, layout):
@@ -219,6 +220,7 @@ def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
   assert_equal(trained(plan, width=15)[0], one)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_microbatches_offload_and_wrappers_go_with_it():
   wrap = lambda tx: nxp.with_ema(nxp.skip_nonfinite(nxp.parallel.per_matrix(tx)), 0.9)
@@ -232,12 +234,13 @@ def test_microbatches_offload_and_wrappers_go_with_it():
   assert_equal(nxp.ema_of(optimizer, model), nxp.ema_of(its_optimizer, one))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "explicit"), [((2, 2, 2), False), ((8, 1, 1), True)], ids=str)
 def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
   rules = nxp.LogicalRules(batch="data", embed=None, mlp=None) if explicit else RULES
   plan = plan_on(sizes, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), explicit=explicit, rules=rules)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
 
   @nnx.jit
   def step(model, optimizer, x):
@@ -359,7 +362,7 @@ def test_dims_of_another_kind_are_an_error():
 
 def test_inside_shard_map_is_an_error():
   plan = plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE)))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   update = lambda model, optimizer: optimizer.update(model, nnx.state(model, nnx.Param))
   with pytest.raises(nxp.errors.SchemeError, match="called in a shard_map"):
     nnx.jit(nxp.parallel.map_shards(update, plan))(model, optimizer)

@@ -3,6 +3,7 @@
 import collections
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -331,12 +332,18 @@ def on_one_device(case: str, microbatches: int) -> Any:
   return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
 
 
+IN_CI = {"gpipe": "uneven", "1f1b": "stacked", "1f1b-split": "statistics", "saved": "memory"}
+
+
+def each_case_in_each_order() -> Iterator[Any]:
+  for case in CASES:
+    for order, in_ci in IN_CI.items():
+      marks = () if case == in_ci else (pytest.mark.nightly,)
+      yield pytest.param(case, order, 4 if order == "gpipe" else 8, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.cases(4)  # one of each order
-@pytest.mark.parametrize(
-  ("order", "microbatches"), [("gpipe", 4), ("1f1b", 8), ("1f1b-split", 8), ("saved", 8)]
-)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "order", "microbatches"), [*each_case_in_each_order()])
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
@@ -441,7 +448,7 @@ def test_1f1b_trains_only_what_is_trained(order: Any) -> None:
   def adapted(pipeline: Any, mesh: Any) -> Any:
     wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
     plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), wrt=wrt)
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     step = nxp.train_step(loss, microbatches=8, pipeline=pipeline)
     tokens = jax.random.randint(jax.random.key(1), (16, 6), 0, 16)
     batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
@@ -534,7 +541,7 @@ class Roundings(Model):
 def test_wrong_gradients_of_1f1b_are_found_where_layers_round(monkeypatch: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Roundings(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
   batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
 
@@ -575,7 +582,7 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
 
   mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
   plan = nxp.plan(lambda: Straight(rngs=nnx.Rngs(0)), mesh, nxp.replicate())
-  model = nxp.create_sharded_model(plan)
+  model = placed(plan)
   batch = nxp.shard_batch(jax.random.normal(jax.random.key(1), (16, 6, 8)), plan)
   for pairs in (False, True):
     options: dict[str, Any] = {"outputs": ["largest"], "pairs": pairs}
@@ -589,12 +596,13 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
 
 
 @pytest.mark.cases(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 @pytest.mark.slow
 def test_forward_mode_has_the_same_gradients(order: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
   batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
   pipeline = nxp.Pipeline("stage", order=order)
@@ -646,6 +654,7 @@ def lowered(make: Any, mesh: Any, pipeline: Any = "stage", tx: Any = None, **opt
   return step
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_is_outside_of_a_pipeline_is_said() -> None:
   said = str(lowered(Alternating, nxp.make_mesh(data=2, stage=4)).layers)
@@ -669,6 +678,7 @@ class Summed(Stacked):
     return self.head(carry[0]) + carry[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_stacks_that_are_not_one_pipeline_say_why() -> None:
   make = functools.partial(Summed, 8, 2)
@@ -750,3 +760,5 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     nxp.Pipeline("stage", order="1F1B")  # pyright: ignore[reportArgumentType]
   with pytest.raises(SchemeError, match='order="1f1b-split" with recompute=False'):
     nxp.Pipeline("stage", order="1f1b", recompute=False)
+  with pytest.raises(TrainError, match="remat='dots' has no effect"):
+    nxp.train_step(loss, remat="dots", pipeline=nxp.Pipeline(order="1f1b-split"))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.train.hold import with_correct_convolutions
+from training import placed
 
 CHANNELS = ("kh", "kw", "in", "conv")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -77,7 +78,7 @@ def gradients(
   """What one step of SGD at rate 1 subtracts: the gradients that the optimizer saw."""
   names = {"kh": None, "kw": None, "in": None, "conv": None} | rules
   plan = nxp.plan(lambda: net(nnx.Rngs(0)), mesh, nxp.LogicalRules(**names), optimizer=optax.sgd(1.0))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
   step = nxp.train_step(loss_fn, **options)
   step(model, optimizer, nxp.shard_batch(batch_of(examples), plan))

@@ -13,6 +13,7 @@ from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
 from train import models
 from train.models import RULES, data, loss_fn
+from training import placed
 
 HOST = "pinned_host"
 
@@ -90,7 +91,7 @@ def test_in_a_step_of_your_own_and_padded():
 
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   plan = nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), uneven="pad", optimizer_memory=HOST)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
 
   @jax.jit
   def step(state, x):
@@ -130,7 +131,7 @@ def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
 
 def test_check_layout_sees_the_memory():
   plan = plan_on(optax.adam(1e-2), HOST)
-  model, optimizer = nxp.create_sharded_model(plan_on(optax.adam(1e-2), None))
+  model, optimizer = placed(plan_on(optax.adam(1e-2), None))
   with pytest.raises(nxp.errors.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
     nxp.check_layout(model, plan, optimizer=optimizer)
   moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)

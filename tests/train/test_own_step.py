@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from training import placed
 
 compilations: list[str] = []
 
@@ -81,7 +82,7 @@ def losses_of(make, *, kind=Block, explicit=False, count=3, **options):
     optimizer=optax.adamw(1e-2),
     **options,
   )
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = make(model, optimizer)
   x = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
   batch = nxp.shard_batch(x, plan)
@@ -112,6 +113,7 @@ def test_nnx_jit_compiles_once_and_keeps_the_layout(explicit, zero, memory):
   np.testing.assert_allclose(found, expected(), rtol=1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "kind"), [(under_jax_jit, Block), (eager, linear)])
 def test_so_do_jax_jit_and_no_jit(make, kind):
@@ -138,7 +140,7 @@ def test_inside_shard_map_arrays_are_shards_and_stay_so():
     nxp.replicate(),
     optimizer=optax.sgd(0.1),
   )
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   graphdef, state = nnx.split((model, optimizer))
 
   @jax.jit

@@ -14,7 +14,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from layout.models import named
 from train.models import RULES, Net, data, loss_fn
-from training import run_steps
+from training import placed, run_steps
 
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
 # qwix 0.1.8 on flax 0.12.12
@@ -33,7 +33,7 @@ def run(build, sizes, steps=4):
   step = nxp.train_step(loss_fn)
   x = nxp.shard_batch(data()[0], plan)
   text = step.lower(plan, batch=x).as_text()
-  live = nxp.create_sharded_model(plan) if steps else ()
+  live = placed(plan) if steps else ()
   return [float(step(*live, x)["loss"]) for _ in range(steps)], text, plan
 
 
@@ -77,7 +77,7 @@ def test_lora_beside_a_padded_weight_gets_its_gradients():
   rules = [nxp.PathRules([(r".*\.kernel", (None, "tensor"))]), nxp.replicate()]
   plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules, uneven="pad")
   assert plan["layers.0.kernel"].padding == (0, 2)
-  model = nxp.create_sharded_model(plan)
+  model = placed(plan)
   grads = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
   assert jnp.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0
 

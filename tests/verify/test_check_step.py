@@ -159,6 +159,7 @@ def test_integers_keys_and_float64_are_compared_exactly():
   assert {row.name for row in found.leaves if not row} == {"w"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "factor"), [("small", 5), ("large", 0.5)])
 def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):

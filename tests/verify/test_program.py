@@ -114,6 +114,7 @@ def convolved(kernel, x):
   return jnp.square(y).sum()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_kernel_gradient_that_is_summed_too_often_is_found(mended):
@@ -313,6 +314,7 @@ class Images(nnx.Module):
     return self.head(self.dropout(nnx.relu(self.second(x)).mean((1, 2))))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_convolutions_pooling_batch_statistics_and_dropout_are_right():
   plan = nxp.plan(
@@ -416,7 +418,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_evaluator_computes_what_jax_computes(name):
   function, *shapes = PROGRAMS[name]
