@@ -100,6 +100,7 @@ def test_state_in_host_memory_is_not_copied_to_be_saved(tmp_path):
   assert saved <= 64  # of 128
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_importing_holds_the_shards_alone(tmp_path):
   body = """

@@ -203,6 +203,7 @@ def test_layers_are_named_by_their_paths():
   assert 'remat="full", layers="part_?")' in found.code()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_search_takes_every_second_layer_too():
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=4)
@@ -474,6 +475,7 @@ def test_the_products_of_an_optimizer_count():
   assert more[1] * cpu.link_bandwidth * cpu.links == pytest.approx(more[3], rel=0.15)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_matrices_that_per_matrix_exchanges_count():
   """Each device multiplies its own matrices once; they travel to it and back."""

@@ -537,6 +537,7 @@ def packed_loss(model, batch):
   return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["labels"]).mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("explicit", [False, True])

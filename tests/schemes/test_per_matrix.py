@@ -209,6 +209,7 @@ def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
   assert {x.shape[0] for x in jax.tree.leaves(nnx.as_pure(groups))} == {8}  # 3 + 1 + 1, padded
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["muon", "shampoo and adam"])

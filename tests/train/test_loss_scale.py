@@ -165,6 +165,7 @@ def test_the_policy():
     nxp.Precision(compute=jnp.float16).optimizer(optax.sgd(0.1))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_carries_the_scale(tmp_path):
   plan = plan_on("dp", nxp.with_loss_scale(optax.adam(1e-2), growth_interval=2))
   model, optimizer, _ = train(plan, data(3))
@@ -200,6 +201,7 @@ def test_it_must_be_outermost():
     nxp.loss_scale_of(plain)
 
 
+@pytest.mark.nightly
 def test_the_gradients_that_an_optimizer_takes_of_the_loss_are_scaled_too():
   def update(grads, state, params=None, *, value_fn, **_):
     return jax.tree.map(lambda g: -1e6 * g, jax.grad(value_fn)(params)), state

@@ -85,6 +85,7 @@ def test_a_later_fetch_waits_for_an_earlier_group():
   assert "optimization_barrier" not in jax.jit(alone.update).lower({"a": jnp.ones(4)}, state).as_text()
 
 
+@pytest.mark.nightly
 def test_in_a_step_of_your_own_and_padded():
   def init():
     return nnx.Linear(15, 15, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("mlp", "embed")})

@@ -266,6 +266,7 @@ def test_rules_choose_layers_by_path(wide):
   assert not kinds(text())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_qwix
 @quiet

@@ -191,6 +191,7 @@ def test_what_changes_nothing_needs_no_layer(remat):
   assert nxp.train_step(loss_fn, remat=remat).lower(plan, batch=batch_of(plan))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_losses_in_turn_are_each_rematerialised():
   plan = plan_on()

@@ -854,6 +854,7 @@ def test_a_plain_metric_of_arrays_of_different_lengths_has_no_weight():
   assert float(step(model, batch)["loss"][1]) == 16
 
 
+@pytest.mark.nightly
 def test_diagnostics_of_several_models_and_of_a_name_that_is_taken():
   pairs = [make(Plain)[1:] for _ in range(2)]
   models, optimizers = (dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True))

@@ -26,6 +26,7 @@ def work(lowered, mesh):
   return cost(text).flops, sent
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -345,6 +345,7 @@ def test_differences_tell_a_gradient_stopped_on_purpose_from_a_wrong_one(factor:
   assert factor != 1 or "without stop_gradient the two agree" in found.comparisons[0].why
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_differences_that_round_too_coarsely_decide_nothing():
   found = check(
@@ -498,6 +499,7 @@ def test_rounding_with_a_rule_of_its_own_is_no_alarm():
   assert "differences see the rounding" in found.comparisons[0].why
 
 
+@pytest.mark.nightly
 @pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
