@@ -27,6 +27,16 @@ WITH_EXAMPLES = sorted(
   if path.name != "__main__.py" and ">>> " in path.read_text()
 )
 
+IN_GUIDES = (
+  "interop.adapters",
+  "schemes.collectives",
+  "schemes.context",
+  "schemes.experts",
+  "schemes.vocabulary",
+  "train.loss_scale",
+)
+"""Modules with expensive examples, whose functions guides call too: CI runs the guides."""
+
 
 def plain(function: Any) -> Any:
   """The function in a classmethod or staticmethod."""
@@ -164,7 +174,13 @@ def test_gaps_in_docstrings_are_found():
   assert not mentioned("plan", "nxp.planned and explan")
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def examples():
+  for name in WITH_EXAMPLES:
+    marks = (pytest.mark.nightly,) if name.removeprefix("nnx_parallel.") in IN_GUIDES else ()
+    yield pytest.param(name, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("name", [*examples()])
 def test_docstring_examples_run(name, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   module = importlib.import_module(name)

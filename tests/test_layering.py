@@ -248,6 +248,7 @@ print(json.dumps(changed))
 """
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing_and_starts_no_backend(tmp_path):
   # A platform that does not exist: whatever starts a backend fails.
   environment = {**os.environ, "JAX_PLATFORMS": "none_such", "PYTHONPATH": str(PACKAGE.parent)}

@@ -63,11 +63,11 @@ def batches():
 
 # Each layout, each stage and both counts of the whole table, which benchmarks/parity.py runs.
 PART = [
+  Case("fsdp x tp", 2, 4),
   Case("one device", 0, 4),
   Case("dp", 2, 1),
   Case("fsdp", 1, 4),
   Case("tp", 0, 1),
-  Case("fsdp x tp", 2, 4),
   Case("dp x fsdp x tp", 1, 4),
   Case("Explicit dp", 1, 1),
   Case("Explicit dp x fsdp x tp", 2, 4),
@@ -79,7 +79,7 @@ def runs():
   return Runs("adamw(1e-3)")
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PART, ids=str)
 def test_a_hundred_steps_equal_one_device(runs, case):
@@ -97,6 +97,7 @@ def test_the_part_has_each_layout_stage_and_count():
     assert found == wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_attention_on_three_axes_in_microbatches():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
@@ -120,6 +121,7 @@ class Doubled(nnx.Module):
     return x @ (kernel + (times - 1) * (kernel - jax.lax.stop_gradient(kernel)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_gradient_that_is_wrong_by_a_factor_is_named(recorded):
   def init(times):

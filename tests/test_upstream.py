@@ -782,6 +782,7 @@ def upgraded():
   jax.clear_caches()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("flags", UPGRADES, ids=" ".join)
@@ -818,7 +819,8 @@ MODES = {
 }
 
 
-@pytest.mark.cases(2)  # the first and the last: the one between is half of the first
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
 def test_the_next_defaults_of_flax(flags, tmp_path):
   """Plan, create, train, remat, restore and a step of one's own by `nnx.compat` compute what they do now."""

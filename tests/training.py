@@ -17,14 +17,16 @@ class Run(NamedTuple):
   step: Any
 
 
-def placed(plan: nxp.Plan) -> tuple[Any, Any]:
-  """The model and the optimizer of a plan as plain code makes them, in the layout of the plan.
+def placed(plan: nxp.Plan) -> Any:
+  """What `create_sharded_model` returns for a plan, as plain code makes it, in the layout of the plan.
 
   To compile their creation on each layout takes as long as to compile a step, so only nightly runs do it.
   """
   if os.environ.get("NXP_NIGHTLY"):
     return nxp.create_sharded_model(plan)
   model = nxp.unsharded(plan.init)
+  if plan.tx is None:
+    return nxp.reshard(model, plan)
   return nxp.reshard(model, plan, optimizer=nnx.Optimizer(model, plan.tx, wrt=plan.wrt))
 
 

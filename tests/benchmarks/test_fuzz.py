@@ -18,12 +18,14 @@ FOUND = [Case(**line) for line in fuzz.lines_of(pathlib.Path(__file__).with_name
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: "-".join(case.about()["ops"]).replace(" ", "_"))
 def test_a_step_trains_right_where_the_compiler_alone_does_not(case: Case):
   found = fuzz.check(Model(case.program, case.seed), case.layout, Options("toolkit"))
   assert found == {"verdict": "right"}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
 def test_xla_still_computes_what_was_found_wrong(fault: Fault, capsys: pytest.CaptureFixture[str]):
   exec(HEAD + fault.body(), {})

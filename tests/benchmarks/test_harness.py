@@ -73,6 +73,7 @@ def test_record_is_written_as_json_and_markdown(tmp_path):
   assert {"date", "cpu", "cores", "devices", "jax", "flax", "commit"} <= environment().keys()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["fuzz", "seams", "soak", "torture"])
 def test_the_searches_of_make_start_in_an_environment_that_has_only_the_package(name):
   variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -21,6 +21,7 @@ def init():
   return llama.Llama(TINY, nnx.Rngs(0))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_trains_on_three_axes_as_on_one_device():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)

@@ -196,6 +196,7 @@ def mesh():
 """
 
 
+@pytest.mark.slow
 def test_commands_on_checkpoints_lay_out_as_training_does(run_dir, capsys):
   (run_dir / "named.py").write_text(NAMED)
   run, out, files = (str(run_dir / name) for name in ("run", "out", "hf"))

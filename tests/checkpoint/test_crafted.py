@@ -104,6 +104,7 @@ def test_fields_of_a_later_version_are_ignored(saved):
   assert_same(Checkpointer(directory).restore(target_of(trees[2])), trees[2])
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("name", EDITS)
 def test_a_signed_manifest_that_lies_is_damage(saved, name):
   directory, trees = saved

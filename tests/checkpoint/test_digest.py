@@ -120,6 +120,7 @@ def test_padding_is_cut_without_gathering():
   assert cut.sharding.spec == P(None, "a")
 
 
+@pytest.mark.cases(20)
 @pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize("shape", [(16, 24), (3, 10, 7), (50,), (2, 3, 5)])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -156,6 +156,7 @@ def raising(error):
   return fail
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.slow
 def test_any_history_leaves_what_was_saved(tmp_path_factory, monkeypatch, local):
@@ -260,6 +261,7 @@ def written(folder, files):
   return folder
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.slow
 def test_a_power_cut_at_any_moment_leaves_the_last_step_or_the_new_one(tmp_path, overwrite):

@@ -35,6 +35,7 @@ SIXTEEN = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_eight_devices_one_sixteen_and_back(tmp_path):
   eight, one, sixteen = (tmp_path / name for name in ("eight", "one", "sixteen"))
@@ -58,6 +59,7 @@ def test_eight_devices_one_sixteen_and_back(tmp_path):
   assert Checkpointer(sixteen).diff(plan).resharded
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("saved", "wanted"), [(0, 2), (2, 1), (1, 0)])
 def test_zero_stages_change_between_save_and_restore(tmp_path, saved, wanted):
   def plan(stage):
@@ -95,6 +97,7 @@ def test_replicas_are_written_once(tmp_path):
     assert (len(sizes), sum(sizes)) == (files, values.nbytes), name
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_replicated_array_is_written_once_by_both_processes(tmp_path):
   body = """

@@ -68,6 +68,7 @@ def test_saving_and_restoring_keep_to_the_shards_and_the_budget(tmp_path):
   assert restored <= state + budget + slack
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_arrays_of_any_shape_are_not_copied_to_be_digested(tmp_path):
   body = """
@@ -86,6 +87,7 @@ def test_arrays_of_any_shape_are_not_copied_to_be_digested(tmp_path):
   assert restored <= state + 2 * largest + slack
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_state_in_host_memory_is_not_copied_to_be_saved(tmp_path):
   body = """
@@ -98,6 +100,7 @@ def test_state_in_host_memory_is_not_copied_to_be_saved(tmp_path):
   assert saved <= 64  # of 128
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_importing_holds_the_shards_alone(tmp_path):
   body = """

@@ -94,6 +94,7 @@ restore(x=2, y=4)
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_four_processes_save_two_and_one_restore_and_back(tmp_path):
   assert {*run_in(4, CHAIN, tmp_path)} == {"at once 0\nverify {} latest 1\n"}
@@ -147,6 +148,7 @@ def test_a_write_that_fails_on_one_process_is_an_error_on_all_at_once(tmp_path):
     assert "after 3 {}" in out
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("worst", [0, 1])
 def test_a_disk_that_is_full_for_all_is_an_error_on_all(tmp_path, worst):

@@ -190,6 +190,7 @@ def place(leaf, mesh):
 COUNT = int(os.environ.get("RANDOM_TREES", "10"))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=COUNT, deadline=None, derandomize="RANDOM_TREES" not in os.environ)
 @hypothesis.given(
   st.dictionaries(NAMES, TREES, min_size=1, max_size=3),

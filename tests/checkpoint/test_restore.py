@@ -25,6 +25,7 @@ NAMES = list(MESHES)
 
 
 # Each mesh once saved from and once restored into; any pair: test_any_tree_on_any_mesh_under_any_names.
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("source", "goal"), list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)))
 def test_any_mesh_into_any_other(tmp_path, source, goal):
   saved, wanted = make_plan(source), make_plan(goal)
@@ -39,6 +40,7 @@ def test_any_mesh_into_any_other(tmp_path, source, goal):
   assert_laid_out(restored_optimizer, wanted, "optimizer")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, asynchronous):
   plan = make_plan("8")
@@ -55,6 +57,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, asynchronous):
   assert [float(again(model, optimizer, batch_of(i))["loss"]) for i in range(3, 6)] == losses[3:]
 
 
+@pytest.mark.slow
 def test_wrapped_and_offloaded_optimizers_go_on_where_they_were(tmp_path):
   tx = nxp.with_loss_scale(nxp.with_ema(optax.adam(1e-2), 0.9), growth_interval=2)
   rules = nxp.fsdp(min_size=16)
@@ -80,6 +83,7 @@ def test_wrapped_and_offloaded_optimizers_go_on_where_they_were(tmp_path):
   assert_same(nxp.ema_of(moved, again), nxp.ema_of(*reversed(Checkpointer(tmp_path).restore(plan))))
 
 
+@pytest.mark.slow
 def test_live_modules_are_filled_in_place(tmp_path):
   model, optimizer = nxp.create_sharded_model(make_plan("8"))
   other, other_optimizer = nxp.create_sharded_model(make_plan("2x4"))
@@ -93,6 +97,7 @@ def test_live_modules_are_filled_in_place(tmp_path):
   assert_same(optimizer, other_optimizer)
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_kept_dropped_or_fresh_by_name(tmp_path):
   plan = make_plan("8")
   model, optimizer = nxp.create_sharded_model(plan)
@@ -118,6 +123,7 @@ def test_a_checkpoint_without_optimizer_says_so(tmp_path):
     Checkpointer(tmp_path).restore(plan)
 
 
+@pytest.mark.slow
 def test_padding_is_not_stored(tmp_path):
   def init():
     return nnx.Linear(6, 10, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("embed", "mlp")})
@@ -232,6 +238,7 @@ def test_numpy_only_on_request(tmp_path):
   assert_same(checkpointer.restore(bare, only=["w"], as_numpy=True), {"w": tree["w"]})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
 def test_memory_kinds_are_the_targets(tmp_path, kind):
   mesh = nxp.make_mesh(a=2, b=4)
@@ -268,6 +275,7 @@ def test_float_types_are_the_targets(tmp_path):
   assert_same(checkpointer.restore(target, cast=True)["w"], tree["w"].astype(jnp.bfloat16))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_small_budgets_write_and_read_the_same(tmp_path, asynchronous):
   model, _ = nxp.create_sharded_model(make_plan("8"))

@@ -275,6 +275,7 @@ def run(code, *arguments, timeout=None):
   return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_background_save_is_finished_at_exit(tmp_path):
   code = """
     import sys, jax.numpy as jnp
@@ -287,6 +288,7 @@ def test_a_background_save_is_finished_at_exit(tmp_path):
   assert Checkpointer(tmp_path).latest() == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   code = """
@@ -307,6 +309,8 @@ def test_a_background_error_is_shown_at_exit_and_in_the_exit_code(tmp_path):
   assert (done.returncode, "cannot save step 1" in done.stderr) == (1, True)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_save_after_the_script_has_ended_says_so(tmp_path):
   code = """
     import sys, threading, jax.numpy as jnp

@@ -48,6 +48,7 @@ def test_arrays_of_64_bits_outside_of_their_scope(tmp_path, asynchronous):
   assert_same(found, tree)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["8", "4 explicit"])
 def test_a_mesh_that_is_set_changes_nothing(tmp_path, name):
   plan = make_plan(name)

@@ -176,6 +176,7 @@ def test_the_answer_is_not_yes_when_the_reader_stops_before_it(monkeypatch):
   assert cli.main(["new", "mine.py"]) == 3
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_is_no_error():
   command = f"{sys.executable} -m nnx_parallel plan text_lm | head -n 1"
   done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)

@@ -81,6 +81,7 @@ print(jax.device_count(), dict(options.real_mesh({sizes}, {devices}).shape))
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("sizes", "devices", "environment", "expected"),
   [
@@ -147,6 +148,8 @@ def test_the_remat_policies_are_those_of_a_step():
   assert options.ATTENTIONS == attention.WORDS
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [("--remat", "full"), ("--microbatches", "2"), ("--batch", "8")])
 def test_options_of_the_step_show_its_memory_without_a_chip(step, capsys):
   assert cli.main(["plan", "text_lm", "--mesh", "data=2,fsdp=2,tensor=2", *step]) == 0
@@ -161,6 +164,8 @@ def test_options_that_nothing_shows_are_refused(alone, capsys):
   assert cli.main([*mesh, *alone, "--remat", "none", "--chip", "v5e"]) == 0
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "compile", "train"])
 def test_a_remat_policy_that_finds_no_layer_is_refused(command, capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)

@@ -264,6 +264,7 @@ def test_a_batch_that_the_mesh_cannot_split(tiny, capsys):
   assert "has 16 examples, which 3 shards cannot split evenly" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_machine_with_fewer_devices_is_made_to_look_larger(tiny, tmp_path):
   """In its own process: one that has not started jax, and is told nothing of devices."""
@@ -358,6 +359,7 @@ def layered(tmp_path, monkeypatch):
   return "layered.py"
 
 
+@pytest.mark.slow
 def test_train_takes_the_way_that_search_prints(layered, capsys):
   """The same losses on every way, and a resume on another says which settings differ."""
   assert LAYERED != TINY
@@ -407,6 +409,7 @@ def init():""",
 ).replace("return nnx.Linear(", "return Layer(")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dropout.py", "digits"])
 def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypatch, capsys):
@@ -429,6 +432,7 @@ def test_weights_of_others_are_trained_and_given_back(recipe, tmp_path, monkeypa
   assert first.keys() == tuned.keys()
 
 
+@pytest.mark.slow
 def test_check_gradients_says_first_whether_they_are_right(tiny, capsys):
   assert cli.main(["train", tiny, "--steps", "1", "--check-gradients", "--quiet"]) == 0
   assert capsys.readouterr().out.startswith("the gradients of 2 leaves are right, to 1e-04 (float32)\n")

@@ -211,6 +211,7 @@ def _check_reduced(eqn, inputs, found, factor, results):
   close([join(a, b) - start for a, b in pairs], results)
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(
   ("name", "run", "args"), [pytest.param(c[0], c[2], c[3:], id=f"{c[0]} {c[1]}") for c in CASES]
 )

@@ -106,6 +106,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("kinds", PROGRAMS, ids=" ".join)
 def test_without_a_rule_the_results_are_those_of_the_program(kinds):
   function = nested(kinds)

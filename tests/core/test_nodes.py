@@ -157,6 +157,7 @@ def test_a_shared_submodule_gives_its_variables_two_paths():
   }
 
 
+@pytest.mark.slow
 def test_an_annotated_model_runs_without_a_mesh_and_keeps_its_names():
   def init():
     return LM(61, 8, 2, nnx.Rngs(0))

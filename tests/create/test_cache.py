@@ -35,6 +35,7 @@ def events() -> Iterator[Counter[str]]:
   jax_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_a_second_creation_reads_every_program(tmp_path, events):
   directory = nxp.compilation_cache(tmp_path / "new" / "cache")
   assert directory == str(tmp_path / "new" / "cache")

@@ -35,6 +35,8 @@ def eager() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return arrays_of(model), arrays_of(nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param))
 
 
+@pytest.mark.slow
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("which", ["none", "same", "another", "another explicit"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("compile", COMPILE)
@@ -78,6 +80,8 @@ def tokens(mesh: jax.sharding.Mesh, plan: nxp.Plan) -> jax.Array:
   return nxp.shard_batch(np.random.default_rng(0).integers(0, 32, (8, 5)), plan)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compile", COMPILE)
 def test_a_plain_nnx_jit_step_works_on_what_was_created(compile):
   mesh = mesh_of("auto")

@@ -57,6 +57,7 @@ def programs(plan: nxp.Plan) -> list[tuple[int, list[nxp.LeafPlan]]]:
   return [(len(group), [plan.leaves[i] for one in group for i in one.outputs]) for group in sliced.groups]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_initializers(name):
   def init():
@@ -155,6 +156,7 @@ CONSTRUCTORS: dict[str, Callable[[], nnx.Module]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_constructors(name):
   init = CONSTRUCTORS[name]

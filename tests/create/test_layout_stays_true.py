@@ -40,6 +40,7 @@ def no_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(constructor, "construct_whole", refuse)
 
 
+@pytest.mark.slow
 def test_after_creation_each_step_an_assignment_and_a_restore(tmp_path, request):
   plan = make_plan(data=2, fsdp=2, tensor=2)
   model, optimizer = nxp.create_sharded_model(plan)
@@ -87,6 +88,7 @@ def train(init: Callable[[], nnx.Module], loss_fn: Callable[..., jax.Array]) -> 
   return model
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["rotary", "unhashable", "metadata", "optional", "tied"])
 def test_wild_modules_train_in_their_layout(name):
   train(lambda: WILD[name](nnx.Rngs(0)), square)

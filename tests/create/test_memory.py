@@ -65,6 +65,7 @@ print(json.dumps({"grown": peak() - before, "bytes": plan(64).bytes_per_device()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to reset the peak")
 def test_resident_memory_grows_by_what_is_created():

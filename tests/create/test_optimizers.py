@@ -59,6 +59,8 @@ def eager(tx: optax.GradientTransformation) -> tuple[Net, nnx.Optimizer]:
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_state_is_created_in_its_layout(explicit):
   tx = optax.named_chain(*OPTIMIZERS.items())
@@ -78,6 +80,7 @@ def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:
   optimizer.update(model, grads)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["adafactor", "multi_steps"])
 def test_the_first_updates_are_the_eager_ones(name):
   tx = OPTIMIZERS[name]

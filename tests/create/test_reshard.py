@@ -34,6 +34,8 @@ def pointers(node: object) -> set[int]:
   return found
 
 
+@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("byte_budget", [0, 2**28])
 def test_from_one_device_to_a_mesh_to_another_mesh(alone, explicit, byte_budget):
@@ -89,6 +91,7 @@ def test_a_shared_array_is_made_separate_and_freed_once():
   np.testing.assert_array_equal(moved.average[...], moved.live[...])
 
 
+@pytest.mark.slow
 def test_the_new_module_trains_as_the_old_one(alone):
   plan = nxp.plan(stack, mesh(), RULES, optimizer=optax.adamw(1e-2))
   model, optimizer = nxp.reshard(alone[0], plan, optimizer=alone[1])

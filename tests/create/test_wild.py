@@ -97,6 +97,7 @@ WILD["grouped convolution"] = lambda rngs: nnx.Conv(8, 8, (3,), feature_group_co
 WILD["spectral norm"] = lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("compile", ["slices", "jit"])
 @pytest.mark.parametrize("name", WILD)
 def test_created_as_built_eagerly(name, compile):
@@ -259,6 +260,7 @@ def contained_loss(model: Contained, batch: jax.Array) -> jax.Array:
   return jnp.square(model(batch)).mean()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_arrays_in_a_container_are_planned_created_trained_saved_and_moved(container, tmp_path):
   def init() -> Contained:

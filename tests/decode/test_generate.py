@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from training import placed
 
 BATCH, WIDTH, NEW, VOCABULARY, FEATURES, LENGTH = 8, 4, 6, 32, 16, 9
 
@@ -61,7 +62,7 @@ class Model(nnx.Module):
     return self.head(x)
 
 
-LAYOUTS = {"dp": {"data": 8}, "fsdp": {"fsdp": 8}, "tensor": {"tensor": 8}, "both": {"fsdp": 4, "tensor": 2}}
+LAYOUTS = {"both": {"fsdp": 4, "tensor": 2}, "dp": {"data": 8}, "fsdp": {"fsdp": 8}, "tensor": {"tensor": 8}}
 LOGICAL = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CACHES = nxp.PathRules([(r".*\.cached_(key|value)", ("batch", None, "heads", None))])
 
@@ -137,10 +138,11 @@ def rows(result):
 GREEDY, DRAWN = nxp.Sampling(), nxp.Sampling(temperature=0.9, top_k=12, top_p=0.8)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_of_a_plain_loop(layout):
   axes = LAYOUTS[layout]
-  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))
   for sampling in (GREEDY, DRAWN):
     stop = (expected(sampling, ())[0][2],)
     generate = nxp.generator(NEW, sampling=sampling, stop=stop)
@@ -217,12 +219,13 @@ def of_window():
   return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("layout", "explicit"), [("dp", False), ("fsdp", True), ("tensor", False), ("both", True)]
 )
 def test_a_cache_that_is_an_argument(layout, explicit):
   axes = LAYOUTS[layout]
-  model = nxp.create_sharded_model(Grouped, nxp.make_mesh(axes, explicit=explicit), rules_for(axes)[::2])
+  model = placed(nxp.plan(Grouped, nxp.make_mesh(axes, explicit=explicit), rules_for(axes)[::2]))
   generate = nxp.generator(NEW, call=stating if explicit else Grouped.__call__, cache=ring)
   assert rows(generate(model, PROMPTS, lengths=LENGTHS)) == of_window()
   assert ("Explicit" in str(generate.layers)) == explicit
@@ -236,13 +239,15 @@ def stating(model, tokens, position, cache):
   return logits + 0 * whole.sum(), cache
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["explicit", "mixed"])
 @pytest.mark.parametrize("layout", ["fsdp", "both"])
 def test_a_stock_model_on_explicit_axes(layout, kind):
   axes, explicit = LAYOUTS[layout], jax.sharding.AxisType.Explicit
   kinds = [explicit, *[explicit if kind == "explicit" else jax.sharding.AxisType.Auto] * (len(axes) - 1)]
   mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(*kinds,))
-  model = nxp.create_sharded_model(Model, mesh, rules_for(axes))
+  model = placed(nxp.plan(Model, mesh, rules_for(axes)))
   generate = nxp.generator(NEW, sampling=DRAWN)
   for _ in range(2):
     found = generate(model, PROMPTS, lengths=LENGTHS, key=jax.random.key(7))
@@ -251,10 +256,11 @@ def test_a_stock_model_on_explicit_axes(layout, kind):
   assert "computed on Auto axes" in str(generate.layers)
 
 
+@pytest.mark.slow
 def test_padding_on_the_left_and_requests_by_number():
   generate = nxp.generator(NEW, sampling=DRAWN, padding="left")
   axes = LAYOUTS["dp"]
-  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))
   order = np.array([3, 1, 0, 2, 7, 6, 5, 4])
   left = np.stack([np.roll(row, WIDTH - n) for row, n in zip(PROMPTS, LENGTHS, strict=True)])
   result = generate(model, left[order], lengths=LENGTHS[order], requests=order, key=jax.random.key(7))
@@ -263,7 +269,7 @@ def test_padding_on_the_left_and_requests_by_number():
 
 def test_equal_prompts_of_several_shards_draw_different_tokens():
   axes = LAYOUTS["dp"]
-  model = nxp.create_sharded_model(Model, nxp.make_mesh(axes), rules_for(axes))
+  model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))
   generate = nxp.generator(NEW, sampling=nxp.Sampling(temperature=3.0))
   found = rows(generate(model, np.ones((BATCH, 1), np.int32), key=jax.random.key(0)))
   assert len(set(map(tuple, found))) == BATCH
@@ -362,13 +368,13 @@ def test_errors(case):
 
 
 def test_rows_that_do_not_split():
-  model = nxp.create_sharded_model(Counting, nxp.make_mesh(data=8), [nxp.replicate()])
+  model = placed(nxp.plan(Counting, nxp.make_mesh(data=8), [nxp.replicate()]))
   with pytest.raises(nxp.errors.DecodeError, match="2 prompts cannot be split over 8 shards"):
     nxp.generator(1)(model, ONES)
 
 
 def test_a_raw_key_is_not_split_as_rows_are():
-  model = nxp.create_sharded_model(Counting, nxp.make_mesh(data=8), [nxp.replicate()])
+  model = placed(nxp.plan(Counting, nxp.make_mesh(data=8), [nxp.replicate()]))
   prompts = np.tile(ONES, (4, 1))
   generate = nxp.generator(2, sampling=DRAWN)
   raw, typed = (generate(model, prompts, key=key) for key in (jax.random.PRNGKey(3), jax.random.key(3)))

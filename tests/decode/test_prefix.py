@@ -8,6 +8,7 @@ import nnx_parallel as nxp
 from tests.decode import test_generate as plain
 from tests.decode import test_ragged as ragged
 from tests.decode.test_rows import Calls
+from training import placed
 
 NEW, BATCH = 4, ragged.BATCH
 PREFIX, PROMPTS, LENGTHS = ragged.PROMPTS[1, :19], ragged.PROMPTS[:, :7], np.array([1, 7, 2, 6, 3, 4, 7, 1])
@@ -20,7 +21,7 @@ def whole(init, sampling, rows):
   return generate(model, WHOLE, lengths=LENGTHS + len(PREFIX), key=jax.random.key(7))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "layout", "options"),
   [
@@ -48,15 +49,18 @@ def test_tokens_are_those_of_whole_prompts(init, layout, options):
     assert texts == plain.rows(wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"slots": 8, "prefill": 4}], ids=str)
 def test_a_cache_that_is_an_argument_is_at_the_position_after_the_prefix(options):
-  model = nxp.create_sharded_model(ragged.windowed, nxp.make_mesh(fsdp=4, tensor=2), nxp.fsdp(min_size=64))
+  model = placed(nxp.plan(ragged.windowed, nxp.make_mesh(fsdp=4, tensor=2), nxp.fsdp(min_size=64)))
   given = {"call": ragged.decoded, "cache": model.empty_cache}
   wanted = nxp.generator(NEW, **given)(model, WHOLE, lengths=LENGTHS + len(PREFIX))
   found = nxp.generator(NEW, **given, **options)(model, PROMPTS, lengths=LENGTHS, prefix=PREFIX)
   np.testing.assert_array_equal(found.tokens, wanted.tokens)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_read_once():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)

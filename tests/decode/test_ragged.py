@@ -13,6 +13,7 @@ from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 from tests.decode import test_generate as plain
 from tests.decode import test_stages as stages
 from tests.decode.test_rows import Calls
+from training import placed
 
 NEW, WIDTH, BATCH, VOCABULARY, FEATURES = 5, 41, 8, plain.VOCABULARY, plain.FEATURES
 PROMPTS = np.asarray(jax.random.randint(jax.random.key(11), (BATCH, WIDTH), 0, VOCABULARY))
@@ -75,11 +76,11 @@ def sharded(init, layout):
     heads = "tensor" if "tensor" in axes else None
     rules[0] = rules[0].replace(layers=())
     rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, "batch", None, heads, None))])
-  return nxp.create_sharded_model(lambda: init(BATCH), nxp.make_mesh(axes), rules)
+  return placed(nxp.plan(lambda: init(BATCH), nxp.make_mesh(axes), rules))
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "layout"), [(Listed, "dp"), (Listed, "both"), (Stacked, "both"), (Recurrent, "dp")]
 )
@@ -95,6 +96,7 @@ def test_rows_have_the_tokens_of_each_row_alone(init, layout):
   assert found.tokens.sharding.spec[0] == model.embed.embedding[...].sharding.mesh.axis_names[0]
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_short_and_a_long_prompt():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=16, call=calls)
@@ -106,6 +108,7 @@ def test_the_calls_of_a_short_and_a_long_prompt():
   assert {n: calls.seen.count(n) for n in calls.seen} == {16: 2, 2: 2, 1: 4 + NEW}
 
 
+@pytest.mark.slow
 def test_equal_prompts_are_read_in_parts_and_a_rest():
   calls = Calls()
   generate = nxp.generator(NEW, prefill=16, call=calls)
@@ -142,9 +145,11 @@ def slotted(layout):
   axes = LAYOUTS[layout]
   rules = plain.rules_for(axes)
   rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, None, "heads", None))])
-  return nxp.create_sharded_model(lambda: Listed(1), nxp.make_mesh(axes), rules)
+  return placed(nxp.plan(lambda: Listed(1), nxp.make_mesh(axes), rules))
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slots_read_long_prompts_in_chunks(layout):
   expected = alone(Listed, plain.DRAWN)
@@ -163,6 +168,7 @@ class InOrder(Calls):
     return model(tokens)
 
 
+@pytest.mark.slow
 def test_a_new_prompt_delays_the_others_by_one_call_a_token():
   calls = InOrder()
   generate = nxp.generator(NEW, prefill=8, slots=2, call=calls)
@@ -200,6 +206,8 @@ def windowed():
   return model
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_caches_that_are_an_argument(kind):
   whole, expected = nxp.unsharded(windowed), []
@@ -209,7 +217,7 @@ def test_caches_that_are_an_argument(kind):
     expected += plain.rows(generate(whole, prompt[None], lengths=np.array([length])))
   assert len({*map(tuple, expected)}) == BATCH
   mesh = nxp.make_mesh(fsdp=4, tensor=2, explicit=kind == "explicit")
-  model = nxp.create_sharded_model(windowed, mesh, nxp.fsdp(min_size=64))
+  model = placed(nxp.plan(windowed, mesh, nxp.fsdp(min_size=64)))
   options["cache"] = model.empty_cache
   for more in ({}, {"slots": 8}):
     generate = nxp.generator(NEW, prefill=8, **options, **more)
@@ -233,7 +241,7 @@ class Sums(nnx.Module):
 def test_a_model_in_explicit_types(sharded):
   mesh = nxp.make_mesh(data=8, explicit=True)
   rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  model = nxp.create_sharded_model(lambda: Sums(sharded), mesh, rules)
+  model = placed(nxp.plan(lambda: Sums(sharded), mesh, rules))
   options = {
     "call": lambda model, tokens, position, cache: model(tokens, cache),
     "cache": lambda batch, length: nxp.constrain(jnp.zeros((batch, 1), jnp.int32), "batch", None),

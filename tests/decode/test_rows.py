@@ -11,6 +11,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from tests.decode import test_generate as plain
+from training import placed
 
 NEW, WIDTH, LENGTH, VOCABULARY = plain.NEW, plain.WIDTH, plain.LENGTH, plain.VOCABULARY
 LAYOUTS = {"dp": {"data": 8}, "both": {"fsdp": 4, "tensor": 2}}
@@ -31,7 +32,7 @@ def sharded(init, layout):
   rules = plain.rules_for(axes)
   if init is One:
     rules[1] = nxp.PathRules([(r".*\.cached_(key|value)", (None, None, "heads", None))])
-  return nxp.create_sharded_model(init, nxp.make_mesh(axes), rules)
+  return placed(nxp.plan(init, nxp.make_mesh(axes), rules))
 
 
 class Calls:
@@ -45,6 +46,8 @@ class Calls:
     return model(tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prompts_read_several_tokens_at_once(layout):
   lengths = np.maximum(plain.LENGTHS, 3)
@@ -73,6 +76,7 @@ def one_by_one(sampling, stop):
   return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "prefill"), [("dp", 1), ("both", 3)])
 @pytest.mark.slow
 def test_slots_are_filled_again(layout, prefill):
@@ -111,10 +115,11 @@ class Count(nnx.Module):
     return jax.nn.one_hot(self.last[...][:, None] + 1, 12) * jnp.ones((1, tokens.shape[1], 1))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("axes", "explicit"), [({"data": 8}, False), ({"data": 4, "tensor": 2}, True)])
 def test_slots_with_a_cache_that_is_an_argument(axes, explicit):
   mesh = nxp.make_mesh(axes, explicit=explicit)
-  model = nxp.create_sharded_model(plain.Grouped, mesh, plain.rules_for(axes)[::2])
+  model = placed(nxp.plan(plain.Grouped, mesh, plain.rules_for(axes)[::2]))
   generate = nxp.generator(NEW, call=plain.Grouped.__call__, cache=plain.ring, slots=8)
   twice = np.concatenate([plain.PROMPTS, plain.PROMPTS[::-1]])
   found = generate(model, twice, lengths=np.concatenate([plain.LENGTHS, plain.LENGTHS[::-1]]))
@@ -148,12 +153,13 @@ class Chain(nnx.Module):
     return logits * (1 + 0.1 * self.seen[...][:, None, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_enough_beams_find_the_best_text_of_all(penalty):
   size, limit, stop = 3, 4, 0
   mesh = nxp.make_mesh(data=2, devices=jax.devices()[:2])
   rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  model = nxp.create_sharded_model(lambda: Chain(size), mesh, rules)
+  model = placed(nxp.plan(lambda: Chain(size), mesh, rules))
   generate = nxp.generator(limit, sampling=nxp.Beams(27, length_penalty=penalty), stop=stop)
   found = generate(model, np.array([[1, 1], [0, 2]]), lengths=np.array([1, 2]))
   for row, prompt in enumerate([[1], [0, 2]]):
@@ -180,6 +186,8 @@ def searched(prompt, beams, stop):
   return done
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beams_of_a_model_with_caches(layout):
   generate = nxp.generator(NEW, sampling=nxp.Beams(3, length_penalty=0.5), stop=5, prefill=2)
@@ -192,6 +200,7 @@ def test_beams_of_a_model_with_caches(layout):
       np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-4)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("init", "options"),
   [
@@ -212,6 +221,7 @@ def test_no_whole_cache_is_gathered(init, options):
   assert ("own position" in str(generate.layers)) == ("prefill" in options)
 
 
+@pytest.mark.slow
 def test_a_report_on_a_plan_names_the_caches():
   axes = LAYOUTS["both"]
   plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
@@ -239,6 +249,7 @@ class Wide(nnx.Module):
     return self.head(self.total[...])[:, None] * jnp.ones((1, tokens.shape[1], 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_head_is_not_gathered():
   axes = {"data": 2, "tensor": 4}
@@ -287,7 +298,7 @@ def generated(init, **options):
 def on_explicit_fsdp():
   axes = {"fsdp": 8}
   mesh = nxp.make_mesh(axes, explicit=True)
-  model = nxp.create_sharded_model(plain.Grouped, mesh, plain.rules_for(axes)[::2])
+  model = placed(nxp.plan(plain.Grouped, mesh, plain.rules_for(axes)[::2]))
   generate = nxp.generator(1, call=stating, cache=plain.ring, slots=8)
   generate(model, plain.PROMPTS)
 

@@ -12,6 +12,7 @@ import nnx_parallel as nxp
 from nnx_parallel.errors import DecodeError, SchemeError, TrainError
 from nnx_parallel.layers import pipeline
 from tests.decode import test_generate as plain
+from training import placed
 
 NEW, LENGTH, VOCABULARY, FEATURES = plain.NEW, plain.LENGTH, plain.VOCABULARY, plain.FEATURES
 PROMPTS, LENGTHS = np.concatenate([plain.PROMPTS] * 2), np.concatenate([plain.LENGTHS] * 2)
@@ -121,6 +122,7 @@ def planned(init, depth, axes):
   return nxp.plan(lambda: init(len(PROMPTS) // axes["stage"], depth), nxp.make_mesh(axes), rules)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("init", "depth", "layout"),
@@ -132,16 +134,18 @@ def planned(init, depth, axes):
     (Stacked, 8, "stages"),
   ],
 )
-def test_tokens_are_those_of_one_device(init, depth, layout):
-  model = nxp.create_sharded_model(planned(init, depth, LAYOUTS[layout]))
-  for sampling, prefill in ((plain.GREEDY, 1), (plain.DRAWN, 2)):
-    whole = expected(init, depth, sampling, ())
-    stop = (whole[0][2], whole[3][1])
-    generate = piped(sampling=sampling, stop=stop, prefill=prefill)
-    lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
-    found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
-    assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
-    assert ("2 scans of 4:" in str(generate.layers)) == (init is TwoStacks)
+@pytest.mark.parametrize(
+  ("sampling", "prefill"), [(plain.DRAWN, 2), (plain.GREEDY, 1)], ids=["drawn", "greedy"]
+)
+def test_tokens_are_those_of_one_device(init, depth, layout, sampling, prefill):
+  model = placed(planned(init, depth, LAYOUTS[layout]))
+  whole = expected(init, depth, sampling, ())
+  stop = (whole[0][2], whole[3][1])
+  generate = piped(sampling=sampling, stop=stop, prefill=prefill)
+  lengths = np.maximum(LENGTHS, 3) if prefill > 1 else LENGTHS
+  found = generate(model, PROMPTS, lengths=lengths, key=jax.random.key(7))
+  assert plain.rows(found) == expected(init, depth, sampling, stop, prefill)
+  assert ("2 scans of 4:" in str(generate.layers)) == (init is TwoStacks)
 
 
 @pytest.mark.nightly
@@ -153,7 +157,7 @@ def test_after_a_pipeline_the_axis_of_its_stages_splits_the_batch():
 
   training = plan("data", "stage", (r"blocks\..*", ("stage", ...)))
   rows = r".*\.cached_(key|value)", (None, "batch", None, None, None)
-  model = nxp.reshard(nxp.create_sharded_model(training), plan(("data", "stage"), (), rows))
+  model = nxp.reshard(placed(training), plan(("data", "stage"), (), rows))
   assert model.blocks.attention.cached_key[...].sharding.shard_shape((2, 16, 9, 8, 2))[1] == 2
   found = nxp.generator(NEW, prefill=2)(model, PROMPTS, lengths=np.maximum(LENGTHS, 3))
   assert plain.rows(found) == expected(Stacked, 2, plain.GREEDY, (), 2)
@@ -211,6 +215,7 @@ def windows(depth, batch, length):
   return [(empty, empty)] * depth
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "explicit"), [("dp", True), ("both", False), ("both", True)])
 def test_caches_that_are_an_argument(layout, explicit):
@@ -218,7 +223,7 @@ def test_caches_that_are_an_argument(layout, explicit):
   options = {"call": Given.__call__, "cache": functools.partial(windows, depth)}
   want = nxp.generator(NEW, **options)(nxp.unsharded(lambda: Given(depth)), PROMPTS, lengths=LENGTHS)
   rules = rules_for(axes)[::2]
-  model = nxp.create_sharded_model(lambda: Given(depth), nxp.make_mesh(axes, explicit=explicit), rules)
+  model = placed(nxp.plan(lambda: Given(depth), nxp.make_mesh(axes, explicit=explicit), rules))
   found = piped(**options)(model, PROMPTS, lengths=LENGTHS)
   assert plain.rows(found) == plain.rows(want)
 
@@ -241,7 +246,7 @@ def test_layers_under_remat():
   want = expected(Listed, 6, plain.GREEDY, ())
   whole = nxp.unsharded(lambda: Recomputed(len(PROMPTS), 6))
   assert plain.rows(nxp.generator(NEW)(whole, PROMPTS, lengths=LENGTHS)) == want
-  model = nxp.create_sharded_model(planned(Recomputed, 6, LAYOUTS["dp"]))
+  model = placed(planned(Recomputed, 6, LAYOUTS["dp"]))
   assert plain.rows(piped()(model, PROMPTS, lengths=LENGTHS)) == want
   single = nxp.unsharded(lambda: Recomputed(1, 6))
   assert plain.rows(nxp.generator(NEW, slots=4)(single, PROMPTS, lengths=LENGTHS)) == want
@@ -274,12 +279,14 @@ class Cell(nnx.Module):
     return x + self.state[...][:, None]
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rules", [nxp.presets.pipeline(min_size=8), nxp.LogicalRules(batch="data")], ids=["split", "whole"]
 )
 def test_states_that_are_no_attention(rules):
   mesh = nxp.make_mesh(data=2, stage=4)
-  model = nxp.create_sharded_model(lambda: Recurrent(len(PROMPTS) // 4), mesh, rules)
+  model = placed(nxp.plan(lambda: Recurrent(len(PROMPTS) // 4), mesh, rules))
   want = nxp.generator(NEW)(nxp.unsharded(lambda: Recurrent(len(PROMPTS))), PROMPTS, lengths=LENGTHS)
   assert plain.rows(piped()(model, PROMPTS, lengths=LENGTHS)) == plain.rows(want)
 
@@ -307,6 +314,7 @@ def test_a_tick_sends_the_activations_of_one_group():
   assert sent == {("collective-permute", one), ("all-gather", 4 * one)}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_weights_split_over_the_stages_go_to_theirs_once():
   axes = {"data": 2, "stage": 4}
@@ -322,7 +330,7 @@ def test_weights_split_over_the_stages_go_to_theirs_once():
   done = str(generate.layers)
   assert done.startswith("8 x Block at blocks.*\n  blocks.0 to blocks.7: 4 stages of 2 layers")
   assert done.endswith("of weights, moved there in each call")
-  found = generate(nxp.create_sharded_model(plan), PROMPTS, lengths=LENGTHS)
+  found = generate(placed(plan), PROMPTS, lengths=LENGTHS)
   assert plain.rows(found) == expected(Listed, 8, plain.GREEDY, ())
 
 
@@ -344,7 +352,7 @@ def test_what_a_waiting_stage_computes_is_unused(monkeypatch):
     return jax.tree.map(nan, result)
 
   monkeypatch.setattr(pipeline, "_marked", poisoned)
-  model = nxp.create_sharded_model(planned(Listed, 6, LAYOUTS["dp"]))
+  model = placed(planned(Listed, 6, LAYOUTS["dp"]))
   found = piped(prefill=2)(model, PROMPTS, lengths=np.maximum(LENGTHS, 3), key=jax.random.key(7))
   assert plain.rows(found) == expected(Listed, 6, plain.GREEDY, (), 2)
 
@@ -385,7 +393,8 @@ def test_options_that_do_not_fit(options, message):
     piped(**options)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
   ("init", "rows", "rules", "options", "message"),
   [
@@ -401,13 +410,13 @@ def test_options_that_do_not_fit(options, message):
 def test_models_that_do_not_fit(init, rows, rules, options, message):
   names = nxp.LogicalRules(**{**NAMES, **rules})
   mesh = nxp.make_mesh(data=2, stage=4)
-  model = nxp.create_sharded_model(lambda: init(rows, 4), mesh, [names, nxp.replicate()])
+  model = placed(nxp.plan(lambda: init(rows, 4), mesh, [names, nxp.replicate()]))
   with pytest.raises((DecodeError, SchemeError, TrainError), match=message):
     piped(**options)(model, PROMPTS)
 
 
 def test_rows_fill_all_groups():
-  model = nxp.create_sharded_model(planned(Stacked, 8, {"data": 2, "stage": 4}))
+  model = placed(planned(Stacked, 8, {"data": 2, "stage": 4}))
   with pytest.raises(DecodeError, match="12 prompts cannot be split over 8 shards") as error:
     piped()(model, PROMPTS[:12])
   assert "a group for each of 4 stages" in str(error.value)

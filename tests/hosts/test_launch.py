@@ -99,6 +99,8 @@ def test_a_killed_process_is_named():
   assert describe(255) == "exit code 255"
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_comes_before_its_peers_that_end_at_the_same_time(killed):
   lines: list[str] = []
@@ -476,6 +478,7 @@ def test_a_disturbed_run_ends_with_the_losses_of_an_undisturbed_one(tmp_path, sc
   assert nxp.Checkpointer(tmp_path / "ckpt").verify() == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sigterm_to_one_process_is_agreed_on_saved_and_ends_with_its_own_code(tmp_path, script):
   file, wanted = script

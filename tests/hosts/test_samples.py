@@ -142,6 +142,7 @@ def test_samples_are_read_in_the_background_and_threads_end_with_the_iterator():
   assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 def test_an_iterator_in_use_does_not_hold_the_interpreter_at_exit():
   code = """
     import numpy as np, nnx_parallel as nxp
@@ -227,6 +228,7 @@ with open(f"{folder}/{name}-{me}.json", "w") as file:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_on_4_then_2_then_1_processes_uses_each_sample_once(tmp_path):
   used = []

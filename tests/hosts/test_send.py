@@ -116,6 +116,7 @@ def test_what_a_device_holds_already_is_not_counted():
   assert nxp.parallel.send(columns, plan).nbytes == X.nbytes * 7 // 8
 
 
+@pytest.mark.slow
 @given(data=st.data(), rows=st.sampled_from([8, 16]), columns=st.sampled_from([8, 24]))
 @settings(max_examples=40, deadline=None)
 def test_bytes_are_the_elements_that_a_device_did_not_hold(data, rows, columns):

@@ -101,6 +101,9 @@ def assert_parity(file, axes, rules, batch, tmp_path, rtol=2e-6):
   return copy
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["starter", "digits", pytest.param("text_lm", marks=pytest.mark.nightly)])
 def test_a_recipe_runs_on_explicit_axes_with_its_patch(name, tmp_path):
   axes, chosen = RECIPES[name]
@@ -189,6 +192,7 @@ def annotated(code, tmp_path):
   return nxp.interop.annotate(file, nxp.abstract_mesh(fsdp=8), nxp.fsdp(min_size=0), ROWS), file
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("code", FORMS)
 def test_each_form_of_code_is_written_in_its_place(code, tmp_path):
   found, file = annotated(code, tmp_path)

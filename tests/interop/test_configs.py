@@ -37,7 +37,7 @@ def run(case, folder):
   return np.ravel(model(**{name: jnp.asarray(value) for name, value in given.items()}))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", FOLLOWED)
 @pytest.mark.slow
 def test_the_outputs_of_transformers_or_an_error(tmp_path, family):

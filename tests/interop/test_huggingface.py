@@ -81,7 +81,8 @@ def copy(family, tmp_path, config=(), rename=lambda name: name, cast=lambda arra
 DECODERS = [family for family, preset in PRESETS.items() if preset is nxp.presets.llama]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_decoder_with_a_cache_gives_the_same_logits_and_tokens(family):
   folder, mesh = REFERENCES / family, nxp.make_mesh(fsdp=4, tensor=2)
@@ -108,6 +109,7 @@ def test_a_decoder_with_a_cache_gives_the_same_logits_and_tokens(family):
     np.testing.assert_array_equal(text[:, 6:], np.argmax(whole(model, text), -1)[:, 5:-1])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", PRESETS)
 def test_into_shards_and_back(tmp_path, family):
   folder = REFERENCES / family
@@ -198,6 +200,8 @@ def test_a_second_file_beside_the_model(tmp_path, other):
   assert_reference(model, "qwen2")
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "t5"])
 def test_a_head_that_is_tied_and_also_stored(tmp_path, family):
   folder = copy(family, tmp_path)
@@ -299,6 +303,7 @@ def rules():
 """
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path, capsys):
   folder, recipe = str(REFERENCES / "qwen2"), tmp_path / "mine.py"
   recipe.write_text(RECIPE.format(folder=folder))
@@ -342,6 +347,7 @@ def test_a_dry_run_tells_what_does_not_fit(tmp_path, capsys):
   assert "layers.1.mlp.top_proj" in capsys.readouterr().out
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gpt2", "bert", "t5_gated", "vit"])
 def test_in_bfloat16(tmp_path, family):
   folder = copy(family, tmp_path, {"dtype": "bfloat16"}, cast=lambda array: array.astype(jnp.bfloat16))

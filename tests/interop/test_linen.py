@@ -155,6 +155,7 @@ def trained(plan, x):
   return run_steps(plan, loss, [x] * 3)[:3]
 
 
+@pytest.mark.slow
 def test_statistics_dropout_and_remat(tmp_path):
   x = inputs()
   plan = planned(Net(), x, optax.sgd(0.1))
@@ -183,6 +184,7 @@ def saved(tmp_path, kind, variables):
       return path
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize("kind", ["variables", "bytes", "train state"])
 def test_variables_go_into_their_shards(tmp_path, kind, boxed):

@@ -323,6 +323,7 @@ def test_adapters_of_other_programs(tmp_path):
     assert model.layers[0].self_attn.q_proj.lora_scale == pytest.approx(scale)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_that_peft_wrote_compute_what_peft_computes(tmp_path, family):
   base = REFERENCES / family

@@ -42,6 +42,7 @@ def quiet(monkeypatch):
     yield
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.usefixtures("quiet")
 def test_written_by_orbax_alone(tmp_path, name):
@@ -99,6 +100,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pure"), [("two trees", False), ("one tree", True)])
 def test_the_optimizer_too(tmp_path, name, pure):

@@ -63,6 +63,8 @@ assert not [name for name in sys.modules if name.startswith("tests")]
 """
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_another_process_computes_the_same(tmp_path, explicit):
   model = made(explicit)

@@ -42,6 +42,7 @@ def make_plan(init, **mesh):
   return nxp.plan(init, mesh, nxp.fsdp(tuple(mesh.shape), min_size=4), optimizer=optax.adam(1e-3))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_list_of_layers_becomes_a_stack_and_back(tmp_path, explicit):
   listed, optimizer = nxp.create_sharded_model(make_plan(Listed, a=8))

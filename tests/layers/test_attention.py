@@ -165,7 +165,7 @@ def largest(function, *args):
   return max(v.aval.size for eqn in equations(jax.make_jaxpr(function)(*args)) for v in eqn.outvars)
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_equal_the_whole(name):
   attention, *arrays = CASES[name]
@@ -198,7 +198,7 @@ MODELS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"remat": "full", "scan_layers": True}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_others(name, options):
@@ -499,6 +499,7 @@ def product_flops(jaxpr):
   return total
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("form", ["infinite", "padded", "added"])
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_that_a_mask_hides_are_not_computed(name, form):

@@ -61,12 +61,12 @@ def trained(plan, length, attention=16, **options):
 CONTEXT, CUBE = {"data": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2}
 SPLIT, ROLLED = [TENSOR, nxp.replicate()], {"remat": "full", "scan_layers": True}
 LAYOUTS = {
+  **{f"rolled, {w}": (CONTEXT, [], {}, 48, {"attention": w, **ROLLED}) for w in ("ring", 16, "ulysses")},
   "data": (CONTEXT, [], {}, 48, {}),
   "fsdp": ({"fsdp": 2, "context": 4}, [nxp.fsdp(min_size=0)], {"batch": "fsdp"}, 48, {}),
   "tensor": (CUBE, SPLIT, {}, 48, {}),
   "odd lengths": (CONTEXT, [], {}, 4 * 21, {}),
   "does not divide": (CONTEXT, [], {}, 46, {}),
-  **{f"rolled, {w}": (CONTEXT, [], {}, 48, {"attention": w, **ROLLED}) for w in (16, "ring", "ulysses")},
   **{f"tensor, {w}": (CUBE, SPLIT, {}, 48, {"attention": w}) for w in ("ring", "ulysses")},
   "stages of a pipeline": (
     {"data": 2, "context": 2, "stage": 2}, [], {}, 48,
@@ -75,7 +75,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_device(layout, monkeypatch):
@@ -123,6 +124,7 @@ def test_all_to_all_sends_queries_keys_values_and_results_once():
   assert "all-gather" not in sent
 
 
+@pytest.mark.nightly
 def test_a_device_computes_its_share_and_gathers_keys_and_values_once():
   length, batch, data, context = 512, 4, 2, 4
   plan = planned(nxp.make_mesh(data=data, context=context))
@@ -183,6 +185,7 @@ def evenly(f, way):
   return lambda *given: run(None, given)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("function", "way"), [(biased, 5), (merged, 5), (grouped, "ring"), (narrow, "ring"), (narrow, "ulysses")]
 )

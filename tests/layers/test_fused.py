@@ -81,7 +81,8 @@ CASES = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_equals_the_whole(name):
   attention, *arrays = CASES[name]
@@ -234,6 +235,8 @@ def plain_losses():
   return [float(step(model, optimizer, TOKENS)["loss"]) for _ in range(2)]
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("sizes", "options"),
   [
@@ -251,6 +254,7 @@ def test_a_step_on_a_mesh(sizes, options):
   assert "attention by the fused kernel: 2 of 2 found" in str(step.layers)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kinds", [("Auto", "Auto"), ("Explicit", "Explicit"), ("Explicit", "Auto")])
 def test_heads_and_examples_stay_split(kinds):
   """Each device computes its own heads of its own examples."""

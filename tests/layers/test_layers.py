@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 def test_layers_are_found():
   for kind, _, found, _ in MODELS.values():
     assert "\n".join(map(str, find_layers(nnx.eval_shape(lambda kind=kind: kind(nnx.Rngs(0)))))) == found
@@ -100,7 +101,7 @@ def trained(name, mesh, steps=2, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("name", "mesh"),
   [
@@ -122,6 +123,7 @@ def test_scanned_and_recomputed_layers_train_as_written(name, mesh):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), after, state)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_with_zero_microbatches_padding_offload_and_loss_scale():
   rules = [

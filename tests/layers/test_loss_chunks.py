@@ -181,7 +181,7 @@ def gradients(loss):
   return jax.value_and_grad(loss, argnums=(0, 1))
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_chunks_equal_the_whole(loss):
   changed = nxp.with_layers(loss, loss_chunks=4)
@@ -336,6 +336,7 @@ TENSOR = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
@@ -386,6 +387,7 @@ def largest_of_all(params, x):
   return losses.mean() + logits.max(-1).mean()
 
 
+@pytest.mark.slow
 def test_equal_maxima_share_their_gradient():
   params = PARAMS | {"head": np.zeros_like(PARAMS["head"])}
   plain, changed = (jax.grad(f) for f in (largest_of_all, nxp.with_layers(largest_of_all, loss_chunks=4)))

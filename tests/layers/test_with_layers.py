@@ -152,6 +152,7 @@ RUNS = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", RUNS)
 def test_calls_of_layers_keep_their_meaning(name):
   run, scanned = RUNS[name]
@@ -230,6 +231,7 @@ IN_TRANSFORMS = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", IN_TRANSFORMS)
 def test_layers_inside_another_transform_are_found_and_scanned(name):
   of, where = IN_TRANSFORMS[name]
@@ -482,6 +484,7 @@ class Scanning(nnx.Module):
     return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).mean() / self.depth)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
   ("depth", "options", "loops", "reverse"),
   [

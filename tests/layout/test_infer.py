@@ -43,6 +43,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("make", "table", "inputs", "others"), FAMILIES.values(), ids=FAMILIES)
 def test_a_family_comes_out_as_in_its_table_but_for_a_few_arrays(make, table, inputs, others):
   init = lambda: make(nnx.Rngs(0))

@@ -139,6 +139,7 @@ def test_low_precision_bytes_are_exact():
   assert held == {"half": 32, "mine": 1, "by_tuple.('a', 2)": 16, "rope": 8}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ten_thousand_variables():
   class Many(nnx.Module):

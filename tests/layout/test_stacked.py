@@ -48,6 +48,7 @@ RULES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("rules", RULES)
 def test_a_created_stack_scans_forward_and_backward_as_alone(rules):
   model = nxp.create_sharded_model(stacked(), nxp.make_mesh(fsdp=2, tensor=4), RULES[rules])

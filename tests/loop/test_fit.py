@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint import storage
 from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.recorder import Position
 from nnx_parallel.report.estimate.propagate import Propagation
+from training import placed
 
 
 class Net(nnx.Module):
@@ -47,7 +48,7 @@ def plan():
 @functools.cache
 def objects():
   """One model for all tests that do not mind where it starts: it is compiled for once."""
-  return nxp.create_sharded_model(plan())
+  return placed(plan())
 
 
 def endless(samples=0):
@@ -98,7 +99,7 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     first = fit(steps=4, checkpointer=checkpointer, save_every=3, resume="latest")
     assert checkpointer.steps() == [3, 4]
     straight = of_losses(first) | of_losses(fit(steps=7, start=Position(4, 64)))
-    other = nxp.create_sharded_model(plan())
+    other = placed(plan())
     rest = fit(on=other, steps=7, checkpointer=checkpointer, resume="latest")
     assert of_losses(rest) == {n: straight[n] for n in (5, 6, 7)}
     # From an older step: later steps of the run before are replaced.
@@ -108,6 +109,7 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [dict, tuple])
 def test_several_models_are_killed_and_go_on_bit_for_bit(tmp_path, kind):
   def made():
@@ -147,7 +149,7 @@ def test_adapters_alone_are_saved_and_go_on(tmp_path):
   step = nxp.train_step(lambda model, x: jnp.square(model(x) - 1).mean())
 
   def run(steps, **options):
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     data = lambda samples: [np.full((8, 4), number, np.float32) for number in range(samples // 8, 4)]
     nxp.fit(step, model, optimizer, data, steps=steps, plan=plan, progress=False, **options)
     return np.asarray(model.lora_b[...])
@@ -272,6 +274,7 @@ def test_a_damaged_step_is_passed_over_only_by_latest(tmp_path):
       assert of_losses(fit(steps=2, checkpointer=checkpointer, resume="latest")).keys() == {2}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("save_every", [2, None])
 def test_a_step_whose_parameters_are_nan_is_not_saved(tmp_path, save_every):
   def batches(samples=0):
@@ -280,7 +283,7 @@ def test_a_step_whose_parameters_are_nan_is_not_saved(tmp_path, save_every):
 
   # Its gradient at zero is a nan, and its value is not.
   step = nxp.train_step(lambda model, x: jnp.sqrt(jnp.square(x * model.up.kernel.sum()).sum()))
-  model, optimizer = nxp.create_sharded_model(plan())
+  model, optimizer = placed(plan())
 
   def run(steps, **options):
     options |= {"checkpointer": checkpointer, "plan": plan(), "progress": False, "resume": "latest"}
@@ -431,8 +434,8 @@ def test_arrays_go_to_trackers_and_a_step_of_your_own_works():
 def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, capfd, number):
   came = []
   before = signal.signal(number, lambda *_: came.append(True))
-  model, optimizer = nxp.create_sharded_model(plan())
-  straight = of_losses(fit(on=nxp.create_sharded_model(plan()), steps=5))
+  model, optimizer = placed(plan())
+  straight = of_losses(fit(on=placed(plan()), steps=5))
   kill = lambda step, _: os.kill(os.getpid(), number) if step == 2 else None
   try:
     with nxp.Checkpointer(tmp_path) as checkpointer:
@@ -453,7 +456,7 @@ def test_a_signal_saves_no_model_that_is_nan(tmp_path):
   came = []
   before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
 
-  models = nxp.create_sharded_model(plan())
+  models = placed(plan())
   kill = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 1 else None
 
   def breaking(samples):
@@ -540,8 +543,9 @@ def test_a_log_has_a_line_for_each_record_where_it_is_asked_for(capsys, steps, l
   assert shown == sorted({1, *range(log_every, steps, log_every), steps})
 
 
+@pytest.mark.slow
 def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(capsys):
-  model, optimizer = nxp.create_sharded_model(plan())
+  model, optimizer = placed(plan())
   result = nxp.fit(STEP, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
   assert "the gradients of 4 leaves are right" in capsys.readouterr().out
   assert result.seconds["check"] > 0

@@ -55,6 +55,7 @@ def test_scattered_gradients_train_alike(recipe):
   np.testing.assert_allclose(list(losses(job, 3).values()), list(whole.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_here")
 def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monkeypatch):
   text = (
@@ -96,6 +97,8 @@ def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
   assert losses(resumed, 7) == expected
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(tiny_file, tmp_path, dropout):
   if not dropout:
@@ -118,6 +121,7 @@ def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(ti
   assert parts == ([1, 1, 1, 1] if dropout else [1, 2, 4, 1])
 
 
+@pytest.mark.slow
 def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp_path):
   job = Job.start(recipe, make_plan(recipe, data=4, tensor=2), settings={"batch": 16, "zero": 0})
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
@@ -160,6 +164,7 @@ def test_nothing_to_restore_is_an_error(recipe, tmp_path):
     Job.restore(recipe, make_plan(recipe, data=4, tensor=2), checkpointer)
 
 
+@pytest.mark.slow
 def test_evaluation_is_without_dropout_and_changes_nothing(recipe):
   plan = make_plan(recipe, data=4, tensor=2)
   job, other = Job.start(recipe, plan), Job.start(recipe, plan)
@@ -186,6 +191,7 @@ def test_without_held_out_batches_evaluation_is_empty(recipe):
   assert Job.start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
 
 
+@pytest.mark.slow
 def test_batches_that_end_too_early(recipe):
   short = dataclasses.replace(
     recipe, batches=lambda start, split="train": recipe.batches(start, split=split, last=32)

@@ -13,6 +13,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.loop.timing import Goodput
+from training import placed
 
 
 def test_pairs_and_plain_numbers_are_weighted_exactly():
@@ -58,7 +59,7 @@ def run():
     for n in (16, 32)
   ]
   both = {name: np.concatenate([part[name] for part in data]) for name in ("x", "w")}
-  return plan, *nxp.create_sharded_model(plan), data, both
+  return plan, *placed(plan), data, both
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

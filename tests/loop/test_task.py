@@ -44,6 +44,7 @@ def made(explicit=False, cached=True, **options):
   )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_all_parts_of_a_module(explicit):
   task = made(explicit, plan={"zero": 1}, microbatches=2)

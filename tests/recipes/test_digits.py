@@ -19,6 +19,7 @@ def images(start, batches):
   return np.concatenate(rows)
 
 
+@pytest.mark.slow
 def test_each_training_image_comes_once_in_an_epoch_and_no_held_out_one():
   pixels, _ = digits.read_digits()
   trained = len(pixels) - digits.TEST_IMAGES

@@ -288,6 +288,7 @@ run_compiler(Faulty())
 """
 
 
+@pytest.mark.slow
 def test_a_compiler_that_ends_the_process_is_heard(tmp_path):
   environment = {**os.environ, "TMPDIR": str(tmp_path)}
   done = subprocess.run(

@@ -70,6 +70,7 @@ def plan_of(kind, rules=RULES, **axes):
   return nxp.plan(lambda: kind(nnx.Rngs(0)), nxp.make_mesh(axes), rules, optimizer=ADAM)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="XLA merges other operations")
 def test_split_sequences_send_as_much_and_need_less_memory():
   axes = {"data": 1, "fsdp": 2, "tensor": 4}

@@ -156,6 +156,7 @@ def within_the_band(planned, step, layout, batch):
   assert ERROR_BAND[0] <= ratio <= ERROR_BAND[1], f"{ratio:.2f}: {planned.categories}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_plan_is_within_its_band_of_the_compiled_need(remat):
   layout, big = plan(data=2, fsdp=2, tensor=2), jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
@@ -202,6 +203,8 @@ def test_layers_are_named_by_their_paths():
   assert 'remat="full", layers="part_?")' in found.code()
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_search_takes_every_second_layer_too():
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=4)
   search_for = functools.partial(
@@ -224,6 +227,8 @@ def test_search_takes_every_second_layer_too():
     search_for(remat=jax.checkpoint_policies.dots_saveable)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_plain_model_without_remat_is_within_the_band():
   """What its products read is in memory, and kept: weights of attention, the products of gates."""
   config = decoders.Config(vocab=512, width=128, heads=8, kv_heads=4, head_dim=16, hidden=256, depth=2)
@@ -334,6 +339,7 @@ def test_an_axis_that_leaves_the_host_is_slower():
   assert links.overlapped["data"] / links.overlapped["fsdp"] == pytest.approx(450 / 50, rel=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_model_ranks_layouts_as_the_compiled_programs_do():
   """Predicted link time against the sent bytes of compiled programs, over five layouts."""
@@ -378,6 +384,7 @@ def test_what_is_not_hidden_shows_in_the_step():
   assert f"bound by {time.binds}" in text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("index", [0, 18, 30])
 def test_published_runs_have_the_flops_that_their_projects_count(index):
   published = pytest.importorskip("benchmarks.step_time")
@@ -436,6 +443,8 @@ def test_search_finds_what_fits_and_prints_the_winner_on_top():
   assert result.best.memory_bytes == pytest.approx(planned.need_bytes, abs=8)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"zero": 2}, {"optimizer_memory": "pinned_host"}], ids=str)
 def test_the_code_of_the_winner_runs(options):
   rules = nxp.LogicalRules(batch="data", embed=None, mlp=None, layers=None) if options else RULES
@@ -466,6 +475,8 @@ def test_the_products_of_an_optimizer_count():
   assert more[1] * cpu.link_bandwidth * cpu.links == pytest.approx(more[3], rel=0.15)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_matrices_that_per_matrix_exchanges_count():
   """Each device multiplies its own matrices once; they travel to it and back."""
   init = lambda: nnx.List([nnx.Linear(64, 128, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(8)])

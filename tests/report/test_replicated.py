@@ -111,6 +111,7 @@ def test_a_constraint_that_asks_for_it_is_named():
   assert f"test_replicated.py:{line}" in found.to_html()
 
 
+@pytest.mark.nightly
 def test_the_call_that_it_names_splits_the_activation():
   found = report(plain_step(loss), lambda x: jnp.sin(nxp.constrain(x, "batch", None, None)))
   assert not [one for one in found.replicated_activations if one.op.endswith("sin")]

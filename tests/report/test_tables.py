@@ -31,7 +31,8 @@ COLUMNS = nxp.PathRules([("embed_tokens.embedding", ("tensor", "fsdp"))])
 
 # By fsdp alone, parameters are gathered and gradients are summed; a table is looked up by columns, also one
 # that is split by rows, and what is found is exchanged. The tensor axis sums activations on top.
-@pytest.mark.cases(2)
+@pytest.mark.nightly
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rules", [(), (COLUMNS,)], ids=["by rows", "by columns"])
 @pytest.mark.parametrize(
   ("sizes", "budget"), [({"fsdp": 8, "tensor": 1}, 2.6), ({"fsdp": 4, "tensor": 2}, 14)]

@@ -127,6 +127,7 @@ def test_a_family_without_a_fallback_leaves_nothing_unmatched(name):
   nxp.plan(build(name), nxp.abstract_mesh(tensor=2), [getattr(presets, name)(), logical])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_numbers_as_on_one_device(name):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError, ShardingError
 from nnx_parallel.report.program.collectives import collectives
+from training import placed
 
 RANDOM = np.random.default_rng(0)
 
@@ -50,6 +51,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_by_hand_equals_the_plain_one(layout, check):
@@ -66,7 +68,7 @@ def test_a_step_by_hand_equals_the_plain_one(layout, check):
     return jax.lax.pmean(value, axes)
 
   by_hand = nnx.jit(nxp.parallel.map_shards(step, plan, check_vma=check))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   other = Net(nnx.Rngs(0))
   plain = nnx.Optimizer(other, optax.adam(1e-2), wrt=nnx.Param)
   for _ in range(3):
@@ -81,7 +83,7 @@ def test_a_step_by_hand_equals_the_plain_one(layout, check):
 def test_what_the_step_by_hand_sends():
   sizes, rules, axes = LAYOUTS["data"]
   plan = nxp.plan(lambda: Net(nnx.Rngs(0)), nxp.make_mesh(sizes), rules)
-  model, batch = nxp.create_sharded_model(plan), {"x": normal(16, 16), "y": jnp.zeros(16, jnp.int32)}
+  model, batch = placed(plan), {"x": normal(16, 16), "y": jnp.zeros(16, jnp.int32)}
 
   def gradients(model, batch):
     grads = nnx.grad(lambda m: own_loss(nxp.parallel.gather_parameters(m, plan, axes), batch))(model)
@@ -96,7 +98,7 @@ def test_what_the_step_by_hand_sends():
 def test_dropout_differs_along_the_batch_and_agrees_along_other_axes():
   mesh = nxp.make_mesh(data=4, tensor=2)
   plan = nxp.plan(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), mesh, nxp.LogicalRules(batch="data"))
-  model = nxp.create_sharded_model(plan)
+  model = placed(plan)
 
   def masks(model, x):
     return nxp.parallel.fold_rng_over_axis(model, "data")(x)[None]
@@ -115,21 +117,22 @@ def test_a_module_that_the_plan_is_not_for():
   with pytest.raises(SchemeError, match=r"not for this Net[\s\S]*not in both"):
     nxp.parallel.map_shards(lambda m: 0, plan)(Net(nnx.Rngs(0)))
   with pytest.raises(SchemeError, match="2 in_specs for 1 arguments"):
-    nxp.parallel.map_shards(lambda m: 0, plan, in_specs=(None, None))(nxp.create_sharded_model(plan))
+    nxp.parallel.map_shards(lambda m: 0, plan, in_specs=(None, None))(placed(plan))
   with pytest.raises(SchemeError, match="not split along 'data' by hand"):
-    nxp.parallel.gather_parameters(nxp.create_sharded_model(plan), plan, "data")
+    nxp.parallel.gather_parameters(placed(plan), plan, "data")
 
 
 def test_axes_are_gathered_from_the_minor_one():
   mesh = nxp.make_mesh(data=2, fsdp=4)
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, nxp.fsdp(("data", "fsdp"), min_size=8))
-  model = nxp.create_sharded_model(plan)
+  model = placed(plan)
   with pytest.raises(SchemeError, match="cannot be gathered over 'data'"):
     nxp.parallel.map_shards(
       lambda m: nxp.parallel.gather_parameters(m, plan, "data").kernel[...].sum(), plan
     )(model)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("shape", "columns"), [((8, 6), 16), ((3, 24, 5), 8)])
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
 @pytest.mark.slow
@@ -236,7 +239,7 @@ def test_a_kernel_with_several_results_in_a_train_step():
       a, b = f(model(batch))
       return (a * b).mean()
 
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     step, batch = nxp.train_step(loss), nxp.shard_batch(jnp.ones((16, 8)), plan)
     return [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
 

@@ -245,6 +245,7 @@ def permuted(program):
   return sum(c.sent_bytes for c in found)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_a_ring_sends_each_shard_of_keys_and_values_to_the_seven_others(zigzag):
   length = 64
@@ -286,6 +287,7 @@ def test_what_other_axes_split_stays_split(how):
   assert {c.kind for c in collectives(text, dict(mesh.shape))} == {kind}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
 def test_temporaries_are_those_of_a_few_arrays_of_a_device_and_not_of_its_scores(how):
@@ -310,6 +312,7 @@ def test_zigzag_gives_all_devices_equal_work_at_each_visit_and_half_of_it_in_all
   assert straight.max(0).sum() > 1.8 * balanced.max(0).sum()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("explicit", [(), ("data",), ("data", "context")])
 @pytest.mark.parametrize("context", [4, 1])
 def test_a_device_does_not_compute_blocks_of_other_documents(explicit, context):
@@ -534,11 +537,13 @@ def packed_loss(model, batch):
   return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["labels"]).mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.cases(1)
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {}], ids=str)
 @pytest.mark.slow
-def test_a_step_on_packed_documents_equals_one_device(explicit):
+def test_a_step_on_packed_documents_equals_one_device(explicit, options):
   batch = dict(zip(("ids", "positions"), packed(3, 4, 64), strict=True))
   tokens = np.random.default_rng(1).integers(0, 48, (4, 65))
   batch |= {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -552,12 +557,12 @@ def test_a_step_on_packed_documents_equals_one_device(explicit):
   mesh = nxp.make_mesh(fsdp=2, context=2, tensor=2, explicit=explicit)
   moved = nxp.parallel.zigzag(batch, 2, segment_ids=batch["ids"], block=4)
   cases = [(alone, nxp.make_mesh(data=1, devices=jax.devices()[:1]), nxp.replicate(), batch, {})]
-  cases += [(attend, mesh, split, moved, {}), (attend, mesh, split, moved, {"microbatches": 2})]
+  cases += [(attend, mesh, split, moved, options)]
   found = []
   for function, where, rules, given, options in cases:
     plan = nxp.plan(lambda f=function: Packed(f, nnx.Rngs(0)), where, rules, optimizer=optax.adamw(1e-2))
     found.append(run_steps(plan, packed_loss, [given] * 3, **options).losses)
-  np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=2e-5)
+  np.testing.assert_allclose(found[1], found[0], rtol=2e-5)
 
 
 FUSED = {
@@ -594,6 +599,8 @@ def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", FUSED)
 def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
   monkeypatch.setitem(splash.SEQUENCES, "cpu", functools.partial(splash.splash_sequence, interpret=True))
@@ -625,7 +632,8 @@ RINGS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("case", RINGS)
 def test_the_fused_kernel_computes_a_ring(case, segmented, monkeypatch):

@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 import nnx_parallel as nxp
 from layout.models import named
 from nnx_parallel.core.nodes import path_str, variables
+from training import placed
 
 RATE = 1e-2
 RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
@@ -144,7 +145,7 @@ def arrays(module):
 
 
 def trained(plan, steps=3, width=16, **options):
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss_fn, **options)
   for seed in range(steps):
     step(model, optimizer, batch_of(plan, width, seed))
@@ -174,7 +175,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 @pytest.mark.slow
 def test_the_numbers_are_those_of_one_device(name, layout):
@@ -193,6 +194,8 @@ def stacked_alone():
   return plain
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("sizes", "layers"), [((1, 8, 1), None), ((2, 2, 2), None), ((1, 4, 2), "fsdp")])
 def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
   tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE), dims)
@@ -206,6 +209,7 @@ def test_dims_say_what_the_matrices_of_an_array_are(sizes, layers):
   assert {x.shape[0] for x in jax.tree.leaves(nnx.as_pure(groups))} == {8}  # 3 + 1 + 1, padded
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["muon", "shampoo and adam"])
@@ -217,6 +221,7 @@ def test_the_padding_of_a_plan_is_no_part_of_a_matrix(name):
   assert_equal(trained(plan, width=15)[0], one)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_microbatches_offload_and_wrappers_go_with_it():
   wrap = lambda tx: nxp.with_ema(nxp.skip_nonfinite(nxp.parallel.per_matrix(tx)), 0.9)
@@ -230,11 +235,13 @@ def test_microbatches_offload_and_wrappers_go_with_it():
   assert_equal(nxp.ema_of(optimizer, model), nxp.ema_of(its_optimizer, one))
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "explicit"), [((2, 2, 2), False), ((8, 1, 1), True)], ids=str)
 def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
   rules = nxp.LogicalRules(batch="data", embed=None, mlp=None) if explicit else RULES
   plan = plan_on(sizes, nxp.parallel.per_matrix(optax.contrib.muon(RATE)), explicit=explicit, rules=rules)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
 
   @nnx.jit
   def step(model, optimizer, x):
@@ -246,6 +253,7 @@ def test_a_step_written_by_hand_exchanges_too(sizes, explicit):
   assert_equal(model, alone("muon"))
 
 
+@pytest.mark.slow
 def test_gradients_may_have_another_dtype():
   tx = nxp.parallel.per_matrix(optax.contrib.muon(RATE))
   params = {"a": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(3)}
@@ -256,6 +264,7 @@ def test_gradients_may_have_another_dtype():
   jax.tree.map(np.testing.assert_allclose, updates, wanted)
 
 
+@pytest.mark.slow
 def test_without_a_plan_nothing_travels():
   with nnx.use_eager_sharding(False):
     model = Net()
@@ -281,6 +290,7 @@ def test_a_checkpoint_goes_on_on_another_layout(tmp_path):
     assert_equal(model, alone("shampoo and adam"))
 
 
+@pytest.mark.slow
 def test_the_plan_says_where_the_matrices_are():
   plan = plan_on((2, 2, 2), nxp.parallel.per_matrix(shampoo(RATE)), functools.partial(Net, 3, use_bias=False))
   rows = {leaf.name.partition("groups.")[2]: leaf for leaf in plan.leaves if "groups." in leaf.name}
@@ -301,6 +311,7 @@ def report(plan, batch):
   return nxp.compile_report(step, plan, batch=jax.ShapeDtypeStruct(batch, jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 4, 2)], ids=str)
 def test_each_product_runs_once_and_each_gradient_travels_twice(sizes):
@@ -319,6 +330,7 @@ def test_each_product_runs_once_and_each_gradient_travels_twice(sizes):
   assert [c.kind for c in muon.collectives].count("all-to-all") == 6
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_replicas_gather_the_updates_once():
   init = functools.partial(Net, 8, 64, 128, use_bias=False)
@@ -351,7 +363,7 @@ def test_dims_of_another_kind_are_an_error():
 
 def test_inside_shard_map_is_an_error():
   plan = plan_on((1, 8, 1), nxp.parallel.per_matrix(optax.contrib.muon(RATE)))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   update = lambda model, optimizer: optimizer.update(model, nnx.state(model, nnx.Param))
   with pytest.raises(nxp.errors.SchemeError, match="called in a shard_map"):
     nnx.jit(nxp.parallel.map_shards(update, plan))(model, optimizer)

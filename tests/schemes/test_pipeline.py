@@ -3,6 +3,7 @@
 import collections
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -59,13 +60,13 @@ GRID = [
   (4, 4, 1, (), False),
   (7, 8, 1, "data", True),
   (8, 8, 2, "data", False),
+  (8, 8, 2, "data", True),
   (3, 4, 1, "data", False),
   (13, 12, 3, (), True),
-  (8, 8, 2, "data", True),
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("layers", "microbatches", "virtual_stages", "axes", "explicit"), GRID)
 def test_values_and_gradients_are_those_of_the_layers(
   layers: int, microbatches: int, virtual_stages: int, axes: Any, explicit: bool
@@ -81,6 +82,8 @@ def test_values_and_gradients_are_those_of_the_layers(
   close(found, value_and_gradients(one_by_one, *args))
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> None:
   def poisoned(result: Any, works: Any) -> Any:
@@ -128,6 +131,8 @@ def in_loops(text: str) -> set[str]:
   return found
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tick_sends_activations_only() -> None:
   args = given(8, 32)
 
@@ -145,7 +150,9 @@ def test_a_tick_sends_activations_only() -> None:
     assert "all-reduce" in in_loops(piped(()).lower(weights, *rest).compile().as_text())
 
 
-@pytest.mark.parametrize("way", ["4 stages", "2 stages, 4 virtual stages"])
+@pytest.mark.cases(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["2 stages, 4 virtual stages", "4 stages"])
 def test_bytes_and_memory_are_those_of_theory(way: str) -> None:
   wanted = benchmark.WAYS[way]
   plan = benchmark.plan_for(wanted, nxp.make_mesh(benchmark.sizes_of(wanted)))
@@ -325,12 +332,18 @@ def on_one_device(case: str, microbatches: int) -> Any:
   return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
 
 
+IN_CI = {"gpipe": "uneven", "1f1b": "stacked", "1f1b-split": "statistics", "saved": "memory"}
+
+
+def each_case_in_each_order() -> Iterator[Any]:
+  for case in CASES:
+    for order, in_ci in IN_CI.items():
+      marks = () if case == in_ci else (pytest.mark.nightly,)
+      yield pytest.param(case, order, 4 if order == "gpipe" else 8, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.cases(4)  # one of each order
-@pytest.mark.parametrize(
-  ("order", "microbatches"), [("gpipe", 4), ("1f1b", 8), ("1f1b-split", 8), ("saved", 8)]
-)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "order", "microbatches"), [*each_case_in_each_order()])
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
@@ -347,6 +360,7 @@ def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microba
     assert step.reduction == "once, after the last tick, over data"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("virtual_stages", [1, 2])
@@ -372,6 +386,7 @@ def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages:
   assert temporaries("gpipe", 64) - temporaries("gpipe", 8) > 3 * (many - few)
 
 
+@pytest.mark.slow
 def test_a_backward_pass_is_cut_into_gradients_of_inputs_and_of_weights() -> None:
   def back(x: Any, w: Any, g: Any) -> Any:
     def layer(x: Any, w: Any) -> Any:
@@ -402,6 +417,7 @@ def test_a_backward_pass_is_cut_into_gradients_of_inputs_and_of_weights() -> Non
   ]  # of each product, both operands
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("virtual_stages", [1, 2])
@@ -432,7 +448,7 @@ def test_1f1b_trains_only_what_is_trained(order: Any) -> None:
   def adapted(pipeline: Any, mesh: Any) -> Any:
     wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
     plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), wrt=wrt)
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     step = nxp.train_step(loss, microbatches=8, pipeline=pipeline)
     tokens = jax.random.randint(jax.random.key(1), (16, 6), 0, 16)
     batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
@@ -525,7 +541,7 @@ class Roundings(Model):
 def test_wrong_gradients_of_1f1b_are_found_where_layers_round(monkeypatch: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Roundings(nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
   batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
 
@@ -553,6 +569,7 @@ class Straight(Model):
     return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
@@ -565,7 +582,7 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
 
   mesh = nxp.make_mesh(data=2, stage=4, explicit=explicit)
   plan = nxp.plan(lambda: Straight(rngs=nnx.Rngs(0)), mesh, nxp.replicate())
-  model = nxp.create_sharded_model(plan)
+  model = placed(plan)
   batch = nxp.shard_batch(jax.random.normal(jax.random.key(1), (16, 6, 8)), plan)
   for pairs in (False, True):
     options: dict[str, Any] = {"outputs": ["largest"], "pairs": pairs}
@@ -579,12 +596,13 @@ def test_an_evaluation_is_the_one_without_a_pipeline(explicit: bool) -> None:
 
 
 @pytest.mark.cases(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 @pytest.mark.slow
 def test_forward_mode_has_the_same_gradients(order: Any) -> None:
   mesh = nxp.make_mesh(data=2, stage=4)
   plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   tokens = jax.random.randint(jax.random.key(0), (16, 6), 0, 16)
   batch = nxp.shard_batch({"x": tokens, "y": tokens}, plan)
   pipeline = nxp.Pipeline("stage", order=order)
@@ -636,6 +654,8 @@ def lowered(make: Any, mesh: Any, pipeline: Any = "stage", tx: Any = None, **opt
   return step
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_what_is_outside_of_a_pipeline_is_said() -> None:
   said = str(lowered(Alternating, nxp.make_mesh(data=2, stage=4)).layers)
   assert "4 stages of 1 layers" in said
@@ -658,6 +678,8 @@ class Summed(Stacked):
     return self.head(carry[0]) + carry[1]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_stacks_that_are_not_one_pipeline_say_why() -> None:
   make = functools.partial(Summed, 8, 2)
   why = "scan 2 over layers is not joined with scan 1: another body"
@@ -677,6 +699,7 @@ class Kept(Block):
   __call__ = nnx.remat(Block.__call__)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_recomputation_has_no_effect_on_split_backward_passes() -> None:
   mesh, split = nxp.make_mesh(data=2, stage=4), nxp.Pipeline(order="1f1b-split")
@@ -701,6 +724,7 @@ class Unbound(Model):
     return self.head(x)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_a_pipeline_says_why() -> None:
   stages = nxp.make_mesh(data=2, stage=4)
   for make, mesh, options, message in (
@@ -736,3 +760,5 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     nxp.Pipeline("stage", order="1F1B")  # pyright: ignore[reportArgumentType]
   with pytest.raises(SchemeError, match='order="1f1b-split" with recompute=False'):
     nxp.Pipeline("stage", order="1f1b", recompute=False)
+  with pytest.raises(TrainError, match="remat='dots' has no effect"):
+    nxp.train_step(loss, remat="dots", pipeline=nxp.Pipeline(order="1f1b-split"))

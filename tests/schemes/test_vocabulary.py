@@ -15,7 +15,7 @@ import nnx_parallel as nxp
 from benchmarks import vocabulary as benchmark
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.report.program.collectives import collectives
-from training import run_steps
+from training import placed, run_steps
 
 RANDOM = np.random.default_rng(0)
 MESHES = {
@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
   ("mesh", "parts", "explicit"),
@@ -146,6 +146,7 @@ def test_bfloat16_is_as_near_as_whole_logits_in_bfloat16():
   assert all(own <= 1.5 * other + 1e-3 for own, other in zip(ours, plain, strict=True)), (ours, plain)
 
 
+@pytest.mark.slow
 def test_a_label_that_is_no_column_gives_nan_and_no_number():
   x, head, labels = arrays(37)
   labels = labels.at[0, 0].set(37).at[1, 1].set(-1)
@@ -181,7 +182,8 @@ def test_inside_a_shard_map_over_the_batch():
   close(jax.jit(mapped)(x, head, labels), whole(x, head, labels))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("mesh", "rows", "explicit"),
   [
@@ -236,7 +238,8 @@ def losses_of(loss, plan, batch, steps=5, **options):
   return run_steps(plan, loss, [batch] * steps, **options).losses
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("vocab", "uneven", "tied", "explicit"),
   [(48, "error", False, True), (37, "pad", True, False), (37, "pad", False, True), (48, "error", True, True)],
@@ -252,10 +255,11 @@ def test_it_trains_as_whole_logits_do_on_one_device(vocab, uneven, tied, explici
   close(losses_of(scheme_loss, plan, batch, microbatches=2), wanted)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_in_nnx_jit_the_mesh_is_that_of_the_plan(tied):
   plan = nxp.plan(lambda: Model(48, nnx.Rngs(0), tied), nxp.make_mesh(MESHES["data, fsdp, tensor"]), RULES)
-  model, batch = nxp.create_sharded_model(plan), nxp.shard_batch(batch_of(48), plan)
+  model, batch = placed(plan), nxp.shard_batch(batch_of(48), plan)
   step = nnx.jit(nnx.value_and_grad(scheme_loss))
   (found, grads), (wanted, others) = step(model, batch), nnx.jit(nnx.value_and_grad(plain_loss))(model, batch)
   close((found, nnx.to_pure_dict(grads)), (wanted, nnx.to_pure_dict(others)))

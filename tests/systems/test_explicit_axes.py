@@ -22,6 +22,7 @@ from benchmarks.explicit import (
   planned,
   trained,
 )
+from training import placed
 
 ON_EXPLICIT = ["explicit", "mixed"]
 
@@ -40,7 +41,8 @@ def assert_parity(name, kind, **options):
   return step
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ON_EXPLICIT)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_model_trains_as_on_auto_axes(name, kind):
@@ -51,13 +53,14 @@ ZERO_1 = {"decoder, ZeRO-1": ("decoder", {"zero": 1})}
 
 
 @pytest.mark.slow
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", WITH_OPTIONS | ZERO_1)
 def test_each_option_computes_what_it_does_on_auto_axes(case):
   name, options = (WITH_OPTIONS | ZERO_1)[case]
   assert_parity(name, "mixed" if name.startswith("of ") else "explicit", **options)
 
 
+@pytest.mark.slow
 def test_outputs_and_pairs_are_those_of_auto_axes():
   def loss(model, batch):
     rows = (model(batch) ** 2).mean(-1)
@@ -66,7 +69,7 @@ def test_outputs_and_pairs_are_those_of_auto_axes():
   found = {}
   for kind in KINDS:
     plan, batch, _ = planned("linen", kind)
-    model = nxp.create_sharded_model(plan)[0]
+    model = placed(plan)[0]
     metrics = nxp.eval_step(loss, outputs=("rows",), pairs=True)(model, batch)
     assert metrics["rows"].sharding.mesh == plan.mesh
     found[kind] = jax.tree.map(np.asarray, metrics)
@@ -89,15 +92,22 @@ def test_reports_are_those_of_auto_axes():
 
 
 @pytest.mark.slow
-def test_a_step_and_its_gradients_are_right_on_explicit_axes():
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("active", ["mesh", "scope", "nothing"])
+def test_gradients_are_right_on_explicit_axes(active):
+  plan, batch, loss = planned("decoder", "explicit")
+  model, optimizer = placed(plan)
+  with {"nothing": contextlib.nullcontext(), "mesh": jax.set_mesh(plan.mesh), "scope": plan.scope()}[active]:
+    found = nxp.train_step(loss).check_gradients(model, optimizer, batch)
+  assert found
+  assert "by each device on its own" in str(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_step_is_right_on_explicit_axes():
   plan, batch, loss = planned("decoder", "explicit")
   assert nxp.check_step(plan, None, loss, np.asarray(batch), microbatches=2)
-  model, optimizer = nxp.create_sharded_model(plan)
-  for active in (contextlib.nullcontext(), jax.set_mesh(plan.mesh), plan.scope()):
-    with active:
-      found = nxp.train_step(loss).check_gradients(model, optimizer, batch)
-      assert found
-      assert "by each device on its own" in str(found)
 
 
 def rest_of(batch, steps, samples):
@@ -114,7 +124,7 @@ def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
     plan, batch, loss = planned("decoder", name)
     with nxp.Checkpointer(tmp_path / name) as checkpointer:
       for steps in (1, 3):
-        model, optimizer = nxp.create_sharded_model(plan)
+        model, optimizer = placed(plan)
         options = {"checkpointer": checkpointer, "save_every": 1, "resume": "latest", "peak_flops": 1e9}
         source = functools.partial(rest_of, batch, steps)
         nxp.fit(nxp.train_step(loss), model, optimizer, source, steps=steps, plan=plan, **options)
@@ -122,6 +132,7 @@ def test_fit_goes_on_from_a_checkpoint_and_counts_flops(kind, tmp_path):
   assert losses[kind] == pytest.approx(losses["auto"], rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_scopes_in_use_and_arrays_of_the_host():
   plan, batch, loss = planned("decoder", "explicit")
@@ -132,13 +143,14 @@ def test_scopes_in_use_and_arrays_of_the_host():
 
   wanted = on_auto_axes("decoder", ())
   for active in (contextlib.nullcontext(), jax.set_mesh(plan.mesh), plan.scope()):
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     step = nxp.train_step(constrained)
     with active:
       losses = [float(step(model, optimizer, x)["loss"]) for x in (np.asarray(batch), batch)]
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_plan_on_mixed_axes_is_read_again_and_compiled_for_a_machine():
   plan, batch, loss = planned("decoder", "mixed")
@@ -156,10 +168,11 @@ def test_a_step_is_lowered_on_an_abstract_mesh():
   assert "computed on Auto axes" in str(step.layers)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_ones_own(kind):
   plan, batch, loss = planned("decoder", kind, zero=1)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
 
   def constrained(model, batch):
     return loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)

@@ -8,6 +8,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_numbers, run_training, with_gradient_norms
+from training import placed
 
 VOCAB, WIDTH, LENGTH = 30, 16, 8  # 30 is uneven over 4 and 8 devices on purpose
 CLASSES = 3
@@ -73,7 +74,7 @@ def test_steps_return_what_a_single_device_returns():
   alone = nxp.plan(init, mesh, (LOGICAL, BY_RANK), optimizer=optax.adam(1e-2))
   results = []
   for plan in (alone, partition()):
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     step = nxp.train_step(loss_fn, outputs=("per_example",))
     results.append(nxp.hosts.to_host(step(model, optimizer, nxp.shard_batch(batch_of(), plan))))
   assert results[0]["per_example"].shape == (16,)

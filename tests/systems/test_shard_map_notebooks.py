@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from training import placed
 
 GUIDE = Path(__file__).parents[2] / "guides" / "21-from-shard-map-or-praxis.md"
 
@@ -26,7 +27,7 @@ def test_a_batch_that_is_on_no_mesh_is_not_silently_computed_eight_times(caplog)
     return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 
   plan = nxp.plan(layer, nxp.make_mesh(data=8), nxp.replicate(), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step, batch = nxp.train_step(lambda model, batch: (model(batch["x"]) ** 2).mean()), {"x": normal(0, 64, 64)}
   step(model, optimizer, batch)  # laid out as shard_batch does
   assert not caplog.records

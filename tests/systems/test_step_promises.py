@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from training import placed
 
 
 class Net(nnx.Module):
@@ -36,7 +37,7 @@ SIZES = {"data": 2, "tensor": 4}
 def make(net=Net, *, explicit=False, **options):
   mesh = nxp.make_mesh(SIZES, explicit=explicit)
   plan = nxp.plan(lambda: net(nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2), **options)
-  return plan, *nxp.create_sharded_model(plan)
+  return plan, *placed(plan)
 
 
 def loss_fn(model, x):

@@ -135,6 +135,7 @@ def test_a_program_asked_for_between_steps_does_not_mix_up_the_models():
   assert int(optimizers[id(other)].step[...]) == 0
 
 
+@pytest.mark.nightly
 def test_a_model_collected_during_anothers_call_does_not_disturb_it():
   def loss(model, x):
     gc.collect()  # while it is traced, as the collector may at any time
@@ -211,6 +212,7 @@ def wide(tx=None, **options):
   return plan, *nxp.create_sharded_model(plan)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated first"])
 def test_a_replaced_layer_is_trained_and_lies_as_planned(evaluated):
   plan, model, optimizer = wide()
@@ -237,6 +239,7 @@ def longer(model):
   model.extra = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("edit", "line"),
   [

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import NamedSharding, P
 
 import nnx_parallel as nxp
+from training import placed
 
 
 class Scaled(nnx.Module):
@@ -233,7 +234,7 @@ def test_a_shard_is_no_array_of_its_own_and_goes_with_its_array():
     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(1.0))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step, x = nxp.train_step(lambda m, x: m(x).mean()), nxp.shard_batch(np.ones((8, 8), np.float32), plan)
   step(model, optimizer, x)
   shard = model.bias.get_raw_value().addressable_shards[0].data

@@ -10,6 +10,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.report.program.collectives import collectives
 from train.models import RULES, Net
+from training import placed
 
 WIDTH, HIDDEN, PARTS = 64, 512, 4
 KERNEL = WIDTH * HIDDEN * 4
@@ -28,7 +29,7 @@ def loss_fn(model, batch):
 def step_on(axes, *, microbatches=PARTS, gradients="like_parameters", **options):
   mesh = nxp.make_mesh({"data": 1, "fsdp": 1, "tensor": 1} | axes)
   plan = nxp.plan(init, mesh, RULES, optimizer=optax.sgd(0.1, momentum=0.9), **options)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   rng = np.random.default_rng(0)
   host = {
     "x": rng.normal(size=(64, WIDTH)).astype(np.float32),
@@ -49,6 +50,7 @@ def gradient_exchanges(program, mesh, axis):
   return [(c.times, c.bytes) for c in found if c.kind in kinds and axis in c.axes and c.bytes > 4096]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
 def test_a_loss_runs_once_to_be_differentiated_and_twice_to_be_inspected(axes):
   calls = []
@@ -90,7 +92,7 @@ class Closing(nnx.Module):
 def test_rules_that_close_over_traced_arrays_train_and_copied_values_are_kept(rule, microbatches):
   mesh = nxp.make_mesh(data=2, devices=jax.devices()[:2])
   plan = nxp.plan(Closing, mesh, nxp.replicate(), optimizer=optax.sgd(1.0))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(lambda m, x: m(x, rule).sum() / 16, microbatches=microbatches)
   step(model, optimizer, nxp.shard_batch(np.ones((4, 4), np.float32), plan))
   # The gradient is 4 / 16 for one microbatch, and the sum of halves is divided by their number.
@@ -100,6 +102,7 @@ def test_rules_that_close_over_traced_arrays_train_and_copied_values_are_kept(ru
   assert step.calls == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_exchange_once_at_each_stage(zero):
   """ZeRO with whole gradients: the sums of all microbatches are exchanged, then split."""
@@ -134,6 +137,7 @@ def test_fsdp_and_scattered_gradients_exchange_in_each_microbatch_and_say_why():
   assert {times for times, _ in gradient_exchanges(program, mesh, "data")} == {PARTS}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("axes", "options"),
   [({"data": 8}, {"zero": 2, "gradients": "scattered"}), ({"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1})],
@@ -165,6 +169,7 @@ def summed(model, batch):
   return loss_fn(model, batch), summaries
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_summaries_are_weighted_element_by_element(axes):
   _, model, optimizer, batch = step_on(axes)

@@ -12,7 +12,7 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.layout.constrain import Scope
 from nnx_parallel.train.hold import held
-from training import plain_step, run_steps
+from training import placed, plain_step, run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
 TENSOR = nxp.PathRules(
@@ -24,14 +24,16 @@ TENSOR = nxp.PathRules(
   }
 )
 LAYOUTS = {
-  "fsdp": ({"fsdp": 8}, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp("fsdp", min_size=0)]),
   "fsdp and tensor": ({"fsdp": 4, "tensor": 2}, [nxp.LogicalRules(batch="fsdp"), TENSOR]),
+  "fsdp": ({"fsdp": 8}, [nxp.LogicalRules(batch="fsdp"), nxp.fsdp("fsdp", min_size=0)]),
 }
 
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   sizes, rules = LAYOUTS[layout]
@@ -60,6 +62,7 @@ def test_a_barrier_around_a_gradient_and_activations_does_not_gather_the_update(
   assert kept.count(kernel.shape) == 1  # for the product
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
 def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
@@ -123,7 +126,7 @@ def test_positions_are_split_between_layers(axes, positions, options):
   for seq in (None, "tensor"):
     names = nxp.LogicalRules(batch=tuple(axis for axis in axes if axis != "tensor"), seq=seq)
     plan = nxp.plan(
-      lambda: decoders.Decoder(decoders.Config(), nnx.Rngs(0)),
+      lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)),
       nxp.make_mesh(axes),
       [names, TENSOR],
       optimizer=optax.sgd(0.1),
@@ -182,7 +185,7 @@ def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name,
   def replicated(compiled: object) -> int:
     return capfd.readouterr().err.count("Involuntary full rematerialization")
 
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   capfd.readouterr()
   expected = replicated(plain_step(loss).lower(model, optimizer, batch).compile())
   assert replicated(nxp.train_step(loss).lower(plan, batch=batch).compile()) <= expected

@@ -14,6 +14,7 @@ import nnx_parallel as nxp
 from nnx_parallel.layout.known_faults import KNOWN_FAULTS
 from nnx_parallel.testing import assert_same_training
 from train.models import RULES
+from training import placed
 
 RNG = np.random.default_rng(0)
 
@@ -200,7 +201,7 @@ def test_a_step_avoids_it(make: Any, options: dict[str, Any]) -> None:
 def test_an_evaluation_avoids_it() -> None:
   """A low-rank adapter over other axes than its kernel: under plain jax the loss itself is wrong."""
   plan, x = on_three_axes(Adapted), normal(8, 8)
-  model, _ = nxp.create_sharded_model(plan)
+  model, _ = placed(plan)
   batch, right = nxp.shard_batch(x, plan), squares(nxp.unsharded(lambda: Adapted(nnx.Rngs(0))), x)
   assert abs(nnx.jit(squares)(model, batch) - right) > 0.001 * right, "XLA is mended"
   np.testing.assert_allclose(nxp.eval_step(squares)(model, batch)["loss"], right, rtol=1e-5)
@@ -219,7 +220,8 @@ class Upsampled(nnx.Module):
     return self.up(jnp.sin(self.before(x)))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("sizes", "taps", "options"),
   [
@@ -285,6 +287,7 @@ class LookedUpTwice(nnx.Module):
     return found + self.places[x % 8]
 
 
+@pytest.mark.slow
 def test_a_program_that_xla_refuses_is_compiled_with_fewer_constraints(caplog) -> None:
   rules = nxp.LogicalRules(batch=("data", "tensor"))
   plan = nxp.plan(
@@ -294,7 +297,7 @@ def test_a_program_that_xla_refuses_is_compiled_with_fewer_constraints(caplog) -
   assert_same_training(squares, {"held": plan}, [x, x])
   if jax.__version_info__ >= (0, 12):  # an older XLA compiles it
     assert "XLA cannot compile the step with all layouts of its plan held (Slice dim size" in caplog.text
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(squares)
   assert step.check_gradients(model, optimizer, nxp.shard_batch(x, plan))
   assert float(nxp.eval_step(squares)(model, nxp.shard_batch(x, plan))["loss"]) > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import nnx_parallel as nxp
 from nnx_parallel.train.linearity import factors
-from training import run_steps
+from training import placed, run_steps
 
 PARTS, ROWS = 4, 6
 
@@ -147,7 +147,7 @@ def difference(loss, how, scales=(1.0, 1.0), rows=ROWS, parts=PARTS, seed=0):
   return max(float(abs(a - b).max()) for a, b in pairs) / (1e-3 + max(float(abs(a).max()) for a, _ in pairs))
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("loss", "how"), FOLLOWS.values(), ids=FOLLOWS)
 def test_sums_and_means_over_examples_follow_from_the_parts(loss, how):
   scales, why = read(loss, how)
@@ -155,6 +155,7 @@ def test_sums_and_means_over_examples_follow_from_the_parts(loss, how):
   assert difference(loss, how, scales) < 1e-5
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("loss", "how", "message"), FAILS.values(), ids=FAILS)
 def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
   assert difference(loss, how) > 1e-4
@@ -202,6 +203,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
   names=st.lists(st.sampled_from(sorted(UNARY)), min_size=0, max_size=4),
@@ -250,7 +252,7 @@ STEPS = {
 }
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize(("of", "once"), STEPS.values(), ids=STEPS)
@@ -262,7 +264,7 @@ def test_a_step_equals_one_device_with_the_same_microbatches(of, once, axes, par
       nxp.fsdp("fsdp", min_size=4) if "fsdp" in sizes else nxp.replicate(),
     ]
     plan = nxp.plan(lambda: Net(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     step = nxp.train_step(model.loss(of), microbatches=parts)
     metrics = step(model, optimizer, nxp.shard_batch(inputs(16), plan))
     return (
@@ -285,6 +287,7 @@ class Words(nnx.Module):
     return self.head(nnx.gelu(self.embed(tokens)))
 
 
+@pytest.mark.nightly
 @pytest.mark.cases(1)  # a sum: its gradient starts from a value that is the same in all parts
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
 def test_a_loss_in_parts_of_the_vocabulary_is_reduced_once_too(reduce):

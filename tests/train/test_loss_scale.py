@@ -12,6 +12,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from train import models
 from train.models import MESHES, Net, arrays, data, loss_fn, train
+from training import placed
 
 
 def tiny_loss(model, x):
@@ -97,6 +98,8 @@ def test_the_scale_stays_within_its_bounds():
   assert float(nxp.loss_scale_of(train(plan_on("dp", high, jnp.float32), data(3))[1])) == 2.0**24
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", list(MESHES))
 def test_microbatches_of_sums_do_not_overflow(name):
   plan = plan_on(name, nxp.with_loss_scale(optax.adam(1e-2)))
@@ -105,13 +108,15 @@ def test_microbatches_of_sums_do_not_overflow(name):
   assert int(optimizer.opt_state.skipped[...]) == 0
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_models_with_their_own_scale_or_none():
   def loss(models, x):
     return loss_fn(models["a"], x) + loss_fn(models["b"], x)
 
   def trained(txs):
     plans = {key: plan_on("dp", tx, jnp.float32) for key, tx in txs.items()}
-    made = {key: nxp.create_sharded_model(plan) for key, plan in plans.items()}
+    made = {key: placed(plan) for key, plan in plans.items()}
     models, optimizers = ({key: pair[i] for key, pair in made.items()} for i in (0, 1))
     nxp.train_step(loss)(models, optimizers, nxp.shard_batch(data(1)[0], plans["a"]))
     return arrays(models["a"]) | {f"b.{key}": value for key, value in arrays(models["b"]).items()}
@@ -125,7 +130,7 @@ def test_models_with_their_own_scale_or_none():
 
 def test_in_a_step_of_your_own():
   plan = plan_on("dp x fsdp x tp", nxp.with_loss_scale(optax.adam(1e-2)))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
 
   @nnx.jit
   def step(model, optimizer, x):
@@ -139,6 +144,7 @@ def test_in_a_step_of_your_own():
   np.testing.assert_allclose(losses, run(True, jnp.float16)[2], rtol=1e-3)
 
 
+@pytest.mark.nightly
 def test_float16_parameters_with_masters_and_without():
   for inner in (optax.sgd(0.1, momentum=0.5), nxp.with_masters(optax.adam(1e-2))):
     tx = nxp.with_loss_scale(inner)
@@ -159,6 +165,7 @@ def test_the_policy():
     nxp.Precision(compute=jnp.float16).optimizer(optax.sgd(0.1))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_carries_the_scale(tmp_path):
   plan = plan_on("dp", nxp.with_loss_scale(optax.adam(1e-2), growth_interval=2))
   model, optimizer, _ = train(plan, data(3))
@@ -186,14 +193,15 @@ def test_bad_scales(options, message):
 
 def test_it_must_be_outermost():
   plan = plan_on("dp", optax.chain(optax.clip(1.0), nxp.with_loss_scale(optax.sgd(0.1))))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   with pytest.raises(nxp.errors.TrainError, match="with_loss_scale must be the outermost transformation"):
     nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(data(1)[0], plan))
-  plain = nxp.create_sharded_model(plan_on("dp", optax.sgd(0.1)))[1]
+  plain = placed(plan_on("dp", optax.sgd(0.1)))[1]
   with pytest.raises(nxp.errors.TrainError, match="this optimizer has no loss scale"):
     nxp.loss_scale_of(plain)
 
 
+@pytest.mark.nightly
 def test_the_gradients_that_an_optimizer_takes_of_the_loss_are_scaled_too():
   def update(grads, state, params=None, *, value_fn, **_):
     return jax.tree.map(lambda g: -1e6 * g, jax.grad(value_fn)(params)), state

@@ -13,6 +13,7 @@ from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.layout import offload
 from train import models
 from train.models import RULES, data, loss_fn
+from training import placed
 
 HOST = "pinned_host"
 
@@ -42,13 +43,14 @@ def small_groups(monkeypatch):
   monkeypatch.setattr(offload, "GROUP_BYTES", 600)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   "tx",
   [
-    optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
     nxp.with_loss_scale(nxp.with_masters(nxp.with_ema(optax.adamw(1e-2), 0.9))),
+    optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
   ],
-  ids=["global norm, lamb", "wrappers"],
+  ids=["wrappers", "global norm, lamb"],
 )
 def test_the_same_numbers_as_on_the_device(tx):
   plan = plan_on(tx, HOST, zero=1)
@@ -83,13 +85,14 @@ def test_a_later_fetch_waits_for_an_earlier_group():
   assert "optimization_barrier" not in jax.jit(alone.update).lower({"a": jnp.ones(4)}, state).as_text()
 
 
+@pytest.mark.nightly
 def test_in_a_step_of_your_own_and_padded():
   def init():
     return nnx.Linear(15, 15, rngs=nnx.Rngs(0), kernel_metadata={"out_sharding": ("mlp", "embed")})
 
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   plan = nxp.plan(init, mesh, RULES, optimizer=optax.adam(1e-2), uneven="pad", optimizer_memory=HOST)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
 
   @jax.jit
   def step(state, x):
@@ -129,7 +132,7 @@ def test_a_checkpoint_is_restored_into_each_memory(tmp_path):
 
 def test_check_layout_sees_the_memory():
   plan = plan_on(optax.adam(1e-2), HOST)
-  model, optimizer = nxp.create_sharded_model(plan_on(optax.adam(1e-2), None))
+  model, optimizer = placed(plan_on(optax.adam(1e-2), None))
   with pytest.raises(nxp.errors.LayoutMismatchError, match=r"in pinned_host, found float32\[32,16\] P\("):
     nxp.check_layout(model, plan, optimizer=optimizer)
   moved, moved_optimizer = nxp.reshard(model, plan, optimizer=optimizer)

@@ -11,6 +11,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_training, with_gradient_norms
+from training import placed
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
@@ -198,10 +199,10 @@ def test_the_dtype_in_which_replicas_sum_gradients(dtype, mark):
   ]
   assert reduced
   assert all(f"(tensor<24x40x{mark}>) -> tensor<24x40x{mark}>" in line for line in reduced)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step(model, optimizer, x)
   assert step.reduction == f"once, after the scan, over data, in {jnp.dtype(dtype)}"
-  reference, other = nxp.create_sharded_model(plan)
+  reference, other = placed(plan)
   nxp.train_step(loss_fn)(reference, other, x)
   np.testing.assert_allclose(model.kernel[...], reference.kernel[...], rtol=2e-2, atol=1e-3)
   whole = jax.device_put(x, jax.NamedSharding(plan.mesh, jax.P()))

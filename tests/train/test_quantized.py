@@ -14,7 +14,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from layout.models import named
 from train.models import RULES, Net, data, loss_fn
-from training import run_steps
+from training import placed, run_steps
 
 needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is optional")
 # qwix 0.1.8 on flax 0.12.12
@@ -33,10 +33,11 @@ def run(build, sizes, steps=4):
   step = nxp.train_step(loss_fn)
   x = nxp.shard_batch(data()[0], plan)
   text = step.lower(plan, batch=x).as_text()
-  live = nxp.create_sharded_model(plan) if steps else ()
+  live = placed(plan) if steps else ()
   return [float(step(*live, x)["loss"]) for _ in range(steps)], text, plan
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @needs_qwix
 @quiet
@@ -76,7 +77,7 @@ def test_lora_beside_a_padded_weight_gets_its_gradients():
   rules = [nxp.PathRules([(r".*\.kernel", (None, "tensor"))]), nxp.replicate()]
   plan = nxp.plan(init, nxp.make_mesh(tensor=8), rules, uneven="pad")
   assert plan["layers.0.kernel"].padding == (0, 2)
-  model = nxp.create_sharded_model(plan)
+  model = placed(plan)
   grads = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
   assert jnp.abs(grads["layers"][0]["kernel_lora_b"][...]).max() > 0
 
@@ -196,7 +197,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
@@ -216,6 +217,7 @@ def test_block_formats_equal_one_device(wide, form, layout):
   assert done.get(layout, "") in str(step.layers)
 
 
+@pytest.mark.cases(2)
 @needs_qwix
 @quiet
 @pytest.mark.parametrize("form", ["mxfp8", "mxfp4", "nvfp4"])
@@ -264,6 +266,8 @@ def test_rules_choose_layers_by_path(wide):
   assert not kinds(text())
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 @needs_qwix
 @quiet
 def test_layers_between_others_of_another_precision_are_scanned(wide):

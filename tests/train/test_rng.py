@@ -12,6 +12,7 @@ import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_numbers, assert_same_training, run_training, with_gradient_norms
 from train import models
 from train.models import RULES
+from training import placed
 
 
 class Net(models.Net):
@@ -56,6 +57,7 @@ def test_dropout_and_noise_equal_one_device():
   assert_same_training(loss_fn, plans, BATCHES)
 
 
+@pytest.mark.nightly
 def test_microbatches_draw_what_one_device_draws_for_them():
   one, many = (
     run_training(plan_on(*sizes), loss_fn, BATCHES, microbatches=2) for sizes in ((1, 1, 1), (2, 2, 2))
@@ -88,6 +90,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_data_shards_differ_and_model_shards_agree(kind):
   make, draw = TARGETS[kind]
@@ -164,7 +167,7 @@ def manual_step(mesh):
 def test_manual_training_resumes_bit_for_bit(tmp_path):
   plan = plan_on(8, 1, 1)
   batches = [nxp.shard_batch(b, plan) for b in [*BATCHES, *BATCHES]]
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = manual_step(plan.mesh)
   [float(step(model, optimizer, b)) for b in batches[:3]]
   with nxp.Checkpointer(tmp_path) as checkpointer:

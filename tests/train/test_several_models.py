@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
+from training import placed
 
 STEPS = 15
 
@@ -36,7 +37,7 @@ RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed=["fsdp", None], mlp="tens
 def make(init, tx=None, **options):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   plan = nxp.plan(init, mesh, RULES, optimizer=tx, uneven="next", **options)
-  made = nxp.create_sharded_model(plan)
+  made = placed(plan)
   return (plan, *made) if tx is not None else (plan, made)
 
 
@@ -118,6 +119,8 @@ def test_a_gan_equals_a_loop_written_by_hand():
   nxp.check_layout(disc, disc_plan, optimizer=disc_opt)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_student_learns_from_a_frozen_teacher(microbatches):
   plan, student, optimizer = make(lambda: MLP(4, 2, nnx.Rngs(0)), optax.adam(1e-2))
@@ -147,7 +150,7 @@ def test_models_whose_plans_have_other_rules_are_not_held_and_the_step_says_so(c
   plans = [
     nxp.plan(init, mesh, rules, optimizer=optax.sgd(0.1)) for rules in (RULES, RULES.replace(mlp=None))
   ]
-  (a, a_tx), (b, _) = map(nxp.create_sharded_model, plans)
+  (a, a_tx), (b, _) = map(placed, plans)
   batch = nxp.shard_batch(x, plans[0])
   warned = "the step leaves the layout of activations to XLA"
   nxp.train_step(lambda model, x: model(x).mean())(a, a_tx, batch)
@@ -182,6 +185,8 @@ def shared():
   return {"actor": Heads(encoder, 1), "critic": Heads(encoder, 2)}
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("trained", [("actor", "critic"), ("critic",)])
 def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained):
   loss = lambda models, x: (models["actor"](x) ** 2).mean() + (models["critic"](x) - 1.0).__abs__().mean()
@@ -214,7 +219,7 @@ def test_models_that_share_a_module_train_it_by_each_of_their_optimizers(trained
 def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   plan = nxp.plan(lambda: MLP(8, 4, nnx.Rngs(0)), mesh, RULES, optimizer=optax.adam(1e-2))
-  models = [nxp.create_sharded_model(plan) for _ in range(6)]
+  models = [placed(plan) for _ in range(3)]
   step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
   batch = nxp.shard_batch(np.ones((8, 8), np.float32), plan)
   for _ in range(2):
@@ -228,6 +233,8 @@ def test_any_number_of_equal_models_share_one_program_and_none_is_kept():
   assert [ref() for ref in gone] == [None, None]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_models_in_containers_of_each_kind_are_not_kept_and_the_loss_sees_its_kind():
   kinds = {dict: 1.0, list: 2.0, tuple: 3.0}
 
@@ -238,7 +245,7 @@ def test_models_in_containers_of_each_kind_are_not_kept_and_the_loss_sees_its_ki
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate())
   step, dropped = nxp.eval_step(loss), []
   for kind, wanted in [*kinds.items()] * 2:
-    models = [nxp.create_sharded_model(plan) for _ in range(2)]
+    models = [placed(plan) for _ in range(2)]
     given = dict(enumerate(models)) if kind is dict else kind(models)
     assert float(step(given, np.ones((8, 8), np.float32))["loss"]) == wanted
     dropped += map(weakref.ref, models)

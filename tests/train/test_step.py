@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from train import models
 from train.models import RULES
-from training import plain_step
+from training import placed, plain_step
 
 
 class Plain(models.Net):
@@ -46,7 +46,7 @@ def make(net=Plain, tx=None, mesh=None, rules=RULES, **options):
   plan = nxp.plan(
     lambda: net(nnx.Rngs(0)), nxp.make_mesh(mesh or CUBE), rules, optimizer=tx or optax.adam(1e-2), **options
   )
-  return plan, *nxp.create_sharded_model(plan)
+  return plan, *placed(plan)
 
 
 def data(plan, size=16, seed=0):
@@ -201,7 +201,7 @@ def test_what_a_padded_plan_lowers_is_what_its_live_modules_run():
   )
   step, batch = nxp.train_step(lambda m, x: ((m(x) - x[:, :6]) ** 2).mean()), np.ones((16, 8), np.float32)
   planned = step.lower(plan, batch=batch).as_text()
-  assert planned == step.lower(*nxp.create_sharded_model(plan), batch).as_text()
+  assert planned == step.lower(*placed(plan), batch).as_text()
 
 
 def test_an_edited_value_is_trained_on():
@@ -215,6 +215,7 @@ def test_an_edited_value_is_trained_on():
   assert len(step.compiles) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("value", [np.zeros((8, 16), np.float32), jnp.zeros((8, 16))])
 def test_a_value_without_layout_returns_to_the_plan_and_the_compilation_says_why(value):
   plan, model, optimizer = make()
@@ -245,6 +246,7 @@ def static(model, batch):
   return batch
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
   ("change", "reason"),
   [
@@ -313,7 +315,7 @@ def small():
   """A step that has run, with its plan, model and optimizer."""
   init = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
   plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(lambda m, b: (m(b["x"]) ** 2).mean())
   step(model, optimizer, nxp.shard_batch({"x": np.ones((8, 8), np.float32)}, plan))
   return step, plan, model, optimizer
@@ -508,6 +510,8 @@ def test_a_loss_of_several_arrays_gets_the_elements_of_a_tuple():
   assert [len(step.compiles) for step in steps] == [1, 1]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_all_that_take_a_loss_and_a_batch_take_several_arrays_as_a_tuple():
   _, plan, model, optimizer = small()
   batch = nxp.shard_batch((X, 2 * X), plan)
@@ -670,21 +674,21 @@ def test_a_layer_that_replaces_its_own_parameter_trains_as_with_nnx_jit():
     return Normalized(nnx.Rngs(0))
 
   plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=0), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   alone = init()
   its_optimizer = nnx.Optimizer(alone, optax.sgd(0.1), wrt=nnx.Param)
 
   by_hand = plain_step(loss)
   draw = np.random.default_rng(0).standard_normal
   batch = {"x": draw((16, 8)).astype(np.float32), "y": draw((16, 4)).astype(np.float32)}
-  step, placed = nxp.train_step(loss), nxp.shard_batch(batch, plan)
-  ours = [float(step(model, optimizer, placed)["loss"]) for _ in range(4)]
+  step, sharded = nxp.train_step(loss), nxp.shard_batch(batch, plan)
+  ours = [float(step(model, optimizer, sharded)["loss"]) for _ in range(4)]
   assert ours == pytest.approx([float(by_hand(alone, its_optimizer, batch)) for _ in range(4)], rel=1e-5)
   kernel = model.up.layer_instance.kernel.get_value()
   np.testing.assert_allclose(kernel, alone.up.layer_instance.kernel.get_value(), rtol=1e-4, atol=1e-6)
   nxp.check_layout(model, plan, optimizer=optimizer)
   with pytest.raises(nxp.errors.TrainError, match=r"assigned to up\.layer_instance\.kernel, which"):
-    nxp.train_step(loss, microbatches=2)(model, optimizer, placed)
+    nxp.train_step(loss, microbatches=2)(model, optimizer, sharded)
 
 
 class Table(nnx.Module):
@@ -702,7 +706,7 @@ class Table(nnx.Module):
 def test_a_raw_array_is_an_argument_laid_out_as_planned():
   mesh = nxp.make_mesh(fsdp=8)
   plan = nxp.plan(lambda: Table(nnx.Rngs(0)), mesh, nxp.fsdp(min_size=64), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   loss = lambda model, tokens: (model(tokens) ** 2).mean()
   tokens = nxp.shard_batch(np.arange(16), plan)
   alone = Table(nnx.Rngs(0))
@@ -772,6 +776,7 @@ def masked(model, batch):
   return pair, {"error": pair, "seen": weight.sum(), "per_example": error}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("mesh", "parts"), [({"data": 8, "fsdp": 1, "tensor": 1}, 2), (CUBE, 4)])
 def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
   results = []
@@ -793,6 +798,7 @@ def test_microbatches_equal_the_large_batch_exactly_weighted(mesh, parts):
   np.testing.assert_allclose(split["seen"] * parts, whole["seen"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
   results = []
   for mesh in ({"data": 8, "fsdp": 1, "tensor": 1}, CUBE):
@@ -806,6 +812,7 @@ def test_random_state_and_statistics_reduce_in_each_microbatch_and_say_so():
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("parts", "pairs"), [(1, False), (2, True)])
 def test_diagnostics_are_the_norm_of_the_gradients_and_the_rate_of_the_update(parts, pairs):
   schedule = optax.linear_schedule(0.5, 0.0, 4)
@@ -814,7 +821,7 @@ def test_diagnostics_are_the_norm_of_the_gradients_and_the_rate_of_the_update(pa
   )
   init, mesh = lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nxp.make_mesh(data=4, fsdp=2)
   plan = nxp.plan(init, mesh, nxp.fsdp(min_size=8), optimizer=tx)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
   loss = lambda m, b: jnp.square(m(b)).mean()
   norm = optax.tree.norm(nnx.state(nnx.grad(loss)(init(), x)))
@@ -847,6 +854,7 @@ def test_a_plain_metric_of_arrays_of_different_lengths_has_no_weight():
   assert float(step(model, batch)["loss"][1]) == 16
 
 
+@pytest.mark.nightly
 def test_diagnostics_of_several_models_and_of_a_name_that_is_taken():
   pairs = [make(Plain)[1:] for _ in range(2)]
   models, optimizers = (dict(zip("ab", side, strict=True)) for side in zip(*pairs, strict=True))
@@ -882,7 +890,7 @@ def test_evaluation_leaves_the_module_alone():
 @pytest.mark.parametrize("make", ["train", "evaluate"])
 def test_options_of_the_compiler_reach_it(tmp_path, make):
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.sgd(0.1))
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   objects = (model, optimizer) if make == "train" else (model,)
   make_step = nxp.train_step if make == "train" else nxp.eval_step
   batch = nxp.shard_batch(np.ones((8, 8), np.float32), plan)

@@ -8,6 +8,7 @@ import nnx_parallel as nxp
 from benchmarks.by_hand import LAYOUTS, classifier, moments_of, parameters_of, step_by_hand, transformer
 from nnx_parallel.report.program.collectives import collectives, totals
 from nnx_parallel.report.program.cost import cost
+from training import placed
 
 RNG = np.random.default_rng(0)
 DIGITS = {
@@ -25,13 +26,15 @@ def work(lowered, mesh):
   return cost(text).flops, sent
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_flops_and_bytes_sent_equal_the_hand_written_step(name, layout):
   job = JOBS[name]
   tx = optax.adamw(1e-3)
   plan = job.plan(layout, tx)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   batch = nxp.shard_batch(job.batch, plan)
   parameters = parameters_of(model)
   by_hand, state = step_by_hand(job, tx, parameters, moments_of(plan, parameters))

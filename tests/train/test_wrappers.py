@@ -15,6 +15,7 @@ from nnx_parallel.core.nodes import path_str
 from nnx_parallel.testing import assert_same_training, with_gradient_norms
 from train import models
 from train.models import RULES, Net, data, loss_fn
+from training import placed
 
 
 def net(dtype):
@@ -46,6 +47,7 @@ def assert_close(a, b, rtol=1e-5):
     np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=rtol, err_msg=name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.slow
 def test_masters_train_as_float32_parameters_do(zero):
@@ -70,6 +72,7 @@ def test_masters_train_as_float32_parameters_do(zero):
     np.testing.assert_array_equal(value, masters[name].astype(jnp.bfloat16).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_small_updates_add_up_only_with_masters():
   def moved(tx):
     model, _ = train(plan_on("dp", tx, jnp.bfloat16), data(1) * 40)
@@ -101,6 +104,7 @@ def test_bytes_of_masters_and_averages():
   nxp.check_layout(model, plan, optimizer=optimizer)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_of_them_train_like_one_device():
   tx = nxp.with_masters(nxp.skip_nonfinite(nxp.with_ema(optax.adam(1e-2, mu_dtype=jnp.bfloat16), 0.9)))
@@ -128,7 +132,7 @@ def clipped(layout):
     tx = optax.chain(clip, optax.sgd(1.0))
     rules = RULES.replace(embed=None, mlp=None) if "explicit" in mesh else RULES
     plan = nxp.plan(lambda: net(jnp.float32), place, rules, optimizer=tx, **options)
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     nxp.train_step(loss_fn, **step)(model, optimizer, nxp.shard_batch(data(1)[0][:24], plan))
     before = arrays(unplaced(jnp.float32))
     after = {path_str(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
@@ -136,6 +140,8 @@ def clipped(layout):
   return moves
 
 
+@pytest.mark.slow
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", list(CLIPPED))
 def test_clipping_is_exact(layout):
   one, many = clipped("one device"), clipped(layout)
@@ -158,7 +164,7 @@ def test_moments_in_bfloat16_are_planned_so():
 def test_ema_is_the_average_of_the_parameters():
   decay = 0.8
   plan = plan_on("dp x fsdp x tp", nxp.with_ema(optax.sgd(0.5), decay), zero=1)
-  model, optimizer = nxp.create_sharded_model(plan)
+  model, optimizer = placed(plan)
   step = nxp.train_step(loss_fn)
   expected = arrays(model)
   for batch in data():
@@ -178,6 +184,7 @@ def test_ema_of_needs_one_average():
   assert "Fix: plan(init, mesh, rules, optimizer=nxp.with_ema(tx, 0.999))" in str(error.value)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("wrap", "dtype"),
   [
@@ -228,7 +235,7 @@ def test_opaque_sam_gets_its_gradient_function_through_a_wrapper():
     plan = nxp.plan(
       lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(), optimizer=tx
     )
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     nxp.train_step(lambda model, x: (model(x) ** 2).mean())(model, optimizer, nxp.shard_batch(x, plan))
     kernels.append(np.asarray(model.kernel[...]))
   np.testing.assert_array_equal(*kernels)

@@ -13,7 +13,7 @@ import nnx_parallel as nxp
 from nnx_parallel.testing import assert_same_training, run_training, with_gradient_norms
 from train import models
 from train.models import MESHES, RULES, Net, data
-from training import run_steps
+from training import placed, run_steps
 
 
 def init():
@@ -45,7 +45,7 @@ def test_bytes_of_a_stage():
   kernels = 4 * (16 * 32 + 32 + 32 * 6)
   left = 2 * kernels // 8 + 2 * 4 * 6 + 8  # both moments; the odd bias; two counters
   assert split.bytes_per_device("optimizer") == left
-  model, optimizer = nxp.create_sharded_model(split)
+  model, optimizer = placed(split)
   nxp.train_step(loss_fn)(model, optimizer, nxp.shard_batch(data()[0], split))
   nxp.check_layout(model, split, optimizer=optimizer)
 
@@ -61,7 +61,7 @@ SCATTERED = "gradients are scattered into the layout of the optimizer state"
 
 
 def reduction(plan, live=None, microbatches=2, **options):
-  model, optimizer = live or nxp.create_sharded_model(plan)
+  model, optimizer = live or placed(plan)
   step = nxp.train_step(loss_fn, microbatches=microbatches, **options)
   step(model, optimizer, nxp.shard_batch(data()[0], plan))
   return step.reduction
@@ -72,6 +72,8 @@ def program(plan, **options):
   return step.lower(plan, batch=nxp.shard_batch(data()[0], plan)).as_text()
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_step_follows_the_stage_of_the_plan():
   one, two = plan_on("dp", zero=1), plan_on("dp", zero=2)
   assert reduction(two).endswith(SCATTERED)
@@ -87,19 +89,21 @@ def test_a_step_follows_the_stage_of_the_plan():
   )
 
 
+@pytest.mark.slow
 def test_the_stage_outlives_json_and_checkpoints(tmp_path):
   plan = plan_on("dp", zero=2)
   stored = nxp.Plan.from_json(plan.to_json(), mesh=plan.mesh, init=init, optimizer=plan.tx)
   assert (stored.zero, reduction(stored)) == (2, reduction(plan))
   assert nxp.Plan.from_json(plan_on("dp").to_json()).zero == 0
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
-    checkpointer.save(1, *nxp.create_sharded_model(plan))
+    checkpointer.save(1, *placed(plan))
     assert reduction(plan, checkpointer.restore(plan)).endswith(SCATTERED)
 
 
+@pytest.mark.nightly
 def test_several_models_each_follow_their_plan():
   plans = {"a": plan_on("dp", zero=2), "b": plan_on("dp")}
-  live = {name: nxp.create_sharded_model(plan) for name, plan in plans.items()}
+  live = {name: placed(plan) for name, plan in plans.items()}
   models, optimizers = ({name: pair[i] for name, pair in live.items()} for i in (0, 1))
 
   def both(models, x):
@@ -113,6 +117,8 @@ def test_several_models_each_follow_their_plan():
   assert (carried.count("f32[16,32]"), carried.count("f32[16,4]")) == (3, 1)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_state_in_host_memory_gives_gradients_its_split_and_not_its_place():
   plan = plan_on("dp", zero=2, optimizer_memory="pinned_host")
   near = plan_on("dp", zero=2)
@@ -167,11 +173,11 @@ def test_stages_hold_the_planned_bytes_on_each_device():
   held = {}
   for zero in (0, 1, 2):
     plan = plan_on("dp", zero=zero)
-    model, optimizer = nxp.create_sharded_model(plan)
+    model, optimizer = placed(plan)
     nxp.check_layout(model, plan, optimizer=optimizer)  # bytes of each array on each device, as planned
     held[zero] = plan.bytes_per_device("optimizer")
   assert held[1] == held[2] < held[0] / 6
-  wrong = nxp.create_sharded_model(plan_on("dp"))
+  wrong = placed(plan_on("dp"))
   with pytest.raises(nxp.errors.LayoutMismatchError, match=r"optimizer/opt_state.0.mu.up.kernel: planned"):
     nxp.check_layout(wrong[0], plan, optimizer=wrong[1])
 
@@ -218,10 +224,13 @@ def line_search(*, explicit, states=None):
   return run_steps(plan, loss, [np.arange(64, dtype=np.float32).reshape(8, 8) / 64] * 2).losses
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_line_search_on_explicit_axes():
   np.testing.assert_allclose(line_search(explicit=True), line_search(explicit=False), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_line_search_of_a_model_that_states_shardings_is_refused():
   with pytest.raises(
     nxp.errors.TrainError, match=r"does not work with ZeRO on Explicit axes(.|\n)*Fix: .*zero=0"

@@ -103,6 +103,8 @@ def two_plans(init, tx):
   ]
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("dtype", "rate"), [("float32", 1e-6), ("bfloat16", 0.3)])
 def test_wrong_gradient_shows_in_a_small_change(dtype, rate):
   found = nxp.check_step(*two_plans(lambda: Wrong(dtype), optax.sgd(rate)), doubled_on_four, X.astype(dtype))
@@ -127,6 +129,7 @@ def test_change_below_the_rounding_of_a_parameter_is_said_to_be_unseen():
   assert "2 of 3 arrays changed by the same" in str(found)
 
 
+@pytest.mark.slow
 def test_integers_keys_and_float64_are_compared_exactly():
   class Counts(Wrong):
     def __init__(self):
@@ -156,6 +159,8 @@ def test_integers_keys_and_float64_are_compared_exactly():
   assert {row.name for row in found.leaves if not row} == {"w"}
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "factor"), [("small", 5), ("large", 0.5)])
 def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
   """Its moments agree; the small part's hardly changed: that excuses a step turned round, no longer one."""
@@ -180,6 +185,7 @@ def test_optimizers_own_arithmetic_is_not_taken_for_rounding(part, factor):
   assert {row.name.partition(".")[0] for row in found.leaves if not row} == {part}
 
 
+@pytest.mark.slow
 def test_a_coarse_reduction_is_compared_with_one_device_that_reduces_nothing():
   plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), nxp.replicate(),
                   optimizer=optax.adam(1e-3))  # fmt: skip

@@ -114,6 +114,8 @@ def convolved(kernel, x):
   return jnp.square(y).sum()
 
 
+@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_kernel_gradient_that_is_summed_too_often_is_found(mended):
   mesh = mesh_of(data=2, model=4)
@@ -206,6 +208,7 @@ def test_wrong_groups_and_offsets_are_found(right, wrong):
 # No false alarm -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   ("config", "batch", "zero", "options", "shortened"),
@@ -243,6 +246,7 @@ def test_decoders_are_right(config, batch, zero, options, shortened):
   assert not [c.source for c in forward if "/nnx_parallel/layers/" in c.source]
 
 
+@pytest.mark.slow
 def test_uneven_blocks_and_shifted_sequences_are_right():
   mesh = mesh_of(data=8)
 
@@ -310,6 +314,8 @@ class Images(nnx.Module):
     return self.head(self.dropout(nnx.relu(self.second(x)).mean((1, 2))))
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_convolutions_pooling_batch_statistics_and_dropout_are_right():
   plan = nxp.plan(
     lambda: Images(nnx.Rngs(0)),
@@ -412,6 +418,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_evaluator_computes_what_jax_computes(name):
   function, *shapes = PROGRAMS[name]
