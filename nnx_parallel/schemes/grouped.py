@@ -127,17 +127,44 @@ def _product(eqn: JaxprEqn, inputs: list[_Value], sizes: jax.Array) -> jax.Array
   of_row, of_weight = contracted if left.of == "row" else contracted[::-1]
   x, own = _free_first(row.array, of_row)
   w, others = _free_first(weight.array, of_weight)
-  result = jax.lax.ragged_dot(
-    x.reshape(-1, x.shape[-1]),
-    w.swapaxes(1, 2),
-    sizes * x.shape[1],
-    precision=eqn.params["precision"],
-    preferred_element_type=eqn.params["preferred_element_type"],
-  ).reshape(len(x), *own, *others)
+  multiply = _multiplication(eqn.params["precision"], eqn.params["preferred_element_type"])
+  result = multiply(x.reshape(-1, x.shape[-1]), w.swapaxes(1, 2), sizes * x.shape[1])
+  result = result.reshape(len(x), *own, *others)
   if left.of == "row":
     return result
   order = [*range(1 + len(own), result.ndim), *range(1, 1 + len(own))]
   return result.transpose(0, *order)
+
+
+@functools.cache
+def _multiplication(precision: Any, dtype: Any) -> Callable[..., jax.Array]:
+  """`jax.lax.ragged_dot`; `jax.vmap` maps it, and its derivatives, one after the other."""
+
+  def general(contracted: tuple[int, int], of_groups: Sequence[int]) -> Callable[..., jax.Array]:
+    left, right = contracted
+    dims = jax.lax.RaggedDotDimensionNumbers((((left,), (right,)), ((), ())), [0], of_groups)
+
+    @jax.custom_batching.sequential_vmap
+    def run(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+      return jax.lax.ragged_dot_general(x, y, sizes, dims, precision=precision, preferred_element_type=dtype)
+
+    return run
+
+  by_row, by_weight = general((1, 2), [0]), general((0, 0), [])
+
+  @jax.custom_vjp
+  def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return general((1, 1), [0])(x, w, sizes)
+
+  def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, PyTree]:
+    return multiply(x, w, sizes), (x, w, sizes)
+
+  def backward(kept: PyTree, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, sizes = kept
+    return by_row(g, w, sizes).astype(x.dtype), by_weight(x, g, sizes).astype(w.dtype), None
+
+  multiply.defvjp(forward, backward)
+  return multiply
 
 
 def _free_first(x: AnyArray, contracted: Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.schemes.grouped import NotGroupedError, can_be_grouped, grouped
 
 EXPERTS, WIDTH, HIDDEN, SIZES = 4, 6, 10, (3, 0, 5, 2)
@@ -91,9 +92,32 @@ def test_values_and_gradients_are_those_of_each_expert_alone(function):
 
 def test_products_are_grouped_products():
   program = jax.make_jaxpr(lambda *args: grouped(gated, *args))(*drawn(), jnp.array(SIZES))
-  names = [eqn.primitive.name for eqn in program.eqns]
+  names = [eqn.primitive.name for eqn in equations(program)]
   assert names.count("ragged_dot_general") == 3
   assert "dot_general" not in names
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 1)], ids=["rows", "weights", "both"])
+def test_it_can_be_mapped(axes):
+  def of(n):
+    return [
+      some if axis is None else jax.tree.map(lambda x: x / (n + 1), some)
+      for some, axis in zip(drawn(), axes, strict=True)
+    ]
+
+  def run(parameters, rows):
+    return jax.value_and_grad(lambda *args: (grouped(gated, *args, jnp.array(SIZES)) ** 2).sum(), (0, 1))(
+      parameters, rows
+    )
+
+  stacked = [
+    first if axis is None else jax.tree.map(lambda *xs, axis=axis: jnp.stack(xs, axis), first, second)
+    for first, second, axis in zip(of(0), of(1), axes, strict=True)
+  ]
+  found = jax.jit(jax.vmap(run, axes))(*stacked)
+  for n in range(2):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(run(*of(n))), strict=True):
+      np.testing.assert_allclose(a[n], b, rtol=1e-5, atol=1e-5)
 
 
 REFUSED = {
