@@ -142,6 +142,10 @@ def large() -> list[Row]:
     "decoder of 70B, written by hand": "decoder by hand, fsdp 256, no option",
     "decoder of 70B, unedited": "decoder, fsdp 256, no option",
     "decoder of 70B, unedited, SparseCores": "decoder, fsdp 256, SparseCore",
+    "mixture of 141B, MaxText's own": "mixture of 8 of MaxText, fsdp 32 x expert 8, no option",
+    "mixture of 141B, MaxText's own, SparseCores": "mixture of 8 of MaxText, fsdp 32 x expert 8, SparseCore",
+    "mixture of 141B": "mixture of 8, fsdp 32 x expert 8, no option",
+    "mixture of 141B, SparseCores": "mixture of 8, fsdp 32 x expert 8, SparseCore",
     "mixture of 107B": "mixture, fsdp 32 x expert 8, no option",
     "mixture of 107B, SparseCores": "mixture, fsdp 32 x expert 8, SparseCore",
   }
@@ -251,7 +255,7 @@ HEADLINES = (
     decoder,
   ),
   Headline(
-    "Models of 70B and 107B parameters, compiled for 256 TPU v5p",
+    "Models of 70B to 141B parameters, compiled for 256 TPU v5p",
     "Each chip computes one sequence of 4096 tokens, with rematerialized layers. The column `exposed` shows"
     " the bytes that a chip sends while it computes nothing, according to the schedule of the compiler."
     " [A guide](../guides/32-what-does-my-step-send.md#compiler-options) shows the options for the"

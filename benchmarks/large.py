@@ -43,16 +43,21 @@ SPARSE = decoders.Config(
 MIXTRAL = decoders.Config(
   vocab=32_768, width=6144, heads=48, kv_heads=8, head_dim=128, hidden=16_384, depth=56, dtype="bfloat16"
 )
-EXPERT_RULES = nxp.PathRules(
-  {
-    r".*\.mlp\.(gate|up)": ("expert", "fsdp", None),
-    r".*\.mlp\.down": ("expert", None, "fsdp"),
-    r".*\.router\.kernel": ("fsdp", None),
-    r".*\.shared\.(gate|up)\.kernel": ("fsdp", None),
-    r".*\.shared\.down\.kernel": (None, "fsdp"),
-  },
-  optional=True,
-)
+ALL = ("fsdp", "expert")
+MIXTURE_RULES = [
+  nxp.LogicalRules(batch=("data", *ALL)),
+  nxp.PathRules(
+    {
+      r".*\.mlp\.(gate|up)": ("expert", "fsdp", None),
+      r".*\.mlp\.down": ("expert", None, "fsdp"),
+      r"embed\.embedding": (None, ALL),
+      r"(.*\.)?(q|k|v|gate|up|router|head)\.kernel": (ALL, None),
+      r".*\.(o|down)\.kernel": (None, ALL),
+      r"(.*\.)?norm\d?\.scale": (None,),
+    },
+    optional=True,
+  ),
+]
 
 
 def expert(p: Mapping[str, jax.Array], rows: jax.Array) -> jax.Array:
@@ -143,7 +148,7 @@ MODELS = {
   **{
     name: Model(
       functools.partial(mixture, *sizes),
-      [RULES[0].replace(batch=("data", "fsdp", "expert")), EXPERT_RULES, RULES[1]],
+      MIXTURE_RULES,
       decoders.loss,
       TOKENS,
       FOUND,

@@ -37,28 +37,31 @@ def grouped(function: ExpertFn, parameters: PyTree, rows: jax.Array, sizes: jax.
     NotGroupedError: the function is not made of operations that can be grouped: see `can_be_grouped`.
   """
   one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), parameters)
-  program = jax.make_jaxpr(function)(one, jax.ShapeDtypeStruct((1, *rows.shape[1:]), rows.dtype))
+  row = jax.ShapeDtypeStruct((1, *rows.shape[1:]), rows.dtype)
+  program, result = jax.make_jaxpr(function, return_shape=True)(one, row)
+  if result.shape[:-1] != (1,):
+    raise NotGroupedError("the result is not a row for each row")
   ends = jnp.cumsum(sizes, dtype=jnp.int32)
   experts = jnp.searchsorted(ends, jnp.arange(len(rows), dtype=jnp.int32), side="right")
   values = [_Value(leaf, "expert") for leaf in jax.tree.leaves(parameters)]
   rule = functools.partial(_run, sizes, experts)
-  (result,) = interpret(program, [*values, _Value(rows[:, None], "row")], rule, lambda x: _Value(x, "same"))
-  return _by_row(result, experts)[:, 0]
+  (found,) = interpret(program, [*values, _Value(rows[:, None], "row")], rule, lambda x: _Value(x, "same"))
+  return _by_row(found, experts)[:, 0]
 
 
 def can_be_grouped(function: ExpertFn, parameters: PyTree, rows: jax.Array) -> bool:
   """Whether `grouped` can run a function.
 
   It can't if an operation other than a product takes a weight that is larger than a row: each row would get a
-  copy. It can't if the function draws random numbers, which differ for each row of a block, or if Explicit
-  axes shard the weights.
+  copy. It can't if the function draws random numbers, which differ for each row of a block, if it takes more
+  than one row at a time, or if Explicit axes shard the weights.
   """
   sizes = jax.ShapeDtypeStruct((jax.tree.leaves(parameters)[0].shape[0],), jnp.int32)
   if any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(parameters)):
     return False
   try:
     jax.eval_shape(functools.partial(grouped, function), parameters, rows, sizes)
-  except NotGroupedError:
+  except Exception:  # noqa: BLE001 (with one row, the function may raise anything; blocks have more rows)
     return False
   return True
 
