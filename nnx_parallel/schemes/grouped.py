@@ -111,20 +111,17 @@ def _by_row(value: _Value, experts: jax.Array) -> jax.Array:
   """An array for each row: that of its expert, or the same for all."""
   if value.of == "expert":
     return value.array.at[experts].get(mode="fill", fill_value=0)
-  return (
-    jnp.broadcast_to(value.array, (len(experts), *value.array.shape)) if value.of == "same" else value.array
-  )
+  if value.of == "same":
+    return jnp.broadcast_to(value.array, (len(experts), *value.array.shape))
+  return value.array
 
 
 def _product(eqn: JaxprEqn, inputs: list[_Value], sizes: jax.Array) -> jax.Array:
   """The product of a row and a weight, in either order, as a grouped product."""
   left, right = inputs
-  (contracted, batch) = eqn.params["dimension_numbers"]
-  if (
-    any(batch)
-    or eqn.params["out_sharding"] is not None
-    or not all(map(is_inexact, (left.array, right.array)))
-  ):
+  contracted, batch = eqn.params["dimension_numbers"]
+  real = is_inexact(left.array) and is_inexact(right.array)
+  if any(batch) or eqn.params["out_sharding"] is not None or not real:
     raise NotGroupedError("dot_general")
   row, weight = (left, right) if left.of == "row" else (right, left)
   of_row, of_weight = contracted if left.of == "row" else contracted[::-1]
