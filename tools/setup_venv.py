@@ -57,20 +57,30 @@ def check_same_python(venv: str, python: str, version: tuple) -> None:
     )
 
 
+def stamp_of(venv: str) -> str:
+  """The file in an environment that says for which fingerprints it is up to date."""
+  return os.path.join(venv, "nnx-parallel-setup")
+
+
+def is_set_up(venv: str, wanted: str) -> bool:
+  """Whether the stamp of an environment has a fingerprint, and no set-up is under way or was interrupted."""
+  if not os.path.exists(stamp_of(venv)) or os.path.exists(stamp_of(venv) + ".unfinished"):
+    return False
+  with open(stamp_of(venv)) as file:
+    return wanted in file.read().split()
+
+
 def setup(venv: str, extras: list) -> None:
   """Makes or refreshes the environment, unless its stamp says that it is up to date."""
   version = tuple(sys.version_info[:2])
   python = os.path.join(venv, "bin", "python")
-  stamp = os.path.join(venv, "nnx-parallel-setup")
+  stamp = stamp_of(venv)
   unfinished = stamp + ".unfinished"
   if os.path.lexists(python) and not os.path.exists(unfinished):
     check_same_python(venv, python, version)
-  wanted = fingerprint(version, extras)
+  if is_set_up(venv, fingerprint(version, extras)):
+    return
   if os.path.exists(stamp):
-    with open(stamp) as file:
-      done = file.read().split()
-    if wanted in done:
-      return
     print(f"refreshing {venv}", flush=True)
   else:
     print(
@@ -96,7 +106,10 @@ def setup(venv: str, extras: list) -> None:
 
 
 def main() -> None:
-  """Checks the Python that runs this, then sets up under a lock: two `make` may run at once."""
+  """Checks the Python that runs this, then sets up under a lock: two `make` may run at once.
+
+  An environment that is up to date needs no lock, which another one may hold for minutes.
+  """
   if sys.version_info < OLDEST:
     sys.exit(
       f"nnx-parallel needs Python {dotted(OLDEST)} or newer, but {sys.executable} is Python"
@@ -113,6 +126,8 @@ def main() -> None:
       "  Fix: install its venv package (Debian, Ubuntu: apt install python3-venv), or name another"
       " Python: make test PYTHON=python3.13"
     )
+  if is_set_up(sys.argv[1], fingerprint(tuple(sys.version_info[:2]), sys.argv[2:])):
+    return
   with open(os.path.abspath(__file__)) as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     setup(sys.argv[1], sys.argv[2:])

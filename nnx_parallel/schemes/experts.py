@@ -547,7 +547,9 @@ def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
   def body(n: jax.Array | int, state: PyTree) -> PyTree:
     places = n * size + jnp.arange(size, dtype=jnp.int32)
     # The last expert with choices also gets the repeated ones. If there are no choices, no row has an expert.
-    ends = jnp.where(queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), size) * (end > 0)
+    ends = jnp.where(
+      queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), jnp.where(end > 0, size, 0)
+    )
     function = functools.partial(_grouped, kind.function, jnp.diff(ends, prepend=0))
     choices = queues.order[jnp.minimum(places, end - 1)]
     return visit(_Part(choices, places < end, function, parameters, jnp.add), state)
