@@ -144,20 +144,18 @@ def _multiplication(precision: Any, dtype: Any) -> Callable[..., jax.Array]:
     left, right = contracted
     dims = jax.lax.RaggedDotDimensionNumbers((((left,), (right,)), ((), ())), [0], of_groups)
 
+    @jax.jit  # `sequential_vmap` makes a new object in each trace, and layers are equal if their traces are
     @jax.custom_batching.sequential_vmap
     def run(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
       return jax.lax.ragged_dot_general(x, y, sizes, dims, precision=precision, preferred_element_type=dtype)
 
     return run
 
-  by_row, by_weight = general((1, 2), [0]), general((0, 0), [])
-
-  @jax.custom_vjp
-  def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    return general((1, 1), [0])(x, w, sizes)
+  plain, by_row, by_weight = general((1, 1), [0]), general((1, 2), [0]), general((0, 0), [])
+  multiply = jax.custom_vjp(plain)
 
   def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, PyTree]:
-    return multiply(x, w, sizes), (x, w, sizes)
+    return plain(x, w, sizes), (x, w, sizes)
 
   def backward(kept: PyTree, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = kept

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.keys import identity
 from nnx_parallel.schemes.grouped import NotGroupedError, can_be_grouped, grouped
 
 EXPERTS, WIDTH, HIDDEN, SIZES = 4, 6, 10, (3, 0, 5, 2)
@@ -95,6 +96,12 @@ def test_products_are_grouped_products():
   names = [eqn.primitive.name for eqn in equations(program)]
   assert names.count("ragged_dot_general") == 3
   assert "dot_general" not in names
+
+
+def test_equal_experts_of_two_layers_have_equal_traces():
+  """Or the layers would not be found as equal layers."""
+  traced = [jax.make_jaxpr(lambda *args: grouped(gated, *args))(*drawn(), jnp.array(SIZES)) for _ in range(2)]
+  assert identity(traced[0]) == identity(traced[1])
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 1)], ids=["rows", "weights", "both"])
