@@ -235,10 +235,10 @@ NOTES = [
   " FSDP: the weights are gathered twice and the gradients are reduce-scattered once, in bfloat16, 6 bytes"
   " for each parameter. Exposed: what no computation overlaps with in the compiler's schedule.",
   "Mixtures: on TPUs, an exchange of tokens is ragged; it is counted with the full size of its buffers. Those"
-  " of MaxText have a row for each token of the 8 devices that exchange tokens. Here, the numbers of rounds and"
-  " of blocks of rows depend on the tokens: the bytes are those of the first round, whose buffers are 1.1 times"
-  " those of an even load, and of one further round, a quarter of its size; FLOPs are not given. FLOPs do not"
-  " include kernels (the fused attention, grouped products).",
+  " of MaxText have a row for each token of the 8 devices that exchange tokens. Here, the numbers of rounds"
+  " and of blocks of rows depend on the tokens: the bytes are those of the first round, whose buffers are 1.1"
+  " times those of an even load, and of one further round, a quarter of its size; FLOPs are not given. FLOPs"
+  " do not include kernels (the fused attention, grouped products).",
 ]
 
 
