@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import os
-import re
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
+from benchmarks.overlap import estimates
+from nnx_parallel.core import hlo
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.topology import missing_compiler, read_machine
 from nnx_parallel.schemes import experts as schemes_experts
@@ -142,7 +143,7 @@ def products(record: Record, count: int, top_k: int, tokens: int, width: int, hi
         width=width,
         hidden=hidden,
       )
-    cycles = cycles_of(compiled.as_text(), tokens * top_k / 512 + count / 2)
+    cycles = cycles_of(hlo.parse(compiled.as_text()), tokens * top_k / 512 + count / 2)
     if name == "grouped":  # forward, again in the backward pass, and two products for each there
       cycles += 2 * 3 * tokens * top_k * width * hidden * 4 / FLOPS_OF_CYCLE
     temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
@@ -151,18 +152,14 @@ def products(record: Record, count: int, top_k: int, tokens: int, width: int, hi
     record.value(f"{name}: temporaries", temporaries, "MiB", group=group)
 
 
-def cycles_of(text: str, blocks: float) -> float:
-  """The TPU compiler's estimate of cycles; loops over blocks run `blocks` times, other loops once."""
-  cycles: dict[str, int] = {}
-  of = ""
-  for line in text.splitlines():
-    if found := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-      of = found[1]
-    if found := re.search(r'"estimated_cycles":"(\d+)"', line):
-      cycles[of] = cycles.get(of, 0) + int(found[1])
-  assert re.search(r"^ENTRY %?" + re.escape(of), text, re.MULTILINE)  # comes last
-  loops = [n for name, n in cycles.items() if name != of]
-  return cycles[of] + sum(n * (blocks if n > 50_000 else 1) for n in loops)
+def cycles_of(program: hlo.Program, blocks: float) -> float:
+  """The TPU compiler's estimate of cycles; loops of unknown length, over blocks, run `blocks` times."""
+  total = 0.0
+  for run, estimate in estimates(program):
+    loop = run.caller is not None and run.caller.opcode == "while"
+    over_blocks = loop and program.trips(run.caller) is None
+    total += run.times * estimate * (blocks if over_blocks else 1)
+  return total
 
 
 def main() -> None:

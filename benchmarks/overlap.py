@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -348,6 +348,15 @@ _STRATEGY = re.compile(r"(\w*Strategy\w*)\{colors:(\d)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
+def estimates(program: hlo.Program) -> Iterator[tuple[hlo.Executed, int]]:
+  """The operations that run, each with the cycles that the compiler estimates for it."""
+  for run in program.executed():
+    found = _ESTIMATE.search(run.instruction.rest)
+    inside = run.caller is not None and run.caller.opcode not in ("while", "conditional", "call")
+    if found and not inside and run.instruction.opcode != "while":
+      yield run, int(found[1])
+
+
 def cycles(program: hlo.Program) -> tuple[int, int]:
   """The estimated cycles of all computations, and of the computations that run during a collective."""
   within, parts = set[str](), defaultdict[str, list[str]](list)
@@ -360,13 +369,9 @@ def cycles(program: hlo.Program) -> tuple[int, int]:
       parts[_CHANNEL.findall(run.instruction.rest)[0]].append(run.caller.name)
   within.update(name for names in parts.values() for name in names)
   total = hidden = 0
-  for run in program.executed():
-    found = _ESTIMATE.search(run.instruction.rest)
-    inside = run.caller is not None and run.caller.opcode not in ("while", "conditional", "call")
-    if found is None or inside or run.instruction.opcode == "while":
-      continue
-    total += run.times * int(found[1])
-    hidden += run.times * int(found[1]) * (run.instruction.name in within)
+  for run, estimate in estimates(program):
+    total += run.times * estimate
+    hidden += run.times * estimate * (run.instruction.name in within)
   return total, hidden
 
 

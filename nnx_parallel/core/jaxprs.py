@@ -74,6 +74,11 @@ def is_call(eqn: JaxprEqn) -> bool:
   return eqn.primitive.name in CALLS
 
 
+def is_random(eqn: JaxprEqn) -> bool:
+  """Whether an operation draws random numbers, or changes their keys."""
+  return any(part in eqn.primitive.name for part in ("random", "rng_", "threefry"))
+
+
 def is_call_or_checkpoint(eqn: JaxprEqn) -> bool:
   """Whether an operation calls a program, and perhaps computes it again in the backward pass."""
   return is_call(eqn) or is_checkpoint(eqn)

@@ -39,6 +39,7 @@ from nnx_parallel.core.jaxprs import (
   has_rule,
   is_checkpoint,
   is_inexact,
+  is_random,
   opened,
   params_of,
   struct,
@@ -426,7 +427,7 @@ def _check_leaves(body: Jaxpr, match: Softmax, tiles: Tiles, names: set[int]) ->
     made = tiles.made(var)
     if made is None or not names <= {name for name, _, _ in labels}:
       continue
-    if "random" in made.primitive.name or "threefry" in made.primitive.name:
+    if is_random(made):
       raise NotByBlocks(f"{match}: dropout is between it and its product ({described(made)})")
     if math.prod(var.aval.shape) >= math.prod(scores.aval.shape):
       raise NotByBlocks(f"{match}: {described(made)} cannot be evaluated by blocks")

@@ -84,8 +84,9 @@ def experts(
       which all sets of experts are equally probable.
     block: without `capacity`, the number of rows that an expert computes at a time. None: 512, and on TPUs
       2048. On TPUs, all experts of a device compute their rows together, `block` rows for each expert on
-      average, with grouped products (`jax.lax.ragged_dot`); but not if `expert_fn` draws random numbers or
-      does more with a weight than to multiply rows by it, or if Explicit axes shard the weights.
+      average, with grouped products (`jax.lax.ragged_dot`). They compute their rows in blocks if `expert_fn`
+      draws random numbers or does more with a weight than multiply rows by it, or if Explicit axes shard the
+      weights.
 
   Returns:
     The sums, of global shape (tokens..., features of the result), in the dtype of the results; and the number
@@ -184,7 +185,7 @@ class _Kind:
     capacity: slots for each pair of a device and an expert; None: no capacity.
     buffer: slots for the tokens of each pair of devices in the first round.
     block: rows that an expert computes at a time, if the user chose.
-    even: the share of slots for choices of a round that choices of an even load fill.
+    even: the fraction of the slots for choices in a round that are filled if the load is even.
     mesh: the mesh; None: one device.
     mapped: mesh axes of an enclosing `jax.vmap`.
   """
@@ -221,11 +222,12 @@ class _Kind:
     return x if self.axis is None else jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
   def exchanged_filled(
-    self, x: jax.Array, sent: jax.Array, received: jax.Array, into: jax.Array
+    self, x: jax.Array, sent: jax.Array, received: jax.Array, spare: jax.Array | None = None
   ) -> jax.Array:
     """As `exchanged`, but only the first `sent` rows of each part have tokens.
 
-    The other rows may not be sent: then the result has those of `into`, an array like `x`.
+    The other rows may not be sent: the result then has arbitrary numbers there. `spare` is an array that is
+    no longer needed: the result takes its memory, if it has the shape and dtype of `x`.
     """
     if self.axis is None:
       return x
@@ -236,6 +238,9 @@ class _Kind:
     # `x`, so they are mapped if `x` is mapped.
     zero = jnp.where(x[:1, :1].sum() > 0, 0, 0).astype(jnp.int32)
     starts, there, sent, received = (count + zero for count in (starts, there, sent, received))
+
+    same = spare is not None and (spare.shape, spare.dtype) == (x.shape, x.dtype)
+    into = spare if same else jax.lax.empty(x.shape, x.dtype)
 
     def ragged(x: jax.Array, into: jax.Array) -> jax.Array:
       # The exchange has a layout of its own. The barrier keeps the compiler from computing `x` in this
@@ -477,16 +482,14 @@ class _Round:
   def send(self, x: jax.Array) -> jax.Array:
     """Sends the tokens of this device, and returns the rows that arrive from all devices."""
     rows = _read(x, self.tokens)
-    return self.kind.exchanged_filled(rows, self.sent, self.received, jax.lax.empty(rows.shape, rows.dtype))
+    return self.kind.exchanged_filled(rows, self.sent, self.received)
 
   def send_back(self, rows: jax.Array, arrived: jax.Array) -> jax.Array:
     """Returns the rows to their devices; for each token, the float32 sum of the rows that it gets back.
 
-    `arrived` are the rows from which they were computed, whose memory the exchange takes.
+    `arrived` are the rows from which they were computed; they are no longer needed.
     """
-    same = (arrived.shape, arrived.dtype) == (rows.shape, rows.dtype)
-    into = arrived if same else jax.lax.empty(rows.shape, rows.dtype)
-    rows = self.kind.exchanged_filled(rows, self.received, self.sent, into)
+    rows = self.kind.exchanged_filled(rows, self.received, self.sent, arrived)
     return _read(rows, self.slots).astype(jnp.float32).sum(0)
 
 
@@ -498,8 +501,8 @@ class _Part:
     choices: their numbers. At the end of a part, the last choice may be repeated.
     exist: False for a repeated choice.
     function: computes their rows, `(parameters, rows) -> rows`.
-    parameters: what the function takes of the parameters of all experts.
-    add: adds the gradient of what it takes to the sum for the parameters of all experts.
+    parameters: the parameters that the function takes, of one expert or of all experts.
+    add: `(sum, gradient) -> sum`, adds the gradient of `parameters` to the sum for all experts.
   """
 
   choices: jax.Array
@@ -517,7 +520,7 @@ def _in_parts(
 ) -> PyTree:
   """The state after all parts of the choices of a round; `visit(part, state)` handles one."""
   blocks, groups = (functools.partial(f, kind, queues, parameters, visit) for f in (_in_blocks, _in_groups))
-  if can_be_grouped(kind.function, parameters, x):
+  if can_be_grouped(kind.function, parameters, x, kind.own):
     return jax.lax.platform_dependent(state, tpu=groups, default=blocks)
   return blocks(state)
 
@@ -539,7 +542,7 @@ def _in_blocks(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
 
 
 def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, state: PyTree) -> PyTree:
-  """Each part has choices of several experts; the first part has all choices of an even load if it may."""
+  """Each part has choices of several experts: all choices of an even load, unless `block` limits a part."""
   size = min(kind.even * queues.order.size, (kind.block or 2048) * kind.own)
   size = math.ceil(size / TILE) * TILE
   end = queues.ends[-1]
@@ -550,16 +553,12 @@ def _in_groups(kind: _Kind, queues: _Queues, parameters: PyTree, visit: Visit, s
     ends = jnp.where(
       queues.ends < end, jnp.clip(queues.ends - n * size, 0, size), jnp.where(end > 0, size, 0)
     )
-    function = functools.partial(_grouped, kind.function, jnp.diff(ends, prepend=0))
+    function = functools.partial(grouped, kind.function, sizes=jnp.diff(ends, prepend=0))
     choices = queues.order[jnp.minimum(places, end - 1)]
     return visit(_Part(choices, places < end, function, parameters, jnp.add), state)
 
   state = body(0, state)
   return jax.lax.fori_loop(1, -(-end // size), body, state) if size < queues.order.size else state
-
-
-def _grouped(function: ExpertFn, sizes: jax.Array, parameters: PyTree, rows: jax.Array) -> jax.Array:
-  return grouped(function, parameters, rows, sizes)
 
 
 def _of_one(parameters: PyTree, expert: jax.Array | int = 0) -> PyTree:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.interpret import interpret
-from nnx_parallel.core.jaxprs import bind, called, is_call, is_inexact
+from nnx_parallel.core.jaxprs import bind, called, is_call, is_inexact, is_random
 from nnx_parallel.core.types import AnyArray, JaxprEqn, PyTree
 
 ExpertFn = Callable[[Any, Any], Any]
@@ -49,14 +49,14 @@ def grouped(function: ExpertFn, parameters: PyTree, rows: jax.Array, sizes: jax.
   return _by_row(found, experts)[:, 0]
 
 
-def can_be_grouped(function: ExpertFn, parameters: PyTree, rows: jax.Array) -> bool:
-  """Whether `grouped` can run a function.
+def can_be_grouped(function: ExpertFn, parameters: PyTree, rows: jax.Array, count: int) -> bool:
+  """Whether `grouped` can run a function for `count` experts.
 
   It can't if an operation other than a product takes a weight that is larger than a row: each row would get a
   copy. It can't if the function draws random numbers, which differ for each row of a block, if it takes more
   than one row at a time, or if Explicit axes shard the weights.
   """
-  sizes = jax.ShapeDtypeStruct((jax.tree.leaves(parameters)[0].shape[0],), jnp.int32)
+  sizes = jax.ShapeDtypeStruct((count,), jnp.int32)
   if any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(parameters)):
     return False
   try:
@@ -72,7 +72,7 @@ class NotGroupedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """A value of the trace: the `same` for all rows, or one in dim 0 for each `expert` or `row`."""
+  """A value of the trace: the `same` array for all rows, or arrays for each `expert` or `row` along dim 0."""
 
   array: jax.Array
   of: Literal["same", "expert", "row"]
@@ -83,7 +83,7 @@ def _run(sizes: jax.Array, experts: jax.Array, eqn: JaxprEqn, inputs: list[_Valu
   if is_call(eqn):
     rule = functools.partial(_run, sizes, experts)
     return interpret(called(eqn), inputs, rule, lambda x: _Value(x, "same"))
-  if eqn.primitive.name.startswith(("random_", "rng_", "threefry")):
+  if is_random(eqn):
     raise NotGroupedError(eqn.primitive.name)
   kinds = {value.of for value in inputs}
   if "row" not in kinds:
@@ -108,7 +108,7 @@ def _size(value: _Value) -> int:
 
 
 def _by_row(value: _Value, experts: jax.Array) -> jax.Array:
-  """An array for each row: that of its expert, or the same for all."""
+  """An array for each row: the array of its expert, or the same array for all rows."""
   if value.of == "expert":
     return value.array.at[experts].get(mode="fill", fill_value=0)
   if value.of == "same":

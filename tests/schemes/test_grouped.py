@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import nnx_parallel as nxp
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.keys import identity
 from nnx_parallel.schemes.grouped import NotGroupedError, can_be_grouped, grouped
@@ -65,7 +68,7 @@ def drawn(dtype=jnp.float32):
 @pytest.mark.parametrize("function", [gated, weight_first, heads, normed, of_a_module, in_bfloat16])
 def test_values_and_gradients_are_those_of_each_expert_alone(function):
   parameters, rows = drawn(jnp.bfloat16 if function is in_bfloat16 else jnp.float32)
-  assert can_be_grouped(function, parameters, rows)
+  assert can_be_grouped(function, parameters, rows, EXPERTS)
 
   def alone(parameters, rows):
     ends = np.cumsum(SIZES)
@@ -102,6 +105,59 @@ def test_equal_experts_of_two_layers_have_equal_traces():
   """Or the layers would not be found as equal layers."""
   traced = [jax.make_jaxpr(lambda *args: grouped(gated, *args))(*drawn(), jnp.array(SIZES)) for _ in range(2)]
   assert identity(traced[0]) == identity(traced[1])
+
+
+OPERATIONS = {
+  "up": lambda p, x: x @ p["up"] if x.shape[-1] == WIDTH else x,
+  "down": lambda p, x: jnp.einsum("hd,...h->...d", p["down"], x) if x.shape[-1] == HIDDEN else x,
+  "bias": lambda p, x: x + p["wide" if x.shape[-1] == HIDDEN else "narrow"],
+  "scalar": lambda p, x: jnp.where(p["scalar"] > 0, x, x * p["scalar"]),
+  "activation": lambda p, x: jax.nn.relu(x) + jax.nn.gelu(x),
+  "norm": lambda p, x: x / (1 + jnp.linalg.norm(x + 0.1, axis=-1, keepdims=True)),
+  "jit": lambda p, x: jax.jit(lambda x, b: jnp.tanh(x) * b.sum())(x, p["narrow"]),
+  "loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda n, x: jnp.sin(x) + n, x),
+  "branch": lambda p, x: jax.lax.cond(p["scalar"] > 0, jnp.sin, jnp.cos, x),
+  "flipped": lambda p, x: jnp.concatenate([x[..., ::-1][..., :2], x[..., 2:]], -1),
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(
+  names=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6),
+  sizes=st.lists(st.integers(0, 4), min_size=EXPERTS, max_size=EXPERTS),
+)
+def test_any_chain_of_operations_is_that_of_each_expert_alone(names, sizes):
+  parameters, _ = drawn()
+  rows = jnp.asarray(np.random.default_rng(1).normal(size=(sum(sizes), WIDTH)), jnp.float32)
+
+  def chain(p, x):
+    for name in names:
+      x = OPERATIONS[name](p, x)
+    return x
+
+  def alone(parameters, rows):
+    own = jax.tree.map(lambda leaf: leaf[np.repeat(np.arange(EXPERTS), sizes)], parameters)
+    return jax.vmap(lambda p, x: chain(p, x[None])[0])(own, rows)
+
+  def together(parameters, rows):
+    return grouped(chain, parameters, rows, jnp.array(sizes))
+
+  def with_gradients(run):
+    loss = lambda *args: ((run(*args) ** 2).sum(), run(*args))
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(parameters, rows)
+
+  assert can_be_grouped(chain, parameters, rows, EXPERTS)
+  for a, b in zip(*(jax.tree.leaves(with_gradients(f)) for f in (together, alone)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_without_parameters():
+  _, rows = drawn()
+  assert can_be_grouped(lambda _, rows: rows * 2, {}, rows, EXPERTS)
+  routing = nxp.parallel.route(rows[:, :EXPERTS], 2)
+  found, _ = nxp.parallel.experts(lambda _, rows: rows * 2, {}, rows, routing)
+  np.testing.assert_allclose(found, rows * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 1)], ids=["rows", "weights", "both"])
@@ -142,6 +198,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_functions_are_not_grouped(case):
   parameters, rows = drawn()
-  assert not can_be_grouped(REFUSED[case], parameters, rows)
+  assert not can_be_grouped(REFUSED[case], parameters, rows, EXPERTS)
   with pytest.raises(TypeError if case == "rows in pairs" else NotGroupedError):
     grouped(REFUSED[case], parameters, rows, jnp.array(SIZES))

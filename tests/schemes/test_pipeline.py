@@ -737,7 +737,7 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
       functools.partial(Hidden, 4),
       stages,
       {},
-      r"(?s)a pipeline does not reach layers inside.*Fix: @nnx\.remat",
+      r"(?s)a pipeline does not reach layers inside remat.*Fix: @nnx\.remat",
     ),
     (
       functools.partial(Model, 4),
