@@ -7,8 +7,9 @@ compared byte by byte.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from flax import nnx
 import nnx_parallel as nxp
 
 Arrays = dict[str, jax.Array]
+Implementation = Literal["xla", "cudnn"]
 
 LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
   "dp": ({"data": 8}, 0),
@@ -172,17 +174,33 @@ class Transformer(nnx.Module):
     return self.head(self.norm(x))
 
 
-def transformer(width: int, heads: int, layers: int, batch: int, length: int, vocabulary: int = 256) -> Job:
-  """A decoder on random `tokens` (batch, length + 1)."""
+def transformer(
+  width: int,
+  heads: int,
+  layers: int,
+  batch: int,
+  length: int,
+  vocabulary: int = 256,
+  *,
+  attention: Implementation = "xla",
+  remat: bool = False,
+) -> Job:
+  """A decoder on random `tokens` (batch, length + 1).
+
+  Only the function by hand has the attention of `jax.nn.dot_product_attention`, and rematerialized blocks.
+  """
   tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1)).astype(np.int32)
 
   def loss(model: Transformer, batch: Arrays) -> jax.Array:
     return _nats(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
 
+  block = functools.partial(_block_by_hand, heads=heads, attention=attention)
+  block = jax.checkpoint(block) if remat else block
+
   def by_hand(p: Arrays, batch: Arrays) -> jax.Array:
     x = jnp.take(p["embed.embedding"], batch["tokens"][:, :-1], axis=0)
     for i in range(layers):
-      x = _block_by_hand({name: p[f"layers.{i}.{name}"] for name in _PARTS}, x, heads)
+      x = block({name: p[f"layers.{i}.{name}"] for name in _PARTS}, x)
     return _nats(_norm(x, p["norm.scale"]) @ p["head.kernel"], batch["tokens"][:, 1:])
 
   return Job(lambda: Transformer(vocabulary, width, heads, layers), loss, by_hand, {"tokens": tokens})
@@ -194,10 +212,10 @@ _PARTS = (
 )  # fmt: skip
 
 
-def _block_by_hand(p: Arrays, x: jax.Array, heads: int) -> jax.Array:
+def _block_by_hand(p: Arrays, x: jax.Array, heads: int, attention: Implementation) -> jax.Array:
   y = _norm(x, p["before_attention.scale"])
   q, k, v = (_heads(y @ p[f"{name}.kernel"], heads) for name in "qkv")
-  x = x + _attention(q, k, v) @ p["out.kernel"]
+  x = x + _attention(q, k, v, attention) @ p["out.kernel"]
   return x + jax.nn.gelu(_norm(x, p["before_mlp.scale"]) @ p["up.kernel"]) @ p["down.kernel"]
 
 
@@ -209,8 +227,10 @@ def _heads(x: jax.Array, heads: int) -> jax.Array:
   return x.reshape(*x.shape[:2], heads, -1)
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+def _attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation | None = None
+) -> jax.Array:
+  y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
   return y.reshape(*y.shape[:2], -1)
 
 

@@ -101,6 +101,14 @@ def program(
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*given).compile(), given
 
 
+def drawn(given: Any) -> Any:
+  """Random arrays for the abstract arguments of a program."""
+  keys = iter(jax.random.split(jax.random.key(0), 9))
+  return jax.tree.map(
+    lambda s: jax.device_put(jax.random.normal(next(keys), s.shape, s.dtype) / 8, s.sharding), given
+  )
+
+
 def analytic(name: str, count: int, size: int) -> int:
   """The bytes of tokens in the all-to-alls of a device; `size` is the number of bytes of one element."""
   tokens = TOKENS // 8
@@ -171,11 +179,7 @@ def main() -> None:
     group, cases = f"{count} experts", {}
     for name, layer in {"dense": dense, **WAYS}.items():
       compiled, given = program(layer, mesh, count)
-      keys = iter(jax.random.split(jax.random.key(0), 9))
-      arrays = jax.tree.map(
-        lambda s, k=keys: jax.device_put(jax.random.normal(next(k), s.shape) / 8, s.sharding), given
-      )
-      cases[name] = functools.partial(compiled, *arrays)
+      cases[name] = functools.partial(compiled, *drawn(given))
       temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
       record.value(f"{name}: temporaries of a device", temporaries, "MiB", group=group)
     record.compare(measure(cases, rounds=9, warmup=2), baseline="dense", group=group)

@@ -1,6 +1,7 @@
 """Eight simulated CPU devices, strict numerics and a cache of compiled programs for every test.
 
-The environment is set before anything imports jax, because jax reads it once.
+The environment is set before anything imports jax, because jax reads it once. On a machine with a GPU,
+`NXP_TEST_PLATFORM=cuda pytest tests/layers/test_cudnn.py` runs the tests that need one.
 """
 
 import functools
@@ -17,7 +18,8 @@ from typing import Any
 DEVICES = 8
 FLAG = "--xla_force_host_platform_device_count"
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+PLATFORM = os.environ.get("NXP_TEST_PLATFORM", "cpu")
+os.environ["JAX_PLATFORMS"] = PLATFORM
 others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(FLAG)]
 # A collective holds one thread of XLA's pool for each simulated device that waits. Where the pool is as small
 # as a small machine, all its threads can wait for a device that has none: XLA ends the process after a
@@ -33,7 +35,8 @@ SIMPLE_LOOPS = (
 )
 # readline, which pytest loads, hands the terminal's size on to the workers: tables would take it.
 os.environ.pop("COLUMNS", None)
-os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE, SIMPLE_LOOPS])
+if PLATFORM == "cpu":
+  os.environ["XLA_FLAGS"] = " ".join([*others, f"{FLAG}={DEVICES}", PATIENCE, SIMPLE_LOOPS])
 
 
 def processor() -> str:
@@ -152,6 +155,6 @@ def compiled_here() -> Generator[None]:
 def eight_devices() -> list[jax.Device]:
   """All simulated devices; without them most tests would pass for the wrong reason."""
   devices = jax.devices()
-  if len(devices) != DEVICES:
+  if PLATFORM == "cpu" and len(devices) != DEVICES:
     pytest.exit(f"the tests need {DEVICES} simulated devices, found {devices}", returncode=3)
   return devices

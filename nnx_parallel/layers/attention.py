@@ -62,10 +62,10 @@ from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.forms import as_quotients, with_sinks_apart, without_shifts
 from nnx_parallel.layers.fused import by_kernel
+from nnx_parallel.layers.kernels import KERNELS, Kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
-from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden
-from nnx_parallel.layers.softmaxes import NotByBlocks, Softmax, Softmaxes, named_dims, wholes
-from nnx_parallel.layers.splash import Kernel, NotFused, kernel_in_use
+from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden, Spans
+from nnx_parallel.layers.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims, wholes
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
 
@@ -206,7 +206,7 @@ def by_blocks(jaxpr: ClosedJaxpr, attention: Attention) -> tuple[ClosedJaxpr, st
 def _way(attention: Attention) -> _Way:
   """How attention is computed on the mesh that is active."""
   block = attention if isinstance(attention, int) else BLOCK
-  kernel = kernel_in_use() if attention == "fused" else None
+  kernel = kernel_in_use(KERNELS) if attention == "fused" else None
   mesh: Any = jax.sharding.get_abstract_mesh()
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   axis, mapped = _AXIS.get(), manual_too(mesh)
@@ -535,8 +535,10 @@ class _Program:
     exponentials over their sum. Where different finite numbers hide the tiles, a row that sees nothing gives
     weight to the scores with the larger number, so no tile is skipped.
     """
+    grid = self.tiles.grid
     names = self.share.row, self.share.column
-    bounds = Hidden(self.body, self.tiles.grid, *names)
+    rows, columns = (Spans(name, grid.starts(name), grid.blocks[name]) for name in names)
+    bounds = Hidden(self.body, grid.lengths, rows, columns)
     scores, labels = self.ends[1]
     quotient: Any = self.tiles.made(scores)
     difference: Any = self.tiles.made(quotient.invars[0])

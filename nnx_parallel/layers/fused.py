@@ -1,14 +1,12 @@
 """Computes an attention from a trace with the fused kernel that JAX has for the chip.
 
-The kernel computes softmax(scale * q k^T) v for one head, with a soft cap and a mask of queries by keys. It
-is mapped over the batch and the heads, and `jax.shard_map` places it on the mesh, because a kernel runs on
-one device. Attentions of other forms are blockwise.
+The kernel computes softmax(scale * q k^T) v, with a soft cap and a mask of queries by keys. `jax.shard_map`
+places it on the mesh, because a kernel runs on one device. Attentions of other forms are blockwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +21,9 @@ from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, maker, mak
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import Grid, Tiles, described
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
-from nnx_parallel.layers.masks import PLACES
-from nnx_parallel.layers.softmaxes import Softmax, is_cast, uncast
-from nnx_parallel.layers.splash import Kernel, NotFused
+from nnx_parallel.layers.kernels import Kernel
+from nnx_parallel.layers.masks import PLACES, Seen, seen_by
+from nnx_parallel.layers.softmaxes import NotFused, Softmax, is_cast, uncast
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.rules.ruleset import RuleSet
@@ -83,22 +81,18 @@ class _Form:
 def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel) -> JaxprEqn:
   """The operation that computes an attention by a kernel, given its softmax.
 
-  The scale is applied to the queries, in their dtype.
-
   Raises:
     NotFused: it has not the form that the kernel computes.
   """
   made = makers(body)
   form = _form(match, _scores(match, made), _weights(match, made))
-  masks, leaves = _mask(body, match, form)
+  seen, masks, leaves = _mask(body, match, form)
   out = match.product.outvars[0]
 
   def attention_by_kernel(*arrays: jax.Array) -> list[jax.Array]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
-    wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
-    query = (wide * form.scores.scale).astype(query.dtype)
     mask, some = masks(arrays[3:])
-    found = _placed(form, kernel, query, key, value, mask)
+    found = _placed(form, kernel, seen, query, key, value, mask)
     if some is not None:  # a row that keeps nothing
       finite = math.isfinite(form.scores.fill)
       none = value.mean(-2, keepdims=True) if finite else jnp.full_like(value[..., :1, :], jnp.nan)
@@ -239,9 +233,12 @@ def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
     return None
   if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "stop_gradient"):
     return _number(eqn.invars[0], made)
-  numbers = [_number(x, made) for x in eqn.invars]
-  if var.aval.shape or None in numbers:
-    return None
+  numbers: list[float] = []
+  for x in eqn.invars:  # the first that is unknown ends the search, which may walk through the whole model
+    number = None if var.aval.shape or x.aval.shape else _number(x, made)
+    if number is None:
+      return None
+    numbers.append(number)
   with jax.ensure_compile_time_eval():
     return float(
       bind(eqn, [jnp.asarray(n, x.aval.dtype) for n, x in zip(numbers, eqn.invars, strict=True)])[0]
@@ -250,8 +247,11 @@ def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
 
 def _mask(
   body: Jaxpr, match: Softmax, form: _Form
-) -> tuple[Callable[..., tuple[jax.Array | None, jax.Array | None]], list[Var]]:
-  """A function of its leaves that gives the mask of queries by keys, and which of its rows keep a key."""
+) -> tuple[Seen, Callable[..., tuple[jax.Array | None, jax.Array | None]], list[Var]]:
+  """The rule of the mask; and, where it has another rule, a function of its leaves.
+
+  The function returns the mask of queries by keys, and which of its rows keep a key.
+  """
   sizes = match.exp.outvars[0].aval.shape
   lengths = {name: size for name, size in enumerate(sizes) if size > 1}
   grid = Grid(lengths, {name: 1 for name in lengths if name not in (form.row, form.column)})
@@ -260,6 +260,8 @@ def _mask(
     (var, tuple((name, dims[name], 1) for name in sorted(lengths, key=dims.__getitem__)), kept)
     for var, dims, kept in form.scores.masks
   ]
+  if (seen := seen_by(body, ends, lengths, form.row, form.column)) is not None:
+    return seen, lambda _: (None, None), []
   for var, labels, _ in ends:
     tiles.need(var, labels)
   for leaf, labels in tiles.leaves:
@@ -272,8 +274,6 @@ def _mask(
   leaves = [*tiles.leaves]
 
   def masks(arrays: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
-    if not ends:
-      return None, None
     known, places = dict(zip(leaves, arrays, strict=True)), dict.fromkeys(grid.blocks, 0)
     mask = jnp.ones((sizes[form.row], sizes[form.column]), bool)
     for var, labels, kept in ends:
@@ -286,21 +286,33 @@ def _mask(
     some = mask.any(-1)
     return mask | ~some[:, None], some
 
-  return masks, [var for var, _ in leaves]
+  return Seen(causal=False, window=None), masks, [var for var, _ in leaves]
 
 
 def _placed(
-  form: _Form, kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+  form: _Form,
+  kernel: Kernel,
+  seen: Seen,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array | None,
 ) -> jax.Array:
   """The kernel on each device's examples and heads."""
 
   def local(query: jax.Array, key: jax.Array, value: jax.Array, *mask: jax.Array) -> jax.Array:
-    run: Any = functools.partial(kernel, mask=mask[0] if mask else None, cap=form.scores.cap)
-    for _ in range(query.ndim - 2 - form.shared):
-      run = jax.vmap(run, in_axes=(0, None, None))
-    for _ in range(form.shared):
-      run = jax.vmap(run)
-    return run(query, key, value)
+    first, n = min(form.shared, 1), form.shared  # the first of the shared dims is the examples'
+    batch, heads, group = (math.prod(query.shape[a:b]) for a, b in ((0, first), (first, n), (n, -2)))
+    found = kernel(
+      query.reshape(batch, heads, group, *query.shape[-2:]),
+      *(x.reshape(batch, heads, *x.shape[-2:]) for x in (key, value)),
+      scale=form.scores.scale,
+      causal=seen.causal,
+      window=seen.window,
+      mask=mask[0] if mask else None,
+      cap=form.scores.cap,
+    )
+    return found.reshape(*query.shape[:-1], value.shape[-1])
 
   masks = () if mask is None else (mask,)
   mesh = jax.sharding.get_abstract_mesh()

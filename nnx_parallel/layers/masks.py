@@ -1,4 +1,4 @@
-"""Finds the tiles of scores that a mask hides wholly, from the positions alone.
+"""Finds the tiles of scores that a mask hides wholly, and the rule of a mask, from the positions alone.
 
 The program of the scores is evaluated on intervals: positions are known for each block of rows or columns,
 all else may be anything. A causal mask, a window or chunks are comparisons of positions, so the intervals
@@ -7,10 +7,11 @@ are exact there; a mask that comes from data hides nothing for sure.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +19,14 @@ from jax.extend import core
 
 from nnx_parallel.core.dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import is_inexact, makers
-from nnx_parallel.core.tiles import DimName, Grid, Labels, Node, Untiled, pulled
+from nnx_parallel.core.tiles import DimName, Labels, Node, Untiled, pulled
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 
 HIDDEN = -1e4
 """A score whose exponential is 0 relative to visible scores."""
 _ABSORBING = -1e9
 """A number in which a float32 score is lost when it is added."""
+_TILE = 128
 _LOGICAL = ("and", "or", "not")
 Interval = tuple[np.ndarray, np.ndarray]
 """The least and the largest that an element may be, for `[blocks of rows or 1, blocks of columns or 1]`."""
@@ -34,26 +36,41 @@ PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeez
 _KEPT = (*PLACES, "stop_gradient")
 
 
+class Spans(NamedTuple):
+  """Blocks of a dim: its name, where the blocks start, and their length."""
+
+  name: DimName
+  starts: np.ndarray
+  size: int
+
+
 class Hidden:
   """Evaluates values of a flat program on intervals, for all tiles at once.
 
   Args:
     body: the program.
-    grid: the blocks.
-    row: the name of the dim of the queries.
-    column: the name of the dim of the keys.
+    lengths: the lengths of the named dims.
+    rows: the blocks of queries.
+    columns: the blocks of keys.
   """
 
-  def __init__(self, body: Jaxpr, grid: Grid, row: DimName, column: DimName):
-    self._grid, self._names = grid, (row, column)
+  def __init__(self, body: Jaxpr, lengths: Mapping[DimName, int], rows: Spans, columns: Spans):
+    self._lengths, self._spans = lengths, (rows, columns)
     self._made = makers(body)
     self._known: dict[Node, Interval] = {}
 
+  def bounds(self, var: Var, labels: Labels) -> Interval:
+    """The least and the largest that the elements of each tile of a value may be.
+
+    Both are `[blocks of rows, blocks of columns]`.
+    """
+    names, counts = [spans.name for spans in self._spans], [len(spans.starts) for spans in self._spans]
+    low, high = self._interval(var, tuple(label for label in labels if label[0] in names))
+    return np.broadcast_to(low, counts), np.broadcast_to(high, counts)
+
   def most(self, var: Var, labels: Labels) -> np.ndarray:
     """The largest that the elements of each tile of a value may be, `[blocks of rows, blocks of columns]`."""
-    own = tuple(label for label in labels if label[0] in self._names)
-    counts = [self._grid.count(name) for name in self._names]
-    return np.broadcast_to(self._interval(var, own)[1], counts)
+    return self.bounds(var, labels)[1]
 
   def _interval(self, var: Var, labels: Labels) -> Interval:
     if isinstance(var, core.Literal):
@@ -76,7 +93,7 @@ class Hidden:
     if (name not in _RULES and name not in _KEPT) or (name in _LOGICAL and eqn.outvars[0].aval.dtype != bool):
       return _ANY
     try:
-      wanted = pulled(eqn, labels, self._grid.lengths)
+      wanted = pulled(eqn, labels, self._lengths)
     except Untiled:
       return _ANY
     given = [self._interval(var, own) for var, own in zip(eqn.invars, wanted, strict=True)]
@@ -92,11 +109,89 @@ class Hidden:
   def _positions(self, eqn: JaxprEqn, labels: Labels) -> Interval:
     dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
     own = next((name for name, d, _ in labels if d == dim), None)
-    if own is None or self._grid.lengths[own] != length:
+    place = next((n for n, spans in enumerate(self._spans) if spans.name == own), None)
+    if place is None or self._lengths[own] != length:
       return np.zeros((1, 1)), np.full((1, 1), length - 1.0)
-    starts = self._grid.starts(own).astype(float)
-    starts = starts[:, None] if own == self._names[0] else starts[None]
-    return starts, starts + self._grid.blocks[own] - 1
+    starts = np.expand_dims(self._spans[place].starts.astype(float), 1 - place)
+    return starts, starts + self._spans[place].size - 1
+
+
+class Seen(NamedTuple):
+  """The keys that each query sees: all, or none that is later; of these, only the last `window`."""
+
+  causal: bool
+  window: int | None
+
+
+def seen_by(
+  body: Jaxpr,
+  masks: Sequence[tuple[Var, Labels, bool]],
+  lengths: Mapping[DimName, int],
+  row: DimName,
+  column: DimName,
+) -> Seen | None:
+  """The rule of the masks of an attention, proved for each query and key; None: they follow another rule.
+
+  Args:
+    body: the program.
+    masks: booleans, the labels of their dims, and whether a score is kept where they are true.
+    lengths: the lengths of the named dims.
+    row: the name of the dim of the queries.
+    column: the name of the dim of the keys.
+  """
+  rows, columns = lengths[row], lengths[column]
+  kept = functools.partial(_kept, body, masks, lengths, (row, column))
+  first, last = (kept((np.array([query]), np.arange(columns)), (1, 1))[0][0] for query in (0, rows - 1))
+  if first.all() and last.all():
+    seen = Seen(causal=False, window=None)
+  elif rows == columns and not first[1:].any() and last.any():
+    seen = Seen(causal=True, window=None if last.all() else int(last.sum()))
+  else:
+    return None
+  return seen if _follows(seen, kept, (rows, columns)) else None
+
+
+_Kept = Callable[[tuple[np.ndarray, np.ndarray], tuple[int, int]], tuple[np.ndarray, np.ndarray]]
+
+
+def _kept(
+  body: Jaxpr,
+  masks: Sequence[tuple[Var, Labels, bool]],
+  lengths: Mapping[DimName, int],
+  names: tuple[DimName, DimName],
+  starts: tuple[np.ndarray, np.ndarray],
+  sizes: tuple[int, int],
+) -> tuple[np.ndarray, np.ndarray]:
+  """Whether masks keep all scores of each tile, and whether they may keep some."""
+  hidden = Hidden(body, lengths, *map(Spans, names, starts, sizes))
+  surely, maybe = (np.ones([len(at) for at in starts], bool) for _ in range(2))
+  for var, labels, is_kept in masks:
+    low, high = hidden.bounds(var, labels)
+    surely &= low > 0 if is_kept else high <= 0
+    maybe &= high > 0 if is_kept else low <= 0
+  return surely, maybe
+
+
+def _follows(seen: Seen, kept: _Kept, lengths: tuple[int, int]) -> bool:
+  """Whether the masks follow a rule: in tiles, and for each score of the tiles that the rule cuts."""
+  least, most = 0 if seen.causal else -lengths[1], seen.window or lengths[0]
+  sizes = min(lengths[0], _TILE), min(lengths[1], _TILE)
+  rows, columns = (
+    np.minimum(np.arange(0, n, size), n - size) for n, size in zip(lengths, sizes, strict=True)
+  )
+  surely, maybe = kept((rows, columns), sizes)
+  ahead = rows[:, None] - columns  # how far the first query of a tile is ahead of its first key
+  nearest, farthest = ahead - sizes[1] + 1, ahead + sizes[0] - 1
+  whole, none = (nearest >= least) & (farthest < most), (farthest < least) | (nearest >= most)
+  if (whole & ~surely).any() or (none & maybe).any():
+    return False
+  for n, m in np.argwhere(~whole & ~none):
+    places = rows[n] + np.arange(sizes[0]), columns[m] + np.arange(sizes[1])
+    ahead = places[0][:, None] - places[1]
+    wanted = (ahead >= least) & (ahead < most)
+    if any((own != wanted).any() for own in kept(places, (1, 1))):
+      return False
+  return True
 
 
 def _representable(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:

@@ -43,6 +43,10 @@ class NotByBlocks(Exception):
   """Why an attention stays as it is written."""
 
 
+class NotFused(Exception):
+  """Why an attention has no fused kernel."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Softmax:
   """An attention in a flat program.

@@ -1,97 +1,63 @@
-"""The fused attention kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), in three uses.
+"""The fused attention kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), in two uses.
 
-- `splash_attention`: one head, with any mask, for an attention that a trace contains (`layers/fused.py`).
-- `splash_sequence`: a sequence's attention to itself, whose mask the kernel makes from a few numbers.
-- `splash_ring`: the same around a ring of devices. Each device keeps its queries, and the keys and values of
-  all devices travel. For a shard of keys, the kernel returns the result and, for each query, the logarithm of
-  the sum of its exponentials, by which the results of several shards are merged. The backward pass calls the
-  kernel's backward pass for each shard, with the merged results and logarithms. JAX has no public name for it
-  (see `tests/test_upstream.py`). `layers/tile_attention.py` computes the same without a kernel.
+- `splash_attention`: the attention of one device.
+- `splash_ring`: the attention of a sequence to itself around a ring of devices. Each device keeps its
+  queries, and the keys and values of all devices travel. For a shard of keys, the kernel returns the result
+  and, for each query, the logarithm of the sum of its exponentials, by which the results of several shards
+  are merged. The backward pass calls the kernel's backward pass for each shard, with the merged results and
+  logarithms. JAX has no public name for it (see `tests/test_upstream.py`). `layers/tile_attention.py`
+  computes the same without a kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.types import AnyArray, PyTree
+from nnx_parallel.layers.softmaxes import NotFused
 from nnx_parallel.layers.tile_attention import around, is_first, sent
-from nnx_parallel.layout.constrain import scope_in_use
 
-Kernel = Callable[..., Any]
-"""`(query [rows, features], key [columns, features], value [columns, out], mask, cap) -> [rows, out]`.
-
-The mask is `[rows, columns]`, true where a product is kept, or None.
-"""
 _LANES = 128
 _BLOCKS = (512, 256, 128)
-
-
-class NotFused(Exception):
-  """Why an attention has no fused kernel."""
 
 
 def splash_attention(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
-  mask: jax.Array | None,
-  cap: float | None,
   *,
+  scale: float,
+  causal: bool = False,
+  window: int | None = None,
+  segments: jax.Array | None = None,
+  mask: jax.Array | None = None,
+  cap: float | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """The kernel of TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
+  """The kernel of TPUs, a `Kernel`. It does not compute blocks that positions or the mask hide.
+
+  With `interpret`, it runs on any platform, slowly.
 
   Raises:
-    NotFused: it has no blocks for these lengths.
+    NotFused: the kernel has no block size for these lengths.
   """
-  rows, columns = query.shape[0], key.shape[0]
-  splash, sizes = _splash_and_blocks(rows, columns)
-  known: Any = splash.MultiHeadMask([splash.FullMask((rows, columns))]) if mask is None else mask[None]
-  kernel = splash.make_splash_mqa_single_device(
-    known, block_sizes=sizes, attn_logits_soft_cap=cap, interpret=interpret
-  )
-  if mask is not None:  # `tree_map(jnp.array)` has made a traced array of this flag
-    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
-  found: Any = kernel(_lane_padded(query)[None], _lane_padded(key), _lane_padded(value))
-  return found[0, :, : value.shape[1]]
-
-
-def splash_sequence(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segments: jax.Array | None,
-  *,
-  causal: bool,
-  window: int | None,
-  interpret: bool = False,
-) -> jax.Array:
-  """The same kernel for the attention of a sequence to itself; it builds its masks from the arguments.
-
-  Args:
-    query: scaled queries `[batch, key heads, group, length, features]`; all shapes are per device.
-    key: `[batch, key heads, length, features]`.
-    value: `[batch, key heads, length, out]`.
-    segments: integers `[batch, length]`: a position sees positions with the same integer; None: no segments.
-    causal: a query sees no later position.
-    window: a query sees the last `window` positions, itself included; if not causal, as many ahead too.
-    interpret: run the kernel on any platform, slowly.
-
-  Returns:
-    `[batch, key heads, group, length, out]`.
-
-  Raises:
-    NotFused: the kernel has no block size for this length.
-  """
-  ids = None if segments is None else (segments, segments)
-  q, k, v = map(_lane_padded, (query, key, value))
-  found = _by_head(lambda kernel, *given: kernel(*given), q, k, v, ids, causal, window, interpret=interpret)
+  q, k, v = _lane_padded(_scaled(query, scale)), _lane_padded(key), _lane_padded(value)
+  options: dict[str, Any] = {"attn_logits_soft_cap": cap, "interpret": interpret}
+  if mask is None:
+    ids = None if segments is None else (segments, segments)
+    found = _by_head(lambda kernel, *given: kernel(*given), q, k, v, ids, causal, window, **options)
+  else:  # an array has a dim of heads: the kernel computes one head at a time
+    splash, sizes = _splash_and_blocks(*mask.shape)
+    kernel = splash.make_splash_mqa_single_device(mask[None], block_sizes=sizes, **options)
+    kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)  # `jnp.array` traced this flag
+    heads = jax.vmap(lambda q, k, v: kernel(q[None], k, v)[0], (0, None, None))
+    found = jax.vmap(jax.vmap(heads))(q, k, v)
   return found[..., : value.shape[-1]]
 
 
@@ -103,14 +69,15 @@ def splash_ring(
   *,
   axis: str,
   size: int,
+  scale: float,
   causal: bool,
   zigzag: bool,
   interpret: bool = False,
 ) -> jax.Array:
   """The attention of a device's queries to the keys of all devices, in a `shard_map` over all axes.
 
-  The other arguments and the result are as in `splash_sequence`, for the shard of the device. With `zigzag`,
-  each device has an early and a late part of the sequence, of equal lengths.
+  The other arguments and the result are as in `Kernel`, for the shard of the device. With `zigzag`, each
+  device has an early and a late part of the sequence, of equal lengths.
 
   Raises:
     NotFused: the kernel has no block size for this length.
@@ -118,7 +85,7 @@ def splash_ring(
   ring = _Ring(axis, size, causal, zigzag, query.shape[3], interpret)
   attention = jax.custom_vjp(lambda *given: ring.forward(*given)[0])
   attention.defvjp(ring.forward, ring.backward)
-  found = attention(*map(_lane_padded, (query, key, value)), segments)
+  found = attention(*map(_lane_padded, (_scaled(query, scale), key, value)), segments)
   return found[..., : value.shape[-1]]
 
 
@@ -135,8 +102,8 @@ def _by_head(
 ) -> PyTree:
   """`run(kernel, query, key, value, segment ids, *more)` for each example and head of keys.
 
-  The arrays are as in `splash_sequence`, for any number of keys; `segments` are of the queries and of the
-  keys, `more` are other arrays of the queries, and `options` are of the kernel.
+  The arrays are as in `Kernel`; `segments` are of the queries and of the keys, `more` are other arrays of the
+  queries, and `options` are of the kernel.
 
   Raises:
     NotFused: the kernel has no block size for these lengths.
@@ -170,26 +137,14 @@ def _splash_and_blocks(rows: int, columns: int) -> tuple[Any, Any]:
   return splash, splash.BlockSizes(**queries, **dict.fromkeys(keys, kv))
 
 
+def _scaled(query: jax.Array, scale: float) -> jax.Array:
+  """Queries with the scale of the scores, in their dtype."""
+  return (query.astype(jnp.promote_types(query.dtype, jnp.float32)) * scale).astype(query.dtype)
+
+
 def _lane_padded(x: jax.Array) -> jax.Array:
   """With features that fill the lanes of the chip."""
   return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % _LANES),))
-
-
-KERNELS: dict[str, Kernel] = {"tpu": splash_attention}
-"""The kernel of each platform whose kernel can be compiled without the device. The GPU kernel (cuDNN) can
-only be lowered where its library is installed.
-"""
-SEQUENCES: dict[str, Kernel] = {"tpu": splash_sequence}
-RINGS: dict[str, Kernel] = {"tpu": splash_ring}
-
-
-def kernel_in_use(kernels: Mapping[str, Kernel] = KERNELS) -> Kernel | None:
-  """The kernel for the devices of the mesh in scope; without a mesh, for the default devices."""
-  scope = scope_in_use()
-  meshes = [None if scope is None else scope.mesh, jax.sharding.get_abstract_mesh()]
-  devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
-  device = next((device for device in devices if device is not None), None)
-  return kernels.get(jax.default_backend() if device is None else device.platform)
 
 
 class _Part(NamedTuple):

@@ -30,7 +30,8 @@ from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.splash import RINGS, SEQUENCES, NotFused, kernel_in_use
+from nnx_parallel.layers.kernels import KERNELS, RINGS, kernel_in_use
+from nnx_parallel.layers.softmaxes import NotFused
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
@@ -88,7 +89,8 @@ def context_attention(
     fused: compute with the fused kernel of the chip, if JAX has a suitable kernel and the other mesh axes are
       batch axes; else blockwise. The kernel of TPUs needs a length that is a multiple of 128 (in a ring: the
       length of each shard, and with `zigzag` half of it), no `mask`, no `positions`, and in a ring no
-      `window`.
+      `window`. The kernel of NVIDIA GPUs (cuDNN) needs `"ulysses"`, bfloat16 or float16, no `mask`, no
+      `positions` and no `segment_ids`.
     heads_axis: with `"ring"`, a second mesh axis, whose size must divide the number of heads. Outside the
       attention, `axis` and `heads_axis` shard the positions, with `axis` as the major axis. Inside the
       attention, `heads_axis` shards the heads, and only `axis` shards the positions: all-to-alls over
@@ -486,7 +488,7 @@ def _by_rings(
 def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
   """The same as `_Sequence.attend`, where each device computes its part by the kernel; None: it cannot."""
   options, by_ring = sequence.options, sequence.options.how == "ring"
-  kernel = kernel_in_use(RINGS if by_ring else SEQUENCES)
+  kernel: Any = kernel_in_use(RINGS if by_ring else KERNELS)
   mesh = jax.sharding.get_abstract_mesh()
   sizes, own = axis_sizes(mesh), [axis for axis in options.axes.values() if axis in mesh.axis_names]
   # Over other axes, the kernel would be replicated.
@@ -502,9 +504,10 @@ def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax
     attend = _on_all_positions(functools.partial(attend, window=options.window), sequence)
 
   def local(q: Any, k: Any, v: Any, segments: jax.Array | None) -> jax.Array:
-    q = jnp.moveaxis(q[:, :, :, 0] * q.shape[-1] ** -0.5, 1, 3)  # [batch, heads, group, length, features]
+    scale = q.shape[-1] ** -0.5
+    q = jnp.moveaxis(q[:, :, :, 0], 1, 3)  # [batch, heads, group, length, features]
     k, v = (jnp.moveaxis(x[:, :, :, 0], 1, 2) for x in (k, v))
-    return attend(q, k, v, segments)[:, :, None]
+    return attend(q, k, v, segments=segments, scale=scale)[:, :, None]
 
   rows, segments, share = entry_of(sequence.examples), given.get("row segment_ids"), sequence.share
   place, heads = (options.axis, options.heads_axis) if by_ring else (None, options.axis)
@@ -522,10 +525,12 @@ def _on_all_positions(attend: Callable[..., jax.Array], sequence: _Sequence) -> 
   def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
     return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if sequence.options.zigzag else x
 
-  def whole(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+  def whole(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, segments: jax.Array | None, scale: float
+  ) -> jax.Array:
     q, k, v = (ordered(x, dim, inverse=True) for x, dim in ((q, 3), (k, 2), (v, 2)))
     segments = None if segments is None else ordered(segments, 1, inverse=True)
-    return ordered(attend(q, k, v, segments), 3)
+    return ordered(attend(q, k, v, segments=segments, scale=scale), 3)
 
   return whole
 

@@ -351,8 +351,9 @@ def train_step(
       adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers.
     attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
       queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
-      uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs, if the mask does not differ
-      between examples or heads), else blockwise attention; `step.layers` gives the reason. If a rule shards
+      uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs and, in bfloat16 or float16, on
+      NVIDIA GPUs, if the mask does not differ between examples or heads), else blockwise attention;
+      `step.layers` gives the reason. If a rule shards
       `seq` over an axis that shards no weight, each device computes its own queries, and gathers the keys and
       values in each layer. With `"ring"`, these travel around the devices of that axis instead. With
       `"ulysses"`, each device computes all positions of some heads (the number of key heads must be a

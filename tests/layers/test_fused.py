@@ -1,4 +1,7 @@
-"""Attention found in a model, computed by the kernel of TPUs; the kernel is interpreted here."""
+"""Attention found in a model, computed by a fused kernel.
+
+The kernel of TPUs is interpreted here; of the kernel of GPUs, the call is tested with XLA's implementation.
+"""
 
 import functools
 import re
@@ -13,7 +16,9 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.layers import splash
+from nnx_parallel.core.tiles import ordered
+from nnx_parallel.layers import kernels, masks, splash
+from nnx_parallel.layers.cudnn import cudnn_attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 from training import run_steps
 
@@ -29,7 +34,7 @@ Q, K, V, K2, V2 = (
 def interpreted(monkeypatch, as_users_have_it):
   """The kernel of this platform is the interpreted one."""
   kernel = functools.partial(splash.splash_attention, interpret=True)
-  monkeypatch.setitem(splash.KERNELS, "cpu", kernel)
+  monkeypatch.setitem(kernels.KERNELS, "cpu", kernel)
 
 
 def causal(more=0):
@@ -104,6 +109,91 @@ def test_the_kernel_equals_the_whole(name):
 
 def _outside(jaxpr):
   return [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "shard_map"] or jaxpr.eqns
+
+
+LONG = tuple(RANDOM.normal(size=(BATCH, KEYS, heads, WIDTH)).astype(np.float32) for heads in (4, 2, 2))
+KINDS = {
+  "tpu": functools.partial(splash.splash_attention, interpret=True),
+  "gpu": functools.partial(cudnn_attention, implementation="xla"),
+}
+SEQUENCES = {
+  "causal": lambda ahead: ahead >= 0,
+  "all": lambda ahead: ahead > -KEYS,
+  "window": lambda ahead: (ahead >= 0) & (ahead < 40),
+  "on both sides": lambda ahead: abs(ahead) < 40,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", SEQUENCES)
+def test_a_kernel_makes_the_mask_of_a_rule(kind, rule, monkeypatch):
+  """Only a mask of another rule is an array."""
+  given = []
+  monkeypatch.setitem(kernels.KERNELS, "cpu", lambda *xs, **o: given.append(o) or KINDS[kind](*xs, **o))
+
+  def loss(arrays, factor):
+    seen = SEQUENCES[rule](jnp.arange(KEYS)[:, None] - jnp.arange(KEYS))
+    return (jax.nn.dot_product_attention(*arrays, mask=seen[None, None]) * factor).sum()
+
+  factor = RANDOM.normal(size=LONG[0].shape).astype(np.float32)
+  fused = nxp.with_layers(loss, attention="fused")
+  plain, found = (jax.jit(jax.value_and_grad(f))(LONG, factor) for f in (loss, fused))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+  causal, window, mask = (given[0][name] for name in ("causal", "window", "mask"))
+  assert (causal, window) == (rule in ("causal", "window"), 40 if rule == "window" else None)
+  assert (mask is not None) == (rule == "on both sides")
+
+
+RULES = {
+  "causal": (lambda r, c: r >= c, masks.Seen(causal=True, window=None)),
+  "strictly causal": (lambda r, c: r > c, None),
+  "one too many": (lambda r, c: r + 1 >= c, None),
+  "all": (lambda r, c: r + 1000 > c, masks.Seen(causal=False, window=None)),
+  "window": (lambda r, c: (r >= c) & (r - c < 33), masks.Seen(causal=True, window=33)),
+  "on both sides": (lambda r, c: abs(r - c) < 33, None),
+  "but one": (lambda r, c: (r >= c) & ((r != 200) | (c != 190)), None),
+  "but one key": (lambda r, c: (r >= c) & (c != 190), None),
+  "chunks": (lambda r, c: (r >= c) & (r // 64 == c // 64), None),
+  "of floats": (lambda r, c: r.astype(jnp.float32) >= c, masks.Seen(causal=True, window=None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [128, 300])
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_of_a_mask(name, length):
+  rule, seen = RULES[name]
+  jaxpr = jax.make_jaxpr(lambda: rule(jnp.arange(length)[:, None], jnp.arange(length)[None]))().jaxpr
+  found = masks.seen_by(
+    jaxpr,
+    [(jaxpr.outvars[0], ordered([("r", 0, 1), ("c", 1, 1)]), True)],
+    {"r": length, "c": length},
+    "r",
+    "c",
+  )
+  at = np.arange(length)
+  dense = np.broadcast_to(rule(at[:, None], jnp.asarray(at)[None]), (length, length))
+  assert found == (seen if length == 300 or "but one" not in name else masks.Seen(causal=True, window=None))
+  if found is not None:
+    wanted = (at[:, None] >= at) if found.causal else np.ones_like(dense)
+    np.testing.assert_array_equal(dense, wanted & (at[:, None] - at < (found.window or length)))
+
+
+def test_what_cudnn_lacks():
+  """cuDNN itself refuses here, as it is not installed."""
+  q, kv = jnp.ones((1, 2, 2, 8, 4)), jnp.ones((1, 2, 8, 4))
+  segments = jnp.zeros((1, 8), jnp.int32)
+  refused = [
+    ({"cap": 3.0}, "soft cap"),
+    ({"window": 2}, "window"),
+    ({"segments": segments}, "segments"),
+    ({}, "cuDNN:"),
+  ]
+  for options, reason in refused:
+    with pytest.raises(splash.NotFused, match=reason):
+      cudnn_attention(q, kv, kv, scale=1.0, **options)
 
 
 def exponentials(over, shift=lambda s: s.max(-1, keepdims=True)):
@@ -276,8 +366,21 @@ def test_heads_and_examples_stay_split(kinds):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+def test_the_search_for_the_scale_ends():
+  """It does not walk back through all operations of the layers before."""
+
+  def loss(q, k, v):
+    for _ in range(40):
+      q = q + q * q * 1e-3
+    return attend(q * q.mean(), k, v).sum()
+
+  value, done = fused_of(loss, Q, K, V)
+  np.testing.assert_allclose(value, loss(Q, K, V), rtol=1e-4)
+  assert "1 of 1 found" in done
+
+
 def test_without_a_kernel_it_goes_by_blocks(monkeypatch):
-  monkeypatch.delitem(splash.KERNELS, "cpu")
+  monkeypatch.delitem(kernels.KERNELS, "cpu")
   q, k, v = (np.repeat(x, 3, axis=1) for x in (Q, K, V))
   _, done = fused_of(lambda q, k, v: attend(q, k, v).sum(), q, k, v)
   assert "1 found; no fused kernel for this platform" in done

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers import splash
+from nnx_parallel.layers import kernels, splash
 from nnx_parallel.report.program.collectives import collectives
 from training import run_steps
 
@@ -603,20 +603,20 @@ def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("case", FUSED)
 def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
-  monkeypatch.setitem(splash.SEQUENCES, "cpu", functools.partial(splash.splash_sequence, interpret=True))
+  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(splash.splash_attention, interpret=True))
   axes, kv_heads, options, segmented = FUSED[case]
   assert_by_kernel(axes, {"how": "ulysses", **options}, 256, kv_heads, segmented=segmented)
 
 
 def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
-  monkeypatch.setitem(splash.SEQUENCES, "cpu", functools.partial(splash.splash_sequence, interpret=True))
+  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(splash.splash_attention, interpret=True))
   attend = nxp.parallel.context_attention(how="ulysses", fused=True)
   for axes, length in (({"context": 4, "tensor": 2}, 256), ({"data": 2, "context": 4}, 40)):
     q, k, v, _, _ = drawn(2, length, 4)
     with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):
       assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
       np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
-  monkeypatch.setitem(splash.RINGS, "cpu", functools.partial(splash.splash_ring, interpret=True))
+  monkeypatch.setitem(kernels.RINGS, "cpu", functools.partial(splash.splash_ring, interpret=True))
   q, k, v, _, _ = drawn(2, 512, 4)
   for options in ({"window": 9}, {"zigzag": True}):  # half of a shard has 64 positions
     attend = nxp.parallel.context_attention(causal=True, fused=True, **options)
@@ -637,6 +637,6 @@ RINGS = {
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("case", RINGS)
 def test_the_fused_kernel_computes_a_ring(case, segmented, monkeypatch):
-  monkeypatch.setitem(splash.RINGS, "cpu", functools.partial(splash.splash_ring, interpret=True))
+  monkeypatch.setitem(kernels.RINGS, "cpu", functools.partial(splash.splash_ring, interpret=True))
   axes, length, options = RINGS[case]
   assert_by_kernel(axes, options, length, 2, segmented=segmented)
