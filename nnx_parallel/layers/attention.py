@@ -538,6 +538,7 @@ class _Program:
     grid = self.tiles.grid
     names = self.share.row, self.share.column
     rows, columns = (Spans(name, grid.starts(name), grid.blocks[name]) for name in names)
+    rows = rows._replace(starts=rows.starts[:, None])
     bounds = Hidden(self.body, grid.lengths, rows, columns)
     scores, labels = self.ends[1]
     quotient: Any = self.tiles.made(scores)

@@ -19,10 +19,10 @@ from jax.sharding import AxisType, PartitionSpec
 from nnx_parallel.core.flow import Meeting, meeting
 from nnx_parallel.core.jaxprs import bind, call_equation, is_inexact, maker, makers, origin, struct
 from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import Grid, Tiles, described
+from nnx_parallel.core.tiles import Grid, Labels, Tiles, described
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
 from nnx_parallel.layers.kernels import Kernel
-from nnx_parallel.layers.masks import PLACES, Seen, seen_by
+from nnx_parallel.layers.masks import ALL, PLACES, Seen, seen_by
 from nnx_parallel.layers.softmaxes import NotFused, Softmax, is_cast, uncast
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import scope_in_use
@@ -86,13 +86,15 @@ def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel) -> JaxprEqn:
   """
   made = makers(body)
   form = _form(match, _scores(match, made), _weights(match, made))
-  seen, masks, leaves = _mask(body, match, form)
+  ends, lengths = _ends(match, form)
+  seen = seen_by(body, ends, lengths, form.row, form.column)
+  masks, leaves = (None, []) if seen is not None else _mask(body, form, ends, lengths)
   out = match.product.outvars[0]
 
   def attention_by_kernel(*arrays: jax.Array) -> list[jax.Array]:
     query, key, value = (x.transpose(order) for x, order in zip(arrays[:3], form.orders, strict=True))
-    mask, some = masks(arrays[3:])
-    found = _placed(form, kernel, seen, query, key, value, mask)
+    mask, some = (None, None) if masks is None else masks(arrays[3:])
+    found = _placed(form, kernel, seen or ALL, query, key, value, mask)
     if some is not None:  # a row that keeps nothing
       finite = math.isfinite(form.scores.fill)
       none = value.mean(-2, keepdims=True) if finite else jnp.full_like(value[..., :1, :], jnp.nan)
@@ -245,23 +247,22 @@ def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
     )
 
 
-def _mask(
-  body: Jaxpr, match: Softmax, form: _Form
-) -> tuple[Seen, Callable[..., tuple[jax.Array | None, jax.Array | None]], list[Var]]:
-  """The rule of the mask; and, where it has another rule, a function of its leaves.
-
-  The function returns the mask of queries by keys, and which of its rows keep a key.
-  """
-  sizes = match.exp.outvars[0].aval.shape
-  lengths = {name: size for name, size in enumerate(sizes) if size > 1}
-  grid = Grid(lengths, {name: 1 for name in lengths if name not in (form.row, form.column)})
-  tiles = Tiles(body, grid, lambda _, own: {name for name, _, _ in own} <= {form.row, form.column})
+def _ends(match: Softmax, form: _Form) -> tuple[list[tuple[Var, Labels, bool]], dict[int, int]]:
+  """The masks of an attention, with the labels of their dims, and the lengths of the labeled dims."""
+  lengths = {name: size for name, size in enumerate(match.exp.outvars[0].aval.shape) if size > 1}
   ends = [
     (var, tuple((name, dims[name], 1) for name in sorted(lengths, key=dims.__getitem__)), kept)
     for var, dims, kept in form.scores.masks
   ]
-  if (seen := seen_by(body, ends, lengths, form.row, form.column)) is not None:
-    return seen, lambda _: (None, None), []
+  return ends, lengths
+
+
+def _mask(
+  body: Jaxpr, form: _Form, ends: Sequence[tuple[Var, Labels, bool]], lengths: Mapping[int, int]
+) -> tuple[Callable[[Sequence[jax.Array]], tuple[jax.Array, jax.Array]], list[Var]]:
+  """A function of its leaves that gives the mask of queries by keys, and which of its rows keep a key."""
+  grid = Grid(lengths, {name: 1 for name in lengths if name not in (form.row, form.column)})
+  tiles = Tiles(body, grid, lambda _, own: {name for name, _, _ in own} <= {form.row, form.column})
   for var, labels, _ in ends:
     tiles.need(var, labels)
   for leaf, labels in tiles.leaves:
@@ -273,9 +274,9 @@ def _mask(
       raise NotFused("its mask differs between examples or heads")
   leaves = [*tiles.leaves]
 
-  def masks(arrays: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
+  def masks(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     known, places = dict(zip(leaves, arrays, strict=True)), dict.fromkeys(grid.blocks, 0)
-    mask = jnp.ones((sizes[form.row], sizes[form.column]), bool)
+    mask = jnp.ones((lengths[form.row], lengths[form.column]), bool)
     for var, labels, kept in ends:
       dims = {name: dim for name, dim, _ in labels}
       found = tiles.value(var, labels, known, places)
@@ -286,7 +287,7 @@ def _mask(
     some = mask.any(-1)
     return mask | ~some[:, None], some
 
-  return Seen(causal=False, window=None), masks, [var for var, _ in leaves]
+  return masks, [var for var, _ in leaves]
 
 
 def _placed(

@@ -7,7 +7,6 @@ are exact there; a mask that comes from data hides nothing for sure.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -26,26 +25,27 @@ HIDDEN = -1e4
 """A score whose exponential is 0 relative to visible scores."""
 _ABSORBING = -1e9
 """A number in which a float32 score is lost when it is added."""
-_TILE = 128
 _LOGICAL = ("and", "or", "not")
 Interval = tuple[np.ndarray, np.ndarray]
-"""The least and the largest that an element may be, for `[blocks of rows or 1, blocks of columns or 1]`."""
-_ANY: Interval = (np.full((1, 1), -np.inf), np.full((1, 1), np.inf))
+"""The least and the largest that an element may be, for each tile."""
+_ANY: Interval = (np.full((), -np.inf), np.full((), np.inf))
 PLACES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
 """Operations that move the elements of an array, or change its type."""
 _KEPT = (*PLACES, "stop_gradient")
 
 
 class Spans(NamedTuple):
-  """Blocks of a dim: its name, where the blocks start, and their length."""
+  """Blocks of a dim: its name, where the blocks start, and their lengths."""
 
   name: DimName
   starts: np.ndarray
-  size: int
+  sizes: np.ndarray | int
 
 
 class Hidden:
   """Evaluates values of a flat program on intervals, for all tiles at once.
+
+  A tile is a block of queries and a block of keys: their starts, broadcast against each other.
 
   Args:
     body: the program.
@@ -55,28 +55,25 @@ class Hidden:
   """
 
   def __init__(self, body: Jaxpr, lengths: Mapping[DimName, int], rows: Spans, columns: Spans):
-    self._lengths, self._spans = lengths, (rows, columns)
+    self._lengths, self._spans = lengths, {spans.name: spans for spans in (rows, columns)}
+    self._shape = np.broadcast_shapes(rows.starts.shape, columns.starts.shape)
     self._made = makers(body)
     self._known: dict[Node, Interval] = {}
 
   def bounds(self, var: Var, labels: Labels) -> Interval:
-    """The least and the largest that the elements of each tile of a value may be.
-
-    Both are `[blocks of rows, blocks of columns]`.
-    """
-    names, counts = [spans.name for spans in self._spans], [len(spans.starts) for spans in self._spans]
-    low, high = self._interval(var, tuple(label for label in labels if label[0] in names))
-    return np.broadcast_to(low, counts), np.broadcast_to(high, counts)
+    """The least and the largest that the elements of each tile of a value may be."""
+    low, high = self._interval(var, tuple(label for label in labels if label[0] in self._spans))
+    return np.broadcast_to(low, self._shape), np.broadcast_to(high, self._shape)
 
   def most(self, var: Var, labels: Labels) -> np.ndarray:
-    """The largest that the elements of each tile of a value may be, `[blocks of rows, blocks of columns]`."""
+    """The largest that the elements of each tile of a value may be."""
     return self.bounds(var, labels)[1]
 
   def _interval(self, var: Var, labels: Labels) -> Interval:
     if isinstance(var, core.Literal):
       dtype: np.dtype[Any] = var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
       is_one = jnp.ndim(var.val) == 0 and isinstance(dtype, np.dtype) and dtype.kind in "biufV"
-      number = np.full((1, 1), float(var.val) if is_one else 0.0)
+      number = np.full((), float(var.val) if is_one else 0.0)
       return (number, number) if is_one else _ANY
     if (var, labels) not in self._known:
       with np.errstate(all="ignore"):
@@ -109,11 +106,10 @@ class Hidden:
   def _positions(self, eqn: JaxprEqn, labels: Labels) -> Interval:
     dim, length = eqn.params["dimension"], eqn.params["shape"][eqn.params["dimension"]]
     own = next((name for name, d, _ in labels if d == dim), None)
-    place = next((n for n, spans in enumerate(self._spans) if spans.name == own), None)
-    if place is None or self._lengths[own] != length:
-      return np.zeros((1, 1)), np.full((1, 1), length - 1.0)
-    starts = np.expand_dims(self._spans[place].starts.astype(float), 1 - place)
-    return starts, starts + self._spans[place].size - 1
+    if own is None or self._lengths[own] != length:
+      return np.zeros(()), np.full((), length - 1.0)
+    spans = self._spans[own]
+    return spans.starts * 1.0, spans.starts + spans.sizes - 1.0
 
 
 class Seen(NamedTuple):
@@ -121,6 +117,9 @@ class Seen(NamedTuple):
 
   causal: bool
   window: int | None
+
+
+ALL = Seen(causal=False, window=None)
 
 
 def seen_by(
@@ -140,58 +139,53 @@ def seen_by(
     column: the name of the dim of the keys.
   """
   rows, columns = lengths[row], lengths[column]
-  kept = functools.partial(_kept, body, masks, lengths, (row, column))
-  first, last = (kept((np.array([query]), np.arange(columns)), (1, 1))[0][0] for query in (0, rows - 1))
+
+  def kept(tiles: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the masks keep all scores of each tile, and whether they may keep some."""
+    top, bottom, left, right = tiles
+    hidden = Hidden(body, lengths, Spans(row, top, bottom - top), Spans(column, left, right - left))
+    surely, maybe = np.ones(top.shape, bool), np.ones(top.shape, bool)
+    for var, labels, is_kept in masks:
+      low, high = hidden.bounds(var, labels)
+      surely &= low > 0 if is_kept else high <= 0
+      maybe &= high > 0 if is_kept else low <= 0
+    return surely, maybe
+
+  keys = np.arange(columns)
+  first, last = (
+    kept((one := np.full(columns, query), one + 1, keys, keys + 1))[0] for query in (0, rows - 1)
+  )
   if first.all() and last.all():
-    seen = Seen(causal=False, window=None)
+    seen = ALL
   elif rows == columns and not first[1:].any() and last.any():
     seen = Seen(causal=True, window=None if last.all() else int(last.sum()))
   else:
     return None
-  return seen if _follows(seen, kept, (rows, columns)) else None
+  *tiles, wanted = _tiles(seen, rows, columns)
+  surely, maybe = kept(tiles)
+  return seen if np.where(wanted, surely, ~maybe).all() else None
 
 
-_Kept = Callable[[tuple[np.ndarray, np.ndarray], tuple[int, int]], tuple[np.ndarray, np.ndarray]]
+def _tiles(seen: Seen, rows: int, columns: int) -> np.ndarray:
+  """Tiles of all scores, of each of which a rule keeps all or none.
 
-
-def _kept(
-  body: Jaxpr,
-  masks: Sequence[tuple[Var, Labels, bool]],
-  lengths: Mapping[DimName, int],
-  names: tuple[DimName, DimName],
-  starts: tuple[np.ndarray, np.ndarray],
-  sizes: tuple[int, int],
-) -> tuple[np.ndarray, np.ndarray]:
-  """Whether masks keep all scores of each tile, and whether they may keep some."""
-  hidden = Hidden(body, lengths, *map(Spans, names, starts, sizes))
-  surely, maybe = (np.ones([len(at) for at in starts], bool) for _ in range(2))
-  for var, labels, is_kept in masks:
-    low, high = hidden.bounds(var, labels)
-    surely &= low > 0 if is_kept else high <= 0
-    maybe &= high > 0 if is_kept else low <= 0
-  return surely, maybe
-
-
-def _follows(seen: Seen, kept: _Kept, lengths: tuple[int, int]) -> bool:
-  """Whether the masks follow a rule: in tiles, and for each score of the tiles that the rule cuts."""
-  least, most = 0 if seen.causal else -lengths[1], seen.window or lengths[0]
-  sizes = min(lengths[0], _TILE), min(lengths[1], _TILE)
-  rows, columns = (
-    np.minimum(np.arange(0, n, size), n - size) for n, size in zip(lengths, sizes, strict=True)
-  )
-  surely, maybe = kept((rows, columns), sizes)
-  ahead = rows[:, None] - columns  # how far the first query of a tile is ahead of its first key
-  nearest, farthest = ahead - sizes[1] + 1, ahead + sizes[0] - 1
-  whole, none = (nearest >= least) & (farthest < most), (farthest < least) | (nearest >= most)
-  if (whole & ~surely).any() or (none & maybe).any():
-    return False
-  for n, m in np.argwhere(~whole & ~none):
-    places = rows[n] + np.arange(sizes[0]), columns[m] + np.arange(sizes[1])
-    ahead = places[0][:, None] - places[1]
-    wanted = (ahead >= least) & (ahead < most)
-    if any((own != wanted).any() for own in kept(places, (1, 1))):
-      return False
-  return True
+  Returns:
+    Where the queries start and end, where the keys start and end, and whether the rule keeps them.
+  """
+  least, most = 0 if seen.causal else -columns, seen.window or rows
+  found, todo = list[np.ndarray](), np.array([[0], [rows], [0], [columns]])
+  while todo.size:
+    top, bottom, left, right = todo
+    nearest, farthest = top - right + 1, bottom - 1 - left  # how far a query is ahead of a key
+    all_kept = (nearest >= least) & (farthest < most)
+    done = all_kept | (farthest < least) | (nearest >= most)
+    found.append(np.stack([*todo, all_kept])[:, done])
+    top, bottom, left, right = todo[:, ~done]
+    middle, center = (top + bottom + 1) // 2, (left + right + 1) // 2
+    halves = ((top, middle), (middle, bottom)), ((left, center), (center, right))
+    todo = np.concatenate([np.stack([*own, *other]) for own, other in itertools.product(*halves)], axis=1)
+    todo = todo[:, (todo[0] < todo[1]) & (todo[2] < todo[3])]
+  return np.concatenate(found, axis=1)
 
 
 def _representable(low: np.ndarray, high: np.ndarray, dtype: np.dtype[Any]) -> Interval:

@@ -12,8 +12,9 @@ import pytest
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers import attention
+from nnx_parallel.layers import attention, kernels
 from nnx_parallel.layers.attention import queries_over
+from nnx_parallel.layers.cudnn import cudnn_attention
 
 MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60)]
 HEADS, WIDTH = 4, 4
@@ -175,5 +176,19 @@ def test_a_mask_by_tiles_is_the_mask_of_the_plain_softmax(seed, monkeypatch):
         changed(*given)
       return
     found = changed(*given)
+  assert_equal(found, wanted, case)
+
+
+def assert_equal(found, wanted, case):
   for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4, err_msg=str(case))
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("seed", [*range(10), *MORE])
+def test_a_mask_of_a_kernel_is_the_mask_of_the_plain_softmax(seed, monkeypatch):
+  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(cudnn_attention, implementation="xla"))
+  case = dataclasses.replace(Case.of(seed), shards=1, way="fused")
+  given = arrays(case, seed)
+  wanted = jax.jit(jax.value_and_grad(case))(*given)
+  assert_equal(jax.jit(jax.value_and_grad(nxp.with_layers(case, attention="fused")))(*given), wanted, case)
