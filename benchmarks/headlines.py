@@ -58,19 +58,23 @@ def figure(name: str, group: str, case: str) -> str:
   return figure_text(found[0]) if "value" in found[0] else ratio_text(found[0]).split(" (")[0]
 
 
+def rows_of(name: str, groups: Mapping[str, str], cases: Sequence[str]) -> list[Row]:
+  """A row for each group of a record, with the same cases; `groups` maps the text of a row to its group."""
+  return [Row(text, tuple(figure(name, group, case) for case in cases)) for text, group in groups.items()]
+
+
 def accelerator() -> list[Row]:
   """Times on one GPU."""
-  name = "one_gpu"
-  steps = {
-    "step, as written": "as written",
-    "step, attention='fused'": "fused attention",
-    "step, attention='fused', loss_chunks=8": "fused attention, loss in 8 chunks",
-    "step, attention='fused', 2 microbatches": "fused attention, 2 microbatches",
-    "step, attention='fused', remat='full', scan_layers": "fused attention, rematerialized and scanned",
-    "step, attention='fused', moments in host memory": "fused attention, Adam moments in host memory",
+  groups = {
+    "as written": "step, as written",
+    "fused attention": "step, attention='fused'",
+    "fused attention, loss in 8 chunks": "step, attention='fused', loss_chunks=8",
+    "fused attention, 2 microbatches": "step, attention='fused', 2 microbatches",
+    "fused attention, rematerialized and scanned": "step, attention='fused', remat='full', scan_layers",
+    "fused attention, Adam moments in host memory": "step, attention='fused', moments in host memory",
   }
   cases = (HAND, "nxp.train_step", "nxp.train_step: MFU", "memory, report", "memory, measured")
-  return [Row(text, tuple(figure(name, group, case) for case in cases)) for group, text in steps.items()]
+  return rows_of("one_gpu", groups, cases)
 
 
 def steps() -> list[Row]:
@@ -96,7 +100,7 @@ def whole_steps() -> list[Row]:
   """Time of whole steps."""
   groups = [f"4-layer transformer, {layout}" for layout in ("dp", "ZeRO-1", "fsdp", "tp", "fsdp x tp")]
   cases = ("by hand", "nxp.train_step")
-  return [Row(group, tuple(figure("step_whole", group, case) for case in cases)) for group in groups]
+  return rows_of("step_whole", {group: group for group in groups}, cases)
 
 
 def creation() -> list[Row]:
@@ -104,7 +108,7 @@ def creation() -> list[Row]:
   cases = ("nnx.jit constructor", "jax.jit, out_shardings", "create_sharded_model",
            "create_sharded_model, second start")  # fmt: skip
   groups = ("auto axes, 4 blocks", "auto axes, 12 blocks", "auto axes, 24 blocks")
-  return [Row(group, tuple(figure("creation", group, case) for case in cases)) for group in groups]
+  return rows_of("creation", {group: group for group in groups}, cases)
 
 
 def matrices() -> list[Row]:
@@ -130,9 +134,7 @@ def decoder() -> list[Row]:
     "plain, blockwise attention, chunked loss": "plain, blocks and parts",
   }
   figures = ("need per device", "temporaries", "sent", "matrix FLOPs per device")
-  rows = [
-    Row(name, tuple(figure("plain_8b", where + case, f) for f in figures)) for name, case in cases.items()
-  ]
+  rows = rows_of("plain_8b", {name: where + case for name, case in cases.items()}, figures)
   maxtext = "tpu:v5e:4x4, fsdp 16, MaxText defaults"
   return [
     *rows,
@@ -165,8 +167,7 @@ def large() -> list[Row]:
     "mixture of 107B": "mixture, fsdp 32 x expert 8, no option",
     "mixture of 107B, SparseCores": "mixture, fsdp 32 x expert 8, SparseCore",
   }
-  figures = ("need per device", "sent", "exposed")
-  return [Row(name, tuple(figure("large", case, f) for f in figures)) for name, case in cases.items()]
+  return rows_of("large", cases, ("need per device", "sent", "exposed"))
 
 
 def overlap() -> list[Row]:
@@ -177,11 +178,12 @@ def overlap() -> list[Row]:
     "layers, v5p, fsdp 16 x tensor 4": "layers of 70B, v5p:4x4x4, fsdp 16 x tensor 4",
   }
   shown = ("sent", "overlapped", "cycles", "in windows")
-  return [
-    Row(f"{name}, {options}", tuple(figure("overlap", f"{case}, {options}", part) for part in shown))
+  groups = {
+    f"{name}, {options}": f"{case}, {options}"
     for name, case in programs.items()
     for options in ("no option", "SparseCore")
-  ]
+  }
+  return rows_of("overlap", groups, shown)
 
 
 def checkpoints() -> list[Row]:

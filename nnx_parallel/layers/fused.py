@@ -236,7 +236,9 @@ def _number(var: Var, made: Mapping[Var, JaxprEqn]) -> float | None:
   if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "stop_gradient"):
     return _number(eqn.invars[0], made)
   numbers: list[float] = []
-  for x in eqn.invars:  # the first that is unknown ends the search, which may walk through the whole model
+  # The search ends at the first unknown operand. Otherwise it would walk back through the model, and its time
+  # would grow exponentially with the depth of the model.
+  for x in eqn.invars:
     number = None if var.aval.shape or x.aval.shape else _number(x, made)
     if number is None:
       return None

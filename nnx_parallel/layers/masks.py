@@ -45,7 +45,7 @@ class Spans(NamedTuple):
 class Hidden:
   """Evaluates values of a flat program on intervals, for all tiles at once.
 
-  A tile is a block of queries and a block of keys: their starts, broadcast against each other.
+  A tile is a block of queries and a block of keys. The starts of both are broadcast against each other.
 
   Args:
     body: the program.
@@ -129,7 +129,7 @@ def seen_by(
   row: DimName,
   column: DimName,
 ) -> Seen | None:
-  """The rule of the masks of an attention, proved for each query and key; None: they follow another rule.
+  """The rule of the masks of an attention, proved for each query and key; None if they follow another rule.
 
   Args:
     body: the program.
@@ -153,7 +153,7 @@ def seen_by(
 
   keys = np.arange(columns)
   first, last = (
-    kept((one := np.full(columns, query), one + 1, keys, keys + 1))[0] for query in (0, rows - 1)
+    kept([np.full(columns, n), np.full(columns, n + 1), keys, keys + 1])[0] for n in (0, rows - 1)
   )
   if first.all() and last.all():
     seen = ALL
@@ -167,10 +167,11 @@ def seen_by(
 
 
 def _tiles(seen: Seen, rows: int, columns: int) -> np.ndarray:
-  """Tiles of all scores, of each of which a rule keeps all or none.
+  """Cuts the scores into tiles, so that a rule keeps either all or none of the scores of a tile.
 
   Returns:
-    Where the queries start and end, where the keys start and end, and whether the rule keeps them.
+    For each tile, where its queries start and end, where its keys start and end, and whether the rule keeps
+    its scores.
   """
   least, most = 0 if seen.causal else -columns, seen.window or rows
   found, todo = list[np.ndarray](), np.array([[0], [rows], [0], [columns]])

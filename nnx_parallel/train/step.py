@@ -353,12 +353,11 @@ def train_step(
       queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
       uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs and, in bfloat16 or float16, on
       NVIDIA GPUs, if the mask does not differ between examples or heads), else blockwise attention;
-      `step.layers` gives the reason. If a rule shards
-      `seq` over an axis that shards no weight, each device computes its own queries, and gathers the keys and
-      values in each layer. With `"ring"`, these travel around the devices of that axis instead. With
-      `"ulysses"`, each device computes all positions of some heads (the number of key heads must be a
-      multiple of the axis size). With these two, an attention that the devices cannot share is an error. None
-      computes attention as the model is written.
+      `step.layers` gives the reason. If a rule shards `seq` over an axis that shards no weight, each device
+      computes its own queries, and gathers the keys and values in each layer. With `"ring"`, these travel
+      around the devices of that axis instead. With `"ulysses"`, each device computes all positions of some
+      heads (the number of key heads must be a multiple of the axis size). With these two, an attention that
+      the devices cannot share is an error. None computes attention as the model is written.
     loss_chunks: the number of chunks of the vocabulary (the columns of the head) in which the head and the
       loss are computed, so that the full logits never exist. Sums over the vocabulary add the logits as they
       are; if logits reach several hundreds, an entropy loses digits. None computes the loss as it is written.
