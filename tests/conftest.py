@@ -71,6 +71,8 @@ import optax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+import leaks  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -99,8 +101,10 @@ relax_optax()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  text = "run the first N cases of each parametrized test (CI on Python 3.11: 1)"
-  parser.addoption("--cases", type=int, metavar="N", help=text)
+  first = "what `make test` runs: one case of each test that is not slow or nightly, and the everyday ones"
+  parser.addoption("--first", action="store_true", help=first)
+  rest = "what `.ci/run` adds to `make test`: all that is not nightly and that --first leaves out"
+  parser.addoption("--rest", action="store_true", help=rest)
 
 
 def by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
@@ -111,22 +115,48 @@ def by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
   return found.values()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-  """Marks the cases beyond `cases(n)` as nightly; then `-m` selects, and then `--cases`."""
+def has(item: pytest.Item, *marks: str) -> bool:
+  return any(item.get_closest_marker(mark) for mark in marks)
+
+
+def choose_first(items: list[pytest.Item]) -> set[pytest.Item]:
+  """What `--first` selects."""
+  chosen: set[pytest.Item] = set()
+  for cases in by_test(items):
+    quick = [item for item in cases if not has(item, "slow", "nightly")]
+    chosen.update(item for item in quick if item is quick[0] or has(item, "each_case"))
+    chosen.update(item for item in cases if has(item, "everyday"))
+  return chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Marks the cases beyond `cases(n)` as nightly, then selects; `-m` and `-k` select from the rest."""
   for cases in by_test(items):
     if mark := cases[0].get_closest_marker("cases"):
       for k, item in enumerate(cases):
         if k * mark.args[0] % len(cases) >= mark.args[0]:
           item.add_marker("nightly")
+  kept = set(items)
+  if config.getoption("first"):
+    kept = choose_first(items)
+  elif config.getoption("rest"):
+    kept = {item for item in items if not has(item, "nightly")} - choose_first(items)
+  if left := [item for item in items if item not in kept]:
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Generator[None]:
+  """Fails a test that leaves a mesh, a setting or a thread for the tests after it; see `leaks.py`."""
+  before = leaks.read()
   yield
-  if (limit := config.getoption("cases")) is None:
-    return
-  left = {
-    item for cases in by_test(items) for item in cases[limit:] if not item.get_closest_marker("each_case")
-  }
-  config.hook.pytest_deselected(items=[item for item in items if item in left])
-  items[:] = [item for item in items if item not in left]
+  if left := leaks.left_since(before):
+    leaks.take_back(before)
+    pytest.fail(
+      "this test leaves something behind for the tests after it:\n  " + "\n  ".join(left), pytrace=False
+    )
 
 
 @pytest.fixture

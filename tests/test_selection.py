@@ -1,4 +1,4 @@
-"""What `cases(n)`, `each_case` and `--cases` select."""
+"""What `cases(n)`, `each_case`, `everyday`, `--first` and `--rest` select."""
 
 import os
 import subprocess
@@ -19,13 +19,22 @@ def test_one(): ...
 @pytest.mark.each_case
 @pytest.mark.parametrize("x", range(3))
 def test_each(x): ...
+
+@pytest.mark.slow
+def test_slow(): ...
+
+@pytest.mark.slow
+@pytest.mark.everyday
+def test_path(): ...
 """
 
 
+EACH = ["each[0]", "each[1]", "each[2]"]
 CHOSEN = {
-  ("-m", "not nightly"): ["some[0]", "some[3]", "one", "each[0]", "each[1]", "each[2]"],
-  ("-m", "nightly", "--cases", "1"): ["some[1]"],
-  ("-m", "not nightly", "--cases", "1"): ["some[0]", "one", "each[0]", "each[1]", "each[2]"],
+  (): ["some[0]", "some[1]", "some[2]", "some[3]", "some[4]", "one", *EACH, "slow", "path"],
+  ("-m", "not nightly"): ["some[0]", "some[3]", "one", *EACH, "slow", "path"],
+  ("--first",): ["some[0]", "one", *EACH, "path"],
+  ("--rest",): ["some[3]", "slow"],
 }
 
 

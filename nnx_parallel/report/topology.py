@@ -16,13 +16,14 @@ The devices can be put in a mesh, and programs lowered and compiled for them, bu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -188,10 +189,19 @@ def _local(named: Machine) -> list[Any]:
   return devices[: named.devices]
 
 
+@contextlib.contextmanager
+def _variables(defaults: Mapping[str, str]) -> Generator[None]:
+  """Sets environment variables that have no value while a compiler's library is loaded."""
+  added = {name: value for name, value in defaults.items() if name not in os.environ}
+  os.environ.update(added)
+  try:
+    yield
+  finally:
+    for name in added:
+      os.environ.pop(name, None)
+
+
 def _tpu(named: Machine) -> list[Any]:
-  if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
-    for variable, value in _NO_TPU_HERE.items():
-      os.environ.setdefault(variable, value)
   options: dict[str, Any] = {"num_slices": named.slices} if named.slices > 1 else {}
   if named.chip.name in _HOST_BOUNDS:
     # A real v4 or v5p slice is a torus: without the wrap links the compiler picks other collectives.
@@ -199,8 +209,10 @@ def _tpu(named: Machine) -> list[Any]:
     if all(n % 4 == 0 for n in named.size):
       options["wrap"] = (True,) * len(named.size)
   name = f"{named.chip.name}:{'x'.join(map(str, named.size))}"
+  no_tpu = not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*")
   try:
-    found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    with _variables(_NO_TPU_HERE if no_tpu else {}):
+      found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
   except RuntimeError as error:
     raise ReportError(
       f"the TPU compiler does not know the topology {named.text!r}.",
@@ -211,13 +223,12 @@ def _tpu(named: Machine) -> list[Any]:
 
 
 def _gpu(named: Machine) -> list[Any]:
-  # Lets the plugin load on a machine without a driver.
-  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-  found = topologies.get_topology_desc(
-    platform="cuda",
-    target_config=target_text(named.chip),
-    topology=f"{named.size[0]}x1x{named.size[1]}",
-  )
+  with _variables({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):  # the plugin loads on a machine without a driver
+    found = topologies.get_topology_desc(
+      platform="cuda",
+      target_config=target_text(named.chip),
+      topology=f"{named.size[0]}x1x{named.size[1]}",
+    )
   return list(found.devices)
 
 

@@ -28,6 +28,7 @@ def run(tmp_path, body):
   return run_two(START + textwrap.dedent(body), tmp_path)
 
 
+@pytest.mark.everyday
 @pytest.mark.slow
 def test_two_processes_save_and_restore_what_one_process_reads(tmp_path):
   body = """

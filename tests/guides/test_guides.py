@@ -12,13 +12,13 @@ runner = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runner)
 
 
-OLDEST = ("README.md", "08-")
-"""The pages that CI also runs on the oldest Python, where figures are not compared; the others are slow."""
+EVERYDAY = ("README.md", "01-", "08-")
+"""The pages that `make test` runs, on the oldest Python too, where figures are not compared."""
 
 
 def pages():
   for page in runner.pages():
-    marks = () if page.name.startswith(OLDEST) else (pytest.mark.slow,)
+    marks = [pytest.mark.slow, *([pytest.mark.everyday] if page.name.startswith(EVERYDAY) else [])]
     yield pytest.param(page, marks=marks, id=page.name)
 
 
@@ -28,7 +28,6 @@ def nightly_runs_compile_as_users_do(monkeypatch):
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
-@pytest.mark.each_case
 @pytest.mark.parametrize("page", [*pages()])
 def test_guide_runs(page, tmp_path):
   if page.name == "README.md":  # its script is the one that people keep in a folder and start again

@@ -50,6 +50,7 @@ with open(f"{folder}/{jax.process_index()}.json", "w") as file:
 """
 
 
+@pytest.mark.everyday
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_speak_once(tmp_path, capsys):
   folders = tmp_path / "one", tmp_path / "two"

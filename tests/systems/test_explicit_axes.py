@@ -91,13 +91,21 @@ def test_reports_are_those_of_auto_axes():
   assert found["mixed"] == found["auto"]
 
 
+# Made where they are entered: `jax.set_mesh` acts when it is called.
+ACTIVE = {
+  "mesh": lambda plan: jax.set_mesh(plan.mesh),
+  "scope": lambda plan: plan.scope(),
+  "nothing": lambda plan: contextlib.nullcontext(),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("active", ["mesh", "scope", "nothing"])
+@pytest.mark.parametrize("active", ACTIVE)
 def test_gradients_are_right_on_explicit_axes(active):
   plan, batch, loss = planned("decoder", "explicit")
   model, optimizer = placed(plan)
-  with {"nothing": contextlib.nullcontext(), "mesh": jax.set_mesh(plan.mesh), "scope": plan.scope()}[active]:
+  with ACTIVE[active](plan):
     found = nxp.train_step(loss).check_gradients(model, optimizer, batch)
   assert found
   assert "by each device on its own" in str(found)
@@ -142,10 +150,10 @@ def test_scopes_in_use_and_arrays_of_the_host():
       return loss(lambda x: nxp.constrain(model(x), "batch", None, None), batch)
 
   wanted = on_auto_axes("decoder", ())
-  for active in (contextlib.nullcontext(), jax.set_mesh(plan.mesh), plan.scope()):
+  for enter in ACTIVE.values():
     model, optimizer = placed(plan)
     step = nxp.train_step(constrained)
-    with active:
+    with enter(plan):
       losses = [float(step(model, optimizer, x)["loss"]) for x in (np.asarray(batch), batch)]
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
 

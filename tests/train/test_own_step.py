@@ -15,10 +15,15 @@ from training import placed
 compilations: list[str] = []
 
 
-@jax.monitoring.register_event_duration_secs_listener
-def _count(name: str, seconds: float, **_) -> None:
-  if "backend_compile" in name:
-    compilations.append(name)
+@pytest.fixture(scope="module", autouse=True)
+def count_compilations():
+  def count(name: str, seconds: float, **_) -> None:
+    if "backend_compile" in name:
+      compilations.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(count)
+  yield
+  jax.monitoring.unregister_event_duration_listener(count)
 
 
 class Block(nnx.Module):
