@@ -188,11 +188,8 @@ def _merge(one: Scope, other: Scope) -> Scope:
     first, second = (one, other) if one.stated else (other, one)
   else:
     first, second = (one, other) if len(batches[0]) >= len(batches[1]) else (other, one)
-    if (
-      one.stated
-      and batches[0] != batches[1]
-      or {*batches[0]} - {*batches[1]}
-      and {*batches[1]} - {*batches[0]}
+    if (one.stated and batches[0] != batches[1]) or (
+      {*batches[0]} - {*batches[1]} and {*batches[1]} - {*batches[0]}
     ):
       raise _different("examples", "batch", batches, sizes)
   if one.inputs != other.inputs and one.inputs is not None and other.inputs is not None:
@@ -220,7 +217,7 @@ def _different(what: str, name: str, found: Sequence[object], sizes: Mapping[str
   return TrainError(
     f"the plans of these models split the {what} differently.",
     details=f"over {found[0]} and over {found[1]}, mesh {dict(sizes)}",
-    fix=f"make each plan with the same rule: nxp.plan(init, mesh, [nxp.LogicalRules({name}={example}), ...]).",
+    fix=f"make each plan with the same rule: nxp.LogicalRules({name}={example}).",
   )
 
 
@@ -396,7 +393,7 @@ def _spec(
       f"cannot constrain an activation: the plans of several models have different rules for"
       f" {min(disputed)!r}.",
       details=f"names {names}, mesh {sizes}",
-      fix="call the model that constrains it inside of: with nxp.use_rules(rules, mesh): ..., with its rules.",
+      fix="with nxp.use_rules(rules, mesh): ... around the model that constrains it, with its rules.",
     )
   found = resolve_spec(names, shape, sizes, scope.rules if scope else None, path="an activation")
   entries: list[Any] = []
