@@ -17,6 +17,7 @@ from nnx_parallel.core.extra_args import accept_extra
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
 from nnx_parallel.layout.show.diff import assert_golden_plan
+from nnx_parallel.train.losses import wide
 
 __all__ = [
   "GradientNorms",
@@ -71,11 +72,16 @@ def with_gradient_norms(tx: optax.GradientTransformation) -> optax.GradientTrans
     return GradientNorms(inner.init(params), jnp.zeros(len(jax.tree.leaves(params)), jnp.float32))
 
   def update(grads: Any, state: GradientNorms, params: Any = None, **extra: Any) -> tuple[Any, GradientNorms]:
-    norms = jnp.stack([jnp.linalg.norm(g.astype(jnp.float32).ravel()) for g in jax.tree.leaves(grads)])
+    norms = jnp.stack([_norm(g) for g in jax.tree.leaves(grads)])
     updates, new = inner.update(grads, state.inner, params, **extra)
     return updates, GradientNorms(new, norms)
 
   return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _norm(gradient: jax.Array) -> jax.Array:
+  """The norm in float32, of a complex gradient too."""
+  return jnp.linalg.norm(wide(gradient).ravel()).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,16 +72,22 @@ class Sampling:
   def _kept(self, logits: jax.Array) -> jax.Array:
     """The logits, with minus infinity for tokens that must not be drawn."""
     if self.top_k is not None:
-      least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
-      logits = jnp.where(logits < least, -jnp.inf, logits)
+      chosen = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[1]
+      logits = _only(logits, chosen, jnp.ones(chosen.shape, bool))
     if self.top_p < 1:
-      falling = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+      order = jnp.argsort(logits, axis=-1, descending=True)
+      falling = jnp.take_along_axis(logits, order, -1)
       chances = jax.nn.softmax(falling, axis=-1)
       # A token is kept while earlier tokens sum to less than top_p, so the first token is always kept.
       kept = jnp.cumsum(chances, axis=-1) - chances < self.top_p
-      least = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
-      logits = jnp.where(logits < least, -jnp.inf, logits)
+      logits = _only(logits, order, kept)
     return logits
+
+
+def _only(logits: jax.Array, numbers: jax.Array, kept: jax.Array) -> jax.Array:
+  """The logits of the kept tokens: by their numbers, since bfloat16 logits often tie."""
+  mask = jax.vmap(lambda n, k: jnp.zeros(logits.shape[-1], bool).at[n].set(k))(numbers, kept)
+  return jnp.where(mask, logits, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)

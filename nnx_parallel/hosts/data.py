@@ -16,7 +16,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
-from nnx_parallel.layout.batch import check_split
+from nnx_parallel.layout.batch import check_fits, check_split
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
@@ -42,7 +42,8 @@ def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyT
 
   Raises:
     ShardingError: there are no examples, the mesh axes do not divide the batch (the message shows the next
-      size that works), a leaf is not an array of numbers, or the call is inside a compiled program.
+      size that works), a leaf is not an array of numbers or has integers that do not fit in 32 bits, or
+      the call is inside a compiled program.
 
   Example:
     >>> import numpy as np, nnx_parallel as nxp
@@ -91,7 +92,9 @@ def _host_array(name: str, leaf: Leaf) -> np.ndarray:
       details=f"a {type(leaf).__name__} of dtype {array.dtype}: {leaf!r:.60}",
       fix="leave it out of the batch, or encode it as numbers.",
     )
-  return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+  array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+  check_fits(name, array)
+  return array
 
 
 def _placed(name: str, array: AnyArray, plan: Plan, *, global_batch: bool) -> jax.Array:

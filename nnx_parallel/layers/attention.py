@@ -40,6 +40,7 @@ from nnx_parallel.core.jaxprs import (
   is_checkpoint,
   is_inexact,
   is_random,
+  makers,
   opened,
   params_of,
   struct,
@@ -64,7 +65,7 @@ from nnx_parallel.layers.forms import as_quotients, with_sinks_apart, without_sh
 from nnx_parallel.layers.fused import by_kernel
 from nnx_parallel.layers.kernels import KERNELS, Kernel, kernel_in_use
 from nnx_parallel.layers.mark import is_marked
-from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden, Spans
+from nnx_parallel.layers.masks import HIDDEN, PLACES, Hidden, Spans, has_one_fill
 from nnx_parallel.layers.softmaxes import NotByBlocks, NotFused, Softmax, Softmaxes, named_dims, wholes
 from nnx_parallel.layers.tile_attention import Share, TileAttention
 from nnx_parallel.layout.constrain import manual_too
@@ -532,8 +533,8 @@ class _Program:
     """Which tiles the mask hides completely, and a number below which a row sees nothing (`-inf` for NaN).
 
     A row that sees nothing is the mean of the values if hidden scores are finite and the weights are
-    exponentials over their sum. Where different finite numbers hide the tiles, a row that sees nothing gives
-    weight to the scores with the larger number, so no tile is skipped.
+    exponentials over their sum. Where masks put different numbers, a row that sees nothing gives weight to
+    the scores with the larger number, so no tile is skipped.
     """
     grid = self.tiles.grid
     names = self.share.row, self.share.column
@@ -547,6 +548,7 @@ class _Program:
     hidden = most <= HIDDEN
     fill = float(most[hidden].max(initial=-math.inf))
     several = len({*most[hidden].astype(np.float32).tolist()}) > 1
+    several |= not has_one_fill(difference.invars[0], makers(self.body))
     if math.isfinite(fill) and (several or not self._is_plain):
       return most == -math.inf, -math.inf
     return hidden, fill * 0.99

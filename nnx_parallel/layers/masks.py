@@ -8,6 +8,7 @@ are exact there; a mask that comes from data hides nothing for sure.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -110,6 +111,30 @@ class Hidden:
       return np.zeros(()), np.full((), length - 1.0)
     spans = self._spans[own]
     return spans.starts * 1.0, spans.starts + spans.sizes - 1.0
+
+
+def has_one_fill(var: Var, made: Mapping[Var, JaxprEqn]) -> bool:
+  """Whether masks put at most one number into scores, so that all hidden scores of a row are equal.
+
+  Two masks that are added hide some scores once, and some twice:
+  `s + where(causal, 0, low) + where(padding, 0, low)` has scores of low and of -inf.
+  """
+  found: dict[Var, set[float]] = {}
+
+  def fills(var: Var) -> set[float]:
+    if isinstance(var, core.Literal):
+      return {-abs(float(var.val))} if jnp.ndim(var.val) == 0 and abs(var.val) >= -HIDDEN else set()
+    eqn = made.get(var)
+    if eqn is None or not is_inexact(var.aval) or eqn.primitive.name not in (ELEMENTWISE | {*_KEPT}):
+      return set()
+    if var not in found:
+      given = eqn.invars[eqn.primitive.name == "select_n" :]
+      own = [x for x in map(fills, given) if x]
+      twice = len(own) > 1 and eqn.primitive.name != "select_n"
+      found[var] = set().union(*own, {-math.inf, math.nan} if twice else ())
+    return found[var]
+
+  return len(fills(var)) < 2
 
 
 class Seen(NamedTuple):

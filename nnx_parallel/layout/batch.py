@@ -6,6 +6,8 @@ import contextlib
 import math
 from collections.abc import Mapping
 
+import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_of
@@ -101,6 +103,23 @@ def check_split(
       f"{name}: dim {uneven} has length {shape[uneven]}, which {mine[uneven]} shards cannot split evenly.",
       details=f"shape {shape}, spec {spec}, mesh {sizes}",
       fix="change the length, or the InputRules for this rank.",
+    )
+
+
+def check_fits(name: str, array: object) -> None:
+  """Refuses 64-bit integers that jax would wrap around, because it holds them in 32 bits."""
+  if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or not array.size:  # pyright: ignore[reportUnknownMemberType]
+    return
+  held = jax.dtypes.canonicalize_dtype(array.dtype)
+  if held == array.dtype or not array.dtype.isnative:
+    return
+  least, most = int(array.min()), int(array.max())
+  if least < np.iinfo(held).min or most > np.iinfo(held).max:
+    raise ShardingError(
+      f"{name} has integers that {held} cannot hold.",
+      details=f"{array.dtype} from {least} to {most}; jax holds it as {held} while jax_enable_x64 is off",
+      fix="map them to smaller numbers first (ids modulo a table's rows, times less a start), or"
+      ' jax.config.update("jax_enable_x64", True).',
     )
 
 

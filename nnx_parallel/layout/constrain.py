@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
 from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.core.types import AnyArray, Leaf
-from nnx_parallel.errors import MeshError, ShardingError
+from nnx_parallel.errors import MeshError, ShardingError, TrainError
+from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
 from nnx_parallel.rules.logical import LogicalRules, check_axes
@@ -31,18 +32,28 @@ from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program."""
+  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program.
+
+  Attributes:
+    rules: the logical rules, with a rule for `batch` if rules or mesh decide it.
+    mesh: the mesh, or None.
+    inputs: the rules for the inputs, if there are some.
+    stated: whether rules say how the batch is split, and not only the names of the mesh axes.
+    apart: names for which the plans of several models have different rules.
+  """
 
   rules: LogicalRules
   mesh: AnyMesh | None
   inputs: InputRules | None = None
+  stated: bool = True
+  apart: frozenset[str] = frozenset()
 
   def __hash__(self) -> int:
     return self._hash
 
   @functools.cached_property
   def _hash(self) -> int:
-    return hash((self.rules, self.mesh, self.inputs))
+    return hash((self.rules, self.mesh, self.inputs, self.stated, self.apart))
 
   def __repr__(self) -> str:
     return f"<{len(self.rules)} rules>"  # printed for each Variable of a model
@@ -60,7 +71,13 @@ class Scope:
     return self
 
   def __reduce__(self) -> tuple[object, ...]:
-    return Scope, (self.rules, None, self.inputs)  # a pickled model leaves its devices behind
+    return Scope, (
+      self.rules,
+      None,
+      self.inputs,
+      self.stated,
+      self.apart,
+    )  # a pickled model leaves its devices behind
 
 
 _SCOPE: Any = jax.make_user_context(None)
@@ -142,10 +159,66 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 
 
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
-  """The scope of the plan that Variables were made from; None without a plan, or if they disagree."""
+  """The scope of the plans that Variables were made from; None without a plan.
+
+  The plans may have different rules. A `TrainError` if they do not agree on the mesh, or on the axes of the
+  batch or of the positions.
+  """
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
-  found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
-  return found.pop() if len(found) == 1 else None
+  found = dict.fromkeys(scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None)
+  return functools.reduce(_merge, found) if found else None
+
+
+def _merge(one: Scope, other: Scope) -> Scope:
+  """One scope for the models of two plans. A plan that states how the batch is split decides it."""
+  mesh = other.mesh if one.mesh is None else one.mesh
+  if mesh is None:
+    return one
+  if other.mesh is not None and other.mesh != mesh:
+    shown = [f"{axis_sizes(where)} ({where.axis_types[0]})" for where in (mesh, other.mesh)]
+    raise TrainError(
+      "the plans of these models have different meshes.",
+      details=" and ".join(shown),
+      fix="make the plans with one mesh, or nxp.reshard(model, plan) with such a plan.",
+    )
+  sizes = axis_sizes(mesh)
+  larger = {axis for axis, size in sizes.items() if size > 1}
+  batches = [_axes_in(larger, batch_axes(scope.ruleset, sizes)) for scope in (one, other)]
+  if one.stated != other.stated:
+    first, second = (one, other) if one.stated else (other, one)
+  else:
+    first, second = (one, other) if len(batches[0]) >= len(batches[1]) else (other, one)
+    if (one.stated and batches[0] != batches[1]) or (
+      {*batches[0]} - {*batches[1]} and {*batches[1]} - {*batches[0]}
+    ):
+      raise _different("examples", "batch", batches, sizes)
+  if one.inputs != other.inputs and one.inputs is not None and other.inputs is not None:
+    raise _different("inputs", "batch", [one.inputs, other.inputs], sizes)
+  positions = [_axes_in(larger, position_axes(x.ruleset, sizes)) for x in (one, other) if "seq" in x.rules]
+  if len({*positions}) > 1:
+    raise _different("positions", "seq", positions, sizes)
+  apart = {
+    name for name in first.rules.keys() & second.rules.keys() if first.rules[name] != second.rules[name]
+  }
+  apart = (apart - {"batch", "seq"}) | first.apart | second.apart
+  rules = {name: x for name, x in {**second.rules, **first.rules}.items() if name not in apart}
+  uneven = {name: x for name, x in {**second.rules.uneven, **first.rules.uneven}.items() if name in rules}
+  unknown = "replicate" if "replicate" in (first.rules.unknown, second.rules.unknown) else "error"
+  merged = LogicalRules(rules, unknown=unknown, uneven=uneven)
+  return Scope(merged, mesh, first.inputs or second.inputs, first.stated, frozenset(apart))
+
+
+def _axes_in(larger: set[str], axes: tuple[str, ...] | None) -> tuple[str, ...]:
+  return tuple(axis for axis in axes or () if axis in larger)
+
+
+def _different(what: str, name: str, found: Sequence[object], sizes: Mapping[str, int]) -> TrainError:
+  example = next((x for x in found if isinstance(x, tuple) and x), ("data",))
+  return TrainError(
+    f"the plans of these models split the {what} differently.",
+    details=f"over {found[0]} and over {found[1]}, mesh {dict(sizes)}",
+    fix=f"make each plan with the same rule: nxp.LogicalRules({name}={example}).",
+  )
 
 
 def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
@@ -189,18 +262,21 @@ class Surroundings:
     rules: the rules of the plan or of `use_rules`, or none.
     manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
     mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
+    apart: names for which the plans of several models have different rules.
   """
 
   mesh: AnyMesh | None
   rules: LogicalRules
   manual: frozenset[str]
   mapped: frozenset[str]
+  apart: frozenset[str] = frozenset()
 
   def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """The spec of an array with logical names or mesh axes; dims that do not divide are not split."""
     if self.mesh is None:
       return PartitionSpec()
-    return _spec(names, shape, self.mesh, Scope(self.rules, None), {*self.manual, *self.mapped}, True)
+    scope = Scope(self.rules, None, apart=self.apart)
+    return _spec(names, shape, self.mesh, scope, {*self.manual, *self.mapped}, True)
 
 
 def surroundings(*arrays: Leaf) -> Surroundings:
@@ -217,7 +293,8 @@ def surroundings(*arrays: Leaf) -> Surroundings:
     _check_one_mesh(scope.mesh if scope else None, mesh)
   kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
-  return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
+  rules, apart = (scope.rules, scope.apart) if scope else (LogicalRules(), frozenset[str]())
+  return Surroundings(mesh, rules, manual, frozenset(_MAPPED.value), apart)
 
 
 def constrain(x: jax.Array, *names: Entry) -> jax.Array:
@@ -225,7 +302,7 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
 
   Without a mesh (for example, in a unit test on one CPU), `x` is returned unchanged. The rules and the mesh
   come from `use_rules` or `plan.scope()`, or in the steps of `train_step` and `eval_step` from the plans of
-  the models, if these plans agree. Otherwise, the mesh is the mesh of `jax.set_mesh`, or the mesh of `x`.
+  the models. Otherwise, the mesh is the mesh of `jax.set_mesh`, or the mesh of `x`.
   Inside `shard_map`, the manual axes are ignored, because `x` is already a shard along them. Inside
   `jax.vmap`, pass no name for the mapped dim. If the mesh axes do not divide a dim with the policy
   `uneven="pad"`, the compiler chooses its sharding, because an activation has no room for padding.
@@ -311,6 +388,13 @@ def _spec(
   sizes = {name: 1 if name in manual else size for name, size in axis_sizes(mesh).items()}
   if scope is None:
     _check_axes_only(names, sizes)
+  elif disputed := scope.apart.intersection(axes_in(names)):
+    raise ShardingError(
+      f"cannot constrain an activation: the plans of several models have different rules for"
+      f" {min(disputed)!r}.",
+      details=f"names {names}, mesh {sizes}",
+      fix="with nxp.use_rules(rules, mesh): ... around the model that constrains it, with its rules.",
+    )
   found = resolve_spec(names, shape, sizes, scope.rules if scope else None, path="an activation")
   entries: list[Any] = []
   for entry, padding in zip(found.spec, found.padding, strict=True):
@@ -336,7 +420,7 @@ def _check_axes_only(names: tuple[Entry, ...], sizes: dict[str, int]) -> None:
       f"cannot constrain an activation: there is a mesh, and no rules are in scope for {unknown[0]!r}.",
       details=f"names {names}, mesh {sizes}",
       fix="with plan.scope(): ... or with nxp.use_rules(rules, mesh): ... around the call;\n"
-      "a step finds the rules if all its models were made from plans with the same rules.",
+      "a step finds the rules of the plans that its models were made from.",
     )
 
 

@@ -155,10 +155,25 @@ def fault_notes(
       continue
     lines = sure if fault in (WINDOW, KERNEL) else perhaps
     lines.append(
-      f"{names}: a fault of XLA ({fault.name}) can make results wrong here in a jit of your own, not in"
-      " train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your step"
+      f"{names}: a fault of XLA ({fault.name}) can make results wrong here, and the gradients of the layers"
+      " before it, in a jit of your own, not in train_step and eval_step;"
+      " nxp.check_gradients(model, batch, loss) checks your step"
     )
   return sure, perhaps
+
+
+def own_step_note(leaves: Iterable[LeafPlan], batch: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+  """The note on a mesh where XLA may confuse axes: one shards parameters and examples, another does not."""
+  others = [axis for axis, size in sizes.items() if size > 1 and axis not in batch]
+  used = {axis for leaf in leaves if leaf.is_parameter for axis in axes_in(leaf.spec)}
+  both = [axis for axis in batch if sizes[axis] > 1 and axis in used]
+  if not both or not others:
+    return []
+  return [
+    f"{few(both)} shards parameters and examples, on a mesh with {few(others)} too: there XLA can make"
+    " gradients wrong in a jit of your own; train_step and eval_step avoid it, and"
+    " nxp.check_gradients(model, batch, loss) checks your step"
+  ]
 
 
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:

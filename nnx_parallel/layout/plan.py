@@ -135,7 +135,8 @@ class Plan(PlanTable, Generic[R]):
   @functools.cached_property
   def activation_rules(self) -> Scope:
     """The rules and the mesh of `scope`. Variables that this plan creates carry them as metadata."""
-    return Scope(with_batch(self.rules, axis_sizes(self.mesh)), self.mesh, self.rules.inputs)
+    rules, stated = self.rules, "batch" in self.rules.logical or self.rules.inputs is not None
+    return Scope(with_batch(rules, axis_sizes(self.mesh)), self.mesh, rules.inputs, stated)
 
   def num_parameters(self) -> int:
     """Counts the elements of the model's parameters: tied parameters only once, and padding not at all.

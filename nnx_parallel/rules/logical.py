@@ -175,6 +175,15 @@ def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:
         fix=(f"did you mean {near[0]!r}? Otherwise " if near else "")
         + f"do not split the dim on such a mesh: {shown}.",
       )
+    fitting = any(option and mesh.keys() >= {*option} for option in options)
+    some = next((option for option in options if mesh.keys() & {*option} < {*option}), ())
+    left = tuple(axis for axis in some if axis in mesh)
+    if left and not fitting:
+      said = f"the rule for {name!r} splits nothing: axis {absent[0]!r} of {some} is not in the mesh"
+      fix = f"leave it out, {show_rule(name, entry_of(left))}, or give the mesh this axis with size 1"
+      if rules.unknown == "replicate":  # as in Linen, where an absent axis is an error too
+        raise ShardingError(f"{said}.", details=f"mesh {dict(mesh)}", fix=f"{fix}.")
+      notes.append(f"{said}; {fix}")
     for axis in dict.fromkeys(absent):
       near = difflib.get_close_matches(axis, list(mesh), 1, cutoff=0.75)
       if near:

@@ -108,8 +108,8 @@ def route(
   experts = jnp.stack([jnp.where(own, numbers, 0).sum(-1, dtype=jnp.int32) for own in chosen], -1)
   weights = jnp.stack([jnp.where(own, scores, 0).sum(-1) for own in chosen], -1)
   if normalize:
-    weights = weights / weights.sum(-1, keepdims=True)
-  parts = scores if score == "softmax" else scores / scores.sum(-1, keepdims=True)
+    weights = weights / _total(weights)
+  parts = scores if score == "softmax" else scores / _total(scores)
   large, kept = jax.nn.logsumexp(logits, -1, keepdims=True) ** 2, math.prod(logits.shape[:-1])
   if mask is not None:
     experts, weights = jnp.where(mask, experts, -1), jnp.where(mask, weights, 0)
@@ -120,6 +120,11 @@ def route(
   load = functools.reduce(jnp.logical_or, chosen).sum(tokens, dtype=jnp.int32)
   auxiliary = count * (load.astype(jnp.float32) / (kept * top_k) * (parts.sum(tokens) / kept)).sum()
   return Routing(weights, experts, auxiliary, large.sum() / kept, load)
+
+
+def _total(scores: jax.Array) -> jax.Array:
+  """The sum of a token's scores, never 0: each sigmoid of logits below -104 is 0 in float32."""
+  return scores.sum(-1, keepdims=True) + 1e-12
 
 
 def _best(scores: jax.Array, count: int) -> list[jax.Array]:

@@ -100,6 +100,14 @@ class Template:
           f"the step removed {path_str(path)} from the module.",
           fix="change the structure between steps, not inside them.",
         )
+    for i, before in self.constants.items():
+      path = self.paths[i]
+      if jax.tree.leaves(value_of(after[path])) and not jax.tree.leaves(before):
+        raise TrainError(
+          f"the step put an array into {path_str(path)}, which held {before}.",
+          details="a step has a place for the arrays that were there before it, and would drop this one",
+          fix="create it with an array of its shape: nnx.Variable(jnp.zeros(shape)).",
+        )
     return [value_of(after[path]) for path in self.paths]
 
 

@@ -17,7 +17,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, value_of
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
-from nnx_parallel.layout.batch import check_split, input_spec
+from nnx_parallel.layout.batch import check_fits, check_split, input_spec
 from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.sharded_optimizer import placement_of
 from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
@@ -159,6 +159,9 @@ class Bound:
     With `abstract`, they become `ShapeDtypeStruct`s, as do `ShapeDtypeStruct`s without shardings.
     """
     mesh, scope = self.binding.mesh, self.binding.scope
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+      if isinstance(x, np.ndarray):
+        check_fits(f"batch{jax.tree_util.keystr(path)}", x)
     if mesh is None or mesh.size == 1 or scope is None or all(is_placed(x) for x in jax.tree.leaves(batch)):
       return batch
     check_examples(batch)

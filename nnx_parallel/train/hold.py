@@ -225,6 +225,7 @@ class _Rewriting(Interpreter[Flow]):
     self._met: dict[int, jax.Array] = {}  # with the array, so that its id stays
     self._tables: dict[tuple[int, ...], Axes] = {}
     self._kernels: set[tuple[int, ...]] = set()
+    self._weights: set[tuple[int, ...]] = set()
     self._own: set[Var] = set()
     super().__init__(self._run, flow_facts(self._followed))
 
@@ -233,6 +234,8 @@ class _Rewriting(Interpreter[Flow]):
   ) -> tuple[list[jax.Array], list[Flow]]:
     """The results of a trace with constraints, and their layouts."""
     self._own |= _constrained(opened(jaxpr))
+    given = zip(inputs, facts, strict=True)
+    self._weights |= {x.shape for x, flow in given if not flow.data and flow.names & self.batch}
     return super().__call__(jaxpr, inputs, facts)
 
   def _run(self, eqn: JaxprEqn, inputs: list[jax.Array], flows: list[Flow]) -> Any:
@@ -371,7 +374,20 @@ class _Rewriting(Interpreter[Flow]):
     return results, found
 
   def _followed(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    """The layouts of the results of an operation without inner programs."""
+    """The layouts of the results of an operation without inner programs.
+
+    A weight that was updated in the program (by an earlier loss, or in an inner loop of the loss) depends on
+    the batch, but has no examples: it is still a weight, and the next loss gathers it where it reads it.
+    """
+    found = zip(self._propagated(eqn, flows), eqn.outvars, strict=True)
+    return [
+      dataclasses.replace(flow, data=False)
+      if flow.data and _EXAMPLES not in flow.names and getattr(var.aval, "shape", None) in self._weights
+      else flow
+      for flow, var in found
+    ]
+
+  def _propagated(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     if eqn.primitive.name == "optimization_barrier":
       return flows
     data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)

@@ -164,9 +164,10 @@ def _shown(value: Value) -> str:
 
 
 def wide(x: AnyArray) -> jax.Array:
-  """`x` as float32, or as float64 if it is: sums in less lose the small terms."""
+  """`x` as float32, or as it is if it is wider or complex: sums in less lose the small terms."""
   x = jnp.asarray(x)
-  return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+  kept = x.dtype == jnp.float64 or jnp.issubdtype(x.dtype, jnp.complexfloating)
+  return x if kept else x.astype(jnp.float32)
 
 
 def is_low(array: AnyArray) -> bool:

@@ -231,7 +231,7 @@ class Structure:
     ):
       logger.warning(
         "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
-        " models have no plan, or plans with different rules; nxp.check_gradients(model, batch, loss) tells"
+        " models have no plan; nxp.check_gradients(model, batch, loss) tells"
       )
     return held(run, mesh, scope, shardings, batch_at, relaxed)
 

@@ -267,6 +267,13 @@ def test_padding_on_the_left_and_requests_by_number():
   assert rows(result) == [expected(DRAWN, ())[i] for i in order]
 
 
+def test_of_equal_logits_as_many_are_drawn_from_as_asked():
+  logits, keys = jnp.zeros((64, 24), jnp.bfloat16), jax.random.split(jax.random.key(0), 64)
+  for sampling, count in ((nxp.Sampling(1.0, top_k=1), 1), (nxp.Sampling(1.0, top_k=3), 3)):
+    assert len({*sampling.choose(logits, keys).tolist()}) == count
+  assert len({*nxp.Sampling(1.0, top_p=0.2).choose(logits, keys).tolist()}) == 5
+
+
 def test_equal_prompts_of_several_shards_draw_different_tokens():
   axes = LAYOUTS["dp"]
   model = placed(nxp.plan(Model, nxp.make_mesh(axes), rules_for(axes)))

@@ -19,6 +19,19 @@ def test_numbers_in_another_byte_order_are_the_same_numbers():
   np.testing.assert_array_equal(placed, np.arange(8, dtype=np.float32))
 
 
+@pytest.mark.parametrize("big", [2**40, -(2**31) - 1, np.uint64(2**32)], ids=str)
+def test_integers_that_32_bits_cannot_hold_are_refused(big):
+  plan, batch = _plan(data=8), {"ids": np.full((16,), big)}
+  model = nxp.unsharded(plan.init)
+  step = nxp.eval_step(lambda model, batch: batch["ids"].mean() + 0 * model.bias[...].sum())
+  for call in (lambda: nxp.shard_batch(batch, plan), lambda: step(model, batch)):
+    with pytest.raises(nxp.errors.ShardingError) as error:
+      call()
+    assert "batch['ids'] has integers that " in str(error.value)
+    assert f"from {big} to {big}" in str(error.value)
+  assert nxp.shard_batch({"ids": np.arange(16)}, plan)["ids"].dtype == np.int32
+
+
 def test_batch_rule_splits_dim_0_and_replicates_scalars():
   plan = _plan(nxp.LogicalRules(batch=("data", "fsdp")), data=2, fsdp=2, tensor=2)
   batch = nxp.shard_batch({"x": np.ones((8, 3), np.float32), "n": np.float32(2.0)}, plan)

@@ -440,6 +440,34 @@ def test_rows_that_see_nothing_stay_zero():
   )
 
 
+LOW = float(np.finfo(np.float32).min)
+TWO_FILLS = {
+  "added": lambda s, causal, padded: s + jnp.where(causal, 0, LOW) + jnp.where(padded, LOW, 0.0),
+  "subtracted": lambda s, causal, padded: s - jnp.where(causal, 0, -LOW) - jnp.where(padded, -LOW, 0.0),
+  "times": lambda s, causal, padded: s + (1.0 - causal) * LOW + (1.0 * padded) * LOW,
+  "added and selected": lambda s, causal, padded: jnp.where(causal, s + jnp.where(padded, LOW, 0), -1e9),
+  "other numbers": lambda s, causal, padded: jnp.where(causal, jnp.where(padded, -1e30, s), -1e9),
+  "one sum": lambda s, causal, padded: s + (jnp.where(causal, 0, -1e9) + jnp.where(padded, -1e9, 0)),
+}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("fill", TWO_FILLS.values(), ids=TWO_FILLS)
+def test_rows_that_see_nothing_behind_two_masks_are_as_written(fill):
+  def loss(model, _):
+    q, k, v = (jnp.sin(model["x"] * n) for n in (1, 2, 3))
+    i = jnp.arange(SIZE)
+    scores = fill(q @ k.T, i[:, None] >= i[None], i[None] < 3)  # a prompt with 3 of padding on the left
+    return (jax.nn.softmax(scores) @ v * jnp.arange(1.0, SIZE + 1)[:, None]).sum()
+
+  plain, changed = (jax.value_and_grad(f) for f in (loss, nxp.with_layers(loss, attention=4)))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+    changed({"x": ROWS}, None),
+    plain({"x": ROWS}, None),
+  )
+
+
 def test_printing_and_a_constant_exponential_beside_attention():
   def loss(model, _):
     x = model["x"]

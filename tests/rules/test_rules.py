@@ -127,6 +127,22 @@ def test_linen_pairs():
   assert rules.unknown == "replicate"
 
 
+def test_a_tuple_with_one_absent_axis_is_not_dropped_without_a_word():
+  mesh = {"data": 4, "fsdp": 2}
+  pairs = LogicalRules.from_linen([("batch", ("data", "fsdp", "context")), ("mlp", "tensor")])
+  with pytest.raises(ShardingError) as caught:
+    check_axes(pairs, mesh)
+  assert str(caught.value) == (
+    "the rule for 'batch' splits nothing: axis 'context' of ('data', 'fsdp', 'context') is not in the mesh.\n"
+    "  mesh {'data': 4, 'fsdp': 2}\n"
+    "  Fix: leave it out, batch=('data', 'fsdp'), or give the mesh this axis with size 1."
+  )
+  assert not check_axes(pairs, {**mesh, "context": 1})
+  (note,) = check_axes(LogicalRules(batch=[("data", "pod"), None]), mesh)
+  assert note.startswith("the rule for 'batch' splits nothing: axis 'pod'")
+  assert not check_axes(LogicalRules(batch=[("data", "pod"), "data"]), mesh)
+
+
 def test_a_rule_set_is_read_from_anything_sensible():
   logical, paths, fallback = LogicalRules(mlp="tensor"), PathRules([("kernel", None)]), nxp.fsdp()
   wanted = RuleSet(logical, (paths,), fallback)

@@ -52,6 +52,18 @@ def drawn(tokens, experts, seed=0):
   return parameters, x, draw(size=(WIDTH, experts)).astype(np.float32), w
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_scores_of_zero_give_numbers(normalize):
+  def total(logits):
+    routing = nxp.parallel.route(logits, 2, score="sigmoid", normalize=normalize)
+    return routing.weights.sum() + routing.auxiliary_loss
+
+  logits = jnp.array([[-200.0, -300.0, -250.0], [1.0, 0.0, -1.0]])
+  value, gradient = jax.value_and_grad(total)(logits)
+  assert np.isfinite(value)
+  assert np.isfinite(gradient).all()
+
+
 def loss(layer, top_k, parameters, x, router, w):
   routing = nxp.parallel.route(x @ router, top_k)
   result = layer(gated, parameters, x, routing)

@@ -350,3 +350,27 @@ def test_two_spellings_of_the_layout_of_a_batch_are_one_program():
   for spec in (P("data"), P("data", None), P(("data",))):
     step(model, jax.device_put(np.ones((8, 8), np.float32), NamedSharding(plan.mesh, spec)))
   assert len(step.compiles) == 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_variable_of_none_that_the_loss_fills_is_an_error(microbatches):
+  class Lazy(nnx.Module):
+    def __init__(self):
+      self.linear, self.seen = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Variable(None)
+
+  def loss(model, x):
+    y = model.linear(x)
+    model.seen.set_value(y.mean())
+    return y.mean()
+
+  model = Lazy()
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nxp.train_step(loss, microbatches=microbatches)
+  with pytest.raises(nxp.errors.TrainError) as caught:
+    step(model, optimizer, np.ones((4, 2), np.float32))
+  assert str(caught.value) == (
+    "the step put an array into seen, which held None.\n"
+    "  a step has a place for the arrays that were there before it, and would drop this one\n"
+    "  Fix: create it with an array of its shape: nnx.Variable(jnp.zeros(shape))."
+  )
+  assert model.seen.get_value() is None

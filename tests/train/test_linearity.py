@@ -318,3 +318,27 @@ def test_a_count_that_is_rounded_is_no_sum(seen):
     return (batch["x"] @ params["w"]).mean() * 0.0 + seen(batch["x"][:, 0]) * params["b"].sum()
 
   assert read(loss, "sum")[1]
+
+
+COUNTED = {
+  "unbiased": (lambda p, b, n: losses(p, b).sum() / (3 * n - 1), True),
+  "one more": (lambda p, b, n: losses(p, b).sum() / (3 * n + 1), True),
+  "by roots": (lambda p, b, n: losses(p, b).sum() / n**0.5 / n**0.5, True),
+  "exponent": (lambda p, b, n: ((losses(p, b) + 0.1) ** (1 + 1 / n)).mean(), False),
+  "temperature": (lambda p, b, n: jnp.tanh(losses(p, b) * ((n - 1) / n)).mean(), False),
+  "shift": (lambda p, b, n: jnp.tanh(losses(p, b) + (1 - 1 / n)).mean(), False),
+  "penalty": (lambda p, b, n: losses(p, b).mean() + (p["w"] ** 2).sum() / (n - 1), False),
+  "bfloat16": (lambda p, b, n: losses(p, b).astype(jnp.bfloat16).sum() * jnp.bfloat16(1 / n), True),
+}
+
+
+@pytest.mark.parametrize("rows", [16, 256, 4096])
+@pytest.mark.parametrize(("of", "follows"), COUNTED.values(), ids=COUNTED)
+def test_a_loss_with_the_number_of_examples_follows_only_where_it_does_exactly(of, follows, rows):
+  loss = lambda p, b: of(p, b, len(b["x"]))
+  scales, why = read(loss, "mean", rows=rows)
+  assert bool(why) != follows
+  if of is COUNTED["bfloat16"][0]:
+    assert scales == [1.0, 1.0]
+  elif follows:
+    assert difference(loss, "mean", scales, rows=rows) < 1e-5

@@ -833,6 +833,21 @@ def test_diagnostics_are_the_norm_of_the_gradients_and_the_rate_of_the_update(pa
   assert len(step.compiles) == 1
 
 
+def test_norms_of_complex_gradients_have_their_imaginary_part():
+  class Phases(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.array([1.0 + 2.0j, 3.0j]))
+
+  loss = lambda model, x: (jnp.abs(model.w[...][None] * x.astype(complex) - 1) ** 2).mean()
+  x = np.ones((8, 2), np.float32)
+  plan = nxp.plan(Phases, nxp.make_mesh(data=8), optimizer=nxp.testing.with_gradient_norms(optax.sgd(0.0)))
+  model, optimizer = placed(plan)
+  found = nxp.train_step(loss, diagnostics=True)(model, optimizer, x)["grad_norm"]
+  wanted = optax.tree.norm(nnx.state(nnx.grad(loss)(Phases(), x)))
+  assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+  assert float(optimizer.opt_state.norms[0]) == pytest.approx(float(wanted), rel=1e-6)
+
+
 def test_the_norm_of_gradients_is_without_the_loss_scale():
   x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
   norms = []
