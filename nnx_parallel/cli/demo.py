@@ -152,7 +152,9 @@ def continue_at(
   sizes, rules = PLACES[title], None
   if "shard" in sizes:  # not the axes of the recipe's rules
     batch = ("replica", "shard")
-    rules = nxp.LogicalRules(batch=batch, embed="shard", mlp=None, heads=None, vocab=["shard", None])
+    rules = nxp.LogicalRules(
+      batch=batch, embed="shard", mlp=None, heads=None, vocab=nxp.LogicalRules.first("shard", None)
+    )
   plan = plan_recipe(recipe, options.real_mesh(sizes, math.prod(sizes.values())), rules)
   job = Job.restore(recipe, plan, checkpointer)
   found = layout_check.differences(job.model, plan, job.optimizer)
