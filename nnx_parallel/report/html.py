@@ -19,7 +19,6 @@ from nnx_parallel.report.estimate.roofline import StepTime, compiled_time
 from nnx_parallel.report.search.search import SearchResult
 from nnx_parallel.report.tables import (
   arguments_table,
-  faults_table,
   head,
   peak_table,
   replicated_table,
@@ -76,7 +75,6 @@ def report_page(report: CompileReport) -> str:
     title,
     _verdict(verdict, report.fits),
     _notes(facts),
-    _table(faults_table(report)),
     _memory("Memory per device", report.categories, usable),
     _table(replicated_table(report, most=100)),
     _table(reshards_table(report)),
