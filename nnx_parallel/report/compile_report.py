@@ -8,12 +8,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_parallel.core.figures import picture_of
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes
 from nnx_parallel.core.nodes import Path, path_str, variables
@@ -43,11 +42,6 @@ from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation, replicated_activations
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
-
-if TYPE_CHECKING:
-  from matplotlib.figure import Figure
-
-Picture = Literal["memory", "devices", "collectives", "timeline"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,28 +216,6 @@ class CompileReport(Paged):
 
   def __str__(self) -> str:
     return text_of(self)
-
-  def picture(self, name: Picture) -> Figure:
-    """Draws a part of the report.
-
-    Args:
-      name: `"memory"`, `"devices"`, `"collectives"` or `"timeline"`.
-
-    Returns:
-      A matplotlib figure; its `savefig` writes SVG, PNG or PDF.
-
-    Raises:
-      ReportError: there is no such picture, there is nothing to draw (no collective, or no figures of the
-        chip), or matplotlib is not installed.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-      >>> x = jax.device_put(jnp.ones(8), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))
-      >>> report = compile_report(jax.jit(lambda x: x * 2).lower(x))
-      >>> report.picture("devices").axes[0].get_xlabel()
-      'data'
-    """
-    return picture_of(self, name)
 
 
 def compile_report(

@@ -19,7 +19,7 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
-from nnx_parallel.core.text import Paged, Table, format_bytes, hang, not_counted, page_width, render
+from nnx_parallel.core.text import Shown, Table, format_bytes, hang, not_counted, page_width, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
@@ -95,7 +95,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult(Paged):
+class SearchResult(Shown):
   """All candidates, ranked. It prints the winner as code, the best candidate of each mesh, and notes.
 
   Attributes:
