@@ -27,7 +27,7 @@ import jax
 from flax import nnx
 
 import nnx_parallel as nxp
-from benchmarks.harness import RESULTS, Record
+from benchmarks.harness import Record
 from nnx_parallel.create.slicing import assemble
 
 WIDTH = 256
@@ -312,27 +312,6 @@ class Measured:
     return sorted({depth for _, depth in self.rows})
 
 
-def picture(measured: list[Measured], name: str) -> None:
-  """Seconds by depth, one line for each way."""
-  import matplotlib as mpl
-
-  mpl.use("agg")
-  from matplotlib import pyplot as plt
-
-  figure, plots = plt.subplots(1, len(measured), figsize=(5 * len(measured), 4.5), sharey=True, squeeze=False)
-  for plot, one in zip(plots[0], measured, strict=True):
-    for way in WAYS:
-      curve = {depth: one.median(way, depth, "wall") for depth in one.depths() if one.rows[way, depth]}
-      plot.plot(list(curve), list(curve.values()), marker="o", label=way)
-    plot.set(title=f"{one.axes} axes", xlabel="blocks", ylabel="seconds to create", yscale="log")
-    plot.set_xticks(one.depths())
-    plot.grid(alpha=0.3)
-  lines, names = plots[0][0].get_legend_handles_labels()
-  figure.legend(lines, names, loc="lower center", ncols=3)
-  figure.tight_layout(rect=(0, 0.12, 1, 1))
-  figure.savefig(RESULTS / f"{name}.png", dpi=120)
-
-
 def parse() -> argparse.Namespace:
   parser = argparse.ArgumentParser()
   parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 24, 48, 96])
@@ -353,7 +332,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-  """Measures, and writes `results/<record name>.{json,md,png}`."""
+  """Measures, and writes `results/<record name>.{json,md}`."""
   options = parse()
   if options.child:
     child(options.child, options.depths[0], options.width, options.axes[0])
@@ -389,7 +368,6 @@ def main() -> None:
     measured[-1].record_wide(record)
     record.notes.append(f"Load average over 15 minutes, {axes} axes done: {os.getloadavg()[2]:.1f}.")
     record.write()
-    picture(measured, options.record_name)
 
 
 if __name__ == "__main__":

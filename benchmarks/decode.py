@@ -2,7 +2,7 @@
 
 Eight simulated CPU devices, data 4 x tensor 2. The loop by hand does what the generator does for greedy
 decoding: a `lax.while_loop` over one-token calls, with the cache donated and pinned. Then what each option
-gains against the plain way: a prompt read in parts, slots that are filled again, layers on stages. `--chips`
+gains against the plain way: a prompt read in parts, slots that are filled again. `--chips`
 adds what the program sends on chips that are not here, by their compilers.
 """
 
@@ -25,7 +25,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
-from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 
 BATCH, WIDTH, NEW, FEATURES, VOCABULARY, LAYERS, HEADS = 8, 8, 56, 128, 512, 4, 8
 LENGTH = WIDTH + NEW
@@ -201,47 +200,6 @@ class Counted(Model):
     return 1e6 * jax.nn.one_hot(rest, VOCABULARY) + super().__call__(tokens)
 
 
-class Stacked(nnx.Module):
-  """The same layers, stacked."""
-
-  def __init__(self, batch: int):
-    rngs = nnx.Rngs(0)
-    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
-    self.blocks = nnx.vmap(lambda rngs: Block(rngs, batch))(rngs.split(LAYERS))
-    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs)
-
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    @nnx.scan
-    def run(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-      return block(x), None
-
-    return self.head(run(self.embed(tokens), self.blocks)[0])
-
-
-def on_stages(record: Record) -> None:
-  """Layers on 4 stages against whole models whose rows are split over as many devices more."""
-  mesh = nxp.make_mesh(data=2, stage=4)
-  layers = nxp.PathRules([(r"blocks\..*", ("stage", ...))])
-  piped = nxp.create_sharded_model(
-    lambda: Stacked(BATCH // 4), mesh, [nxp.LogicalRules(batch="data"), layers, nxp.replicate()]
-  )
-  whole = nxp.create_sharded_model(
-    lambda: Stacked(BATCH), mesh, [nxp.LogicalRules(batch=("data", "stage")), nxp.replicate()]
-  )
-  prompts = np.random.default_rng(2).integers(0, VOCABULARY, (BATCH, WIDTH)).astype(np.int32)
-  stages, rows = nxp.generator(NEW, pipeline="stage"), nxp.generator(NEW)
-  assert (np.asarray(stages(piped, prompts).tokens) == np.asarray(rows(whole, prompts).tokens)).all()
-  cases = {
-    "whole models": lambda: rows(whole, prompts),
-    'pipeline="stage"': lambda: stages(piped, prompts),
-  }
-  title = "layers on 4 stages, data=2"
-  record.compare(measure(cases, rounds=15, warmup=2), baseline="whole models", group=title)
-  for name, model in (("whole models", whole), ('pipeline="stage"', piped)):
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    record.value(f"{name}: weights of a device", held / 2**10, "KiB", group=title)
-
-
 def compiled(record: Record) -> None:
   """What a device holds and sends for one token, by the compilers of chips that are not here."""
   cached = 2 * BATCH * LENGTH * FEATURES * 4 / 2**10
@@ -256,56 +214,6 @@ def compiled(record: Record) -> None:
     record.value("need of a device", report.need_bytes / 2**20, "MiB", group=group)
 
 
-def llama_on_stages(record: Record) -> None:
-  """A decoder of 8B parameters, a plain list of layers, on 4 stages of 4 chips; nothing of it is edited."""
-  depth, rows, width, new = 32, 32, 1024, 1024
-  config = Config(
-    vocab=128_256,
-    width=4096,
-    hidden=14_336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    ropes=(Rope(5e5),) * depth,
-    windows=(None,) * depth,
-    score_scale=128**-0.5,
-    param_dtype="bfloat16",
-  )
-  target, both = "tpu:v5e:4x4", ("stage", "tensor")
-  mesh = nxp.report.topology_mesh(target, stage=4, tensor=4)
-  paths = nxp.PathRules(
-    [
-      (r".*\.(q|k|v)_proj\.kernel", (*both, None)),
-      (r".*\.o_proj\.kernel", ("tensor", None, "stage")),
-      (r".*\.(gate|up)_proj\.kernel", both),
-      (r".*\.down_proj\.kernel", ("tensor", "stage")),
-      (r"(embed_tokens\.embedding|lm_head\.kernel)", (None, both)),
-    ]
-  )
-  plan = nxp.plan(
-    lambda: Decoder(config, nnx.Rngs(0)), mesh, [nxp.LogicalRules(batch=()), paths, nxp.replicate()]
-  )
-
-  def cache(batch: int, length: int) -> Any:
-    empty = jnp.zeros((batch, length, config.kv_heads, config.head_dim), jnp.bfloat16)
-    empty = jax.lax.with_sharding_constraint(empty, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
-    return [(empty, empty)] * depth
-
-  generate = nxp.generator(
-    new, call=lambda model, tokens, at, cache: model(tokens, cache, at), cache=cache, pipeline="stage"
-  )
-  report = nxp.compile_report(generate, plan, batch=jax.ShapeDtypeStruct((rows, width), "int32"))
-  group = (
-    f"8B parameters in bfloat16 on 4 stages x 4, {rows} rows of {width} + {new} tokens, compiled for {target}"
-  )
-  moved = sum(c.bytes for c in report.collectives if c.kind == "all-to-all")
-  record.value("need of a device", report.need_bytes / 2**30, "GiB", group=group)
-  record.value("weights of a device", plan.bytes_per_device() / 2**30, "GiB", group=group)
-  record.value("sent once: its layers' weights", moved / 2**20, "MiB", group=group)
-  ticks = sum(c.bytes for c in report.collectives) - moved
-  record.value("sent in a tick", ticks / 2**20, "MiB", group=group)
-
-
 def main() -> None:
   """Measures and records."""
   mesh = nxp.make_mesh(data=4, tensor=2)
@@ -317,8 +225,7 @@ def main() -> None:
   note = (
     f"{LAYERS} layers of width {FEATURES}, data=4 x tensor=2. Times are of a whole call: {WIDTH} tokens of"
     f" each prompt are read and {NEW} written, by {POSITIONS} passes. The generator also keeps account of"
-    " rows of different length. Slots are one program for all requests; a batch is one call for each. On"
-    " stages, groups of 2 rows go round; whole models have 1 row on each device, and send nothing."
+    " rows of different length. Slots are one program for all requests; a batch is one call for each."
   )
   title = "Generation of 56 tokens for 8 prompts"
   record = Record("decode", title, command="python -m benchmarks.decode --chips", notes=[note])
@@ -334,10 +241,8 @@ def main() -> None:
   record.value("aliased by donation", memory.alias_size_in_bytes / 2**10, "KiB", group="memory")
   options(record, model, mesh)
   ragged(record)
-  on_stages(record)
   if "--chips" in sys.argv[1:]:
     compiled(record)
-    llama_on_stages(record)
   record.write()
 
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
 from benchmarks.overlap import estimates
-from nnx_parallel.core import hlo
+from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.topology import missing_compiler, read_machine
 from nnx_parallel.schemes import experts as schemes_experts

@@ -182,11 +182,11 @@ class Case:
     if callable(self.options):
       mesh = nxp.report.topology_mesh(topology, **self.axes)
       step, arguments = self.options(mesh)
-      return nxp.compile_report(jax.jit(step).lower(*arguments), verify=True)
+      return nxp.compile_report(jax.jit(step).lower(*arguments))
     options = dict(self.options)
     step = nxp.train_step(loss, microbatches=options.pop("microbatches", 1))
     laid = plan(**options, **self.axes)
-    return nxp.compile_report(step, laid, batch=batch(), topology=topology, verify=True)
+    return nxp.compile_report(step, laid, batch=batch(), topology=topology)
 
 
 _ACTIVATION = BATCH * WIDTH * FLOAT

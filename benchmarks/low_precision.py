@@ -23,7 +23,7 @@ import numpy as np
 import qwix
 
 import nnx_parallel as nxp
-from benchmarks.harness import RESULTS, Record, Timing
+from benchmarks.harness import Record, Timing
 from nnx_parallel.recipes import text_lm
 
 CONFIG = text_lm.Config(width=64, depth=2, heads=2, mlp=128, sequence=64, batch=16)
@@ -97,40 +97,8 @@ class Run:
     return float(np.mean([float(step(self.model, nxp.shard_batch(b, self.plan))["loss"]) for b in batches]))
 
 
-def smooth(losses: list[float], width: int = 25) -> np.ndarray:
-  """Means over `width` steps."""
-  return np.convolve(losses, np.ones(width) / width, mode="valid")
-
-
-def plot(runs: Mapping[str, Run], name: str) -> None:
-  """Writes the losses as a picture."""
-  import matplotlib as mpl
-
-  mpl.use("Agg")
-  from matplotlib import pyplot as plt
-
-  figure, (whole, beside) = plt.subplots(1, 2, figsize=(11, 4.5))
-  plain = smooth(runs["bfloat16"].losses)
-  for form, run in runs.items():
-    curve = smooth(run.losses)
-    whole.plot(curve, label=form, linewidth=1)
-    beside.plot(curve - plain, linewidth=1)
-  whole.set(title="training loss, mean of 25 steps", xlabel="step", ylabel="nats per byte")
-  beside.set(
-    title="less that of bfloat16 (NVFP4 is above)",
-    xlabel="step",
-    ylabel="difference in nats per byte",
-    ylim=(-0.03, 0.1),
-  )
-  for axes in (whole, beside):
-    axes.grid(alpha=0.3)
-  whole.legend(fontsize=8)
-  figure.tight_layout()
-  figure.savefig(RESULTS / f"{name}.png", dpi=120)
-
-
 def main() -> None:
-  """Trains all forms, and writes `results/low_precision.{json,md,png}`."""
+  """Trains all forms, and writes `results/low_precision.{json,md}`."""
   parser = argparse.ArgumentParser()
   parser.add_argument("--steps", type=int, default=500)
   options = parser.parse_args()
@@ -170,9 +138,7 @@ def main() -> None:
     " a block whose largest magnitude is below 0.006 becomes zeros. Gradients are smaller than that.",
     "CPUs have no products of these formats. The times are those of an emulation, and say nothing about a"
     " chip that has them.",
-    "![losses](low_precision.png)",
   ]
-  plot(runs, "low_precision")
   record.write()
 
 

@@ -33,9 +33,9 @@ from benchmarks import llama
 from benchmarks.harness import Record
 from benchmarks.plain import decoders
 from benchmarks.plain_8b import RULES
-from nnx_parallel.core import hlo
 from nnx_parallel.report import compile_report as reports
 from nnx_parallel.report.compile_report import CompileReport
+from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import KINDS, between
 from nnx_parallel.report.topology import missing_compiler, read_machine, topology_mesh
 

@@ -85,7 +85,7 @@ def report(machine: str, sizes: dict[str, int], tx: optax.GradientTransformation
   mesh = nxp.report.topology_mesh(machine, **sizes)
   batch = tuple(axis for axis in ("data", "fsdp") if axis in sizes)
   present = {"embed": "fsdp" if "fsdp" in sizes else None, "mlp": "tensor" if "tensor" in sizes else None}
-  plan = nxp.plan(init, mesh, nxp.LogicalRules(batch=[batch], **present), optimizer=tx)
+  plan = nxp.plan(init, mesh, nxp.LogicalRules(batch=batch, **present), optimizer=tx)
   x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
   return nxp.compile_report(nxp.train_step(loss), plan, batch=x)
 

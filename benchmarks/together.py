@@ -108,7 +108,9 @@ def plan_of(sizes: dict[str, int], sparse: bool) -> nxp.Plan:
   """The model on the first devices."""
   mesh = nxp.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
   kept = {name: tuple(axis for axis in axes if axis in sizes) for name, axes in AXES.items()}
-  rules = nxp.LogicalRules(**{name: [axes, None] if axes else None for name, axes in kept.items()})
+  rules = nxp.LogicalRules(
+    **{name: nxp.LogicalRules.first(axes, None) if axes else None for name, axes in kept.items()}
+  )
   tx = with_gradient_norms(optax.adam(1e-3))
   return nxp.plan(functools.partial(init, sparse), mesh, [rules, nxp.replicate()], optimizer=tx)
 

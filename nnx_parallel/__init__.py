@@ -16,7 +16,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.create.reshard import from_arrays, reshard
   from nnx_parallel.decode.generate import Generator, generator
   from nnx_parallel.decode.loops import Generated
-  from nnx_parallel.decode.sampling import Beams, Sampling
+  from nnx_parallel.decode.sampling import Sampling
   from nnx_parallel.errors import NnxParallelError, NnxParallelWarning
   from nnx_parallel.hosts.bringup import init_distributed
   from nnx_parallel.hosts.data import batches, shard_batch
@@ -50,7 +50,6 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.verify.check_step import check_step
 
 __all__ = [
-  "Beams",
   "Checkpointer",
   "EvalStep",
   "Generated",

@@ -37,7 +37,10 @@ def source(start, count):
     yield {"x": draw((16, 8), dtype=np.float32), "y": draw((16, 8), dtype=np.float32)}
 
 
-RULES = nxp.LogicalRules(batch=[("data", "fsdp"), "rows"], embed=["fsdp", "rows"], mlp=["tensor", "columns"])
+first = nxp.LogicalRules.first
+RULES = nxp.LogicalRules(
+  batch=first(("data", "fsdp"), "rows"), embed=first("fsdp", "rows"), mlp=first("tensor", "columns")
+)
 MESHES = {
   "data2_fsdp2_tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, 8),
   "data1_fsdp4_tensor1": ({"data": 1, "fsdp": 4, "tensor": 1}, 4),

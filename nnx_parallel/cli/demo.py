@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
-from nnx_parallel.cli.train import describe, draw, format_record, format_times
+from nnx_parallel.cli.train import describe, format_record
 from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
   before = job.evaluate()
   print(f"held out before  {format_record(before)}")
   with nxp.loop.MetricsLog(out / "metrics.jsonl") as log:
-    result = job.train(args.steps, progress=StepProgress(args.steps, unit=job.unit), trackers=[log.write])
+    job.train(args.steps, progress=StepProgress(args.steps, unit=job.unit), trackers=[log.write])
   after = job.evaluate()
-  print(f"{format_times(result)}\nheld out after   {format_record(after)}")
+  print(f"held out after   {format_record(after)}")
 
   with nxp.Checkpointer(out / "checkpoint") as checkpointer:
     heading("3. Save", "model, optimizer, random state and data cursor, in one commit")
@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
     f" (allowed {TOLERANCE:.0e})\n"
     + "".join(f"FAILED: {failure}\n" for failure in failures)
     + f"\ncheckpoint  {out / 'checkpoint'}\n"
-    f"loss curve  {draw(out, 'text_lm')}\n"
     f"metrics     {out / 'metrics.jsonl'}\n\n"
     "next:\n"
     "  nnx-parallel plan text_lm --mesh data=16,fsdp=64,tensor=4 --batch 1024 --chip v5e\n"
@@ -152,7 +151,9 @@ def continue_at(
   sizes, rules = PLACES[title], None
   if "shard" in sizes:  # not the axes of the recipe's rules
     batch = ("replica", "shard")
-    rules = nxp.LogicalRules(batch=batch, embed="shard", mlp=None, heads=None, vocab=["shard", None])
+    rules = nxp.LogicalRules(
+      batch=batch, embed="shard", mlp=None, heads=None, vocab=nxp.LogicalRules.first("shard", None)
+    )
   plan = plan_recipe(recipe, options.real_mesh(sizes, math.prod(sizes.values())), rules)
   job = Job.restore(recipe, plan, checkpointer)
   found = layout_check.differences(job.model, plan, job.optimizer)

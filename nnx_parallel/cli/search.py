@@ -21,7 +21,7 @@ def register(commands: options.Commands) -> None:
     commands,
     "search",
     run,
-    *("recipe", "--rules", "--zero", "--offload", "--layers", "--batch", "--html", "--json"),
+    *("recipe", "--rules", "--zero", "--offload", "--layers", "--batch", "--json"),
     help="find a fast layout of a recipe that fits on a machine",
     description="Tries about a dozen meshes with microbatches and remat policies. The memory plan rejects too"
     " large layouts, and a compiler decides. Prints the winner as code. Exit code 3: nothing fits.",
@@ -74,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
   print(result.to_json()) if args.json else print_text(str(result))
   if result.best is not None and not args.json:
     print(f"Compiled alone:\n\n  {command(args, result.best)}\n")
-  if args.html:
-    options.write_page(args.html, result.to_html())
   return 0 if result.best is not None else options.NO
 
 

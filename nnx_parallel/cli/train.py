@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
-from nnx_parallel.errors import CheckpointError, NnxParallelError, ReportError, TrainError
+from nnx_parallel.errors import CheckpointError, NnxParallelError
 
 if TYPE_CHECKING:
   import nnx_parallel as nxp
@@ -58,9 +58,8 @@ def register(commands: options.Commands) -> None:
     metavar="STEP",
     help="continue from a step in --checkpoint, if there is any: a number, best, or latest (without STEP)",
   )
-  path("--out", "folder for metrics, loss curve and profile (runs/RECIPE)")
+  path("--out", "folder for metrics and profile (runs/RECIPE)")
   count("--log-every", "one record for N steps, of their means (1), and a line in a log for each")
-  path("--tensorboard", "write TensorBoard files there too")
   add("--profile", type=window, metavar="A:B", help="trace the steps A to B for xprof")
   add(
     "--peak-flops", type=float, metavar="F", help="peak FLOP/s of a device, for MFU (the chip's in bfloat16)"
@@ -161,13 +160,10 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   shown.note(job.step, f"held out  {format_record(job.evaluate())}")
   with contextlib.ExitStack() as stack:
     log = stack.enter_context(nxp.loop.MetricsLog(out / "metrics.jsonl", after=job.step))
-    trackers = [log.write]
-    if args.tensorboard is not None:
-      trackers.append(stack.enter_context(nxp.loop.TensorBoardLog(args.tensorboard, after=job.step)).write)
     result = job.train(
       args.steps,
       progress=shown,
-      trackers=trackers,
+      trackers=[log.write],
       log_every=args.log_every,
       evaluate=job.evaluate,
       eval_every=args.eval_every,
@@ -183,14 +179,10 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   if result.stopped == "early":
     print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
   print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")
-  curve = draw(out, job.recipe.name)
   if args.quiet:
     return
   earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
-  print(f"time        {format_times(result)}\nmetrics     {log.path}{earlier}")
-  print(f"loss curve  {curve}")
-  if args.tensorboard is not None:
-    print(f"tensorboard --logdir {args.tensorboard}")
+  print(f"metrics     {log.path}{earlier}\n{format_mfu(result)}")
   if args.profile is not None:
     print(f"profile     xprof {out / 'profile'}")
   none = "none; keep the model with --checkpoint DIR"
@@ -255,16 +247,6 @@ def describe(job: Job) -> str:
   )
 
 
-def draw(out: Path, title: str) -> str:
-  """Draws the loss curve next to the metrics; returns its path, or the reason why there is none."""
-  from nnx_parallel.loop.metrics import draw_curves, read_metrics
-
-  try:
-    return str(draw_curves(read_metrics(out / "metrics.jsonl"), out / "loss.png", title=title))
-  except (ReportError, TrainError) as error:
-    return f"not drawn: {error.what} {error.fix}"
-
-
 def evaluation(metrics: Record) -> Record:
   """The metrics of the evaluations, without their prefix.
 
@@ -275,15 +257,10 @@ def evaluation(metrics: Record) -> Record:
   return {name.removeprefix("eval_"): x for name, x in metrics.items() if name.startswith("eval_")}
 
 
-def format_times(result: nxp.loop.FitResult) -> str:
-  """The time of a run by kind, and how much of the chip's peak the steps used."""
-  seconds = result.seconds
-  total = sum(seconds.values())
-  parts = sorted(seconds.items(), key=lambda item: (item[0] != "step", -item[1]))
-  shares = [f"{kind} {spent / total:.0%}" for kind, spent in parts if spent >= total / 200]
+def format_mfu(result: nxp.loop.FitResult) -> str:
+  """How much of the chip's peak the last steps used, in one line."""
   mfu = result.metrics.get("mfu")
-  used = "MFU n/a (the peak of this device is not known)" if mfu is None else f"MFU {mfu:.1%}"
-  return f"{total:.1f} s: {', '.join(shares)}; {used}"
+  return f"MFU         {'n/a (the peak of this device is not known)' if mfu is None else f'{mfu:.1%}'}"
 
 
 def format_record(record: Record) -> str:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit
-from nnx_parallel.core.shards import join_batch, pinned, split_batch
+from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.decode.loops import (
@@ -28,18 +28,13 @@ from nnx_parallel.decode.loops import (
   Steps,
   Written,
   by_batch,
-  by_beams,
   by_slots,
-  by_stages,
   sizes_of,
 )
 from nnx_parallel.decode.options import Args, Options, Used
 from nnx_parallel.decode.prefill import read_several
 from nnx_parallel.decode.rows import dims_of_rows
-from nnx_parallel.decode.sampling import Beams, Sampling
-from nnx_parallel.decode.turns import Turns, lost
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.pipeline import size_along
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
 from nnx_parallel.train.axes import places_inside, places_outside, with_types
@@ -55,19 +50,19 @@ class Rows(NamedTuple):
   """How rows with separate caches and positions lie in the arrays of the state.
 
   Attributes:
-    sizes: the sizes of the dims of the rows: of slots, of the batch, or of batch and beams.
+    count: the number of rows: of slots, or of the batch.
     dims: for each cache of the model, its dim that holds the rows; None: rows are stacked ahead of its dims.
   """
 
-  sizes: tuple[int, ...]
+  count: int
   dims: list[int | None]
 
 
 class Bound:
   """The program for the current structure of a model.
 
-  Over slots and beams the model is called for one row, under `jax.vmap`: each row has a separate cache and
-  position. The model's caches are then caches of one row, and only their shapes are used.
+  Over slots the model is called for one row, under `jax.vmap`: each row has a separate cache and position.
+  The model's caches are then caches of one row, and only their shapes are used.
   """
 
   def __init__(self, options: Options, used: Used, model: Model):
@@ -87,33 +82,21 @@ class Bound:
         fix="call init_cache((batch, length, features)) of each attention in the constructor,\n"
         "or give generator(cache=make, call=call) for a model that takes its cache as an argument.",
       )
-    self.pipeline = options.layer_options.pipeline
-    self.own_rows = 2 if isinstance(options.sampling, Beams) else int(options.slots is not None)
-    """The dims of the rows, each with a separate cache: none over a batch, slots, or batch and beams."""
-    self.keeps_caches = not self.own_rows and self.pipeline is None
-    """Whether the program empties the model's caches and returns them; else only their shapes are used."""
+    self.in_slots = options.slots is not None
+    """Whether only the shapes of the model's caches are used; else the program empties and returns them."""
     mesh, scope = self.binding.mesh, self.outside.scope
     self.axes: tuple[str, ...] = ()
     """The mesh axes that split the batch."""
     if mesh is not None and scope is not None:
       self.axes = axes_of(input_spec(scope.ruleset, 2, axis_sizes(mesh))[0])
-    self.stages = 1 if self.pipeline is None else size_along(mesh, self.pipeline.axis)
     self.capacity = _capacity(model)
     self._defaults: dict[tuple[int, ...], Args] = {}
     self._of_caches, self._weights = self._divided(self.shardings)
-    if self.pipeline is not None:
-      self._check_weights("a stage")
-      if self.pipeline.axis in self.axes:
-        raise DecodeError(
-          f"{self.pipeline.axis} splits the batch, so it cannot have the stages of a pipeline.",
-          details=f"batch over {self.axes}",
-          fix='nxp.LogicalRules(batch="data") for the plan; or leave pipeline= out.',
-        )
     self.jitted: Any = jax.jit(
       self._typed,
-      donate_argnums=0 if self.keeps_caches else (),
+      donate_argnums=() if self.in_slots else 0,
       keep_unused=True,  # the old caches' memory is reused for the new caches
-      out_shardings=(self._of_caches if self.keeps_caches else [], None) if mesh is not None else None,
+      out_shardings=([] if self.in_slots else self._of_caches, None) if mesh is not None else None,
     )
 
     self._begins: Any = jax.jit(self._begin)
@@ -179,7 +162,7 @@ class Bound:
       if gone and isinstance(error, (RuntimeError, ValueError)):
         raise deleted(gone, len(variables)) from error
       raise
-    if self.keeps_caches:
+    if not self.in_slots:
       for i, array in zip(self.caches, after, strict=True):
         variables[i].set_raw_value(array)
     return found
@@ -196,20 +179,19 @@ class Bound:
 
   def check(self, prompts: tuple[int, ...], ahead: int = 0) -> None:
     """Raises a `DecodeError` for prompts that the layout or flax's caches do not fit, after a prefix."""
-    slots, parts = self.options.slots, self._shards * self.stages
+    slots, parts = self.options.slots, self._shards
     rows = slots or prompts[0]
     if rows % parts:
       fitting = -(-rows // parts) * parts
       more = f"add prompts, of length 1 and to be thrown away, up to {fitting}."
       raise DecodeError(
         f"{rows} {'slots' if slots else 'prompts'} cannot be split over {parts} shards.",
-        details=f"mesh {dict(self.binding.mesh.shape)}, batch over {self.axes}"
-        + (f", a group for each of {self.stages} stages" if self.pipeline else ""),
+        details=f"mesh {dict(self.binding.mesh.shape)}, batch over {self.axes}",
         fix=f"slots={fitting}" if slots else more,
       )
     if self.capacity is not None:
-      group = (prompts[0] // self.stages, ahead + prompts[1])
-      _check_capacity(self.capacity, group, self.options.max_new_tokens, bool(self.own_rows))
+      rows_and_width = (prompts[0], ahead + prompts[1])
+      _check_capacity(self.capacity, rows_and_width, self.options.max_new_tokens, self.in_slots)
 
   def _split_like_the_batch(self) -> list[tuple[str, Any, list[str]]]:
     """The weights that mesh axes of the batch split: their label, sharding, and these axes."""
@@ -227,7 +209,7 @@ class Bound:
         f"{what} cannot use {label}, which is sharded over {few(shared)} like the batch.",
         details=f"spec {sharding.spec}, batch over {self.axes}",
         fix="nxp.reshard(model, plan) to a plan that shards weights over other axes than the batch,\n"
-        "or use a mesh with Auto axes and no pipeline=.",
+        "or use a mesh with Auto axes.",
       )
 
   @property
@@ -255,42 +237,35 @@ class Bound:
     return self._pin(x, entry_of(self.axes))
 
   def _logits(self, x: jax.Array) -> jax.Array:
-    """Logits `(rows, ..., vocabulary)` that are sharded as the head shards them.
+    """Logits `(rows, vocabulary)` that are sharded as the head shards them.
 
     If they were replicated at once, XLA would gather the head's kernel, which is larger.
     """
     if self.explicit:
       return self._rows(x)
-    between = [None] * (x.ndim - 2)
-    split = self._pin(x, entry_of(self.axes), *between, PartitionSpec.UNCONSTRAINED)
-    greedy = isinstance(self.options.sampling, Sampling) and self.options.sampling.temperature == 0
+    split = self._pin(x, entry_of(self.axes), PartitionSpec.UNCONSTRAINED)
     # Sums over the vocabulary would depend on its sharding, and so would the drawn tokens.
-    return split if greedy else self._rows(split)
-
-  def _grouped(self, x: jax.Array) -> jax.Array:
-    """An array of all rows as `[groups, rows, ...]`, for a pipeline."""
-    return self._pin(split_batch(x, self.stages), None, entry_of(self.axes))
+    return self._rows(split) if self.options.sampling.temperature else split
 
   def _pinned(self, caches: Arrays, own: Rows | None) -> Arrays:
     if own is None:
       return [pinned(x, where) for x, where in zip(caches, self._of_caches, strict=True)]
     return [
-      self._of_rows(x, getattr(where, "spec", ()), None, len(own.sizes)) if d is None else pinned(x, where)
+      self._of_rows(x, getattr(where, "spec", ()), None) if d is None else pinned(x, where)
       for x, where, d in zip(caches, self._of_caches, own.dims, strict=True)
     ]
 
-  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object, count: int) -> jax.Array:
+  def _of_rows(self, x: jax.Array, own: Iterable[Entry], rest: object) -> jax.Array:
     """Caches of all rows, with rows in the layout of the batch, and each row in the layout of its own dims.
 
     Args:
-      x: the caches; their first dims are the rows.
+      x: the caches; their dim 0 is the rows.
       own: entries of the spec of a row; batch axes among them are left out.
       rest: the entry of all later dims.
-      count: the number of dims of the rows.
     """
     entries = [entry_of(without(axes_of(entry), frozenset(self.axes))) for entry in own]
-    entries += [rest] * (x.ndim - count - len(entries))
-    return self._pin(x, entry_of(self.axes), *[None] * (count - 1), *entries)
+    entries += [rest] * (x.ndim - 1 - len(entries))
+    return self._pin(x, entry_of(self.axes), *entries)
 
   def _called(
     self,
@@ -312,8 +287,7 @@ class Bound:
     if tokens.shape[1] > 1:
       read_several(model)
     given = () if own is None else (own,)
-    with self.options.layer_options.marking(model, self._used):
-      result = self.options.call(model, tokens, position, *given)
+    result = self.options.call(model, tokens, position, *given)
     logits, own = (result, None) if not given else result
     _check_logits(logits, tokens)
     found = template.arrays((model,))
@@ -338,28 +312,12 @@ class Bound:
       leaves = [n for n, x in enumerate(others) for _ in jax.tree.leaves(x)]
       changed = [n for i, n in enumerate(leaves) if sources[i] != i]
     if changed:
-      raise lost([self.labels[self.others[n]] for n in changed])
+      labels = [self.labels[self.others[n]] for n in changed]
+      raise DecodeError(
+        f"the call changed {few(labels)}, which no nnx.Cache holds: the next token would not see it.",
+        fix="make it an nnx.Cache, or call model.eval() where it belongs to training.",
+      )
     return logits, caches, own
-
-  def _turns(self, others: Arrays, caches: Arrays, rows: int, length: int) -> Turns:
-    """Calls of the model for one group of rows, with its layers on stages."""
-
-    def call(others: Arrays, inputs: PyTree, state: State) -> PyTree:
-      (tokens, position), (caches, own) = inputs, state
-      logits, others, caches, own = self._called(others, tokens, position, caches, own)
-      return logits, others, (caches, own)
-
-    def inputs(count: int) -> PyTree:
-      tokens, position = jnp.zeros((rows, count), jnp.int32), jnp.zeros((), jnp.int32)
-      return self._rows(tokens), self._pin(position)
-
-    state = self._empty(caches, rows, length, None)
-    names = zip(self.others, others, strict=True)
-    labels = [self.labels[i] for i, x in names for _ in jax.tree.leaves(x)]
-    specs = [getattr(where, "spec", None) for where in self._of_caches]
-    specs += [None] * len(jax.tree.leaves(state[1]))
-    layers, mesh = self.options.layer_options, self.places.mesh
-    return Turns(call, layers, others, state, inputs, labels, specs, mesh, self._used)
 
   def _rows_of_a_batch(self, others: Arrays, caches: Arrays, batch: int, length: int) -> Rows | str:
     """How the rows of a batch lie in the model's caches; or why the rows cannot have separate positions."""
@@ -372,7 +330,7 @@ class Bound:
       own = None if self.options.cache is None else self.options.cache(batch, length)
       return self._called(others, self._rows(tokens), position, caches, own)[2]
 
-    rows = Rows((batch,), dims_of_rows(after, tokens, caches) if caches else [])
+    rows = Rows(batch, dims_of_rows(after, tokens, caches) if caches else [])
     before = jax.eval_shape(lambda: self._empty(caches, batch, length, rows))
 
     def call(state: State) -> PyTree:
@@ -399,9 +357,8 @@ class Bound:
       return logits[0], [x if d is None else jnp.squeeze(x, d) for x, d in pairs], own
 
     dims = [d or 0 for d in rows.dims]
-    inner = one if len(rows.sizes) == 1 else jax.vmap(one, (None, 0, 0, 0, 0))
     axes = None if self.explicit or not self.axes else self.axes
-    mapped = jax.vmap(inner, (None, 0, 0, dims, 0), (0, dims, 0), spmd_axis_name=axes)
+    mapped = jax.vmap(one, (None, 0, 0, dims, 0), (0, dims, 0), spmd_axis_name=axes)
 
     def all_rows(*args: PyTree) -> PyTree:
       with mapped_axes(self.axes):
@@ -414,14 +371,11 @@ class Bound:
     batch, length = args.prompts.shape[0], self._length(args)
     if own is None or args.prefix is None:
       return self._empty(caches, batch, length, own)
-    few_rows = Rows((self._shards, *[1] * (len(own.sizes) - 1)), own.dims)
-    empty = self._empty(caches, batch, length, few_rows)
-    whole = loop.read_prefix(args.prefix, self.options.prefill, few_rows.sizes, empty)
+    empty = self._empty(caches, batch, length, Rows(self._shards, own.dims))
+    whole = loop.read_prefix(args.prefix, self.options.prefill, self._shards, empty)
 
     def for_all(x: jax.Array, dim: int) -> jax.Array:
-      for n, size in enumerate(own.sizes):
-        x = jnp.repeat(x, size // few_rows.sizes[n], dim + n)
-      return x
+      return jnp.repeat(x, own.count // self._shards, dim)
 
     caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
     return self._pinned(caches, own), made
@@ -431,9 +385,8 @@ class Bound:
     make = self.options.cache
     if rows is None:
       return self._pinned([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
-    sizes = rows.sizes
     shapes = [
-      (*sizes, *x.shape) if d is None else (*x.shape[:d], *sizes, *x.shape[d + 1 :])
+      (rows.count, *x.shape) if d is None else (*x.shape[:d], rows.count, *x.shape[d + 1 :])
       for x, d in zip(caches, rows.dims, strict=True)
     ]
     zeros = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, caches, strict=True)]
@@ -444,7 +397,7 @@ class Bound:
 
     def repeated(x: jax.Array) -> jax.Array:
       own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
-      return self._of_rows(jnp.broadcast_to(x, (*sizes, *x.shape)), own, rest, len(sizes))
+      return self._of_rows(jnp.broadcast_to(x, (rows.count, *x.shape)), own, rest)
 
     return self._pinned(zeros, rows), jax.tree.map(repeated, one)
 
@@ -460,22 +413,15 @@ class Bound:
     layouts, self.places = self._of_caches, self.outside.on_auto_axes()
     self.places = places_inside(self.outside, self._program, caches, others, args)
     self._used.axes = self.places.note
-    if self.explicit and self.own_rows:
+    if self.explicit and self.in_slots:
       self._check_weights("on Explicit axes a row")
     return with_types(self._program, self.outside, self.places, specs)(caches, others, args)
 
   def _program(self, caches: Arrays, others: Arrays, args: Args) -> PyTree:
-    batch, sampling = args.prompts.shape[0], self.options.sampling
     with default_scope(self.places.scope):
       loop, asked, own = self._loop(caches, others, args)
-      if self.pipeline is not None and isinstance(sampling, Sampling):
-        turns = self._turns(others, caches, batch // self.stages, self._length(args))
-        found = by_stages(loop, sampling, jax.tree.map(self._grouped, asked), turns)
-        return [], Generated(*(self._rows(join_batch(x)) for x in found[:2]))
-      if isinstance(sampling, Beams):
-        return [], by_beams(loop, sampling, asked, self._fresh(loop, own, caches, args))
       (after, _), found = self._steps(loop, asked, own, caches, args).all()
-      if own is None or self.own_rows:
+      if own is None or self.in_slots:
         return after if own is None else [], found
       # What all rows of the model's cache share, such as an index, is that of the row that has read the most.
       most = jnp.argmax(asked.lengths + found.lengths)
@@ -498,21 +444,19 @@ class Bound:
       logits, caches, made = held_forward(others, tokens, position + args.ahead, *state)
       return logits, (self._pinned(caches, own), made)
 
-    in_slots = own is not None and not isinstance(options.sampling, Beams)
     dims = None if own is None else ([d or 0 for d in own.dims], 0)
-    stops, kept = tuple(map(int, options.stop)), self._pin if in_slots else rows
+    stops, kept = tuple(map(int, options.stop)), rows if own is None else self._pin
     loop = Loop(options.max_new_tokens, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
     return loop, self._asked(args), own
 
   def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: Arrays, args: Args) -> Steps:
     """The loop over a batch, or over rows with separate positions."""
     sampling, state = self.options.sampling, self._fresh(loop, own, caches, args)
-    assert isinstance(sampling, Sampling)
     if own is None:
       return by_batch(loop, sampling, asked, state)
     # With types, a split dim of the slots cannot become two dims.
-    shards = None if self.explicit or not self.own_rows else self._shards
-    return by_slots(loop, sampling, asked, state, own.sizes[0], shards)
+    shards = self._shards if self.in_slots and not self.explicit else None
+    return by_slots(loop, sampling, asked, state, own.count, shards)
 
   def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
     """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
@@ -577,18 +521,16 @@ class Bound:
   def _separate_rows(self, caches: Arrays, others: Arrays, args: Args, sizes: tuple[int, ...]) -> Rows | None:
     """How rows with separate positions lie in the state; None if all rows have the same position.
 
-    They have separate positions over slots and beams, and where prompts of different lengths are read several
+    They have separate positions over slots, and where prompts of different lengths are read several
     tokens at once.
     """
-    batch, sampling = args.prompts.shape[0], self.options.sampling
+    batch = args.prompts.shape[0]
     how = f"{', '.join(map(str, sizes))} tokens at once"
     found: Rows | str | None = None
-    if self.own_rows:
-      lead = (batch, sampling.count) if isinstance(sampling, Beams) else (self.options.slots or batch,)
-      found = Rows(lead, [None] * len(caches))
+    if self.options.slots is not None:
+      found = Rows(self.options.slots, [None] * len(caches))
     elif args.prefix is not None or (args.lengths is not None and sizes and batch > 1):
-      one_cache = "a group of rows has one cache"
-      found = one_cache if self.pipeline else self._rows_of_a_batch(others, caches, batch, self._length(args))
+      found = self._rows_of_a_batch(others, caches, batch, self._length(args))
     if args.prefix is not None and isinstance(found, str):
       raise DecodeError(
         f"the cache of a prefix is read for one row and given to all, but {found}.",
@@ -632,11 +574,9 @@ def _capacity(model: Model) -> tuple[int, int] | None:
   return (math.prod(shapes[0][:-3]), min(shape[-3] for shape in shapes)) if shapes else None
 
 
-def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: int, own_rows: bool) -> None:
+def _check_capacity(capacity: tuple[int, int], prompts: tuple[int, ...], limit: int, in_slots: bool) -> None:
   (batch, length), (rows, width) = capacity, prompts
-  wanted, why = (
-    (1, "each slot or beam has a cache for one row") if own_rows else (rows, f"there are {rows} prompts")
-  )
+  wanted, why = (1, "each slot has a cache for one row") if in_slots else (rows, f"there are {rows} prompts")
   if batch != wanted:
     raise DecodeError(
       f"{why}, and the model's cache is for {batch}.",

@@ -15,10 +15,8 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
 from nnx_parallel.decode.loops import Generated
 from nnx_parallel.decode.options import Args, Call, Options, Used, check_count
-from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.decode.sampling import Sampling
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.layers import LayerOptions
-from nnx_parallel.layers.pipeline import Pipeline
 
 
 class Generator:
@@ -27,8 +25,7 @@ class Generator:
   Attributes:
     options: the options of the generator.
     layers: a text to print, about the program that was compiled or lowered last. It says how the program
-      reads prompts with `prefill`, what each pipeline stage does, and, on a mesh with Explicit axes, on which
-      axes the program computes.
+      reads prompts with `prefill` and, on a mesh with Explicit axes, on which axes the program computes.
   """
 
   def __init__(self, options: Options):
@@ -48,7 +45,7 @@ class Generator:
     """Continues each prompt.
 
     The call resets the `nnx.Cache` Variables of the model to zeros, donates them, and leaves the last state
-    of the cache in them. With slots or beams, they do not change. Nothing else in the model changes.
+    of the cache in them. With slots, they do not change. Nothing else in the model changes.
 
     Args:
       model: a live module, on any mesh.
@@ -101,16 +98,8 @@ class Generator:
       a job of several processes, each process gets all pairs.
 
     Raises:
-      DecodeError: as in a call; or the generator uses beam search or a pipeline, which cannot return tokens
-        before the end.
+      DecodeError: as in a call.
     """
-    if isinstance(self.options.sampling, Beams) or self.options.layer_options.pipeline is not None:
-      beams = isinstance(self.options.sampling, Beams)
-      moved = "the weights of a pipeline move to their stages in each program, so one makes all tokens."
-      raise DecodeError(
-        "beams change until the end, so no token can be returned earlier." if beams else moved,
-        fix="generate(model, prompts)" + ("." if beams else "; or leave pipeline= out."),
-      )
     check_count("every", every)
     bound, args = self._given(model, prompts, lengths, key, requests, prefix)
     return bound.stream(args, every)
@@ -126,8 +115,7 @@ class Generator:
   ) -> tuple[Bound, Args]:
     """The program, and its arguments."""
     prompts, lengths, requests = _checked(prompts, lengths, requests)
-    sampling = self.options.sampling
-    if key is None and isinstance(sampling, Sampling) and sampling.temperature:
+    if key is None and self.options.sampling.temperature:
       raise DecodeError("tokens are drawn, and no key is given.", fix="key=jax.random.key(0)")
     if key is not None and not isinstance(key, jax.Array):
       raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
@@ -209,15 +197,13 @@ class Generator:
 def generator(
   max_new_tokens: int,
   *,
-  sampling: Sampling | Beams = Sampling(),  # noqa: B008
+  sampling: Sampling = Sampling(),  # noqa: B008
   stop: int | Sequence[int] = (),
   padding: Literal["right", "left"] = "right",
   call: Call | None = None,
   cache: Callable[[int, int], PyTree] | None = None,
   prefill: int = 1,
   slots: int | None = None,
-  pipeline: str | Pipeline | None = None,
-  layers: str | None = None,
 ) -> Generator:
   """Makes a compiled generator of tokens, for the layout that the model has.
 
@@ -229,7 +215,7 @@ def generator(
   Args:
     max_new_tokens: the maximum number of new tokens of a row.
     sampling: how tokens are chosen: `nxp.Sampling(temperature=..., top_k=..., top_p=...)`, which is greedy by
-      default, or `nxp.Beams(4)`.
+      default.
     stop: a token, or several tokens, each of which ends a row. The stop token is part of the result.
     padding: `"right"` or `"left"`: the side on which shorter prompts are padded.
     call: a function `call(model, tokens, position)` that returns the logits `(batch, n, vocabulary)` of int32
@@ -242,27 +228,21 @@ def generator(
       is at most this number. Without `lengths`, prompts are read in chunks of this size, and the remaining
       tokens in one smaller chunk. With `lengths`, each row has its own position, and chunks have this size,
       an eighth of it, and so on: the model is called for one row, under `jax.vmap`, with its part of the
-      cache. If the generator cannot find the rows of a cache, or on pipeline stages, it reads chunks up to
-      the length of the shortest prompt, and then token by token. The attribute `layers` of the generator says
+      cache. If the generator cannot find the rows of a cache, it reads chunks up to the length of the
+      shortest prompt, and then token by token. The attribute `layers` of the generator says
       how prompts are read. `nnx.MultiHeadAttention` needs no changes; other attention layers must mask later
       tokens.
     slots: the number of rows that are computed at a time, each with a separate cache and position (continuous
       batching). When a row ends, its slot takes the next prompt, so there may be any number of prompts, and
       no row waits for the longest row. With `prefill`, one slot on each shard reads a chunk of its prompt
       between two tokens of the other slots. The model is called for one row, under `jax.vmap`, so its caches
-      must be for a batch of 1. With beams, the model is also called for one row. Beams and slots cannot be
-      combined.
-    pipeline: the mesh axis of the pipeline stages, each of which holds some of the layers and their caches.
-      The batch is divided into as many groups as there are stages. The groups circulate, so that each stage
-      always works on one group. The model is called for one group, so its caches must be for a batch of that
-      size. Weights on other devices are moved to their stages once in each call.
-    layers: dotted paths of the layers of a pipeline, as in `train_step`.
+      must be for a batch of 1.
 
   Returns:
     A callable `(model, prompts, *, lengths, key, requests, prefix) -> Generated`.
 
   Raises:
-    DecodeError: an option has an invalid value, or two options cannot be combined.
+    DecodeError: an option has an invalid value.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -283,10 +263,8 @@ def generator(
       fix="call=lambda model, tokens, position, cache: model(tokens, cache)",
     )
   stops: tuple[int, ...] = tuple(stop) if isinstance(stop, Sequence) else (stop,)
-  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
-  layer_options, call = LayerOptions(pattern=layers, pipeline=stages), call or _plain_call
   return Generator(
-    Options(max_new_tokens, sampling, stops, padding, call, cache, prefill, slots, layer_options)
+    Options(max_new_tokens, sampling, stops, padding, call or _plain_call, cache, prefill, slots)
   )
 
 

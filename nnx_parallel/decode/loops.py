@@ -1,4 +1,4 @@
-"""The loops of generation, to be traced: over a batch, over slots that are filled again, over beams.
+"""The loops of generation, to be traced: over a batch, and over slots that are filled again.
 
 Each row reads its prompt and then its own tokens. So rows of different length need no mask: a short prompt
 just starts to write earlier.
@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.core.types import PyTree
-from nnx_parallel.decode.sampling import Beams, Sampling
-from nnx_parallel.decode.turns import Turns
+from nnx_parallel.decode.sampling import Sampling
 
 
 class Asked(NamedTuple):
@@ -43,16 +42,12 @@ class Generated(NamedTuple):
   """The result of a call of a generator, on the devices. The call does not wait until it is computed.
 
   Attributes:
-    tokens: int32 of global shape `(batch, max_new_tokens)`: the new tokens of each row, then zeros. With
-      `nxp.Beams`, the shape is `(batch, beams, max_new_tokens)`, and the best beam is first.
-    lengths: int32 of the shape of `tokens` without its last dim: the number of new tokens, including the stop
-      token.
-    scores: float32 of the shape of `lengths`: the scores of the beams; None without beams.
+    tokens: int32 of global shape `(batch, max_new_tokens)`: the new tokens of each row, then zeros.
+    lengths: int32 `(batch,)`: the number of new tokens of each row, including the stop token.
   """
 
   tokens: jax.Array
   lengths: jax.Array
-  scores: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +103,7 @@ class Loop:
       carry = jax.lax.while_loop(more, functools.partial(read, count), carry)
     return carry
 
-  def read_prefix(self, prefix: jax.Array, most: int, rows: tuple[int, ...], state: PyTree) -> PyTree:
+  def read_prefix(self, prefix: jax.Array, most: int, rows: int, state: PyTree) -> PyTree:
     """The state after some rows have read the tokens ahead of all prompts, `(n,)`, at most so many at once.
 
     Their positions are below 0, where prompts begin.
@@ -118,7 +113,7 @@ class Loop:
 
     def read(count: int, start: jax.Array | int, state: PyTree) -> PyTree:
       some = jax.lax.dynamic_slice_in_dim(prefix, start, count)
-      tokens = self.rows(jnp.broadcast_to(some, (*rows, count)))
+      tokens = self.rows(jnp.broadcast_to(some, (rows, count)))
       return self.forward(tokens, jnp.asarray(start - length, jnp.int32), state)[1]
 
     whole, rest = divmod(length, part)
@@ -192,59 +187,6 @@ def by_batch(loop: Loop, sampling: Sampling, asked: Asked, state: PyTree) -> Ste
     one,
     lambda carry: (carry[2], Generated(carry[1].found, carry[1].counts)),
   )
-
-
-def by_stages(loop: Loop, sampling: Sampling, asked: Asked, turns: Turns) -> Generated:
-  """Continues as many groups of prompts as there are stages, one on each; all arrays are `[groups, ...]`.
-
-  In a tick, group `tick % stages` enters the first stage with its next token, and the next group leaves the
-  last stage with its logits.
-  """
-  groups = asked.prompts.shape[0]
-  first = jnp.zeros((), jnp.int32)
-  going = None
-
-  def read(start: jax.Array, count: int, passes: jax.Array, carry: PyTree) -> PyTree:
-    def tokens_of(group: jax.Array | int, number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-      position = loop.replicated(start + number * count)
-      return jax.lax.dynamic_slice_in_dim(asked.prompts[group], position, count, -1), position
-
-    tick, going = carry
-    entering, leaving = _in_and_out(tick, groups)
-    return tick + 1, turns(going, tick, tokens_of(*entering), tokens_of(*leaving), passes)[1]
-
-  for count in loop.sizes:
-    passes = (asked.lengths.min() - 1 - first) // count
-    ticks = jnp.where(passes > 0, passes * groups + groups - 1, 0)
-    carry = jnp.zeros((), jnp.int32), turns.begin(count, going)
-    more = functools.partial(lambda ticks, carry: carry[0] < ticks, ticks)
-    _, going = jax.lax.while_loop(more, functools.partial(read, first, count, passes), carry)
-    first += passes * count
-  last = (asked.lengths.max() + loop.limit - 1 - first) * groups + groups - 1
-  begun = jax.vmap(lambda asked: _begun(loop, asked, first))(asked)
-
-  def one(carry: PyTree) -> PyTree:
-    tick, rows, going = carry
-    (enters, number), (leaves, done) = _in_and_out(tick, groups)
-    entering, before = rows.token[enters], jax.tree.map(lambda x: x[leaves], rows)
-    positions = loop.replicated(first + number), loop.replicated(first + done)
-    given = zip((entering[:, None], before.token[:, None]), positions, strict=True)
-    logits, going = turns(going, tick, *given)
-    of_group = jax.tree.map(lambda x: x[leaves], asked)
-    after = _advanced(loop, sampling, of_group, first + done, before, logits)
-    after = jax.tree.map(lambda new, old: jnp.where(tick >= groups - 1, new, old), after, before)
-    return tick + 1, jax.tree.map(lambda x, new: x.at[leaves].set(new), rows, after), going
-
-  start = jnp.zeros((), jnp.int32), begun, turns.begin(1, going)
-  _, rows, _ = jax.lax.while_loop(lambda carry: loop.unfinished(carry[1], carry[0], last), one, start)
-  return Generated(rows.found, rows.counts)
-
-
-def _in_and_out(
-  tick: jax.Array, groups: int
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  """The groups that enter and leave in a tick, each with the number of its pass."""
-  return (tick % groups, tick // groups), ((tick + 1) % groups, jnp.maximum(tick + 1 - groups, 0) // groups)
 
 
 def _begun(loop: Loop, asked: Asked, position: jax.Array) -> _Rows:
@@ -347,7 +289,7 @@ def by_slots(
     ends = rows.ended & (s.request < requests)
     # A slot that goes on writes to a row that is not there, which drops it.
     row = jnp.where(ends, s.request, requests)
-    news = zip(s.done[:2], (rows.found, rows.counts), strict=True)
+    news = zip(s.done, (rows.found, rows.counts), strict=True)
     request = jnp.where(ends, jnp.minimum(s.following + jnp.cumsum(ends) - 1, requests), s.request)
     if requests > slots:  # only where a slot begins anew: it takes a pass over all caches
       begins = ends & (request < requests)
@@ -397,84 +339,6 @@ def _chosen(rows: jax.Array, new: PyTree, old: PyTree, dims: PyTree = 0) -> PyTr
     return jax.tree.map(functools.partial(jnp.where, row), *states)
 
   return jax.vmap(choose, (0, dims, dims), dims)(rows, new, old)
-
-
-class _Hypotheses(NamedTuple):
-  """Beams of each row; `tokens` is `(batch, beams, limit)`, other arrays are `(batch, beams)`."""
-
-  scores: jax.Array
-  tokens: jax.Array
-  lengths: jax.Array
-
-  def best(self, count: int) -> tuple[_Hypotheses, jax.Array]:
-    """Those with the highest scores, and which they are."""
-    _, which = jax.lax.top_k(self.scores, count)
-    return _Hypotheses(*(_taken(x, which) for x in self)), which
-
-
-def by_beams(loop: Loop, beams: Beams, asked: Asked, state: PyTree) -> Generated:
-  """Keeps the likeliest beams of each row, both finished and unfinished.
-
-  The state has dims `(batch, beams)`. A row ends when no unfinished beam can reach a better score than the
-  finished beams.
-  """
-  prompts, lengths = asked.prompts, asked.lengths
-  batch, limit, rows, kept = prompts.shape[0], loop.limit, loop.rows, beams.count
-
-  def read(count: int, carry: PyTree) -> PyTree:
-    position, state = carry
-    here = position + count < lengths
-    tokens = _repeated(_column(prompts, position[:, None] + jnp.arange(count)[None]), kept)
-    return jnp.where(here, position + count, position), loop.read_some(here, tokens, position[:, None], state)
-
-  start = jnp.zeros((batch,), jnp.int32)
-  going = rows(start), state
-  for count in (*loop.sizes, 1):
-    more = functools.partial(lambda count, carry: (carry[0] + count < lengths).any(), count)
-    going = jax.lax.while_loop(more, functools.partial(read, count), going)
-  position, state = going
-
-  def one(carry: PyTree) -> PyTree:
-    position, tokens, alive, done, counts, ended, state = carry
-    logits, state = loop.forward(tokens[..., None], position[:, None], state)
-    chances = rows(jax.nn.log_softmax(loop.logits(logits).astype(jnp.float32), axis=-1))
-    vocabulary = chances.shape[-1]
-    candidates = rows((alive.scores[..., None] + chances).reshape(batch, kept * vocabulary))
-    # As many as can end in this step, and `kept` that go on.
-    scores, index = jax.lax.top_k(candidates, min(kept * (1 + max(1, len(loop.stops))), kept * vocabulary))
-    parent, token = index // vocabulary, (index % vocabulary).astype(jnp.int32)
-    here = jnp.arange(limit)[None, None] == counts[:, None, None]
-    text = jnp.where(here, token[..., None], _taken(alive.tokens, parent))
-    length = jnp.broadcast_to(counts[:, None] + 1, token.shape)
-    ends = loop.stopped(token) | (length == limit)
-
-    now = jnp.where(ends, scores / length.astype(jnp.float32) ** beams.length_penalty, -jnp.inf)
-    pairs = zip(done, (now, text, length), strict=True)
-    after_done, _ = _Hypotheses(*(jnp.concatenate(pair, 1) for pair in pairs)).best(kept)
-    after, which = _Hypotheses(jnp.where(ends, -jnp.inf, scores), text, length).best(kept)
-
-    parent, tokens = _taken(parent, which), _taken(token, which)
-    alive, done = _chosen(~ended, (after, after_done), (alive, done))
-    state = jax.tree.map(lambda x: _taken(x, parent), state)
-    bound = alive.scores.max(1) / float(limit) ** beams.length_penalty
-    counts, ended = counts + (~ended).astype(jnp.int32), ended | (bound <= done.scores.min(1))
-    return position + 1, rows(tokens), *jax.tree.map(rows, (alive, done, counts, ended)), state
-
-  zeros = jnp.zeros((batch, kept), jnp.int32)
-  none = jnp.full((batch, kept), -jnp.inf)
-  empty = _Hypotheses(none, jnp.zeros((batch, kept, limit), jnp.int32), zeros)
-  # The beams of a row are equal until its first own token, so only one of them may continue.
-  alive = empty._replace(scores=none.at[:, 0].set(0.0))
-  tokens = _repeated(_column(prompts, position)[:, None], kept)[..., 0]
-  carry = (position, rows(tokens), *jax.tree.map(rows, (alive, empty, start, start != 0)), state)
-  *_, done, _, _, _ = jax.lax.while_loop(lambda carry: ~jnp.all(carry[5]), one, carry)
-  found = jnp.where(jnp.arange(limit)[None, None] < done.lengths[..., None], done.tokens, 0)
-  return Generated(found, done.lengths, done.scores)
-
-
-def _repeated(x: jax.Array, count: int) -> jax.Array:
-  """`(batch, n)` as `(batch, count, n)`."""
-  return jnp.broadcast_to(x[:, None], (x.shape[0], count, *x.shape[1:]))
 
 
 def _taken(x: jax.Array, which: jax.Array) -> jax.Array:

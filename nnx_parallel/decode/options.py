@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.decode.sampling import Beams, Sampling
+from nnx_parallel.decode.sampling import Sampling
 from nnx_parallel.errors import DecodeError
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed
+from nnx_parallel.layers.layers import LayersUsed
 
 Call = Callable[..., Any]
 
@@ -25,14 +25,13 @@ class Options:
   """
 
   max_new_tokens: int
-  sampling: Sampling | Beams
+  sampling: Sampling
   stop: tuple[Any, ...]
   padding: str
   call: Call
   cache: Callable[[int, int], PyTree] | None
   prefill: int
   slots: int | None
-  layer_options: LayerOptions
 
   def __post_init__(self) -> None:
     check_count("max_new_tokens", self.max_new_tokens)
@@ -47,34 +46,6 @@ class Options:
       )
     if self.padding not in ("right", "left"):
       raise DecodeError(f"padding={self.padding!r} is not a side.", fix='padding="right" or padding="left".')
-    beams, pipeline = isinstance(self.sampling, Beams), self.layer_options.pipeline
-    if beams and self.slots is not None:
-      raise DecodeError(
-        "beams of a row are computed together, and slots are for rows that end at different times.",
-        fix="leave slots= out, and give as many prompts at a time as fit in memory.",
-      )
-    if pipeline is None:
-      if self.layer_options.pattern is not None:
-        raise DecodeError(
-          f"layers={self.layer_options.pattern!r} names the stages of a pipeline.", fix='pipeline="stage"'
-        )
-      return
-    if beams or self.slots is not None:
-      each = "beams" if beams else "slots"
-      raise DecodeError(
-        f"with pipeline={pipeline.axis!r} a group of rows has one cache, and {each} need one for each row.",
-        fix="leave pipeline= out, and let the axis split the batch.",
-      )
-    if pipeline.order != "gpipe":
-      raise DecodeError(
-        f"order={pipeline.order!r} is an order for train steps, and generation has no backward pass.",
-        fix=f"pipeline={pipeline.axis!r}",
-      )
-    if pipeline.virtual_stages > 1:
-      raise DecodeError(
-        f"virtual_stages={pipeline.virtual_stages} makes a bubble smaller, but generation has no bubble.",
-        fix=f"pipeline={pipeline.axis!r}",
-      )
 
 
 def check_count(name: str, count: object) -> None:

@@ -88,29 +88,3 @@ def _only(logits: jax.Array, numbers: jax.Array, kept: jax.Array) -> jax.Array:
   """The logits of the kept tokens: by their numbers, since bfloat16 logits often tie."""
   mask = jax.vmap(lambda n, k: jnp.zeros(logits.shape[-1], bool).at[n].set(k))(numbers, kept)
   return jnp.where(mask, logits, -jnp.inf)
-
-
-@dataclasses.dataclass(frozen=True)
-class Beams:
-  """Beam search, which keeps the `count` most likely texts of each row.
-
-  Attributes:
-    count: the number of partial texts that are kept for each row, and of texts that are returned.
-    length_penalty: the score of a text is the sum of its log-probabilities, divided by its length to this
-      power. 0 prefers short texts; 1 compares the averages over the tokens.
-
-  Raises:
-    DecodeError: a value is out of range.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> nxp.Beams(4, length_penalty=0.6)
-    Beams(count=4, length_penalty=0.6)
-  """
-
-  count: int
-  length_penalty: float = 0.0
-
-  def __post_init__(self) -> None:
-    if self.count < 1 or not 0 <= self.length_penalty < float("inf"):
-      raise DecodeError(f"{self} is out of range.", fix="count >= 1 and length_penalty >= 0.")

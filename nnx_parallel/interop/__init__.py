@@ -4,7 +4,6 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from nnx_parallel.interop.adapters import add_lora, merge_adapters
-  from nnx_parallel.interop.annotations import annotate
   from nnx_parallel.interop.families import from_config, load_huggingface
   from nnx_parallel.interop.huggingface import weight_map_of
   from nnx_parallel.interop.linen import export_linen, import_linen, linen_names
@@ -23,7 +22,6 @@ __all__ = [
   "Rule",
   "WeightMap",
   "add_lora",
-  "annotate",
   "dry_run_export",
   "dry_run_import",
   "export_linen",

@@ -16,8 +16,6 @@ Outside of the pipeline, microbatch `q * stages + s` lies on stage `s`, as `[q, 
 the head are computed once, not once per stage. For this, the loop has one more buffer, of one microbatch per
 stage. A group is loaded into the buffer and moves one stage down in each tick: stage 0 takes its microbatches
 from it one by one, and the last stage writes its results into the free slots.
-
-`PipelineLoop.turn` is one tick of a pipeline without an end (`decode/turns.py`): microbatches come back.
 """
 
 from __future__ import annotations
@@ -348,39 +346,6 @@ class PipelineLoop:
     """The results of the last group that left, each on the stage of its microbatch, `[stages, ...]`."""
     first = np.arange(self.schedule.stages) == (self.schedule.stages - 1 if backwards else 0)
     return self._where(first, self._moved(belt.last, -1 if backwards else 1), belt.done)
-
-  def turn(
-    self, entering: PyTree, ring: PyTree, rows: PyTree, state: PyTree, tick: AnyArray, passes: PyTree = None
-  ) -> tuple[PyTree, PyTree, PyTree]:
-    """One tick of a circulating pipeline: as many microbatches as stages, so that no stage waits.
-
-    Microbatch `tick % stages` enters. The microbatch that leaves is the next to enter; none leaves in the
-    first `stages - 1` ticks.
-
-    Args:
-      entering: the input of the first layer for one microbatch, `[...]`.
-      ring: the results of the previous stages in the last tick, `[stages, ...]`.
-      rows: the layers' own arrays, `[1, stages, chunk, ...]`.
-      state: the arrays that the layers change for each microbatch, `[stages, microbatches, chunk, ...]`.
-      tick: the tick's number.
-      passes: how often each microbatch goes through all layers; None: without an end.
-
-    Returns:
-      The new ring and state, and the result of the last layer for the microbatch that leaves.
-    """
-    count = self.schedule.stages
-    stages = np.arange(count)
-    item = tick - stages
-    works = item >= 0 if passes is None else (item >= 0) & (item < passes * count)
-    given = self._where(stages == 0, self.for_each_stage(entering), ring)
-    before = self.by_stage(at)(state, item % count)
-    none = np.zeros(count, np.int32)
-    rows, active = swapped((rows, self.active))
-    result, changed, _ = self.by_stage(self.chunk)(given, before, rows, active, none, {}, {}, none)
-    result = _marked(result, works)
-    state = self.by_stage(put)(state, item % count, self._where(works, changed, before))
-    leaving = jax.tree.map(lambda x: staged(x, self.mesh, None)[-1], result)
-    return self._moved(result, 1), state, leaving
 
   @property
   def active(self) -> AnyArray:

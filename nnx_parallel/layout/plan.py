@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,6 @@ from nnx_parallel.layout.show.audit import Audit, Trainable
 from nnx_parallel.layout.show.diff import PlanDiff
 from nnx_parallel.layout.table import PlanTable
 from nnx_parallel.layout.tracing import Abstract, trace_module, trace_optimizer
-
-if TYPE_CHECKING:
-  from matplotlib.figure import Figure
 
 R = TypeVar("R", default=Any)
 
@@ -191,26 +188,25 @@ class Plan(PlanTable, Generic[R]):
     """Prints the plan: in a terminal with colours and at its width, in a notebook as HTML."""
     text.show(self)
 
-  def picture(self, name: str) -> Figure:
-    """Draws which devices hold which block of an array.
+  def picture(self, name: str) -> str:
+    """Draws which devices hold which block of an array, as text.
 
     Args:
       name: the dotted path of the leaf.
 
     Returns:
-      A matplotlib figure; its `savefig` writes SVG, PNG or PDF. At most 16 x 16 blocks are drawn, and the
-      remaining blocks are counted below.
-
-    Raises:
-      ReportError: matplotlib is not installed.
+      A table of the blocks, to print. At most 16 x 16 blocks are drawn, and the others are counted below.
 
     Example:
       >>> import nnx_parallel as nxp
       >>> from flax import nnx
       >>> init = lambda: nnx.Linear(8, 64, rngs=nnx.Rngs(0))
-      >>> plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=0))
-      >>> plan.picture("kernel").axes[0].get_xlabel()
-      'dim 1 over fsdp'
+      >>> plan = nxp.plan(init, nxp.make_mesh(data=2, fsdp=4), nxp.fsdp(min_size=0))
+      >>> print(plan.picture("kernel"))
+      kernel  float32[8,64]  (-, fsdp), 512 B per device on mesh data=2 x fsdp=4
+      in each block: its devices; to the right: dim 1 over fsdp
+        0:16  16:32  32:48  48:64
+        0, 4  1, 5   2, 6   3, 7
     """
     return picture.draw_blocks(self[name])
 

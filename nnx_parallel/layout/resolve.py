@@ -19,6 +19,7 @@ from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.logical import (
   UNEVEN,
   Candidate,
+  First,
   LogicalRules,
   Uneven,
   show_candidate,
@@ -228,7 +229,7 @@ class _Resolver:
   ) -> NoReturn:
     reasons = "; ".join(f"{option}: {why}" for option, why in refused)
     shown = show_candidates(options)
-    offer = show_rule(name, [*map(entry_of, options), None])
+    offer = show_rule(name, First([*map(entry_of, options), None]))
     if all(any(axis not in self.mesh for axis in option) for option in options):
       fix = f"add the axis to the mesh (size 1 is fine), or do not split the dim: {offer}."
     else:

@@ -3,7 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.loop.metrics import MetricsLog, TensorBoardLog, read_metrics
+  from nnx_parallel.loop.metrics import MetricsLog, read_metrics
   from nnx_parallel.loop.recorder import EarlyStop
   from nnx_parallel.loop.run import FitResult
   from nnx_parallel.loop.sums import MetricSums
@@ -13,6 +13,5 @@ __all__ = [
   "FitResult",
   "MetricSums",
   "MetricsLog",
-  "TensorBoardLog",
   "read_metrics",
 ]

@@ -20,7 +20,6 @@ from nnx_parallel.layout.plan import Plan
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
 from nnx_parallel.loop.run import FitResult, Run, Source, peak_of_chip
-from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.train.step import TrainStep, unknown_option
 
 
@@ -127,9 +126,8 @@ def fit(
       beginning, with a warning.
     start: the position of the model, which `resume_from` returned; `fit` advances it in place.
     early_stop: an `EarlyStop` that ends the run when a metric no longer improves.
-    trackers: functions that process 0 calls with each record: `MetricsLog(path).write`,
-      `TensorBoardLog(dir).write`, or any function `(step, metrics) -> None`. Metrics that are arrays are
-      passed as NumPy arrays.
+    trackers: functions that process 0 calls with each record: `MetricsLog(path).write`, or
+      any function `(step, metrics) -> None`. Metrics that are arrays are passed as NumPy arrays.
     log_every: the number of steps in one record, which contains their exactly weighted means; by default 1.
       If it is given, the progress prints a line for each record; otherwise, it prints about ten lines for the
       run, and a line every 30 seconds.
@@ -184,11 +182,9 @@ def fit(
   log_lines, log_every = log_every is not None, 1 if log_every is None else log_every
   every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
   _check_intervals(evaluate, every, profile)
-  goodput = Goodput()
   resumed = ""
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
-    with goodput.spend("restore"):
-      _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
+    _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
     resumed = f"resumed from step {start.step} of {checkpointer.directory}"
   _check(checkpointer, save_every or only or extra, resume, start, batches)
   if only is not None:
@@ -203,7 +199,7 @@ def fit(
     )
   finite = nonfinite == "error"
   return Run(
-    step=step, model=model, optimizer=optimizer, plan=plan, at=at, goodput=goodput, shown=shown,
+    step=step, model=model, optimizer=optimizer, plan=plan, at=at, shown=shown,
     recorder=Recorder(at, shown, trackers, early_stop, finite, evaluate is not None, unit),
     steps=steps, evaluate=evaluate, eval_every=eval_every, checkpointer=checkpointer, save_every=save_every,
     only=only, extra=extra, log_every=log_every, tokens=tokens, flops=flops,

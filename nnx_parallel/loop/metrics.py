@@ -1,4 +1,4 @@
-"""The metrics of a run as files: JSON lines or TensorBoard, read back, and drawn as curves."""
+"""The metrics of a run as a file of JSON lines, and read back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from nnx_parallel.core.figures import BLUE, SKY, new_figure, open_axes
 from nnx_parallel.core.types import AnyMetrics
 from nnx_parallel.errors import TrainError
 
@@ -77,56 +76,6 @@ class MetricsLog:
   def close(self) -> None:
     """Closes the file."""
     self._file.close()
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-
-class TensorBoardLog:
-  """Files for TensorBoard: a curve for each number, and a histogram for each array.
-
-  `log.write` is a tracker for `nxp.fit`. In a job of several processes, only process 0 writes.
-
-  Args:
-    directory: the folder of the run; each run needs its own folder.
-    after: the step from which the run resumes. TensorBoard does not show earlier records of later steps.
-
-  Raises:
-    TrainError: tensorboardX is not installed.
-  """
-
-  def __init__(self, directory: str | os.PathLike[str], *, after: int = 0):
-    try:
-      from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-      raise TrainError(
-        f"cannot write TensorBoard files to {os.fspath(directory)}: tensorboardX is not installed.",
-        fix="pip install 'nnx-parallel[tensorboard]', or MetricsLog(...), which needs nothing.",
-      ) from error
-    purge, first = after + 1 if after else None, jax.process_index() == 0
-    self._writer = SummaryWriter(os.fspath(directory), purge_step=purge, write_to_disk=first)
-
-  def write(self, step: int, values: AnyMetrics) -> None:
-    """Adds one point to each curve.
-
-    Args:
-      step: the step's number.
-      values: the values by name. An array becomes a histogram of its elements, and text becomes a text entry.
-    """
-    for name, value in values.items():
-      if isinstance(value, str):
-        self._writer.add_text(name, value, step)
-      elif np.ndim(value):
-        self._writer.add_histogram(name, np.asarray(value, np.float32).ravel(), step)
-      else:
-        self._writer.add_scalar(name, float(value), step)
-
-  def close(self) -> None:
-    """Flushes and closes the file."""
-    self._writer.close()
 
   def __enter__(self) -> Self:
     return self
@@ -206,37 +155,3 @@ def _or_nan(value: Any) -> Any:
   if isinstance(value, list):
     return [_or_nan(x) for x in value]  # pyright: ignore[reportUnknownVariableType]
   return math.nan if value is None else value
-
-
-def draw_curves(
-  records: Sequence[Record], path: str | Path, *, names: Sequence[str] = ("loss",), title: str = ""
-) -> Path:
-  """Draws metrics against the step, one panel each; the suffix of the path is the format."""
-  figure = new_figure(7.2, 1.4 + 2.6 * len(names))
-  panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-  for panel, name in zip(panels, names, strict=True):
-    steps = [r["step"] for r in records if name in r]
-    values = [r[name] for r in records if name in r]
-    if not steps:
-      seen = sorted({k for r in records for k in r} - {"step"})
-      raise TrainError(f"no record has the metric {name!r}.", fix=f"one of {', '.join(seen)}.")
-    _draw_panel(panel, steps, values, name)
-  panels[-1].set_xlabel("step")
-  figure.suptitle(title)
-  path = Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path)
-  return path
-
-
-def _draw_panel(panel: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
-  window = len(values) // 40 * 2 + 1
-  ones = np.ones(window)  # fewer neighbours at the ends
-  smooth = np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
-  panel.plot(steps, values, color=SKY, linewidth=1, label="each step")
-  panel.plot(steps, smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
-  panel.xaxis.get_major_locator().set_params(integer=True)
-  panel.set_ylabel(name.replace("_", " "))
-  open_axes(panel)
-  panel.legend(loc="upper right", frameon=False)  # "best" looks at every point
-  panel.annotate(f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 4), textcoords="offset points")

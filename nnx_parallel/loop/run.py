@@ -8,7 +8,6 @@ import functools
 import math
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
@@ -33,7 +32,6 @@ from nnx_parallel.layout.plan import Plan
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import Position, Recorder
-from nnx_parallel.loop.timing import Goodput
 from nnx_parallel.report.chips import chip_of
 from nnx_parallel.report.estimate.propagate import Propagation
 from nnx_parallel.train.axes import on_fitting_axes
@@ -56,20 +54,12 @@ class FitResult:
     history: the newest 10,000 records in order, each with its `step`. Trackers get all records.
     stopped: why the run ended: `"steps"`, `"data"` or `"early"`; or `"signal"` after SIGTERM or Ctrl-C, if
       the handler of the signal does not end the process.
-    seconds: the wall time by kind: `step`, `compile`, `data` (the time in which the devices waited for a
-      batch), `evaluation`, `check`, `checkpoint`, `restore`, `profile`, `other`.
   """
 
   step: int
   metrics: Record
   history: list[Record]
   stopped: str
-  seconds: dict[str, float]
-
-  @property
-  def goodput(self) -> float:
-    """The part of the wall time that was spent on steps."""
-    return self.seconds.get("step", 0.0) / max(sum(self.seconds.values()), 1e-9)
 
 
 @dataclasses.dataclass
@@ -78,7 +68,6 @@ class Run:
 
   Attributes:
     at: the position, advanced in place.
-    goodput: the wall time by kind.
     shown: the display.
     recorder: of the metrics.
     peak: the peak FLOP/s of a device, or None.
@@ -93,7 +82,6 @@ class Run:
   optimizer: Optimizers
   plan: Plan | None
   at: Position
-  goodput: Goodput
   shown: StepProgress
   recorder: Recorder
   steps: int | None
@@ -143,15 +131,12 @@ class Run:
       stopped = self._train(next_batch, stop)
       self._finish(stopped)
     newest, history = self.recorder.newest, list(self.recorder.history)
-    return FitResult(self.at.step, newest, history, stopped, self.goodput.seconds())
+    return FitResult(self.at.step, newest, history, stopped)
 
   def _train(self, next_batch: Callable[[], Any], stop: StopSignals) -> str:
     """Runs the steps; returns why they ended."""
     while self.steps is None or self.at.step < self.steps:
-      began = time.perf_counter()
       batch = next_batch()
-      # Nothing was lost if the devices were busy during that time.
-      self.goodput.add("step" if _busy(self._metrics) else "data", time.perf_counter() - began)
       if batch is _END:
         self._check_end()
         return "data"
@@ -185,23 +170,20 @@ class Run:
   def _prepare(self, number: int, batch: PyTree) -> None:
     """Checks the gradients, if this is the first step; starts the profile, if it begins here."""
     if self.check_gradients and number == self._first and isinstance(self.step, TrainStep):
-      with self.goodput.spend("check"):
-        found = self.step.check_gradients(self.model, self.optimizer, batch)
+      found = self.step.check_gradients(self.model, self.optimizer, batch)
       found.raise_if_wrong()
       self.shown.note(self.at.step, found.summary)
     if number == self.profile[0]:
-      with self.goodput.spend("profile"):
-        jax.block_until_ready(self._metrics)
-        self._tracing.enter_context(jax.profiler.trace(os.fspath(self.profile_dir)))
+      jax.block_until_ready(self._metrics)
+      self._tracing.enter_context(jax.profiler.trace(os.fspath(self.profile_dir)))
 
   def _update(self, number: int, batch: PyTree) -> bool:
     """Runs a step; returns whether it compiled a program."""
-    before, began = len(self._programs), time.perf_counter()
+    before = len(self._programs)
     with jax.profiler.StepTraceAnnotation("train", step_num=number):
       self._metrics = _checked(self.step(self.model, self.optimizer, batch))
     self.at.step, self.at.samples = number, self.at.samples + examples_in(batch)
     compiled = len(self._programs) > before
-    self.goodput.add("compile" if compiled else "step", time.perf_counter() - began)
     if self.peak and (compiled or number == self._first):
       flops = _flops(self.step, self.model, batch) if self.flops is None else self.flops
       self.recorder.ideal_seconds = flops / self.peak
@@ -211,19 +193,16 @@ class Run:
     """Records the metrics of a step, immediately with `flush`; ends the profile after its last step."""
     assert self._metrics is not None
     now = flush or number in (self._first, self.steps) or number % self.log_every == 0
-    with self.goodput.spend("step"):
-      self.recorder.add(number, self._metrics, batch, self.tokens or _rows, report=now, compiled=compiled)
-      if flush:
-        self.recorder.flush()
+    self.recorder.add(number, self._metrics, batch, self.tokens or _rows, report=now, compiled=compiled)
+    if flush:
+      self.recorder.flush()
     if number == self.profile[1]:
-      with self.goodput.spend("profile"):
-        jax.block_until_ready(self._metrics)
-        self._tracing.close()
+      jax.block_until_ready(self._metrics)
+      self._tracing.close()
 
   def _finish(self, stopped: str) -> None:
     """Reports, evaluates and saves the last step."""
-    with self.goodput.spend("step"):
-      self.recorder.finish(self.at.step)
+    self.recorder.finish(self.at.step)
     if stopped != "signal":
       self._evaluation()
     elif jax.process_index() == 0:
@@ -231,35 +210,32 @@ class Run:
       print(f"asked to end: {done} step {self.at.step}", flush=True)
     self._save()
     if self.checkpointer is not None:
-      with self.goodput.spend("checkpoint"):
-        self.checkpointer.wait()  # its error must not be lost at exit
+      self.checkpointer.wait()  # its error must not be lost at exit
 
   def _evaluation(self) -> None:
     if self.evaluate is not None and self._evaluated != self.at.step:
-      with self.goodput.spend("evaluation"):
-        self.recorder.evaluation(self.at.step, self.evaluate())
+      self.recorder.evaluation(self.at.step, self.evaluate())
       self._evaluated = self.at.step
 
   def _save(self) -> None:
     if self.checkpointer is None or self._saved == self.at.step or self.at.step < self._first:
       return
-    with self.goodput.spend("checkpoint"):
-      if self.finite:
-        _require_finite(saved_roots(self.model, self.optimizer, self.only), self.at.step)
-      own = self.extra() if self.extra is not None else {}
-      if "data" in own:
-        raise TrainError(
-          "extra() returns a 'data', which is the name of fit's data cursor.",
-          fix="another name for yours.",
-        )
-      self.checkpointer.save(
-        model=self.model,
-        optimizer=self.optimizer,
-        only=self.only,
-        plan=self.plan,
-        metrics=self.recorder.of_step(self.at.step),
-        **self.at.save_options(own),
+    if self.finite:
+      _require_finite(saved_roots(self.model, self.optimizer, self.only), self.at.step)
+    own = self.extra() if self.extra is not None else {}
+    if "data" in own:
+      raise TrainError(
+        "extra() returns a 'data', which is the name of fit's data cursor.",
+        fix="another name for yours.",
       )
+    self.checkpointer.save(
+      model=self.model,
+      optimizer=self.optimizer,
+      only=self.only,
+      plan=self.plan,
+      metrics=self.recorder.of_step(self.at.step),
+      **self.at.save_options(own),
+    )
     self.shown.note(self.at.step, f"checkpoint in {self.checkpointer.directory}")
     self._saved = self.at.step
 
@@ -305,12 +281,6 @@ def _is_sound(array: jax.Array, *, finite: bool) -> jax.Array:
 def _rows(batch: PyTree) -> int:
   """The examples of a batch; 0 where no array has a dim for them."""
   return examples_in(batch) if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(batch)) else 0
-
-
-def _busy(metrics: AnyMetrics | None) -> bool:
-  """Whether the step that returned these is still running."""
-  arrays: list[Any] = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
-  return bool(arrays) and not arrays[0].is_ready()
 
 
 @contextlib.contextmanager

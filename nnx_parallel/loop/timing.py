@@ -1,12 +1,10 @@
-"""Seconds per step, throughput, and the wall time of a run by kind."""
+"""Seconds per step, and throughput."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import time
-from collections.abc import Generator
 
 from nnx_parallel.loop.metrics import Record
 
@@ -47,33 +45,3 @@ class StepClock:
     """Mean tokens per second over the window; nan while it is empty."""
     seconds = sum(s for s, _, _ in self._ticks)
     return sum(t for _, t, _ in self._ticks) / seconds if self._ticks else math.nan
-
-
-class Goodput:
-  """Wall time by kind, measured on the host; goodput is the part spent on steps.
-
-  The `with` blocks must not overlap; the time between them is `other`. Steps run asynchronously, so waiting
-  for data costs time only when the devices have no work: otherwise `fit` counts it as `step`.
-  """
-
-  def __init__(self) -> None:
-    self._start = time.perf_counter()
-    self._spent: dict[str, float] = {}
-
-  def add(self, kind: str, seconds: float) -> None:
-    """Adds seconds to a kind."""
-    self._spent[kind] = self._spent.get(kind, 0.0) + seconds
-
-  @contextlib.contextmanager
-  def spend(self, kind: str) -> Generator[None]:
-    """Adds the time of a block, even if it fails."""
-    start = time.perf_counter()
-    try:
-      yield
-    finally:
-      self.add(kind, time.perf_counter() - start)
-
-  def seconds(self) -> dict[str, float]:
-    """Kind -> seconds so far, `other` last; they add up to the wall time."""
-    wall = time.perf_counter() - self._start
-    return {**self._spent, "other": max(0.0, wall - sum(self._spent.values()))}

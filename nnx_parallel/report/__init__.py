@@ -2,8 +2,7 @@
 
 from etils import epy
 
-# The types of reports do not know their text, pages and pictures, which register themselves.
-from nnx_parallel.report import figures as figures
+# The types of reports do not know their text and pages, which register themselves.
 from nnx_parallel.report import html as html
 
 with epy.lazy_api_imports(globals()):

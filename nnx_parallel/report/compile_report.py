@@ -8,14 +8,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_parallel.core import hlo
-from nnx_parallel.core.figures import picture_of
-from nnx_parallel.core.hlo_devices import Labels
 from nnx_parallel.core.jaxprs import nbytes
 from nnx_parallel.core.mesh import axis_sizes, explicit_axes
 from nnx_parallel.core.nodes import Path, path_str, variables
@@ -29,6 +26,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
 from nnx_parallel.report.estimate.workload import batch_structs, check_batch
+from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import KINDS, Collective, collectives, totals
 from nnx_parallel.report.program.compiler import (
   Compiled,
@@ -39,16 +37,11 @@ from nnx_parallel.report.program.compiler import (
   run_compiler,
 )
 from nnx_parallel.report.program.cost import Cost, cost
+from nnx_parallel.report.program.hlo_devices import Labels
 from nnx_parallel.report.program.peak import PeakBuffer, at_peak
 from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation, replicated_activations
 from nnx_parallel.report.topology import slice_numbers, topology_mesh
 from nnx_parallel.train.step import EvalStep, TrainStep
-from nnx_parallel.verify.program import Comparison, Fault, compare
-
-if TYPE_CHECKING:
-  from matplotlib.figure import Figure
-
-Picture = Literal["memory", "devices", "collectives", "timeline"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +112,6 @@ class CompileReport(Paged):
     quantities: global sizes in bytes, to compare `sent` with: `params`, `optimizer`, `batch`.
     examples: the number of examples of a microbatch on one device, or None if unknown.
     batch_split: the number of shards into which the plan divides the batch, or None without a plan.
-    results: the comparison of the results of the program before and after partitioning; see `faults`. None
-      without `verify=True`.
     replicated_activations: the activations that are replicated over batch axes although the plan shards the
       batch, if they take 1 % or more of the needed memory; largest first. None without a plan, or if the
       batch is not sharded evenly.
@@ -147,21 +138,9 @@ class CompileReport(Paged):
   quantities: Mapping[str, int]
   examples: int | None = None
   batch_split: int | None = None
-  results: Comparison | None = None
   replicated_activations: tuple[ReplicatedActivation, ...] | None = None
   layers: tuple[str, ...] = ()
   slices: int = 1
-
-  @property
-  def faults(self) -> tuple[Fault, ...]:
-    """Results that the compiler's partitioner gets wrong (gradients, new parameters, the loss).
-
-    Raises:
-      ReportError: the results were not compared.
-    """
-    if self.results is None:
-      raise ReportError("the results of this step were not compared.", fix="compile_report(..., verify=True)")
-    return self.results.faults
 
   @property
   def available_bytes(self) -> int | None:
@@ -238,28 +217,6 @@ class CompileReport(Paged):
   def __str__(self) -> str:
     return text_of(self)
 
-  def picture(self, name: Picture) -> Figure:
-    """Draws a part of the report.
-
-    Args:
-      name: `"memory"`, `"devices"`, `"collectives"` or `"timeline"`.
-
-    Returns:
-      A matplotlib figure; its `savefig` writes SVG, PNG or PDF.
-
-    Raises:
-      ReportError: there is no such picture, there is nothing to draw (no collective, or no figures of the
-        chip), or matplotlib is not installed.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, nnx_parallel as nxp
-      >>> x = jax.device_put(jnp.ones(8), jax.NamedSharding(nxp.make_mesh(data=8), jax.P("data")))
-      >>> report = compile_report(jax.jit(lambda x: x * 2).lower(x))
-      >>> report.picture("devices").axes[0].get_xlabel()
-      'data'
-    """
-    return picture_of(self, name)
-
 
 def compile_report(
   step: Any,
@@ -268,7 +225,6 @@ def compile_report(
   batch: PyTree = None,
   topology: str | None = None,
   chip: Chip | str | None = None,
-  verify: bool = False,
 ) -> CompileReport:
   """Compiles a step without running it, and reports its memory, arithmetic and collectives.
 
@@ -284,16 +240,14 @@ def compile_report(
       default the devices of the plan's mesh. The guide "Will it fit, and which layout?" lists the names.
     chip: the chip whose memory decides whether the program fits; by default the chip that the step is
       compiled for.
-    verify: whether to compare the results of the program before and after partitioning, at a few positions of
-      each array; see `report.faults`. This takes less time than the compilation.
 
   Returns:
     The report; print it, read its fields, or turn it into JSON or a page.
 
   Raises:
     ReportError: an abstract plan has no topology, or one with another number of devices or without its
-      compiler; the compiler rejects the program for another reason than memory; `step` is no step; the batch
-      has no array or does not divide; or `verify` is used on a program that is already compiled.
+      compiler; the compiler rejects the program for another reason than memory; `step` is no step; or the
+      batch has no array or does not divide.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, nnx_parallel as nxp
@@ -306,14 +260,14 @@ def compile_report(
     (True, 100, 256)
   """
   if isinstance(step, jax.stages.Lowered | jax.stages.Compiled):
-    return report_of(step, chip, verify=verify)
+    return report_of(step, chip)
   if not hasattr(step, "lower"):
     raise ReportError(
       f"compile_report needs a step, and cannot lower {getattr(step, '__name__', type(step).__name__)}.",
       fix="compile_report(nxp.train_step(loss_fn), plan, batch=batch); jax.jit and nnx.jit make steps too.",
     )
   if plan is None:
-    return report_of(step.lower(*args), chip, verify=verify)
+    return report_of(step.lower(*args), chip)
   check_plan(plan, "compile_report(step, plan, batch=batch)")
   if batch is None:
     raise ReportError(
@@ -335,9 +289,7 @@ def compile_report(
   given = ["batch"] if isinstance(step, TrainStep) else [*inspect.signature(step).parameters][len(objects) :]
   split = BatchSplit(here.batch_axes, given[0]) if given else None  # `*args` has no names
   slices = slice_numbers(cast("Mesh", here.mesh), topology)
-  report = report_of(
-    lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split, slices, verify
-  )
+  report = report_of(lowered, chip, axis_sizes(here.mesh), state_categories(here), names, split, slices)
   shards = math.prod(axis_sizes(here.mesh)[axis] for axis in here.batch_axes)
   quantities = {
     "params": sum(x.bytes for x in here.leaves if x.is_parameter),
@@ -409,7 +361,6 @@ def report_of(
   names: Mapping[str, str] | None = None,
   batch: BatchSplit | None = None,
   slices: Labels | None = None,
-  verify: bool = False,
 ) -> CompileReport:
   """Reports on a program that JAX has lowered (it is compiled here) or compiled, or on its `nnx.jit` wrapper.
 
@@ -421,16 +372,10 @@ def report_of(
     names: argument as JAX names it -> name to print.
     batch: the arguments that are the batch, and the axes that split it; None if unknown.
     slices: the slice or host at each position of the mesh; None for a single slice, or if unknown.
-    verify: as in `compile_report`.
   """
   program, names = getattr(program, "lowered", program), names or {}
   if isinstance(program, jax.stages.Lowered):
     done = run_compiler(program)
-  elif verify:
-    raise ReportError(
-      "a compiled program does not hold the program before it was split, to verify it by.",
-      fix="compile_report(step.lower(...), verify=True)",
-    )
   else:
     done = Compiled(program.as_text() or "", "", memory_stats(program), None, "", 0.0)
   mesh = _mesh_of(program)
@@ -447,7 +392,7 @@ def report_of(
   final = hlo.parse(done.text or done.partitioned)
   # Backends rewrite matrix products beyond recognition; right after partitioning they are still `dot`.
   split = hlo.parse(done.partitioned) if done.partitioned else final
-  before = hlo.parse(done.before) if done.before and (verify or batch is not None) else None
+  before = hlo.parse(done.before) if done.before and batch is not None else None
   arguments, memory = _arguments(final, done.text, names), done.memory
   if done.shortage is not None:
     memory = dataclasses.replace(memory, arguments=sum(a.bytes for a in arguments))
@@ -478,28 +423,9 @@ def report_of(
     reshards=find_reshards(done.log, split.frames),
     seconds=done.seconds,
     quantities={},
-    results=_verified(before, split, _result_paths(program), names) if verify else None,
     replicated_activations=replicated,
     slices=1 if slices is None else len(set(slices.tolist())),
   )
-
-
-def _result_paths(program: jax.stages.Lowered) -> dict[int, str]:
-  """Number of each result -> its path among the results."""
-  paths = jax.tree_util.tree_flatten_with_path(program.out_info)[0]
-  return {n: f"result{jax.tree_util.keystr(path)}" for n, (path, _) in enumerate(paths)}
-
-
-def _verified(
-  before: hlo.Program | None, split: hlo.Program, paths: Mapping[int, str], names: Mapping[str, str]
-) -> Comparison:
-  """Compares the results of a program before and after partitioning; empty for one device."""
-  if before is None:
-    return Comparison()
-  arguments = {i.index: i.op_name for i in before.entry.parameters}
-  aliased = {place: arguments.get(number, "") for place, number in before.aliases}
-  found = {place: names.get(name, name) for place, name in aliased.items() if name}
-  return compare(before, split, {**paths, **found})
 
 
 def _measured(figures: Chip | None, kind: str) -> Chip | None:

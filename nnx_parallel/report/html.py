@@ -1,4 +1,4 @@
-"""One self-contained HTML page for a report, a plan or a search; nothing is loaded from anywhere."""
+"""One self-contained HTML page for a report or a plan; nothing is loaded from anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from nnx_parallel.core.figures import PALETTE
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Table, format_array, format_bytes, format_spec, page_of
 from nnx_parallel.layout.plan import Plan
@@ -16,10 +15,8 @@ from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.estimate.memory import MemoryPlan
 from nnx_parallel.report.estimate.roofline import StepTime, compiled_time
-from nnx_parallel.report.search.search import SearchResult
 from nnx_parallel.report.tables import (
   arguments_table,
-  faults_table,
   head,
   peak_table,
   replicated_table,
@@ -27,6 +24,8 @@ from nnx_parallel.report.tables import (
   sent_tables,
 )
 
+# Okabe and Ito's palette: distinct with any colour vision.
+_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 1.5em auto; padding: 0 1em; }
@@ -38,30 +37,13 @@ pre { padding: .8em 1em; background: #8882; overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; }
 td, th { padding: 3px 12px 3px 0; text-align: left; border-bottom: 1px solid var(--line); }
 td:not(:last-child) { white-space: nowrap; }
-th { cursor: pointer; white-space: nowrap; }
+th { white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .bar { display: flex; height: 1.6em; border-radius: 3px; overflow: hidden; background: #8883; }
 .bar i { display: block; }
 .key { display: flex; flex-wrap: wrap; gap: .2em 1.2em; font-size: 13px; margin-top: .4em; }
 .key b { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
 @media (max-width: 30em) { body { font-size: 14px; margin: .5em auto; padding: 0 .6em; } }
-"""
-# A click on a header sorts by its column: by number, in bytes where it has units, else by the words.
-_SORT = """
-const units = {KiB: 10, MiB: 20, GiB: 30, TiB: 40};
-const value = cell => {
-  const [, number, unit] = cell.textContent.match(/^(-?[\\d.,]+) ?([KMGT]iB)?/) || [];
-  return number === undefined ? NaN : parseFloat(number.replaceAll(",", "")) * 2 ** (units[unit] || 0);
-};
-document.querySelectorAll("th").forEach(head => head.onclick = () => {
-  const body = head.closest("table").tBodies[0], place = head.cellIndex, down = head.dataset.down !== "1";
-  head.dataset.down = down ? "1" : "0";
-  [...body.rows].sort((a, b) => {
-    const x = a.cells[place], y = b.cells[place], [p, q] = [value(x), value(y)];
-    const order = isNaN(p) || isNaN(q) ? x.textContent.localeCompare(y.textContent) : q - p;
-    return down ? order : -order;
-  }).forEach(row => body.append(row));
-});
 """
 
 
@@ -76,7 +58,6 @@ def report_page(report: CompileReport) -> str:
     title,
     _verdict(verdict, report.fits),
     _notes(facts),
-    _table(faults_table(report)),
     _memory("Memory per device", report.categories, usable),
     _table(replicated_table(report, most=100)),
     _table(reshards_table(report)),
@@ -155,30 +136,12 @@ def _leaves_table(plan: Plan) -> Table:
   return Table("Largest leaves", ("leaves", "n>", "array", "spec", "per device>", "why"), rows)
 
 
-@page_of.register
-def search_page(result: SearchResult) -> str:
-  """The page of a search: the winner's code, the best candidate of each mesh, and the rejected candidates."""
-  best = result.best
-  winner = _verdict("No layout is proposed.", False)
-  if best is not None:
-    winner = _section("The winner", f"<pre>{html.escape(result.code())}</pre>") + _table(best.time.table())
-  refused = [(str(count), why) for why, count in result.refused.items()]
-  return _page(
-    f"Layouts for {result.machine.text}",
-    _notes([result.summary(), *(f"note: {note}" for note in result.notes)]),
-    winner,
-    _table(result.table()),
-    _table(Table("Left out", ("meshes>", "why"), refused)),
-    data=result.to_json(),
-  )
-
-
 def _memory(title: str, categories: Mapping[str, int], usable: int | None) -> str:
   """A bar of the memory in use, out of the memory that a device may use, and its legend."""
   parts = {html.escape(name): size for name, size in categories.items() if size}
   need = sum(parts.values())
   full, drawn, names = max(need, usable or 0, 1), "", ""
-  for (name, size), colour in zip(parts.items(), itertools.cycle(PALETTE)):
+  for (name, size), colour in zip(parts.items(), itertools.cycle(_PALETTE)):
     drawn += f"<i style='width:{100 * size / full:.2f}%;background:{colour}' title='{name}'></i>"
     share = f"{format_bytes(size)} ({100 * size / max(need, 1):.0f} %)"
     names += f"<span><b style='background:{colour}'></b>{name} {share}</span>"
@@ -197,7 +160,7 @@ def _notes(lines: Sequence[str]) -> str:
 
 
 def _table(table: Table) -> str:
-  """A section with a table that sorts; nothing where the table has no row."""
+  """A section with a table; nothing where the table has no row."""
   if not table.rows:
     return ""
   right = [" class=n" if column.endswith(">") else "" for column in table.columns]
@@ -227,5 +190,5 @@ def _page(title: str, *body: str, data: str = "") -> str:
     "<!doctype html><html lang=en><head><meta charset=utf-8>"
     "<meta name=viewport content='width=device-width, initial-scale=1'>"
     f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-    f"<h1>{html.escape(title)}</h1>{''.join(body)}{embedded}<script>{_SORT}</script></body></html>"
+    f"<h1>{html.escape(title)}</h1>{''.join(body)}{embedded}</body></html>"
   )

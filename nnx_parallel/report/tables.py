@@ -19,11 +19,9 @@ from nnx_parallel.core.text import (
 from nnx_parallel.report.compile_report import CompileReport
 from nnx_parallel.report.program.peak import PeakBuffer
 from nnx_parallel.report.program.replicated import SHARE, ReplicatedActivation
-from nnx_parallel.verify.program import Comparison
 
 _ROWS = 12
 _BUFFERS = 6
-_FEW = 3
 
 
 @text_of.register
@@ -33,7 +31,6 @@ def report_text(report: CompileReport) -> str:
   kept = arguments_table(report, kept=True)
   sections = [
     "\n".join(head(report)) + "\n",
-    _text(faults_table(report)),
     memory_text(report),
     *map(_text, (peak_table(report), *sent_tables(report))),
     "" if report.collectives else "Nothing is sent between devices.\n",
@@ -110,8 +107,7 @@ def head(report: CompileReport) -> list[str]:
     f"{format_bytes(report.cost.hbm_bytes)} memory traffic, {format_bytes(sent)} sent.",
     between_slices(report),
   ]
-  compared = results_note(report)
-  lines += [compared, not_counted(report.cost.uncounted), *(f"Layers: {x}." for x in report.layers)]
+  lines += [not_counted(report.cost.uncounted), *(f"Layers: {x}." for x in report.layers)]
   if not report.compiled:
     lines.append("The compiler stopped for lack of memory; the tables below are of the unfinished program.")
   return [line for line in lines if line]
@@ -129,42 +125,6 @@ def between_slices(report: CompileReport) -> str:
   each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sums.most_common())
   total = f"{format_bytes(sums.total())} of that ({each})" if sums else "nothing"
   return f"Collectives between the {report.slices} {places} send {total}."
-
-
-def results_text(results: Comparison | None, reasons: str = "") -> str:
-  """How many results of a partitioned step were compared, and how many are wrong."""
-  if results is None:
-    return "its results were not compared"
-  count, wrong, unknown = len(results.right) + len(results.faults), len(results.faults), len(results.unknown)
-  checked = f"{count} result{'s' * (count != 1)} compared"
-  checked += f", {unknown} not checked{reasons}" if unknown else ""
-  return f"{checked}: {f'{wrong} WRONG' if wrong else 'all right'}" if count else checked
-
-
-def results_note(report: CompileReport) -> str:
-  """One sentence: the compared results of the partitioned step, and its errors; may be empty."""
-  results = report.results
-  if results is None:
-    return ""
-  names = list(results.unknown)
-  few = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "")
-  reasons = f" ({few}) because of: {'; '.join(dict.fromkeys(results.unknown.values()))}"
-  parts = " Of its longest loops, the first and the last passes were run." if results.shortened else ""
-  return f"Split over the devices, {results_text(results, reasons)}.{parts}"
-
-
-def faults_table(report: CompileReport) -> Table:
-  """Result, error, first wrong place, and the partitioned program's instruction."""
-  rows = [
-    (fault.result, fault.what, os.path.basename(fault.source) or fault.op, fault.instruction)
-    for fault in (report.results.faults if report.results else ())
-  ]
-  columns = ("result", "is", "first wrong at", "instruction")
-  fix = (
-    'Fix: constrain the value at that line to one layout, nxp.constrain(x, "batch", ...), or give the'
-    " parameter in\nthat operation another layout; then compile again."
-  )
-  return Table("WRONG NUMBERS: the devices do not compute what the program says", columns, rows, fix)
 
 
 def memory_text(report: CompileReport) -> str:

@@ -17,12 +17,22 @@ Unknown = Literal["error", "replicate"]
 UNEVEN: tuple[Uneven, ...] = ("error", "next", "pad", "replicate")
 
 
+class First(tuple[Any, ...]):
+  """Candidates for one name, in order of preference; made by `LogicalRules.first`."""
+
+  __slots__ = ()
+
+  def __repr__(self) -> str:
+    return f"LogicalRules.first({', '.join(map(repr, self))})"
+
+
 class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   """Rules that map logical names to mesh axes. A name may have several candidates, in order of preference.
 
   A value is a candidate (`"fsdp"`; `("data", "fsdp")` for both, major to minor; `None` or `()` for no axis)
-  or a *list* of candidates: the rule takes the first candidate whose axes are in the mesh, are not yet used
-  in the same spec, and divide the dim. The order of the names never matters; dims are resolved left to right.
+  or `LogicalRules.first(...)` with several candidates: the rule takes the first candidate whose axes are in
+  the mesh, are not yet used in the same spec, and divide the dim. The order of the names never matters; dims
+  are resolved left to right.
 
   `train_step` and `eval_step` use two names even if the model names nothing. `batch` is dim 0 of the inputs
   and of the activations. `seq` is dim 1 of the activations between layers (the positions): with
@@ -37,12 +47,13 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     **rules: logical name -> candidates.
 
   Raises:
-    ShardingError: a name is given twice, a candidate names an axis twice, or a candidate can never be
-      reached.
+    ShardingError: a name is given twice, a value is a list, a candidate names an axis twice, or a candidate
+      can never be reached.
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", heads=["tensor", None])
+    >>> first = nxp.LogicalRules.first
+    >>> rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", heads=first("tensor", None))
     >>> rules["heads"]
     (('tensor',), ())
     >>> rules.replace(embed=None)["embed"]
@@ -76,6 +87,23 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
           fix=f"uneven={{{next(iter(self._table), 'vocab')!r}: 'pad'}}",
         )
 
+  @staticmethod
+  def first(*candidates: str | tuple[str, ...] | None) -> First:
+    """Several candidates for one name: the rule takes the first that fits.
+
+    Args:
+      *candidates: mesh axes, as in the constructor: `"fsdp"`, `("data", "fsdp")` for both, or None.
+
+    Returns:
+      The value of a rule.
+
+    Example:
+      >>> import nnx_parallel as nxp
+      >>> nxp.LogicalRules(heads=nxp.LogicalRules.first("tensor", None))["heads"]
+      (('tensor',), ())
+    """
+    return First(candidates)
+
   @classmethod
   def from_linen(cls, rules: Iterable[tuple[str, Any]]) -> LogicalRules:
     """Reads the rules of Flax Linen. A repeated name adds a candidate; unknown names get no axis.
@@ -102,7 +130,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
         if not any(set(earlier) <= set(option) for earlier in kept):
           kept.append(option)
       ended[name] = kept
-    return cls(ended, unknown="replicate")
+    return cls({name: First(kept) for name, kept in ended.items()}, unknown="replicate")
 
   def __getitem__(self, name: str) -> tuple[Candidate, ...]:
     return self._table[name]
@@ -168,7 +196,7 @@ def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:
     absent = [axis for option in options for axis in option if axis not in mesh]
     if all(any(axis not in mesh for axis in option) for option in options):
       near = difflib.get_close_matches(absent[0], list(mesh), 1)
-      shown = show_rule(name, [*map(entry_of, options), None])
+      shown = show_rule(name, First([*map(entry_of, options), None]))
       raise ShardingError(
         f"the rule for {name!r} can never apply: axis {absent[0]!r} is not in the mesh.",
         details=f"rule {name!r} -> {show_candidates(options)}, mesh {dict(mesh)}",
@@ -204,9 +232,16 @@ def candidate_of(value: Any) -> Candidate:
 
 
 def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
-  # A list holds candidates; any other value is one candidate. A tuple of tuples is how `Mapping` access
-  # returns candidates, so that rules can be built from rules.
-  is_many = isinstance(value, list) or (
+  if isinstance(value, list):
+    # Elsewhere a list means all axes together, and in Flax the first that fits: neither is guessed.
+    entries: tuple[Any, ...] = tuple(tuple(x) if isinstance(x, list) else x for x in value)  # pyright: ignore
+    raise ShardingError(
+      f"rule for {name!r}: {value!r} is a list, which does not say whether all axes split the dim together.",
+      fix=f"{show_rule(name, entries)} for all of them, {show_rule(name, First(entries))} for the first that"
+      " fits.",
+    )
+  # A tuple of tuples is how `Mapping` access returns candidates, so that rules can be built from rules.
+  is_many = isinstance(value, First) or (
     isinstance(value, tuple) and value and all(isinstance(item, tuple) for item in value)  # pyright: ignore[reportUnknownVariableType]
   )
   options = tuple(candidate_of(item) for item in (value if is_many else [value])) or ((),)  # pyright: ignore[reportUnknownVariableType]
@@ -215,8 +250,8 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
     if bad or len(set(option)) != len(option):
       raise ShardingError(
         f"rule for {name!r}: {option!r} is not a tuple of distinct mesh axes.",
-        fix=f"{show_rule(name, 'fsdp')}, {show_rule(name, ('data', 'fsdp'))}, or a list of candidates:"
-        f" {show_rule(name, ['tensor', None])}.",
+        fix=f"{show_rule(name, 'fsdp')}, {show_rule(name, ('data', 'fsdp'))}, or several candidates:"
+        f" {show_rule(name, First(('tensor', None)))}.",
       )
     # Whatever stops the axes of an earlier candidate (absent, used, uneven) also stops more of them.
     shadow = next((earlier for earlier in options[:position] if set(earlier) <= set(option)), None)
@@ -242,6 +277,6 @@ def show_candidate(option: Candidate) -> str:
 
 
 def show_candidates(options: Sequence[Candidate]) -> str:
-  """Candidates as Python code; a list if there are several."""
+  """Candidates as Python code."""
   shown = [show_candidate(option) for option in options]
-  return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"
+  return shown[0] if len(shown) == 1 else f"LogicalRules.first({', '.join(shown)})"

@@ -33,6 +33,8 @@ __all__ = [
   "vit",
 ]
 
+first = LogicalRules.first
+
 
 def data_parallel(data: str = "data") -> RuleSet:
   """Replicates the model and shards the batch. Names on parameters are ignored.
@@ -101,7 +103,9 @@ def fsdp_tensor(
     >>> nxp.presets.fsdp_tensor().logical["kv_heads"]
     (('tensor',), ())
   """
-  return _layout(_by_name(tensor, batch=[(data, fsdp), fsdp, data]), fsdp_fallback(fsdp, min_size=min_size))
+  return _layout(
+    _by_name(tensor, batch=first((data, fsdp), fsdp, data)), fsdp_fallback(fsdp, min_size=min_size)
+  )
 
 
 def context(
@@ -166,7 +170,9 @@ def pipeline(
     >>> nxp.presets.pipeline().logical["layers"]
     (('stage',), ())
   """
-  return _layout(_by_name(tensor, batch=data, layers=[stage, None]), fsdp_fallback(stage, min_size=min_size))
+  return _layout(
+    _by_name(tensor, batch=data, layers=first(stage, None)), fsdp_fallback(stage, min_size=min_size)
+  )
 
 
 def expert(
@@ -206,7 +212,7 @@ def _layout(logical: LogicalRules, fallback: Fallback, inputs: InputRules | None
 def _by_name(tensor: str | None, **rules: Any) -> LogicalRules:
   """Rules for all names of the model tables; `tensor` splits hidden widths and heads."""
   # Few key-value heads and odd vocabularies are common, so these may be replicated; the plan shows it.
-  soft = None if tensor is None else [tensor, None]
+  soft = None if tensor is None else first(tensor, None)
   split = {"mlp": tensor, "heads": tensor, "kv_heads": soft, "vocab": soft, "features": soft}
   return LogicalRules(
     {
@@ -214,7 +220,7 @@ def _by_name(tensor: str | None, **rules: Any) -> LogicalRules:
       "seq": None,
       "embed": None,
       "layers": None,
-      "expert": ["expert", None],
+      "expert": first("expert", None),
       **rules,
       **split,
     }

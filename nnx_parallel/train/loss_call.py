@@ -146,8 +146,8 @@ def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:
   return TrainError(
     f"{layer} does not give the sharding of its result, and other operations of the model state theirs.",
     details=_first_line(error),
-    fix="out_sharding=... for that operation too (nnx-parallel annotate writes it); or state no"
-    " shardings, or use nxp.constrain: the step then computes on Auto axes, where the compiler decides.",
+    fix="out_sharding=... for that operation too; or state no shardings, or use nxp.constrain: the step then"
+    " computes on Auto axes, where the compiler decides.",
   )
 
 

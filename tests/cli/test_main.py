@@ -22,7 +22,7 @@ def run(*arguments, cwd=None):
   )
 
 
-COMMANDS = ["plan", "compile", "search", "train", "launch", "new", "demo", "annotate", "diff"]
+COMMANDS = ["plan", "compile", "search", "train", "launch", "new", "demo", "diff"]
 COMMANDS += ["export", "import", "inspect", "reshard", "verify"]
 
 

@@ -1,7 +1,6 @@
 """`train` on a tiny recipe: what it prints, what it leaves behind, how it goes on."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,19 +75,15 @@ def test_a_run_prints_its_course_and_leaves_metrics_curve_and_checkpoint(tiny, c
   assert lines[13].startswith("step 20/20  eval_loss ")
   assert lines[14].startswith("step 20/20  checkpoint in ")
   assert lines[15].startswith("held out at step 20: loss ")
-  assert re.match(
-    r"time        \d+\.\d s: .*compile \d+%.*; MFU n/a \(the peak of this device is not known", lines[16]
-  )
-  assert lines[17:] == [
+  assert lines[16:] == [
     "metrics     runs/tiny/metrics.jsonl",
-    "loss curve  runs/tiny/loss.png",
+    "MFU         n/a (the peak of this device is not known)",
     "checkpoint  ckpt/20",
   ]
   written = records("runs/tiny/metrics.jsonl")
   assert [r["step"] for r in written] == [*range(1, 21), 20]
   assert written[-2]["loss"] < written[0]["loss"]
   assert written[-1].keys() == {"step", "eval_loss"}
-  assert Path("runs/tiny/loss.png").stat().st_size > 1000
   assert Path("ckpt/20").is_dir()
 
 
@@ -97,7 +92,6 @@ def test_quiet_prints_the_last_step_and_the_result(tiny, capsys):
   step, held_out = capsys.readouterr().out.splitlines()
   assert step.startswith("step 20/20")
   assert held_out.startswith("held out at step 20: loss ")
-  assert next(Path("runs").glob("*/loss.png")).is_file()
 
 
 def test_a_resumed_run_equals_the_one_that_never_stopped(tiny, capsys):

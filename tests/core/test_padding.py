@@ -20,7 +20,7 @@ from nnx_parallel.testing import assert_same_training
 from training import plain_step
 
 VOCAB, STORED = 50257, 50264
-RULES = nxp.LogicalRules(vocab="tensor", batch=["tensor"])
+RULES = nxp.LogicalRules(vocab="tensor", batch="tensor")
 
 
 class TiedLM(nnx.Module):

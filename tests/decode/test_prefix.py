@@ -15,9 +15,9 @@ PREFIX, PROMPTS, LENGTHS = ragged.PROMPTS[1, :19], ragged.PROMPTS[:, :7], np.arr
 WHOLE = np.concatenate([np.tile(PREFIX, (BATCH, 1)), PROMPTS], 1)
 
 
-def whole(init, sampling, rows):
+def whole(init, sampling):
   """With the prefix before each prompt, token by token, on one device."""
-  generate, model = nxp.generator(NEW, sampling=sampling, stop=3), nxp.unsharded(lambda: init(rows))
+  generate, model = nxp.generator(NEW, sampling=sampling, stop=3), nxp.unsharded(lambda: init(BATCH))
   return generate(model, WHOLE, lengths=LENGTHS + len(PREFIX), key=jax.random.key(7))
 
 
@@ -29,24 +29,22 @@ def whole(init, sampling, rows):
     (ragged.Stacked, "dp", {"prefill": 4}),
     (ragged.Recurrent, "dp", {"prefill": 4}),
     (ragged.Listed, "both", {"slots": 8, "prefill": 4}),
-    (ragged.Listed, "dp", {"sampling": nxp.Beams(2), "prefill": 3}),
   ],
 )
 @pytest.mark.slow
 def test_tokens_are_those_of_whole_prompts(init, layout, options):
   sampling = options.get("sampling", plain.DRAWN)
   model = ragged.sharded(init, layout) if len(options) < 2 else ragged.slotted(layout)
-  wanted = whole(init, sampling, 1 if isinstance(sampling, nxp.Beams) else BATCH)
+  wanted = whole(init, sampling)
   generate = nxp.generator(NEW, **{"sampling": sampling, "stop": 3, **options})
   given = {"lengths": LENGTHS, "prefix": PREFIX, "key": jax.random.key(7)}
   for _ in range(2):
     found = generate(model, PROMPTS, **given)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
-  if not isinstance(sampling, nxp.Beams):
-    texts = [[] for _ in range(BATCH)]
-    for row, tokens in generate.stream(model, PROMPTS, every=2, **given):
-      texts[row] += tokens.tolist()
-    assert texts == plain.rows(wanted)
+  texts = [[] for _ in range(BATCH)]
+  for row, tokens in generate.stream(model, PROMPTS, every=2, **given):
+    texts[row] += tokens.tolist()
+  assert texts == plain.rows(wanted)
 
 
 @pytest.mark.slow
@@ -74,7 +72,6 @@ def test_a_prefix_is_read_once():
 
 WRONG = {
   "one batch": (lambda: generated(ragged.OneBatch), "is read for one row and given to all, but one row is"),
-  "pipeline": (lambda: generated(ragged.Listed, pipeline="stage"), "but a group of rows has one cache"),
   "long": (lambda: generated(ragged.Listed, prefix=np.ones(99, int)), "prompts of 106 tokens .* a cache"),
   "kind": (lambda: generated(ragged.Listed, prefix=np.ones(2)), r"prefix is float64 of shape \(2,\)"),
 }

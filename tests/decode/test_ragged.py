@@ -11,7 +11,6 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.interop.families.decoder import Config, Decoder, Rope
 from tests.decode import test_generate as plain
-from tests.decode import test_stages as stages
 from tests.decode.test_rows import Calls
 from training import placed
 
@@ -30,11 +29,42 @@ class Listed(plain.Model):
       block.attention.init_cache((rows, WIDTH + NEW, FEATURES))
 
 
-class Stacked(stages.Stacked):
-  """Two stacked layers; `rows` is the batch of the caches."""
+def stack(rows, depth, length, rngs):
+  """Equal layers with their caches, in one module."""
 
-  def __init__(self, rows):
-    super().__init__(rows, 2, WIDTH + NEW)
+  @nnx.split_rngs(splits=depth)
+  @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+  def make(rngs):
+    block = plain.Block(rngs)
+    block.attention.init_cache((rows, length, FEATURES))
+    return block
+
+  return make(rngs)
+
+
+class Stacked(nnx.Module):
+  """Stacked layers, whose caches have their rows in dim 1, and a count of tokens outside of them."""
+
+  def __init__(self, rows, depth=2, length=WIDTH + NEW):
+    rngs = nnx.Rngs(2)
+    self.embed = nnx.Embed(VOCABULARY, FEATURES, rngs=rngs)
+    self.places = nnx.Param(jax.random.normal(rngs.params(), (length, FEATURES)))
+    self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+    self.blocks = stack(rows, depth, length, rngs)
+    self.head = nnx.Linear(FEATURES, VOCABULARY, rngs=rngs, kernel_init=nnx.initializers.normal(1.0))
+
+  def __call__(self, tokens):
+    count = tokens.shape[1]
+    places = jax.lax.dynamic_slice_in_dim(self.places[...], self.seen[...], count)
+    x = self.embed(tokens) + places[None]
+    self.seen[...] += count
+
+    @nnx.scan
+    def run(x, block):
+      return block(x), None
+
+    x, _ = run(x, self.blocks)
+    return self.head(x)
 
 
 class Recurrent(nnx.Module):

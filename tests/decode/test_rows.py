@@ -1,7 +1,6 @@
-"""Prompts read several tokens at once, slots that are filled again, and beams: the tokens of plain loops."""
+"""Prompts read several tokens at once, and slots that are filled again: the tokens of plain loops."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -126,80 +125,6 @@ def test_slots_with_a_cache_that_is_an_argument(axes, explicit):
   assert plain.rows(found) == plain.of_window() + plain.of_window()[::-1]
 
 
-def best_texts(table, prompt, limit, stop, penalty):
-  """All texts with their scores, the best one first, by trying each."""
-  reads = np.arange(len(prompt), len(prompt) + limit)[:, None, None]
-  log_chances = np.asarray(jax.nn.log_softmax(np.asarray(table, np.float64) * (1 + 0.1 * reads)))
-  found = []
-  for length in range(1, limit + 1):
-    for text in itertools.product(range(len(table)), repeat=length):
-      if stop in text[:-1] or (length < limit and text[-1] != stop):
-        continue
-      places = zip(range(length), (prompt[-1], *text), text, strict=False)
-      found.append((sum(log_chances[place] for place in places) / length**penalty, list(text)))
-  return sorted(found, reverse=True)
-
-
-class Chain(nnx.Module):
-  """The chances of the next token depend on the last one and on how many there were."""
-
-  def __init__(self, size):
-    self.table = nnx.Param(jax.random.normal(jax.random.key(3), (size, size)) * 2)
-    self.seen = nnx.Cache(jnp.zeros((1,)))
-
-  def __call__(self, tokens):
-    self.seen[...] += tokens.shape[1]
-    logits = jax.nn.one_hot(tokens, self.table.shape[0]) @ self.table[...]
-    return logits * (1 + 0.1 * self.seen[...][:, None, None])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
-def test_enough_beams_find_the_best_text_of_all(penalty):
-  size, limit, stop = 3, 4, 0
-  mesh = nxp.make_mesh(data=2, devices=jax.devices()[:2])
-  rules = [nxp.LogicalRules(batch="data"), nxp.replicate()]
-  model = placed(nxp.plan(lambda: Chain(size), mesh, rules))
-  generate = nxp.generator(limit, sampling=nxp.Beams(27, length_penalty=penalty), stop=stop)
-  found = generate(model, np.array([[1, 1], [0, 2]]), lengths=np.array([1, 2]))
-  for row, prompt in enumerate([[1], [0, 2]]):
-    expected = best_texts(model.table[...], prompt, limit, stop, penalty)
-    for n in range(20):
-      score, text = expected[n]
-      assert found.tokens[row, n, : found.lengths[row, n]].tolist() == text
-      assert not found.tokens[row, n, found.lengths[row, n] :].any()
-      np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-5)
-
-
-def searched(prompt, beams, stop):
-  """A plain beam search of one prompt, on one device, that reads everything again for each token."""
-  alive, done = [(0.0, [])], []
-  for _ in range(NEW):
-    more = []
-    for score, text in alive:
-      chances = np.asarray(jax.nn.log_softmax(plain.logits_of([*prompt, *text])), np.float64)
-      more += [(score + chances[token], [*text, token]) for token in range(VOCABULARY)]
-    more = sorted(more, reverse=True)[: 2 * beams]
-    ended = [(score / len(text) ** 0.5, text) for score, text in more if text[-1] == stop or len(text) == NEW]
-    done = sorted([*done, *ended], reverse=True)[:beams]
-    alive = [pair for pair in more if pair[1][-1] != stop][:beams]
-  return done
-
-
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_beams_of_a_model_with_caches(layout):
-  generate = nxp.generator(NEW, sampling=nxp.Beams(3, length_penalty=0.5), stop=5, prefill=2)
-  lengths = np.maximum(plain.LENGTHS, 3)
-  found = generate(sharded(One, layout), plain.PROMPTS, lengths=lengths)
-  for row in (0, 1, 4):
-    expected = searched(plain.PROMPTS[row, : lengths[row]].tolist(), 3, 5)
-    for n, (score, text) in enumerate(expected):
-      assert found.tokens[row, n, : found.lengths[row, n]].tolist() == text
-      np.testing.assert_allclose(found.scores[row, n], score, rtol=1e-4)
-
-
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
   ("init", "options"),
@@ -208,9 +133,8 @@ def test_beams_of_a_model_with_caches(layout):
     (plain.Model, {"prefill": 3}),
     (One, {"slots": 8}),
     (One, {"slots": 8, "prefill": 3}),
-    (One, {"sampling": nxp.Beams(2)}),
   ],
-  ids=["batch", "ragged", "slots", "slots and chunks", "beams"],
+  ids=["batch", "ragged", "slots", "slots and chunks"],
 )
 def test_no_whole_cache_is_gathered(init, options):
   generate = nxp.generator(NEW, **options)
@@ -226,13 +150,12 @@ def test_a_report_on_a_plan_names_the_caches():
   axes = LAYOUTS["both"]
   plan = nxp.plan(plain.Model, nxp.make_mesh(axes), plain.rules_for(axes))
   prompts = jax.ShapeDtypeStruct(plain.PROMPTS.shape, "int32")
-  report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts, verify=True)
+  report = nxp.compile_report(nxp.generator(NEW), plan, batch=prompts)
   found = {x.name: x for x in report.arguments}
   cache = found["blocks.1.attention.cached_key"]
   assert cache.donated
   assert cache.bytes == plain.BATCH * LENGTH * plain.FEATURES * 4 // 8
   assert not found["head.kernel"].donated
-  assert report.faults == ()
 
 
 class Wide(nnx.Module):
@@ -258,17 +181,13 @@ def test_a_head_is_not_gathered():
   plan = nxp.plan(Wide, nxp.make_mesh(axes), rules)
   rows = 4 // axes["data"]
   largest = {}
-  for sampling in (plain.GREEDY, plain.DRAWN, nxp.Beams(2)):
-    slots = {} if isinstance(sampling, nxp.Beams) else {"slots": 4}
-    generate = nxp.generator(NEW, sampling=sampling, **slots)
+  for sampling in (plain.GREEDY, plain.DRAWN):
+    generate = nxp.generator(NEW, sampling=sampling, slots=4)
     report = nxp.compile_report(generate, plan, batch=jax.ShapeDtypeStruct((4, 3), "int32"))
-    largest[type(sampling), sampling == plain.GREEDY] = max(
-      c.bytes for c in report.collectives if "tensor" in c.axes
-    )
+    largest[sampling] = max(c.bytes for c in report.collectives if "tensor" in c.axes)
   logits = rows * 512 * 4
-  assert largest[nxp.Sampling, True] <= logits // 8
-  assert largest[nxp.Sampling, False] == logits
-  assert largest[nxp.Beams, False] == 2 * logits < 64 * 512 * 4
+  assert largest[plain.GREEDY] <= logits // 8
+  assert largest[plain.DRAWN] == logits < 64 * 512 * 4
 
 
 def test_layers_that_are_scanned():
@@ -281,13 +200,11 @@ def test_layers_that_are_scanned():
 
 
 WRONG = {
-  "cache of a batch": (lambda: generated(plain.Model, slots=8), "each slot or beam has a cache for one"),
+  "cache of a batch": (lambda: generated(plain.Model, slots=8), "each slot has a cache for one row"),
   "slots and shards": (lambda: generated(One, slots=3), "3 slots cannot be split over 8 shards"),
   "explicit": (lambda: on_explicit_fsdp(), "on Explicit axes a row cannot use model.embed"),
   "slots": (lambda: nxp.generator(1, slots=0), "slots=0 is out of range"),
   "prefill": (lambda: nxp.generator(1, prefill=0), "prefill=0 is out of range"),
-  "both": (lambda: nxp.generator(1, slots=2, sampling=nxp.Beams(2)), "beams of a row are computed together"),
-  "beams": (lambda: nxp.Beams(0), "out of range"),
 }
 
 

@@ -144,7 +144,7 @@ def test_logical_constraints_of_linen_follow_the_rules_in_scope():
       return jax.jit(lambda x: nn.with_logical_constraint(x * 2, ("batch", "hidden")))(x).sharding.spec
 
   assert spec(RULES) == P("data", "model")
-  assert spec(nxp.LogicalRules(batch=["replica", "model"], hidden=None)) == P("model")
+  assert spec(nxp.LogicalRules(batch=nxp.LogicalRules.first("replica", "model"), hidden=None)) == P("model")
   with nn.logical_axis_rules([("hidden", "data")]):
     assert spec(RULES) == P(None, "data")
 

@@ -76,7 +76,11 @@ def test_no_warning_where_a_rule_asks_for_it(rules):
   [
     ({"embed": "fsdp"}, {"uneven": "next"}, "4 does not divide 1022"),
     ({"embed": "fsdp"}, {"uneven": "replicate"}, "4 does not divide 1022"),
-    ({"embed": ["fsdp", None]}, {}, "'embed' -> None; not 'fsdp': 4 does not divide 1022"),
+    (
+      {"embed": nxp.LogicalRules.first("fsdp", None)},
+      {},
+      "'embed' -> None; not 'fsdp': 4 does not divide 1022",
+    ),
   ],
 )
 def test_a_fallback_to_whole_warns_and_says_why(rules, options, reason):

@@ -358,7 +358,7 @@ def test_microbatches_of_replicas_that_are_split_themselves():
 
 def test_candidates_and_padding():
   mesh = nxp.make_mesh(data=2, tensor=4)
-  rules = LogicalRules(heads=["tensor", None], vocab="tensor", uneven={"vocab": "pad"})
+  rules = LogicalRules(heads=LogicalRules.first("tensor", None), vocab="tensor", uneven={"vocab": "pad"})
   x = np.zeros((3, 10), np.float32)
   with use_rules(rules, mesh):
     assert spec(constrain(x, "heads", None)) == P(None, None)

@@ -15,7 +15,12 @@ from nnx_parallel.report.compile_report import state_categories
 from nnx_parallel.rules.inputs import InputRules
 
 RULES = [
-  nxp.LogicalRules(embed="fsdp", mlp=["tensor", None], vocab=("tensor", "data"), uneven={"vocab": "pad"}),
+  nxp.LogicalRules(
+    embed="fsdp",
+    mlp=nxp.LogicalRules.first("tensor", None),
+    vocab=("tensor", "data"),
+    uneven={"vocab": "pad"},
+  ),
   nxp.PathRules([(("norm", "scale"), None), (r".*\.bias", (None,))], strict=False),
   nxp.fsdp(min_size=100),
 ]

@@ -31,12 +31,12 @@ def given(*strategies):
   )
 
 
-def reachable(options: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def reachable(options: list[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
   kept: list[tuple[str, ...]] = []
   for option in options:
     if not any(set(earlier) <= set(option) for earlier in kept):
       kept.append(option)
-  return kept
+  return LogicalRules.first(*kept)
 
 
 candidates = st.lists(candidate, min_size=1, max_size=3).map(reachable)

@@ -9,6 +9,7 @@ from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.resolve import extend_spec, shard_counts
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
+first = LogicalRules.first
 
 
 def resolve(names, shape, /, uneven="error", mesh=None, **rules):
@@ -16,8 +17,8 @@ def resolve(names, shape, /, uneven="error", mesh=None, **rules):
   return nxp.resolve_spec(names, shape, mesh or MESH, rules, path="mlp.up.kernel", uneven=uneven)
 
 
-FSDP_OR_TENSOR = {"vocab": ["fsdp", "tensor"]}
-PAIR = {"heads": ["tensor", None], "kv": ["fsdp", "data"]}
+FSDP_OR_TENSOR = {"vocab": first("fsdp", "tensor")}
+PAIR = {"heads": first("tensor", None), "kv": first("fsdp", "data")}
 TENSOR_FIRST = "'vocab' -> 'tensor'; not 'fsdp': 4 does not divide 30"
 FOUND = {
   "axes need no rule": (
@@ -29,12 +30,12 @@ FOUND = {
     ("'batch' -> ('data', 'fsdp')", "'embed' -> None"),
   ),
   "an axis that is taken": (
-    ("heads", "mlp"), (8, 8), {"heads": "tensor", "mlp": ["tensor", "fsdp", None]}, P("tensor", "fsdp"),
+    ("heads", "mlp"), (8, 8), {"heads": "tensor", "mlp": first("tensor", "fsdp", None)}, P("tensor", "fsdp"),
     ("'heads' -> 'tensor'",
      "'mlp' -> 'fsdp'; not 'tensor': axis 'tensor' is already used by dim 0 ('heads' -> 'tensor')"),
   ),
   "an axis that the mesh lacks": (
-    ("mlp",), (8,), {"mlp": ["tensr", None]}, P(None),
+    ("mlp",), (8,), {"mlp": first("tensr", None)}, P(None),
     ("'mlp' -> None; not 'tensr': axis 'tensr' is not in the mesh (did you mean 'tensor'?)",),
   ),
   "an axis that does not divide": (
@@ -49,7 +50,7 @@ FOUND = {
     ("embed", "mlp"), (4, 4), {"unknown": "replicate", "mlp": "tensor"}, P(None, "tensor"),
     ("'embed' has no rule: replicated", "'embed' -> None", "'mlp' -> 'tensor'"),
   ),
-  "one name twice": (("embed", "embed"), (8, 8), {"embed": ["fsdp", None]}, P("fsdp", None), None),
+  "one name twice": (("embed", "embed"), (8, 8), {"embed": first("fsdp", None)}, P("fsdp", None), None),
   "a scalar": ((), (), {}, P(), ()),
   "an empty dim": (("fsdp", None), (0, 3), {}, P("fsdp", None), ()),
   "an empty tuple": (((), "fsdp"), (3, 8), {}, P(None, "fsdp"), ()),
@@ -81,15 +82,16 @@ REFUSED = {
     " by dim 0 ('embed' -> 'tensor').\n"
     "  shape (8, 8), names ('embed', 'mlp'), rule 'mlp' -> 'tensor',"
     " mesh {'data': 2, 'fsdp': 4, 'tensor': 2}\n"
-    "  Fix: give 'mlp' another candidate, or do not split it: mlp=['tensor', None].",
+    "  Fix: give 'mlp' another candidate, or do not split it: mlp=LogicalRules.first('tensor', None).",
   ),
   "two names in one dim on one axis": (
     (("a", "b"),), (8,), {"a": "fsdp", "b": "fsdp"},
     "dim 0 ('a+b') fits: ('fsdp', 'fsdp'): ('fsdp', 'fsdp') names an axis twice",
   ),
   "axes that the mesh lacks": (
-    ("mlp",), (8,), {"mlp": ["model", "experts"]},
-    "add the axis to the mesh (size 1 is fine), or do not split the dim: mlp=['model', 'experts', None].",
+    ("mlp",), (8,), {"mlp": first("model", "experts")},
+    "add the axis to the mesh (size 1 is fine), or do not split the dim:"
+    " mlp=LogicalRules.first('model', 'experts', None).",
   ),
   "another rank": (
     ("embed", "mlp"), (8, 8, 8), {"embed": None, "mlp": None}, "2 names for an array of 3 dims"
@@ -124,15 +126,15 @@ def test_what_cannot_be_resolved_says_what_and_the_rule_that_works(names, shape,
 @pytest.mark.parametrize(
   ("policy", "size", "candidates", "spec", "padding", "step"),
   [
-    ("next", 30, ["fsdp", "tensor"], P("tensor"), 0, TENSOR_FIRST),
-    ("pad", 30, ["fsdp", "tensor"], P("tensor"), 0, TENSOR_FIRST),
-    ("error", 30, ["fsdp", "tensor"], P("tensor"), 0, TENSOR_FIRST),
-    ("replicate", 30, ["fsdp", "tensor"], P(None), 0,
+    ("next", 30, first("fsdp", "tensor"), P("tensor"), 0, TENSOR_FIRST),
+    ("pad", 30, first("fsdp", "tensor"), P("tensor"), 0, TENSOR_FIRST),
+    ("error", 30, first("fsdp", "tensor"), P("tensor"), 0, TENSOR_FIRST),
+    ("replicate", 30, first("fsdp", "tensor"), P(None), 0,
      "'vocab' -> replicated: 4 does not divide 30 (uneven='replicate')"),
-    ("next", 31, ["fsdp", "tensor"], P(None), 0,
+    ("next", 31, first("fsdp", "tensor"), P(None), 0,
      "'vocab' -> replicated: 2 does not divide 31, and no candidate is left (uneven='next')"),
-    ("pad", 31, ["fsdp", "tensor"], P("fsdp"), 1, "'vocab' -> 'fsdp': 31 is padded to 32"),
-    ("pad", 31, ["fsdp", None], P(None), 0, "'vocab' -> None; not 'fsdp': 4 does not divide 31"),
+    ("pad", 31, first("fsdp", "tensor"), P("fsdp"), 1, "'vocab' -> 'fsdp': 31 is padded to 32"),
+    ("pad", 31, first("fsdp", None), P(None), 0, "'vocab' -> None; not 'fsdp': 4 does not divide 31"),
   ],
 )  # fmt: skip
 def test_policies_for_a_dim_that_does_not_divide(policy, size, candidates, spec, padding, step):

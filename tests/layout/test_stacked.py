@@ -40,7 +40,9 @@ def scan(model, x, name):
 RULES = {
   "layers whole": nxp.LogicalRules(layers=None, embed="fsdp", mlp="tensor"),
   "layers split": nxp.LogicalRules(layers="fsdp", embed=None, mlp="tensor"),
-  "a name that falls back": nxp.LogicalRules(layers="tensor", embed="fsdp", mlp=["tensor", None]),
+  "a name that falls back": nxp.LogicalRules(
+    layers="tensor", embed="fsdp", mlp=nxp.LogicalRules.first("tensor", None)
+  ),
   "un-annotated leaves by the fallback": [
     nxp.LogicalRules(layers=None, embed=None, mlp="tensor"),
     nxp.fsdp(min_size=8),

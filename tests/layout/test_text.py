@@ -131,7 +131,10 @@ def test_explain_names_the_rule_and_the_candidates_that_lost():
     return nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
 
   mesh = nxp.make_mesh(fsdp=2, tensor=4)
-  rules = [nxp.LogicalRules(heads=["tensor", None]), nxp.PathRules([("kernel", (None, "heads"))])]
+  rules = [
+    nxp.LogicalRules(heads=nxp.LogicalRules.first("tensor", None)),
+    nxp.PathRules([("kernel", (None, "heads"))]),
+  ]
   text = nxp.plan(init, mesh, rules).explain("kernel")
   assert "no annotation; path rule 'kernel': (None, 'heads')" in text
   assert "'heads' -> None; not 'tensor': 4 does not divide 6" in text

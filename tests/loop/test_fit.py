@@ -343,10 +343,8 @@ def test_a_checkpoint_of_another_program_starts_the_data_at_its_beginning(tmp_pa
     assert checkpointer.restore_extra("data", step=3)["samples"] == 16
 
 
-def test_the_time_adds_up_and_utilisation_needs_a_peak():
+def test_utilisation_needs_a_peak():
   result = fit(steps=4)
-  assert {"step", "data", "other"} <= result.seconds.keys()
-  assert 0 < result.goodput < 1
   assert "mfu" not in result.metrics
   measured = lambda result: next(record for record in result.history if "mfu" in record)
   first = measured(fit(steps=3, peak_flops=1e12))
@@ -513,7 +511,6 @@ def test_a_compilation_is_shown_where_there_was_one(capsys):
     result = nxp.fit(step, *objects(), endless, plan=plan(), steps=2, peak_flops=1e12)
     first = result.history[0]
     return [line.endswith(" s with compilation") for line in capsys.readouterr().out.splitlines()], {
-      "compile" in result.seconds,
       "mfu" not in first,
       "samples_per_second" not in first,
     }
@@ -546,9 +543,8 @@ def test_a_log_has_a_line_for_each_record_where_it_is_asked_for(capsys, steps, l
 @pytest.mark.slow
 def test_gradients_are_checked_on_the_first_batch_and_wrong_ones_train_nothing(capsys):
   model, optimizer = placed(plan())
-  result = nxp.fit(STEP, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
+  nxp.fit(STEP, model, optimizer, endless, plan=plan(), steps=1, check_gradients=True)
   assert "the gradients of 4 leaves are right" in capsys.readouterr().out
-  assert result.seconds["check"] > 0
   double = lambda x: jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: 2 * g, (), x)
   wrong = nxp.train_step(lambda model, x: loss_fn(model, double(model.up(x))[:, :4]))
   before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))

@@ -2,15 +2,13 @@
 
 import json
 import math
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from nnx_parallel.errors import ReportError, TrainError
-from nnx_parallel.loop.metrics import MetricsLog, draw_curves, read_metrics
+from nnx_parallel.errors import TrainError
+from nnx_parallel.loop.metrics import MetricsLog, read_metrics
 from nnx_parallel.loop.timing import StepClock
 
 
@@ -110,37 +108,3 @@ def test_before_the_first_step_there_is_no_mean():
   clock = StepClock()
   assert math.isnan(clock.step_seconds)
   assert math.isnan(clock.tokens_per_second)
-
-
-def test_the_curve_and_its_running_mean_are_drawn(tmp_path):
-  losses = [3.0, 0.0, 0.0, 3.0, *[1.0] * 40]
-  records = [{"step": n, "loss": loss} for n, loss in enumerate(losses)]
-  drawn = []
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(Figure, "savefig", lambda figure, file: drawn.append(figure))
-    draw_curves(records, tmp_path / "loss.svg")
-  panel = drawn[0].axes[0]
-  each, mean = panel.lines
-  assert each.get_ydata().tolist() == losses
-  assert mean.get_ydata()[:4].tolist() == [1.5, 1.0, 1.0, pytest.approx(4 / 3)]
-  assert mean.get_ydata()[-1] == pytest.approx(1.0)
-  assert (panel.get_xlabel(), panel.get_ylabel()) == ("step", "loss")
-  assert [text.get_text() for text in panel.get_legend().get_texts()] == ["each step", "mean of 3 steps"]
-
-
-def test_the_curve_is_a_picture(path, tmp_path):
-  picture = draw_curves(read_metrics(path), tmp_path / "new" / "loss.png", names=("loss", "seconds"))
-  assert picture.read_bytes().startswith(b"\x89PNG")
-  assert b"<svg" in draw_curves(read_metrics(path), tmp_path / "loss.svg").read_bytes()
-
-
-def test_a_metric_that_is_not_there(path, tmp_path):
-  with pytest.raises(TrainError) as caught:
-    draw_curves(read_metrics(path), tmp_path / "x.png", names=("accuracy",))
-  assert str(caught.value) == "no record has the metric 'accuracy'.\n  Fix: one of loss, seconds."
-
-
-def test_without_matplotlib_the_extra_is_named(path, tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  with pytest.raises(ReportError, match=r"Fix: pip install 'nnx-parallel\[plots\]'"):
-    draw_curves(read_metrics(path), tmp_path / "x.png")

@@ -1,8 +1,6 @@
-"""Sums of metrics: exact weights, on device, beside those of flax; where they are written; goodput."""
+"""Sums of metrics: exact weights, on device, beside those of flax; where they are written."""
 
 import json
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.loop.timing import Goodput
 from training import placed
 
 
@@ -142,49 +139,6 @@ def test_arrays_are_lists_in_json_lines(tmp_path):
   with nxp.loop.MetricsLog(tmp_path / "m.jsonl") as log:
     log.write(1, {"loss": np.float32(0.5), "rows": np.array([[1, 2], [3, 4]]), "nan": jnp.float32(jnp.nan)})
   assert json.loads(log.path.read_text()) == {"step": 1, "loss": 0.5, "rows": [[1, 2], [3, 4]], "nan": None}
-
-
-def test_tensorboard_files_hold_what_was_written(tmp_path):
-  pytest.importorskip("tensorboardX")
-  from tensorboardX.proto.event_pb2 import Event
-
-  with nxp.loop.TensorBoardLog(tmp_path) as log:
-    log.write(7, {"loss": 0.25, "rows": np.arange(4.0)})
-  (file,) = tmp_path.iterdir()
-  events = [Event.FromString(data) for data in records_of(file.read_bytes())]
-  values = {v.tag: v for event in events if event.step == 7 for v in event.summary.value}
-  assert values["loss"].simple_value == 0.25
-  assert values["rows"].histo.num == 4
-
-
-def records_of(data):
-  """The records of a TFRecord file: length, its checksum, the bytes, their checksum."""
-  while data:
-    length = int.from_bytes(data[:8], "little")
-    yield data[12 : 12 + length]
-    data = data[16 + length :]
-
-
-def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "tensorboardX", None)
-  with pytest.raises(
-    nxp.errors.TrainError,
-    match=r"tensorboardX is not installed\.\n  Fix: pip install 'nnx-parallel\[tensorboard\]'",
-  ):
-    nxp.loop.TensorBoardLog(tmp_path)
-
-
-def test_goodput_is_the_part_of_the_wall_time_spent_on_steps(monkeypatch):
-  now = [0.0]
-  monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-  goodput = Goodput()
-  now[0] = 1.0
-  with goodput.spend("compile"):
-    now[0] = 4.0
-  goodput.add("step", 5.0)
-  now[0] = 9.0
-  assert goodput.seconds() == {"compile": 3.0, "step": 5.0, "other": 1.0}
-  assert nxp.loop.FitResult(1, {}, [], "steps", goodput.seconds()).goodput == 5 / 9
 
 
 def test_a_loss_in_place_of_a_step_is_an_error_with_the_call():

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.core.hlo import parse
 from nnx_parallel.report.program.collectives import collectives, ring_bytes, totals
 from nnx_parallel.report.program.cost import cost
+from nnx_parallel.report.program.hlo import parse
 
 PROGRAMS = Path(__file__).parent / "programs"
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}

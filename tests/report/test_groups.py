@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_parallel.core.hlo_devices import AxisFinder, group_labels, group_rows, pair_labels
+from nnx_parallel.report.program.hlo_devices import AxisFinder, group_labels, group_rows, pair_labels
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 

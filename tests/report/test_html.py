@@ -1,7 +1,5 @@
-import base64
 import dataclasses
 import html
-import json
 import re
 import shutil
 import subprocess
@@ -15,7 +13,6 @@ from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import memory_plan
 from nnx_parallel.report.estimate.roofline import predict_time
 from nnx_parallel.report.html import plan_page
-from nnx_parallel.report.search.search import search
 from report import layouts
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -32,13 +29,9 @@ def pages(report):
   plan = layouts.plan(fsdp=4, tensor=2)
   memory = memory_plan(plan, layouts.loss, layouts.batch(), chip="h100")
   time = predict_time(plan, layouts.loss, layouts.batch(), chip="h100")
-  rules = nxp.LogicalRules(batch=("data", "fsdp"), embed="fsdp", mlp="tensor")
-  options = {"batch": layouts.batch(), "rules": rules, "remat": "none", "compile_best": 0}
-  found = search(layouts.init, layouts.loss, "tpu:v5e:4x4", **options)
   return {
     "report": report.to_html(),
     "plan": plan_page(plan, memory, time, title="my <model>"),
-    "search": found.to_html(),
   }
 
 
@@ -61,7 +54,6 @@ class Structure(HTMLParser):
 
 
 HEADINGS = {
-  "search": ["The winner", "Predicted step", "Best layout of each mesh; times are relative to the fastest"],
   "report": [
     "Memory per device: 352.2 KiB of 16 GiB usable",
     "In memory at the peak, besides the arguments",
@@ -131,14 +123,9 @@ def test_a_page_stays_inside_its_frame(report):
 @pytest.mark.parametrize("width", [420, 1000])
 @pytest.mark.parametrize("name", HEADINGS)
 def test_a_browser_lays_the_page_out(pages, name, width, tmp_path):
-  """Opens the page, sorts its last table, and lets it say how wide it is."""
+  """Opens the page, and lets it say how wide it is."""
   probe = """<script>addEventListener('load', () => {
-    const wide = document.documentElement.scrollWidth <= innerWidth;
-    const table = [...document.querySelectorAll('table')].pop();
-    const first = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent);
-    const before = first();
-    table.tHead.rows[0].cells[0].click();
-    document.title = 'PROBE ' + btoa(JSON.stringify([wide, before.length, first()]));
+    document.title = 'PROBE ' + (document.documentElement.scrollWidth <= innerWidth);
   })</script>"""
   page = tmp_path / "page.html"
   page.write_text(pages[name].replace("</body>", probe + "</body>"))
@@ -150,9 +137,4 @@ def test_a_browser_lays_the_page_out(pages, name, width, tmp_path):
     timeout=120,
     check=True,
   )
-  found = re.search(r"<title>PROBE ([\w+/=]+)</title>", done.stdout)
-  assert found, done.stderr[-500:]
-  no_sideways_scroll, rows, names = json.loads(base64.b64decode(found.group(1)))
-  assert no_sideways_scroll
-  assert len(names) == rows
-  assert names == sorted(names)
+  assert "<title>PROBE true</title>" in done.stdout, done.stderr[-500:]

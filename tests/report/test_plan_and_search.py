@@ -32,7 +32,6 @@ from nnx_parallel.report.estimate.roofline import (
 from nnx_parallel.report.estimate.workload import trace_workload
 from nnx_parallel.report.search.search import SAME_TIME, factorisations, meshes, search, searched_axes
 from nnx_parallel.report.topology import read_machine
-from nnx_parallel.verify.program import Comparison, Fault
 
 DEPTH, WIDTH, HIDDEN = 6, 128, 512
 
@@ -577,10 +576,8 @@ def test_a_search_ranks_what_likely_fits_before_what_is_borderline(tight):
   assert "The winner, a borderline fit; check it with search(..., compile_best=3):" in str(edge)
 
 
-def reported(*, fits=True, faults=0):
-  wrong = (Fault("up", "off by 0.5 of its largest number", 0.5, None, "", "net.py:3", "dot.1"),) * faults
-  results = Comparison(("down",), wrong)
-  return SimpleNamespace(fits=fits, need_bytes=2**20, faults=wrong, results=results, target="8 x cpu")
+def reported(*, fits=True):
+  return SimpleNamespace(fits=fits, need_bytes=2**20, target="8 x cpu")
 
 
 @pytest.fixture
@@ -595,24 +592,16 @@ def compiler(monkeypatch):
   return given
 
 
-def test_a_layout_whose_program_computes_something_else_does_not_win(compiler):
-  compiler(reported(faults=1), reported())
+def test_a_layout_that_the_compiler_accepts_wins(compiler):
+  compiler(reported(fits=False), reported())
   found = find("cpu:8", compile_best=2)
   assert found.best is found.fitting[0]
   refused = found.fitting[-1]
-  assert refused.refused == "as compiled, 2 results compared: 1 WRONG"
   (note,) = found.notes
   assert note.startswith(refused.mesh_text)
-  assert note.endswith("refused: up is off by 0.5 of its largest number; first wrong at net.py:3: dot.1.")
+  assert note.endswith("refused: the compiler needs 1 MiB.")
   (right, wrong) = json.loads(found.to_json())["compiled"]
-  assert (right["refused"], right["faults"], wrong["refused"]) == ("", [], refused.refused)
-
-  compiler(reported(faults=1), reported(faults=1))
-  found = find("cpu:8", compile_best=2)
-  assert (found.best, len(found.notes)) == (None, 2)  # what was not compiled may be wrong too
-  assert "No layout is proposed" in found.to_html()
-  with pytest.raises(ReportError, match="cpu:8 fits and computes the right results"):
-    found.code()
+  assert (right["refused"], wrong["refused"]) == ("", "the compiler needs 1 MiB")
 
 
 def test_a_layout_that_likely_fits_wins_where_no_compiled_one_fits(compiler):
@@ -636,8 +625,7 @@ def test_the_compiler_decides():
   assert [c.report is not None for c in result.fitting[:2]] == [True, False]
   assert result.best.report.fits
   text = str(result)
-  compared = len(result.best.report.results.right)
-  assert f"The winner, compiled for 8 x cpu: it fits, {compared} results compared: all right" in text
+  assert "The winner, compiled for 8 x cpu: it fits:" in text
   assert "compiler needs" in text
   (note,) = find("cpu:8", optimizer=None, compile_best=1).notes
   assert "a train step needs search(..., optimizer=)" in note

@@ -20,7 +20,7 @@ def plan(*rules, **axes):
 
 def test_by_rank_with_axes_and_with_names():
   rules = InputRules(map_1d=("data",), map_2d=("batch", "seq"), map_3d=("batch", None, ("tensor",)))
-  made = plan(rules, LogicalRules(batch="data", seq=["tensor", None]))
+  made = plan(rules, LogicalRules(batch="data", seq=LogicalRules.first("tensor", None)))
   assert [made.batch_spec(n) for n in range(4)] == [
     P(),
     P("data"),

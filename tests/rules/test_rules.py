@@ -9,6 +9,8 @@ from nnx_parallel import LogicalRules, PathRules, RuleSet
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.rules.logical import check_axes
 
+first = LogicalRules.first
+
 
 @pytest.mark.parametrize(
   ("value", "candidates"),
@@ -16,10 +18,10 @@ from nnx_parallel.rules.logical import check_axes
     ("fsdp", (("fsdp",),)),
     (None, ((),)),
     ((), ((),)),
-    ([], ((),)),
+    (first(), ((),)),
     (("data", "fsdp"), (("data", "fsdp"),)),
-    (["tensor", None], (("tensor",), ())),
-    ([("data", "fsdp"), "data"], (("data", "fsdp"), ("data",))),
+    (first("tensor", None), (("tensor",), ())),
+    (first(("data", "fsdp"), "data"), (("data", "fsdp"), ("data",))),
     ((("tensor",), ()), (("tensor",), ())),
   ],
 )
@@ -29,11 +31,12 @@ def test_ways_to_write_a_rule(value, candidates):
 
 def test_rules_read_back_as_written():
   rules = LogicalRules(
-    batch=("data", "fsdp"), heads=["tensor", None], vocab="tensor", uneven={"vocab": "pad"}
+    batch=("data", "fsdp"), heads=first("tensor", None), vocab="tensor", uneven={"vocab": "pad"}
   )
   text = repr(rules)
   assert text == (
-    "LogicalRules(batch=('data', 'fsdp'), heads=['tensor', None], vocab='tensor', uneven={'vocab': 'pad'})"
+    "LogicalRules(batch=('data', 'fsdp'), heads=LogicalRules.first('tensor', None), vocab='tensor',"
+    " uneven={'vocab': 'pad'})"
   )
   assert eval(text) == rules
 
@@ -62,18 +65,37 @@ def test_replace_leaves_the_original_alone():
 
 KERNEL = "path rule 'kernel' has the value"
 REFUSED = [
-  (lambda: LogicalRules(name=[None, "tensor"]), "candidate 'tensor' can never be reached after None."),
-  (lambda: LogicalRules(name=[None, "tensor"]), "None, which always fits, last"),
-  (lambda: LogicalRules(name=["tensor", "tensor"]), "candidate 'tensor' can never be reached after 'tensor'"),
-  (lambda: LogicalRules(name=["data", ("data", "fsdp")]), "can never be reached after 'data'"),
-  (lambda: LogicalRules(name=[("data", "fsdp"), ("fsdp", "data")]), "('fsdp', 'data') can never be reached"),
+  (lambda: LogicalRules(name=first(None, "tensor")), "candidate 'tensor' can never be reached after None."),
+  (lambda: LogicalRules(name=first(None, "tensor")), "None, which always fits, last"),
+  (
+    lambda: LogicalRules(name=first("tensor", "tensor")),
+    "candidate 'tensor' can never be reached after 'tensor'",
+  ),
+  (lambda: LogicalRules(name=first("data", ("data", "fsdp"))), "can never be reached after 'data'"),
+  (
+    lambda: LogicalRules(name=first(("data", "fsdp"), ("fsdp", "data"))),
+    "('fsdp', 'data') can never be reached",
+  ),
   (lambda: LogicalRules(name=("data", "data")), "('data', 'data') is not a tuple of distinct mesh axes"),
-  (lambda: LogicalRules(name=("data", 3)), "or a list of candidates: name=['tensor', None]"),
+  (lambda: LogicalRules(name=("data", 3)), "or several candidates: name=LogicalRules.first('tensor', None)"),
   (
     lambda: LogicalRules(heads=("tensor", None)),
     "rule for 'heads': ('tensor', None) is not a tuple of distinct mesh axes.\n"
-    "  Fix: heads='fsdp', heads=('data', 'fsdp'), or a list of candidates: heads=['tensor', None].",
+    "  Fix: heads='fsdp', heads=('data', 'fsdp'), or several candidates:"
+    " heads=LogicalRules.first('tensor', None).",
   ),
+  (
+    lambda: LogicalRules(batch=["data", "fsdp"]),
+    "rule for 'batch': ['data', 'fsdp'] is a list, which does not say whether all axes split the dim"
+    " together.\n  Fix: batch=('data', 'fsdp') for all of them, batch=LogicalRules.first('data', 'fsdp') for"
+    " the first that fits.",
+  ),
+  (lambda: LogicalRules(batch="data").replace(embed=["fsdp"]), "embed=('fsdp',) for all of them"),
+  (
+    lambda: RuleSet.of({"mlp": [("data", "fsdp"), None]}),
+    "rule for 'mlp': [('data', 'fsdp'), None] is a list",
+  ),
+  (lambda: LogicalRules({"col-x": []}), "{'col-x': ()} for all of them, {'col-x': LogicalRules.first()}"),
   (lambda: LogicalRules(mlp=4), "rule for 'mlp': (4,) is not"),
   (lambda: LogicalRules({"mlp": "tensor"}, mlp="fsdp"), "logical name 'mlp' has two rules.\n  Fix: keep one"),
   (lambda: LogicalRules(vocab="tensor", uneven={"vocab": "stretch"}), "does not fit these rules"),
@@ -105,7 +127,7 @@ def test_what_makes_no_sense_is_refused(make, text):
 
 
 def test_axes_are_checked_against_a_mesh():
-  rules = LogicalRules(batch=["data", None], heads=["tensr", None], mlp=["tensor", "model"])
+  rules = LogicalRules(batch=first("data", None), heads=first("tensr", None), mlp=first("tensor", "model"))
   assert check_axes(rules, {"data": 2, "tensor": 4}) == [
     "rule 'heads': axis 'tensr' is not in the mesh (did you mean 'tensor'?)"
   ]
@@ -115,7 +137,7 @@ def test_axes_are_checked_against_a_mesh():
     "the rule for 'batch' can never apply: axis 'fsdp' is not in the mesh.\n"
     "  rule 'batch' -> ('data', 'fsdp'), mesh {'data': 8, 'fdsp': 1}\n"
     "  Fix: did you mean 'fdsp'? Otherwise do not split the dim on such a mesh:"
-    " batch=[('data', 'fsdp'), None]."
+    " batch=LogicalRules.first(('data', 'fsdp'), None)."
   )
 
 
@@ -239,7 +261,7 @@ def test_a_fix_is_python_whatever_the_name():
   )
   with pytest.raises(ShardingError, match=r"rules\.replace\(\{'a b': None\}\)"):
     nxp.resolve_spec(("a b",), (3,), {"x": 2}, LogicalRules({"a b": "x"}))
-  with pytest.raises(ShardingError, match=r"do not split it: \{'a b': \['x', None\]\}"):
+  with pytest.raises(ShardingError, match=r"do not split it: \{'a b': LogicalRules.first\('x', None\)\}"):
     nxp.resolve_spec((("x"), "a b"), (4, 4), {"x": 2}, LogicalRules({"a b": "x"}))
   with pytest.raises(ShardingError, match=r"Fix: PathRules\(\[\('\.\*kernel', None\)\]\)"):
     PathRules([("*kernel", None)])

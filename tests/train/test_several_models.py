@@ -31,7 +31,7 @@ class MLP(nnx.Module):
     return self.down(nnx.tanh(x))
 
 
-RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed=["fsdp", None], mlp="tensor")
+RULES = nxp.LogicalRules(batch=("data", "fsdp"), embed=nxp.LogicalRules.first("fsdp", None), mlp="tensor")
 
 
 def make(init, tx=None, **options):

@@ -154,8 +154,9 @@ def _rules_to_json(rules: RuleSet) -> dict[str, Any]:
 
 def _rules_from_json(data: Mapping[str, Any]) -> RuleSet:
   fallback, inputs = data["fallback"], data["inputs"]
+  logical = {name: LogicalRules.first(*options) for name, options in data["logical"].items()}
   return RuleSet(
-    LogicalRules(data["logical"], unknown=data["unknown"], uneven=data["uneven"]),
+    LogicalRules(logical, unknown=data["unknown"], uneven=data["uneven"]),
     tuple(PathRules(row["rules"], strict=row["strict"], optional=row["optional"]) for row in data["paths"]),
     fallback and Fallback(**{field.name: fallback[field.name] for field in dataclasses.fields(Fallback)}),
     InputRules.all_axes() if inputs == "whole mesh" else inputs and InputRules(**inputs),

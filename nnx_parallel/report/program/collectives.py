@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nnx_parallel.core import hlo
-from nnx_parallel.core.hlo_devices import AxisFinder, Labels, group_labels, pair_labels, pairs_of
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.hlo_devices import AxisFinder, Labels, group_labels, pair_labels, pairs_of
 from nnx_parallel.report.program.origins import Origins
 
 KINDS = (

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from nnx_parallel.core import hlo
 from nnx_parallel.errors import ReportError
+from nnx_parallel.report.program import hlo
 
 # The files of a dump that are read. The TPU partitioner has another name; both dump the program before
 # partitioning, and the program of one device after it.
@@ -120,7 +120,6 @@ def run_compiler(lowered: jax.stages.Lowered) -> Compiled:
       "xla_dump_to": folder,
       "xla_dump_hlo_pass_re": "spmd.*",
       "xla_dump_hlo_as_text": True,
-      "xla_dump_large_constants": True,  # tables of offsets, one for each device
     }
     start = time.perf_counter()
     compiled, short = None, None

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from nnx_parallel.core import hlo
-from nnx_parallel.core.hlo_dims import window_params
 from nnx_parallel.report.chips import ENDLESS, compiled_arithmetic
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.hlo_dims import window_params
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

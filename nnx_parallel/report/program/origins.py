@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nnx_parallel.core import hlo
+from nnx_parallel.report.program import hlo
 
 # Operations whose result holds only values of one operand.
 _MOVES = frozenset({

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from nnx_parallel.core import hlo
+from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.origins import Origins
 
 # After the live range of every value, the dump lists the values that are alive at the peak:

@@ -3,7 +3,7 @@
 The program right before the partitioner has the global shape and the layout of each array. The arrays of the
 final program are the shards of one device. Its operations are matched with the operations before the
 partitioner by their JAX name and line. The batch dim is followed from the arguments through every operation
-(`thin.Thinning`), not guessed from a size. A gathered parameter is therefore not reported.
+(`example_dims.py`), not guessed from a size. A gathered parameter is therefore not reported.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.core import hlo
-from nnx_parallel.core.hlo_devices import Tiling, read_tiling
-from nnx_parallel.core.hlo_dims import ELEMENTWISE
 from nnx_parallel.core.jaxprs import HELD
-from nnx_parallel.verify import thin
+from nnx_parallel.report.program import hlo
+from nnx_parallel.report.program.example_dims import find_example_dims
+from nnx_parallel.report.program.hlo_devices import Tiling, read_tiling
+from nnx_parallel.report.program.hlo_dims import ELEMENTWISE
 
 SHARE = 0.01
 """The smallest reported array, as a fraction of the needed memory; smaller arrays seldom matter."""
@@ -75,20 +75,6 @@ class ReplicatedActivation:
 
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
-
-class _Dims(thin.Thinning):
-  """Sorts the dims of a program into classes; dims of one class index the same examples, or other content."""
-
-  def _merge(self, sides: thin.Sides) -> None:
-    """Of dims that a reshape merges or splits, the outermost dim holds the runs of the other dims."""
-    (one, _), (other, _) = sides
-    self._unite(one[0], other[0])
-
-  def carried(self, arguments: Collection[hlo.Instruction]) -> Callable[[hlo.Instruction], list[int]]:
-    """A function that returns the dims of an instruction that share the class of dim 0 of `arguments`."""
-    roots = {self.forest.root(self.nodes[argument][0][0]) for argument in arguments}
-    return lambda at: [n for n, dim in enumerate(self.nodes[at][0]) if self.forest.root(dim) in roots]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +167,7 @@ def _arrays(
     tiling = tiling_of(at) if is_batch(at.op_name) else None
     if tiling is not None and tiling.parts and len(np.unique(tiling.blocks[groups[0], 0])) > 1:
       batch.append(at)
-  carried = _Dims([program]).carried(batch)
+  carried = find_example_dims(program, batch)
   places = {run.instruction: place for place, run in enumerate(program.executed())}
   asked: dict[hlo.Instruction, str] = {}
   for at in reversed(places):

@@ -19,7 +19,7 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
-from nnx_parallel.core.text import Paged, Table, format_bytes, hang, not_counted, page_width, render
+from nnx_parallel.core.text import Shown, Table, format_bytes, hang, not_counted, page_width, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
 from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
@@ -37,7 +37,6 @@ from nnx_parallel.report.estimate.workload import (
   trace_step,
   workload_of,
 )
-from nnx_parallel.report.tables import results_text
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step
@@ -89,16 +88,14 @@ class Candidate:
 
   @property
   def refused(self) -> str:
-    """Why the compiled program must not run (wrong results, or too little memory), or an empty string."""
+    """Why the compiled program cannot run, or an empty string."""
     if self.report is None:
       return ""
-    if self.report.faults:
-      return f"as compiled, {results_text(self.report.results)}"
     return "" if self.report.fits else f"the compiler needs {format_bytes(self.report.need_bytes)}"
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult(Paged):
+class SearchResult(Shown):
   """All candidates, ranked. It prints the winner as code, the best candidate of each mesh, and notes.
 
   Attributes:
@@ -126,16 +123,9 @@ class SearchResult(Paged):
     """Returns the winner as code to paste, for `init`, `loss`, `rules` and `optimizer`.
 
     Raises:
-      ReportError: nothing fits, or none of the compiled programs that fit computes the right results.
+      ReportError: nothing fits.
     """
     best = self.best
-    if best is None and any(c.report is not None and c.report.faults for c in self.fitting):
-      raise ReportError(
-        f"no layout that was compiled for {self.machine.text} fits and computes the right results.",
-        details="\n".join(self.notes),
-        fix='constrain that value to one layout, nxp.constrain(x, "batch", ...), and search again; or'
-        " compile more layouts: search(..., compile_best=8).",
-      )
     if best is None:
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     layout = f", zero={best.plan.zero}" if best.plan.zero else ""
@@ -159,7 +149,7 @@ class SearchResult(Paged):
     fastest = min((c.time.seconds for c in shown), default=1.0)
     compiled = any(c.report is not None for c in shown)
     columns = ("mesh", "microbatches>", "remat", "memory>", "fits", "time>", "bound by")
-    columns += ("compiler needs>", "results") if compiled else ()
+    columns += ("compiler needs>",) if compiled else ()
     rows = [(*_cells(c, fastest), *(_compiled(c) if compiled else ())) for c in shown]
     title = "Best layout of each mesh; times are relative to the fastest"
     if not self.fitting:
@@ -180,7 +170,7 @@ class SearchResult(Paged):
     if self.best is not None:
       report, how = self.best.report, ""
       if report is not None:
-        how = f", compiled for {report.target}: it fits, {results_text(report.results)}"
+        how = f", compiled for {report.target}: it fits"
       elif self.best.fits == "borderline":
         how = ", a borderline fit; check it with search(..., compile_best=3)"
       lines += ["", f"The winner{how}:", "", *(f"  {line}" for line in self.code().splitlines()), ""]
@@ -248,7 +238,7 @@ def search(
       stages if the rules shard them over this axis.
     compile_best: the maximum number of layouts to compile, in the order of their rank, with the compiler of
       the machine; without it, for simulated CPU devices, if this process has enough of them. The first layout
-      that fits and computes the right results (`report.faults`) wins. Rejected layouts come last.
+      that fits wins. Rejected layouts come last.
 
   Returns:
     A `SearchResult` with all candidates, ranked; print it.
@@ -435,9 +425,7 @@ class _Task:
         return [done, *fitting[n + 1 :], *refused], done, [*map(_why, refused)]
       refused.append(done)
     rest = fitting[most:]
-    # A program that was not compiled may be as wrong as the compiled ones.
-    wrong = any(c.report is not None and c.report.faults for c in refused)
-    best = rest[0] if rest and rest[0].fits == "likely" and not wrong else None
+    best = rest[0] if rest and rest[0].fits == "likely" else None
     more = [f"None of the {len(refused)} compiled layouts fits; the winner was not compiled."] if best else []
     return [*rest, *refused], best, [*map(_why, refused), *more]
 
@@ -472,9 +460,7 @@ def compile_candidate(
     microbatches=candidate.microbatches,
     pipeline=candidate.pipeline,
   )
-  report = compile_report(
-    step, candidate.plan, batch=batch, topology=topology, chip=machine.chip, verify=True
-  )
+  report = compile_report(step, candidate.plan, batch=batch, topology=topology, chip=machine.chip)
   return dataclasses.replace(candidate, report=report)
 
 
@@ -496,9 +482,7 @@ def _fit(memory: int, usable: int) -> Fit:
 
 
 def _why(candidate: Candidate) -> str:
-  faults = candidate.report.faults if candidate.report is not None else ()
-  why = f"{faults[0]}" if faults else candidate.refused
-  return f"{candidate.mesh_text}, microbatches={candidate.microbatches} is refused: {why}."
+  return f"{candidate.mesh_text}, microbatches={candidate.microbatches} is refused: {candidate.refused}."
 
 
 def _one_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -521,16 +505,12 @@ def _cells(candidate: Candidate, fastest: float) -> tuple[str, ...]:
   )
 
 
-def _compiled(candidate: Candidate) -> tuple[str, str]:
-  report = candidate.report
-  if report is None:
-    return "", ""
-  return format_bytes(report.need_bytes), results_text(report.results)
+def _compiled(candidate: Candidate) -> tuple[str]:
+  return (format_bytes(candidate.report.need_bytes) if candidate.report is not None else "",)
 
 
 def _as_json(candidate: Candidate, fastest: float) -> dict[str, Any]:
   report, pipeline, schedule = candidate.report, candidate.pipeline, candidate.schedule
-  results = report.results if report is not None else None
   return {
     "mesh": dict(candidate.sizes),
     "microbatches": candidate.microbatches,
@@ -545,6 +525,4 @@ def _as_json(candidate: Candidate, fastest: float) -> dict[str, Any]:
     "binds": candidate.time.binds,
     "compiled_bytes": report.need_bytes if report is not None else None,
     "refused": candidate.refused,
-    "faults": [str(fault) for fault in results.faults] if results is not None else None,
-    "not_checked": dict(results.unknown) if results is not None else None,
   }

@@ -148,16 +148,6 @@ class Computation:
     """The instructions that take its arguments, by number."""
     return tuple(sorted((i for i in self.instructions if i.opcode == "parameter"), key=lambda i: i.index))
 
-  @functools.cached_property
-  def last_read(self) -> Mapping[Instruction, list[Instruction]]:
-    """Instruction -> the instructions whose values it reads last; without the root."""
-    last = {read: at for at in self.instructions for read in at.inputs}
-    last.pop(self.root, None)
-    found: dict[Instruction, list[Instruction]] = {}
-    for read, reader in last.items():
-      found.setdefault(reader, []).append(read)
-    return found
-
 
 @dataclasses.dataclass(frozen=True)
 class Executed:

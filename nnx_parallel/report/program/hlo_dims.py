@@ -13,10 +13,8 @@ from typing import Any
 from jax import lax
 
 from nnx_parallel.core.dims import DimMap, dim_map
-from nnx_parallel.core.hlo import Instruction
+from nnx_parallel.report.program.hlo import Instruction
 
-_BOUND = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
-_PAD = re.compile(r"(-?\d+)_(-?\d+)(?:_(\d+))?")
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 ELEMENTWISE = frozenset({
   "abs", "add", "and", "atan2", "bitcast-convert", "cbrt", "ceil", "clamp", "compare", "convert", "copy",
@@ -29,16 +27,6 @@ ELEMENTWISE = frozenset({
 """Elementwise operations; all operands have the shape of the result, or are scalars."""
 
 Shapes = Sequence[tuple[int, ...]]
-
-
-def slice_bounds(at: Instruction) -> list[tuple[int, int, int]]:
-  """(start, stop, step) of each dim of a `slice`."""
-  return [(int(a), int(b), int(c or 1)) for a, b, c in _BOUND.findall(at.attribute("slice"))]
-
-
-def padding(at: Instruction) -> list[tuple[int, int, int]]:
-  """(low, high, between) of each dim of a `pad`."""
-  return [(int(a), int(b), int(c or 0)) for a, b, c in _PAD.findall(at.attribute("padding"))]
 
 
 def dot_params(at: Instruction) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from nnx_parallel.core import hlo
-
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # mesh['a'=2,'b'=4] {'a'}    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}
 # mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}
@@ -33,7 +31,6 @@ _LISTS = re.compile(r"\{(?:\{[\d, ]*\},?\s*)*\}")
 _PAIR = re.compile(r"\{(\d+), ?(\d+)\}")
 _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
 _LAST = re.compile(r"last_tile_dims=\{([^}]*)\}")
-_COMMENT = re.compile(r"/\*.*?\*/")
 _DIM = re.compile(r"\{([^{}]*)\}")
 Labels = npt.NDArray[np.int64]
 
@@ -176,22 +173,6 @@ def read_tiling(text: str, devices: int) -> Tiling | None:
   if tiles:
     return _of_tiles(text, tiles, devices)
   return dataclasses.replace(_replicated(devices), manual=True) if "manual" in text else None
-
-
-def split_layouts(text: str) -> tuple[str, ...]:
-  """The layouts of a tuple's elements: `{{...}, {...}}` -> two texts; an array has a single layout.
-
-  Example:
-    >>> split_layouts("{{replicated}, {devices=[2]<=[2]}}")
-    ('{replicated}', '{devices=[2]<=[2]}')
-    >>> split_layouts("{replicated}")
-    ('{replicated}',)
-  """
-  inner = text.strip()
-  inner = inner[1:-1] if inner.startswith("{") else inner
-  if not inner.lstrip().startswith("{"):
-    return (text,)
-  return tuple(part.strip() for part in hlo.pieces(_COMMENT.sub("", inner)))
 
 
 def _replicated(devices: int) -> Tiling:
