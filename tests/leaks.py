@@ -1,6 +1,5 @@
 """What a test may change for the tests after it, read before and after each one."""
 
-import gc
 import logging
 import os
 import signal
@@ -18,8 +17,14 @@ from nnx_parallel.layout.constrain import scope_in_use
 
 LOGGERS = ("", "absl", "jax", "nnx_parallel")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Pools that Orbax, TensorStore, jax and Python keep as long as the process, by the start of a thread's name.
-POOLS = ("ThreadPoolExecutor", "asyncio_", "base_pytree_ch", "metadata_store", "execnet", "Dummy-", "grpc")
+# Idle threads of pools, by the start of their names: Orbax, TensorStore, jax and Python keep theirs until the
+# process ends, and a `Checkpointer` keeps one until it is closed or collected.
+POOLS = (
+  "ThreadPoolExecutor", "asyncio_", "base_pytree_ch", "metadata_store", "execnet", "Dummy-", "grpc",
+  "nnx_parallel-checkpoint",
+)  # fmt: skip
+# Libraries set these when they are imported: pytest, scikit-learn's OpenMP, and jax's Pallas for GPUs.
+OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "MOSAIC_GPU_CUDA_ROOT"}
 
 
 def _configuration() -> dict[str, Any]:
@@ -49,7 +54,7 @@ READERS: dict[str, Callable[[], Mapping[str, Any]]] = {
     "nnx.use_eager_sharding": nnx.using_eager_sharding(),
   },
   "jax.config": _configuration,
-  "os.environ": lambda: {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+  "os.environ": lambda: {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES},
   "working folder": lambda: {"os.getcwd()": os.getcwd()},
   "signal handlers": lambda: {number.name: signal.getsignal(number) for number in SIGNALS},
   "logging": _loggers,
@@ -79,14 +84,9 @@ def differences(before: State, after: State) -> list[str]:
 
 
 def left_since(before: State, patience_s: float = 5.0) -> list[str]:
-  """What a test left, `patience_s` after its end at the latest: its threads may be about to end.
-
-  The thread of an executor ends when the executor is collected, that of a `Checkpointer` among them.
-  """
+  """What a test left, `patience_s` after its end at the latest: its threads may be about to end."""
   deadline = time.monotonic() + patience_s
   left = differences(before, read())
-  if any(line.startswith("threads:") for line in left):
-    gc.collect()
   while any(line.startswith("threads:") for line in left) and time.monotonic() < deadline:
     time.sleep(0.02)
     left = differences(before, read())
@@ -98,7 +98,7 @@ def take_back(before: State) -> None:
   jax.set_mesh(before["mesh"]["jax.set_mesh"])
   for name, value in differences_of(before["jax.config"], _configuration()).items():
     jax.config.update(name, value)
-  for name in os.environ.keys() - before["os.environ"].keys() - {"PYTEST_CURRENT_TEST"}:
+  for name in os.environ.keys() - before["os.environ"].keys() - OWN_VARIABLES:
     del os.environ[name]
   os.environ.update(before["os.environ"])
   os.chdir(before["working folder"]["os.getcwd()"])
