@@ -31,11 +31,15 @@ from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program."""
+  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program.
+
+  On a Variable with its own `sharding_rules`, which creation replaces by the resolved axes, `own` keeps them.
+  """
 
   rules: LogicalRules
   mesh: AnyMesh | None
   inputs: InputRules | None = None
+  own: tuple[tuple[str, Any], ...] = ()
 
   def __hash__(self) -> int:
     return self._hash
@@ -60,7 +64,7 @@ class Scope:
     return self
 
   def __reduce__(self) -> tuple[object, ...]:
-    return Scope, (self.rules, None, self.inputs)  # a pickled model leaves its devices behind
+    return Scope, (self.rules, None, self.inputs, self.own)  # a pickled model leaves its devices behind
 
 
 _SCOPE: Any = jax.make_user_context(None)
@@ -144,7 +148,8 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
   """The scope of the plan that Variables were made from; None without a plan, or if they disagree."""
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
-  found = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
+  scopes = {scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None}
+  found = {dataclasses.replace(scope, own=()) for scope in scopes}
   return found.pop() if len(found) == 1 else None
 
 
