@@ -338,7 +338,7 @@ def test_metadata_of_a_variable_can_be_asked_for():
 
 
 def test_flax_resolves_names_by_the_rules_of_their_variable():
-  """`create/instantiate.py`: `sharding_rules` has the axes of each name, of several names also by their text."""
+  """`create/instantiate.py`: `sharding_rules` has the axes of names, for several in one dim also by text."""
   rules = ((("a", "b"), ("x", "y")), ("('a', 'b')", ("x", "y")), ("c", None))
   mesh = nxp.make_mesh(x=2, y=4)
   variable = nnx.Param(

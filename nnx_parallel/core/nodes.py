@@ -226,7 +226,7 @@ class Annotation(NamedTuple):
 def names_of(leaf: Leaf, *, where: str) -> Annotation | None:
   """The annotation of a Variable (`out_sharding`: names or a spec), or None; `where` is its path, for errors.
 
-  It is the author's, also on a live Variable of a plan, whose `sharding_rules` are the plan's.
+  It is the author's also on a live Variable of a plan, whose `sharding_rules` creation wrote.
   """
   if not isinstance(leaf, nnx.Variable):
     return None
@@ -249,8 +249,13 @@ def names_of(leaf: Leaf, *, where: str) -> Annotation | None:
       fix=f"write {ndim} entries, None for a replicated dim.",
     )
   short = len(names) < ndim and not isinstance(value, PartitionSpec)
-  rules = metadata[SCOPE].own if SCOPE in metadata else metadata.get("sharding_rules") or ()
-  return Annotation((*names, *[None] * (ndim - len(names))), names if short else (), _rules(rules, where))
+  full = (*names, *[None] * (ndim - len(names)))
+  return Annotation(full, names if short else (), _rules(own_rules(metadata), where))
+
+
+def own_rules(metadata: Mapping[str, Any]) -> Any:
+  """The `sharding_rules` of the author of a Variable; a live Variable of a plan has them in its scope."""
+  return metadata[SCOPE].own if SCOPE in metadata else metadata.get("sharding_rules") or ()
 
 
 def _check_keys(metadata: Mapping[str, Any], where: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.nodes import SCOPE, Names, Path, merge, names_of
+from nnx_parallel.core.nodes import SCOPE, Names, Path, merge, own_rules
 from nnx_parallel.core.padding import pad_variable
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import PlanError
@@ -61,20 +61,15 @@ def _bind(abstract_leaf: Leaf, array: AnyArray, row: LeafPlan, scope: Scope) -> 
     return array
   metadata: dict[str, Any] = {**abstract_leaf.get_metadata(), "eager_sharding": True}
   if metadata.get("out_sharding") is not None:
-    own = names_of(abstract_leaf, where=row.name) if row.root == "model" else None
-    if own is not None and own.rules:
-      scope = dataclasses.replace(scope, own=tuple(own.rules.items()))
+    if own := own_rules(metadata):
+      scope = dataclasses.replace(scope, own=own)
     for key in ("out_sharding", "sharding_rules", "mesh"):
       metadata.pop(key, None)
     if row.names is not None and len(row.names) == len(row.shape):  # flax copies them to state of other rank
       rules, exact = _resolved(row.names, row.spec)
+      metadata.update(out_sharding=row.names, sharding_rules=rules, mesh=row.mesh)
       # By names that do not say the whole layout, flax would move the state of an `nnx.Optimizer`.
-      metadata |= {
-        "out_sharding": row.names,
-        "sharding_rules": rules,
-        "mesh": row.mesh,
-        "eager_sharding": exact,
-      }
+      metadata["eager_sharding"] = exact
   metadata[SCOPE] = scope
   leaf: Any = type(abstract_leaf).from_metadata(abstract_leaf.get_raw_value(), metadata)
   return pad_variable(leaf, array, row.storage_shape) if any(row.padding) else leaf.copy(array)

@@ -33,13 +33,14 @@ from nnx_parallel.rules.ruleset import Rules, RuleSet
 class Scope:
   """Rules for activations and inputs, and a mesh; equal scopes give one compiled program.
 
-  On a Variable with its own `sharding_rules`, which creation replaces by the resolved axes, `own` keeps them.
+  On a Variable whose author wrote `sharding_rules`, which creation replaces by the resolved axes, `own` has
+  them.
   """
 
   rules: LogicalRules
   mesh: AnyMesh | None
   inputs: InputRules | None = None
-  own: tuple[tuple[str, Any], ...] = ()
+  own: Any = ()
 
   def __hash__(self) -> int:
     return self._hash

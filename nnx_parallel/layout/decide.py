@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax import nnx
@@ -97,8 +96,14 @@ def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given
   if names is None:
     return _row("model", paths[0], leaf, given, Decision(source, reason, (step,)))
   where = path_str(paths[0])
-  with _stacked(short, where, len(value.shape)):
+  try:
     found = resolve_spec(names, value.shape, given.sizes, logical, path=where, uneven=given.uneven)
+  except ShardingError as error:
+    if not short:
+      raise
+    rule = shifted([(where, short)], {where: len(value.shape)})
+    fix = f"{error.fix}\nIf the layer is stacked, its names belong to the last dims: {rule}"
+    raise type(error)(error.what, details=error.details, fix=fix) from error
   if any(found.padding) and not isinstance(leaf, nnx.Variable):
     found = _unpadded(names, value.shape, found)
   steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
@@ -114,19 +119,6 @@ def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given
     found = dataclasses.replace(found, spec=more.spec, padding=padding)
   decision = Decision(source, reason, tuple(steps), not missed)
   return _row("model", paths[0], leaf, given, decision, names, found)
-
-
-@contextlib.contextmanager
-def _stacked(short: Names, where: str, ndim: int) -> Generator[None]:
-  """Adds to an error how names that are fewer than dims go to the last dims."""
-  try:
-    yield
-  except ShardingError as error:
-    if not short:
-      raise
-    rule = shifted([(where, short)], {where: ndim})
-    fix = f"{error.fix}\nIf the layer is stacked, its names belong to the last dims: {rule}"
-    raise type(error)(error.what, details=error.details, fix=fix) from error
 
 
 def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
