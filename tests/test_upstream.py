@@ -325,6 +325,31 @@ def test_metadata_of_a_variable_can_be_asked_for():
   assert set(variable.get_metadata()) <= set(variable._var_metadata)
 
 
+def test_flax_resolves_names_by_the_rules_of_their_variable():
+  """`create/instantiate.py`: `sharding_rules` has the axes of names, for several in one dim also by text."""
+  rules = ((("a", "b"), ("x", "y")), ("('a', 'b')", ("x", "y")), ("c", None))
+  mesh = nxp.make_mesh(x=2, y=4)
+  variable = nnx.Param(
+    jnp.ones((8, 2)), out_sharding=(("a", "b"), "c"), sharding_rules=rules, mesh=mesh, eager_sharding=True
+  )
+  assert nnx.get_partition_spec(variable).get_raw_value() == variable.get_value().sharding.spec
+  assert variable.get_value().sharding.spec == P(("x", "y"), None)
+  assert nnx.get_partition_spec(nnx.Param(jnp.ones(2))).get_raw_value() == P()
+
+
+def test_flax_does_not_name_the_dim_of_a_stack_unless_it_is_told_to():
+  """When this fails (flax PR 5508 makes None its name by default), names are never shorter than their stack.
+
+  Then the note in `layout/checks.py` and the exception for short names in `layout/decide.py` can go.
+  """
+  metadata = {"out_sharding": ("embed", "mlp")}
+  with nnx.use_eager_sharding(False):
+    make = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key), kernel_metadata=metadata))
+    stack = make(jax.random.split(jax.random.key(0), 3))
+  assert stack.kernel.shape == (3, 2, 2)
+  assert stack.kernel.out_sharding == ("embed", "mlp")
+
+
 def test_attributes_of_a_module_are_its_vars():
   """`core/nodes.py` (`iter_nodes`): items of an `nnx.List` are attributes named by their numbers."""
   found = vars(nnx.List([nnx.Param(jnp.ones(1))]))

@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -16,25 +16,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.padding import PADDED, logical_kind
-from nnx_parallel.core.types import AnyArray, Leaf, PyTree, State, Variable
+from nnx_parallel.core.types import AnyArray, Leaf, PyTree, State
 from nnx_parallel.errors import ShardingError
 
 Path = tuple[Hashable, ...]
 Names = tuple[Entry, ...]
-DECLARED = "declared_sharding"
-"""Metadata key with the user's annotation, and the annotation that creation wrote for flax:
-`(names, sharding_rules, (out_sharding, sharding_rules))`."""
 SCOPE = "sharding_scope"
-"""Metadata key with the plan's rules for activations; see `constrain.Scope`."""
+"""The metadata key of a plan, on each Variable that it creates; the value is a `constrain.Scope`."""
 FLAX_PREFIX = "_pytree__"
 """Starts the names of the attributes that flax keeps for itself in each module."""
 _NO_NODES = frozenset((str, int, float, bool, type(None), type, FunctionType, np.ndarray))
-_NAME_KEYS = ("out_sharding", "sharding", "sharding_names")
 OTHER_KEYS = frozenset(("shardings", "partition_spec", "pspec"))
 """Metadata keys that are a layout in other code, but mean nothing to flax."""
 _FLAX_KEYS = frozenset((
-  *_NAME_KEYS, DECLARED, SCOPE, PADDED, "sharding_rules", "mesh", "optimizer_sharding", "eager_sharding",
-  "hijax", "ref",
+  "out_sharding", "sharding_rules", "mesh", "optimizer_sharding", "eager_sharding", "hijax", "ref",
+  SCOPE, PADDED,
 ))  # fmt: skip
 
 
@@ -213,43 +209,53 @@ def named_key_dtype(name: str) -> Any:
   return next((dtype for dtype in dtypes if str(dtype) == name), None)
 
 
-def declared(leaf: Leaf, *, where: str) -> tuple[Names | None, dict[str, Any]]:
-  """The user's names on a Variable (None without annotation), and its own `sharding_rules`.
+class Annotation(NamedTuple):
+  """What the author of a Variable wrote about its dims.
 
-  Reads every key that flax has used (`out_sharding`, `sharding`, `sharding_names`), with a tuple, list,
-  `PartitionSpec` or `NamedSharding` as value. As in flax, dims beyond its end are replicated. `where` is the
-  path, for errors.
+  Attributes:
+    names: one for each dim; dims beyond the end of what was written are replicated, as in flax.
+    short: the names as written, if they are fewer than the dims; a spec may leave out the last dims.
+    rules: the `sharding_rules` of the Variable itself.
+  """
+
+  names: Names
+  short: Names
+  rules: dict[str, Any]
+
+
+def names_of(leaf: Leaf, *, where: str) -> Annotation | None:
+  """The annotation of a Variable (`out_sharding`: names or a spec), or None; `where` is its path, for errors.
+
+  It is the author's also on a live Variable of a plan, whose `sharding_rules` creation wrote.
   """
   if not isinstance(leaf, nnx.Variable):
-    return None, {}
-  metadata = cast(Mapping[str, Any], leaf.get_metadata())
+    return None
+  metadata, ndim = cast(Mapping[str, Any], leaf.get_metadata()), len(value_of(leaf).shape)
   _check_keys(metadata, where)
-  ndim = len(value_of(leaf).shape)
-  names, rules, written = metadata.get(DECLARED, (None, (), None))
-  if written == (metadata.get("out_sharding"), metadata.get("sharding_rules")):  # unchanged since creation
-    return names, dict(rules)
-  found = annotation(leaf)
-  if found is None:
-    return None, {}
-  key, value = found
-  names = _to_names(value, ndim, where=where, key=key)
-  rules = _own_rules(metadata.get("sharding_rules") or (), where=where)
-  return names, rules
+  value = metadata.get("out_sharding")
+  if value is None:
+    return None
+  value = value.spec if isinstance(value, NamedSharding) else value
+  if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
+    raise ShardingError(
+      f"{where}: out_sharding must be one name (or None) for each dim, not {value!r}.",
+      fix=f"out_sharding=({value!r}, None)" if isinstance(value, str) else 'out_sharding=("embed", "mlp")',
+    )
+  names = tuple(_entry(entry, where) for entry in value)
+  if len(names) > ndim:
+    raise ShardingError(
+      f"{where}: {len(names)} names for an array of {ndim} dims.",
+      details=f"out_sharding {names}, at most one name for each dim",
+      fix=f"write {ndim} entries, None for a replicated dim.",
+    )
+  short = len(names) < ndim and not isinstance(value, PartitionSpec)
+  full = (*names, *[None] * (ndim - len(names)))
+  return Annotation(full, names if short else (), _rules(own_rules(metadata), where))
 
 
-def annotation(variable: Variable) -> tuple[str, Any] | None:
-  """The metadata key and value (names or spec) of a Variable's annotation; None without one."""
-  metadata = cast(Mapping[str, Any], variable.get_metadata())
-  found = next(((key, metadata[key]) for key in _NAME_KEYS if metadata.get(key) is not None), None)
-  return found if found is None or not isinstance(found[1], NamedSharding) else (found[0], found[1].spec)
-
-
-def short_names(leaf: Leaf) -> Sequence[Any] | None:
-  """The names of a Variable, if they are a tuple of fewer names than dims; in a spec, None is left out."""
-  found = annotation(leaf) if isinstance(leaf, nnx.Variable) else None
-  names: Any = () if found is None else found[1]
-  short = isinstance(names, (tuple, list)) and 0 < len(names) < len(value_of(leaf).shape)
-  return names if short and not isinstance(names, PartitionSpec) else None
+def own_rules(metadata: Mapping[str, Any]) -> Any:
+  """The `sharding_rules` of the author of a Variable; a live Variable of a plan has them in its scope."""
+  return metadata[SCOPE].own if SCOPE in metadata else metadata.get("sharding_rules") or ()
 
 
 def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
@@ -267,7 +273,7 @@ def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
       )
 
 
-def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
+def _rules(rules: Any, where: str) -> dict[str, Any]:
   pairs = list(rules.items()) if isinstance(rules, Mapping) else [tuple(rule) for rule in rules]
   result: dict[str, Any] = {}
   for name, axes in pairs:
@@ -281,28 +287,12 @@ def _own_rules(rules: Any, *, where: str) -> dict[str, Any]:
   return result
 
 
-def _to_names(value: Leaf, ndim: int, *, where: str, key: str) -> Names:
-  if isinstance(value, str) or not isinstance(value, (Sequence, PartitionSpec)):
-    raise ShardingError(
-      f"{where}: {key} must be one name (or None) for each dim, not {value!r}.",
-      fix=f"{key}=({value!r}, None)" if isinstance(value, str) else f'{key}=("embed", "mlp")',
-    )
-  names = tuple(_to_entry(entry, where=where, key=key) for entry in value)
-  if len(names) > ndim:
-    raise ShardingError(
-      f"{where}: {len(names)} names for an array of {ndim} dims.",
-      details=f"{key} {names}, at most one name for each dim",
-      fix=f"write {ndim} entries, None for a replicated dim.",
-    )
-  return (*names, *([None] * (ndim - len(names))))
-
-
-def _to_entry(entry: object, *, where: str, key: str) -> Entry:
+def _entry(entry: object, where: str) -> Entry:
   if entry is None or isinstance(entry, str):
     return entry
   if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
     return tuple(entry) or None
   raise ShardingError(
-    f"{where}: {entry!r} in {key} is not a name.",
+    f"{where}: {entry!r} in out_sharding is not a name.",
     fix="use a string, a tuple of strings (several mesh axes, major to minor), or None.",
   )

@@ -161,7 +161,7 @@ def construct(
   # are then replicated (measured: 22 times the temporaries). The same devices with Auto axes do not,
   # and re-wrapping the results costs nothing.
   mesh = auto_mesh(real_mesh(plan))
-  shardings = [NamedSharding(mesh, leaf.spec, memory_kind=leaf.memory_kind) for leaf in plan.leaves]
+  shardings = [leaf.sharding.update(mesh=mesh) for leaf in plan.leaves]
   sliced = cut_plan(plan, shardings, traces) if compile == "slices" else "compile='jit'"
   if traces:
     traces.clear()  # large compared with a shard, and no longer needed

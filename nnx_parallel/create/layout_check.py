@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
 
-from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.nodes import array_leaves, path_str, value_of
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.text import format_array, listed
-from nnx_parallel.core.types import AnyArray, Leaf, Variable
+from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import LayoutMismatchError
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan, check_plan
@@ -21,9 +19,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 def check_layout(model: nnx.Module, plan: Plan, *, optimizer: nnx.Optimizer[Any] | None = None) -> None:
   """Raises an error unless a live module and its optimizer have the planned layout.
 
-  It compares the shape, dtype, devices, spec and memory kind of each array, and the bytes on each device. It
-  also compares the sharding that Flax derives from the metadata of the Variable, because later computations
-  constrain the Variable to that sharding.
+  It compares the shape, dtype, devices, spec and memory kind of each array, and the bytes on each device.
 
   Args:
     model: the live module.
@@ -96,12 +92,6 @@ def _difference(leaf: LeafPlan, live: Leaf) -> str:
   held = {shard.device: shard.data.nbytes for shard in value.addressable_shards}
   if {*held.values()} - {leaf.bytes_per_device}:  # this process may have none of the devices
     return f"{leaf.name}: planned {leaf.bytes_per_device} bytes on each device, found {held}"
-  if isinstance(live, nnx.Variable) and live.get_metadata().get("out_sharding"):
-    derived = _derived(live)
-    # Metadata says nothing about memory.
-    if derived is None or not derived.is_equivalent_to(NamedSharding(leaf.mesh, leaf.spec), len(leaf.shape)):
-      shown = "nothing that resolves" if derived is None else f"{derived.spec} on {dict(derived.mesh.shape)}"
-      return f"{planned}, found metadata that means {shown}"
   return ""
 
 
@@ -112,14 +102,3 @@ def _as_planned(value: AnyArray, leaf: LeafPlan) -> bool:
     and value.dtype == leaf.dtype
     and value.sharding.is_equivalent_to(leaf.sharding, value.ndim)
   )
-
-
-def _derived(variable: Variable) -> NamedSharding | None:
-  metadata = variable.get_metadata()
-  rules = dict(metadata.get("sharding_rules") or ())
-  spec = tuple(rules.get(name, name) if isinstance(name, str) else name for name in metadata["out_sharding"])
-  mesh = metadata.get("mesh")
-  axes = {*axes_in(spec)}
-  if mesh is None or not axes <= set(mesh.axis_names):
-    return None
-  return NamedSharding(mesh, jax.P(*spec))

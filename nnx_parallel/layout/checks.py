@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_in, axes_of, entry_of
-from nnx_parallel.core.nodes import OTHER_KEYS, Names, annotation, iter_nodes, path_str, short_names
+from nnx_parallel.core.nodes import OTHER_KEYS, Names, iter_nodes, names_of, path_str
 from nnx_parallel.core.text import few, listed
 from nnx_parallel.core.types import Leaf, Variable
 from nnx_parallel.errors import PlanError, ShardingError
@@ -64,8 +64,7 @@ def _passed_on(module: nnx.MultiHeadAttention, part: str) -> Names | None:
 
 def _names(variable: Variable) -> Names | None:
   # As written: the query's names have another rank than the output's bias.
-  written = annotation(variable)
-  names = written[1] if written is not None else None
+  names = variable.get_metadata().get("out_sharding")
   return tuple(names) if isinstance(names, (tuple, list, PartitionSpec)) else None
 
 
@@ -167,7 +166,9 @@ def check_rules(rows: Sequence[LeafPlan], model: Abstract, given: Given) -> list
   notes: list[str] = []
   pairs = zip(rows, leaves, strict=True)
   short = [
-    (row.name, found) for row, x in pairs if row.decision.source == "metadata" and (found := short_names(x))
+    (row.name, own.short)
+    for row, x in pairs
+    if row.decision.source == "metadata" and (own := names_of(x, where=row.name)) and own.short
   ]
   if short:
     rule = shifted(short, {row.name: len(row.shape) for row in rows})

@@ -40,6 +40,7 @@ class Scope:
     inputs: the rules for the inputs, if there are some.
     stated: whether rules say how the batch is split, and not only the names of the mesh axes.
     apart: names for which the plans of several models have different rules.
+    own: on a Variable whose author wrote `sharding_rules`, which creation replaces by the resolved axes: these.
   """
 
   rules: LogicalRules
@@ -47,6 +48,7 @@ class Scope:
   inputs: InputRules | None = None
   stated: bool = True
   apart: frozenset[str] = frozenset()
+  own: Any = ()
 
   def __hash__(self) -> int:
     return self._hash
@@ -71,13 +73,8 @@ class Scope:
     return self
 
   def __reduce__(self) -> tuple[object, ...]:
-    return Scope, (
-      self.rules,
-      None,
-      self.inputs,
-      self.stated,
-      self.apart,
-    )  # a pickled model leaves its devices behind
+    # A pickled model leaves its devices behind.
+    return Scope, (self.rules, None, self.inputs, self.stated, self.apart, self.own)
 
 
 _SCOPE: Any = jax.make_user_context(None)
@@ -165,7 +162,8 @@ def scope_of(variables: Iterable[Leaf]) -> Scope | None:
   batch or of the positions.
   """
   leaves = (leaf for leaf in variables if isinstance(leaf, nnx.Variable))
-  found = dict.fromkeys(scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None)
+  scopes = dict.fromkeys(scope for leaf in leaves if (scope := leaf.get_metadata().get(SCOPE)) is not None)
+  found = dict.fromkeys(dataclasses.replace(scope, own=()) for scope in scopes)
   return functools.reduce(_merge, found) if found else None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax import nnx
@@ -18,12 +17,11 @@ from nnx_parallel.core.nodes import (
   Names,
   Path,
   aliases,
-  declared,
   is_rng,
   iter_nodes,
   kind_of,
+  names_of,
   path_str,
-  short_names,
   value_of,
 )
 from nnx_parallel.core.types import AnyArray, Leaf
@@ -55,13 +53,17 @@ class Given(NamedTuple):
 
 
 class Named(NamedTuple):
-  """The names of an array and their origin; `names` is None where a path rule replicates it."""
+  """The names of an array and their origin; `names` is None where a path rule replicates it.
+
+  `short` are names from metadata that are fewer than dims.
+  """
 
   names: Names | None
   logical: LogicalRules
   source: Source
   reason: str
   step: str
+  short: Names = ()
 
 
 def model_rows(model: Abstract, given: Given) -> list[LeafPlan]:
@@ -85,16 +87,23 @@ def tables(model: nnx.Module) -> set[Path]:
 def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given) -> LeafPlan:
   value = _array(leaf, path_str(paths[0]))
   if is_rng(leaf):
-    return _row("model", paths[0], leaf, given, Decision("replicated", "RNG state"))
+    own = names_of(leaf, where=path_str(paths[0]))
+    return _row("model", paths[0], leaf, given, Decision("replicated", "RNG state"), own and own.names)
   named = _named(paths, leaf, given)
   if named is None:
     return _fallback_row(paths[0], leaf, is_table, given)
-  names, logical, source, reason, step = named
+  names, logical, source, reason, step, short = named
   if names is None:
     return _row("model", paths[0], leaf, given, Decision(source, reason, (step,)))
   where = path_str(paths[0])
-  with _stacked(leaf, source, where):
+  try:
     found = resolve_spec(names, value.shape, given.sizes, logical, path=where, uneven=given.uneven)
+  except ShardingError as error:
+    if not short:
+      raise
+    rule = shifted([(where, short)], {where: len(value.shape)})
+    fix = f"{error.fix}\nIf the layer is stacked, its names belong to the last dims: {rule}"
+    raise type(error)(error.what, details=error.details, fix=fix) from error
   if any(found.padding) and not isinstance(leaf, nnx.Variable):
     found = _unpadded(names, value.shape, found)
   steps, missed = [step, *found.steps], _missed(names, found.spec, logical)
@@ -112,20 +121,6 @@ def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given
   return _row("model", paths[0], leaf, given, decision, names, found)
 
 
-@contextlib.contextmanager
-def _stacked(leaf: Leaf, source: Source, where: str) -> Generator[None]:
-  """Adds to an error how names that are fewer than dims go to the last dims."""
-  try:
-    yield
-  except ShardingError as error:
-    short = short_names(leaf) if source == "metadata" else None
-    if short is None:
-      raise
-    rule = shifted([(where, short)], {where: len(value_of(leaf).shape)})
-    fix = f"{error.fix}\nIf the layer is stacked, its names belong to the last dims: {rule}"
-    raise type(error)(error.what, details=error.details, fix=fix) from error
-
-
 def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
   """The names from the metadata of a Variable, or from the first path rule that matches; None without.
 
@@ -133,13 +128,15 @@ def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
   the rule gives the same names to the last dims.
   """
   where, logical = path_str(paths[0]), given.rules.logical
-  names, own_rules = declared(leaf, where=where)
-  short = None if names is None else tuple(short_names(leaf) or ()) or None
-  matched = matching_rule(paths, given.rules) if names is None or short is not None else None
-  if names is not None and (matched is None or tuple(matched[1].names or ())[-len(short or ()) :] != short):
-    step = f"from its metadata: {names}" + (f" with its own sharding_rules {own_rules}" if own_rules else "")
-    own = logical.replace(own_rules) if own_rules else logical
-    return Named(names, own, "metadata", f"names {_shown(names)}", step)
+  own = names_of(leaf, where=where)
+  short = own.short if own is not None else ()
+  matched = matching_rule(paths, given.rules) if own is None or short else None
+  if own is not None and (matched is None or (matched[1].names or ())[-len(short) :] != short):
+    step = f"from its metadata: {own.names}" + (
+      f" with its own sharding_rules {own.rules}" if own.rules else ""
+    )
+    logical = logical.replace(own.rules) if own.rules else logical
+    return Named(own.names, logical, "metadata", f"names {_shown(own.names)}", step, short)
   if matched is None:
     return None
   table, rule = matched
@@ -148,7 +145,7 @@ def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:
     unknown = unknown_names(names, given)
     names = tuple(None if name in unknown else name for name in names)
   reason = f"rule {abbreviated(rule.pattern)!r}: {'replicated' if names is None else _shown(names)}"
-  before = "no annotation" if short is None else f"its metadata {show_names(short)} does not name all dims"
+  before = "no annotation" if own is None else f"its metadata {show_names(short)} does not name all dims"
   step = f"{before}; path rule {rule.pattern!r}: {names or 'replicated'}"
   return Named(names, logical, "path rule", reason, step)
 
@@ -216,9 +213,10 @@ def optimizer_rows(
       continue
     shape = tuple(value_of(leaf).shape)
     own = _own_layout(leaf, parameter, given)
-    spec, padding, why = own or optimizer_layout.layout_after_parameter(parameter, shape)
+    after = optimizer_layout.layout_after_parameter
+    names, spec, padding, why = own or (parameter.names, *after(parameter, shape))
     decision = Decision("parameter", why, (f"state of parameter {path_str(parameter.path)}: {why}",))
-    row = _row("optimizer", path, leaf, given, decision, parameter.names, Resolution(spec, padding, ()))
+    row = _row("optimizer", path, leaf, given, decision, names, Resolution(spec, padding, ()))
     # Scalars are not worth a transfer.
     yield dataclasses.replace(row, parameter=parameter.path, memory_kind=memory_kind if shape else None)
 
@@ -235,19 +233,20 @@ def split_further(row: LeafPlan, axes: tuple[str, ...]) -> LeafPlan:
 
 def _own_layout(
   leaf: Leaf, parameter: LeafPlan, given: Given
-) -> tuple[PartitionSpec, tuple[int, ...], str] | None:
-  """The layout of state whose parameter has `optimizer_sharding`, which flax copies to the state."""
+) -> tuple[Names, PartitionSpec, tuple[int, ...], str] | None:
+  """Names and layout of state whose parameter has `optimizer_sharding`, which flax copies to the state."""
   shape = tuple(value_of(leaf).shape)
   if not isinstance(leaf, nnx.OptVariable) or shape != parameter.shape:
     return None
-  names, own_rules = declared(leaf, where=parameter.name)
-  source, by_rule = parameter.decision.source, parameter.decision.source == "path rule"
-  if names is None or (source == "metadata" and names == parameter.names) or (by_rule and short_names(leaf)):
+  own, source = names_of(leaf, where=parameter.name), parameter.decision.source
+  if own is None or (source == "metadata" and own.names == parameter.names):
     return None
-  logical = given.rules.logical.replace(own_rules) if own_rules else given.rules.logical
+  if source == "path rule" and own.short:
+    return None
+  logical = given.rules.logical.replace(own.rules) if own.rules else given.rules.logical
   where = f"the state of {parameter.name}"
-  found = resolve_spec(names, shape, given.sizes, logical, path=where, uneven="next")
-  return found.spec, found.padding, f"its optimizer_sharding: {_shown(names)}"
+  found = resolve_spec(own.names, shape, given.sizes, logical, path=where, uneven="next")
+  return own.names, found.spec, found.padding, f"its optimizer_sharding: {_shown(own.names)}"
 
 
 def _replicated(shape: Sequence[int]) -> Resolution:

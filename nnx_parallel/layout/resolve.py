@@ -7,7 +7,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -87,158 +87,149 @@ def resolve_spec(
   """
   if uneven not in UNEVEN:
     raise ShardingError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
-  sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
+  array = _Array(
+    path, tuple(names), tuple(shape), dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
+  )
   rules = LogicalRules() if rules is None else rules  # an empty table has a policy for unknown names too
-  return _Resolver(tuple(shape), sizes, rules, path, uneven).resolve(tuple(names))
-
-
-class _Resolver:
-  """The state of one resolution: the axes used by earlier dims, and the steps."""
-
-  def __init__(
-    self,
-    shape: tuple[int, ...],
-    mesh: dict[str, int],
-    rules: LogicalRules,
-    path: str,
-    uneven: Uneven,
-  ):
-    self.shape, self.mesh, self.rules, self.path = shape, mesh, rules, path
-    self.uneven: Uneven = uneven
-    self.used: dict[str, str] = {}
-    self.steps: list[str] = []
-    self.names: Names = ()
-
-  def resolve(self, names: Names) -> Resolution:
-    if len(names) != len(self.shape):
-      raise ShardingError(
-        f"cannot shard {self.path}: {len(names)} names for an array of {len(self.shape)} dims.",
-        details=f"shape {self.shape}, names {names}",
-        fix="give one name for each dim, None for a dim that is not split.",
-      )
-    self.names = names
-    entries: list[Entry] = []
-    padding: list[int] = []
-    for dim, entry in enumerate(names):
-      axes, extra = self._resolve_dim(dim, entry)
-      entries.append(entry_of(axes))
-      padding.append(extra)
-    return Resolution(PartitionSpec(*entries), tuple(padding), tuple(self.steps))
-
-  def _resolve_dim(self, dim: int, entry: Entry) -> tuple[Candidate, int]:
-    if entry is None or entry == ():
-      return (), 0
-    if isinstance(entry, str):
-      return self._take(dim, entry, self._candidates(dim, entry), self._policy(entry))
-    choices = itertools.product(*(self._candidates(dim, name) for name in entry))
-    joined = dict.fromkeys(tuple(axis for option in choice for axis in option) for choice in choices)
-    return self._take(dim, "+".join(entry), tuple(joined), self._policy(entry[0]))
-
-  def _policy(self, name: str) -> Uneven:
-    return self.rules.uneven.get(name, self.uneven)
-
-  def _candidates(self, dim: int, name: str) -> tuple[Candidate, ...]:
-    if name in self.rules:
-      return self.rules[name]
-    if name in self.mesh:
-      return ((name,),)
-    if self.rules.unknown == "replicate":
-      self.steps.append(f"{name!r} has no rule: replicated")
-      return ((),)
-    near = difflib.get_close_matches(name, [*self.rules, *self.mesh], 1)
-    axis = next(iter(self.mesh), "data")
+  if len(array.names) != len(array.shape):
     raise ShardingError(
-      f"cannot shard {self.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
-      details=f"rules {', '.join(self.rules) or 'none'}; mesh {self.mesh}",
-      fix=(f"did you mean {near[0]!r}? " if near else "")
-      + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} not to split it.",
+      f"cannot shard {path}: {len(array.names)} names for an array of {len(array.shape)} dims.",
+      details=f"shape {array.shape}, names {array.names}",
+      fix="give one name for each dim, None for a dim that is not split.",
     )
+  used: dict[str, str] = {}  # the axes of earlier dims
+  steps: list[str] = []
+  entries: list[Entry] = []
+  padding: list[int] = []
+  for dim, parts in enumerate(map(axes_of, array.names)):
+    chosen, extra = _take(array, dim, parts, rules, uneven, used, steps) if parts else ((), 0)
+    used |= dict.fromkeys(chosen, f"dim {dim} ({'+'.join(parts)!r} -> {show_candidate(chosen)})")
+    entries.append(entry_of(chosen))
+    padding.append(extra)
+  return Resolution(PartitionSpec(*entries), tuple(padding), tuple(steps))
 
-  def _take(
-    self, dim: int, name: str, options: tuple[Candidate, ...], policy: Uneven
-  ) -> tuple[Candidate, int]:
-    refused: list[tuple[str, str]] = []
-    uneven: list[Candidate] = []
-    for option in options:
-      kind, why = self._refusal(dim, option)
-      if kind == "uneven" and policy == "replicate":
-        self.steps.append(f"{name!r} -> replicated: {why} (uneven='replicate')")
-        return (), 0
-      if not kind:
-        self._use(dim, name, option)
-        if option != (name,):
-          tried = "".join(f"; not {n}: {w}" for n, w in refused)
-          self.steps.append(f"{name!r} -> {show_candidate(option)}{tried}")
-        return option, 0
-      refused.append((show_candidate(option), why))
-      uneven += [option] if kind == "uneven" else []
-    if uneven and policy == "pad":
-      option, size = uneven[0], self.shape[dim]
-      extra = -size % self._shards(option)
-      self._use(dim, name, option)
-      self.steps.append(f"{name!r} -> {show_candidate(option)}: {size} is padded to {size + extra}")
-      return option, extra
-    if uneven and policy == "next":
-      self.steps.append(f"{name!r} -> replicated: {refused[-1][1]}, and no candidate is left (uneven='next')")
-      return (), 0
-    if uneven:
-      self._raise_uneven(dim, name, uneven[0])
-    self._raise_no_candidate(dim, name, options, refused)
 
-  def _refusal(self, dim: int, option: Candidate) -> tuple[str, str]:
-    for axis in option:
-      if axis not in self.mesh:
-        near = difflib.get_close_matches(axis, list(self.mesh), 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return "absent", f"axis {axis!r} is not in the mesh{hint}"
-    for axis in option:
-      if axis in self.used:
-        return "used", f"axis {axis!r} is already used by {self.used[axis]}"
-    if len(set(option)) != len(option):
-      return "used", f"{show_candidate(option)} names an axis twice"
-    shards = self._shards(option)
-    if self.shape[dim] % shards:
-      return "uneven", f"{shards} does not divide {self.shape[dim]}"
-    return "", ""
+class _Array(NamedTuple):
+  """The array whose names are resolved, and the mesh."""
 
-  def _shards(self, option: Candidate) -> int:
-    return math.prod(self.mesh[axis] for axis in option)
+  path: str
+  names: Names
+  shape: tuple[int, ...]
+  mesh: dict[str, int]
 
-  def _use(self, dim: int, name: str, option: Candidate) -> None:
-    for axis in option:
-      self.used[axis] = f"dim {dim} ({name!r} -> {show_candidate(option)})"
+  def ways(self, axes: Candidate) -> int:
+    """The number of shards over mesh axes."""
+    return math.prod(self.mesh[axis] for axis in axes)
 
-  def _raise_uneven(self, dim: int, name: str, option: Candidate) -> NoReturn:
-    size, shards = self.shape[dim], self._shards(option)
-    padded = size + -size % shards
-    # A path rule may name the mesh axis itself.
-    other = "None in its rule" if name in self.mesh else f"rules.replace({show_rule(name, None)})"
-    raise ShardingError(
-      f"cannot shard {self.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
-      " evenly.",
-      details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {option}, mesh {self.mesh}",
-      fix=f'pad it (uneven="pad", to {padded}), or replicate it with {other}.',
-    )
 
-  def _raise_no_candidate(
-    self,
-    dim: int,
-    name: str,
-    options: tuple[Candidate, ...],
-    refused: list[tuple[str, str]],
-  ) -> NoReturn:
-    reasons = "; ".join(f"{option}: {why}" for option, why in refused)
-    shown = show_candidates(options)
-    offer = show_rule(name, First([*map(entry_of, options), None]))
-    if all(any(axis not in self.mesh for axis in option) for option in options):
-      fix = f"add the axis to the mesh (size 1 is fine), or do not split the dim: {offer}."
+def _candidates(
+  array: _Array, dim: int, parts: Sequence[str], rules: LogicalRules, steps: list[str]
+) -> Sequence[Candidate]:
+  """The candidates of a dim; of several names in one dim, all combinations."""
+  found: list[tuple[Candidate, ...]] = []
+  for name in parts:
+    if name in rules:
+      found.append(rules[name])
+    elif name in array.mesh:
+      found.append(((name,),))
+    elif rules.unknown == "replicate":
+      steps.append(f"{name!r} has no rule: replicated")
+      found.append(((),))
     else:
-      fix = f"give {name!r} another candidate, or do not split it: {offer}."
-    raise ShardingError(
-      f"cannot shard {self.path}: no candidate for dim {dim} ({name!r}) fits: {reasons}.",
-      details=f"shape {self.shape}, names {self.names}, rule {name!r} -> {shown}, mesh {self.mesh}",
-      fix=fix,
-    )
+      near = difflib.get_close_matches(name, [*rules, *array.mesh], 1)
+      axis = next(iter(array.mesh), "data")
+      raise ShardingError(
+        f"cannot shard {array.path}: dim {dim} is named {name!r}, which is neither a rule nor a mesh axis.",
+        details=f"rules {', '.join(rules) or 'none'}; mesh {array.mesh}",
+        fix=(f"did you mean {near[0]!r}? " if near else "")
+        + f"Add a rule, LogicalRules({show_rule(name, axis)}), or {show_rule(name, None)} not to split it.",
+      )
+  return [*dict.fromkeys(tuple(itertools.chain(*choice)) for choice in itertools.product(*found))]
+
+
+def _take(
+  array: _Array,
+  dim: int,
+  parts: Sequence[str],
+  rules: LogicalRules,
+  uneven: Uneven,
+  used: Mapping[str, str],
+  steps: list[str],
+) -> tuple[Candidate, int]:
+  """The axes of a dim with names, and its padding; adds the steps that led there."""
+  name, policy = "+".join(parts), rules.uneven.get(parts[0], uneven)
+  options = _candidates(array, dim, parts, rules, steps)
+  refused: list[tuple[str, str]] = []
+  undivided: list[Candidate] = []
+  for option in options:
+    kind, why = _refusal(array, dim, option, used)
+    if not kind:
+      if option != (name,):
+        tried = "".join(f"; not {n}: {w}" for n, w in refused)
+        steps.append(f"{name!r} -> {show_candidate(option)}{tried}")
+      return option, 0
+    if kind == "uneven" and policy == "replicate":
+      steps.append(f"{name!r} -> replicated: {why} (uneven='replicate')")
+      return (), 0
+    refused.append((show_candidate(option), why))
+    undivided += [option] if kind == "uneven" else []
+  if not undivided:
+    raise _no_candidate(array, dim, name, options, refused)
+  if policy == "next":
+    steps.append(f"{name!r} -> replicated: {refused[-1][1]}, and no candidate is left (uneven='next')")
+    return (), 0
+  if policy == "pad":
+    option, size = undivided[0], array.shape[dim]
+    extra = -size % array.ways(option)
+    steps.append(f"{name!r} -> {show_candidate(option)}: {size} is padded to {size + extra}")
+    return option, extra
+  raise _undivided(array, dim, name, undivided[0])
+
+
+def _refusal(array: _Array, dim: int, option: Candidate, used: Mapping[str, str]) -> tuple[str, str]:
+  """Why a dim cannot have a candidate: the kind of reason, and the reason; empty if it can."""
+  for axis in option:
+    if axis not in array.mesh:
+      near = difflib.get_close_matches(axis, list(array.mesh), 1)
+      hint = f" (did you mean {near[0]!r}?)" if near else ""
+      return "absent", f"axis {axis!r} is not in the mesh{hint}"
+  for axis in option:
+    if axis in used:
+      return "used", f"axis {axis!r} is already used by {used[axis]}"
+  if len(set(option)) != len(option):
+    return "used", f"{show_candidate(option)} names an axis twice"
+  if array.shape[dim] % array.ways(option):
+    return "uneven", f"{array.ways(option)} does not divide {array.shape[dim]}"
+  return "", ""
+
+
+def _undivided(array: _Array, dim: int, name: str, option: Candidate) -> ShardingError:
+  size, shards = array.shape[dim], array.ways(option)
+  # A path rule may name the mesh axis itself.
+  other = "None in its rule" if name in array.mesh else f"rules.replace({show_rule(name, None)})"
+  return ShardingError(
+    f"cannot shard {array.path}: dim {dim} ({name!r}) has length {size}, which {shards} shards cannot split"
+    " evenly.",
+    details=f"shape {array.shape}, names {array.names}, rule {name!r} -> {option}, mesh {array.mesh}",
+    fix=f'pad it (uneven="pad", to {size + -size % shards}), or replicate it with {other}.',
+  )
+
+
+def _no_candidate(
+  array: _Array, dim: int, name: str, options: Sequence[Candidate], refused: Sequence[tuple[str, str]]
+) -> ShardingError:
+  offer = show_rule(name, First([*map(entry_of, options), None]))
+  reasons = "; ".join(f"{option}: {why}" for option, why in refused)
+  if all(any(axis not in array.mesh for axis in option) for option in options):
+    fix = f"add the axis to the mesh (size 1 is fine), or do not split the dim: {offer}."
+  else:
+    fix = f"give {name!r} another candidate, or do not split it: {offer}."
+  return ShardingError(
+    f"cannot shard {array.path}: no candidate for dim {dim} ({name!r}) fits: {reasons}.",
+    details=f"shape {array.shape}, names {array.names}, rule {name!r} -> {show_candidates(options)},"
+    f" mesh {array.mesh}",
+    fix=fix,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
 from layout.models import LM, named
-from nnx_parallel.core.nodes import aliases, declared, iter_nodes, plain_path
+from nnx_parallel.core.nodes import aliases, iter_nodes, names_of, plain_path, variables
 from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.errors import ShardingError
+from nnx_parallel.layout.constrain import scope_of
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
 
@@ -119,11 +120,23 @@ def test_names_survive_creation_and_can_be_planned_again_on_another_mesh():
 
   model = nxp.create_sharded_model(init, mesh(), RULES)
   assert model.kernel.out_sharding == ("embed", "mlp")
-  assert declared(model.kernel, where="kernel") == (("embed", "mlp"), {})
+  assert names_of(model.kernel, where="kernel") == (("embed", "mlp"), (), {})
   again = nxp.plan(
     lambda: nnx.clone(model), nxp.make_mesh(tensor=8), nxp.LogicalRules(embed=None, mlp="tensor")
   )
   assert again["kernel"].spec == Spec(None, "tensor")
+
+
+def test_a_variables_own_rules_survive_creation_and_the_axes_that_they_gave_do_not():
+  def init():
+    metadata = {**named("embed", "mlp"), "sharding_rules": (("mlp", "fsdp"), ("embed", None))}
+    return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata=metadata)
+
+  model = nxp.create_sharded_model(init, mesh(), RULES)
+  assert model.kernel.sharding_rules == (("embed", None), ("mlp", "fsdp"))
+  assert scope_of(variables(model).values()) == nxp.plan(init, mesh(), RULES).activation_rules
+  other = nxp.plan(lambda: nnx.clone(model), nxp.make_mesh(fsdp=8), RULES.replace(embed="fsdp", mlp=None))
+  assert other["kernel"].spec == Spec(None, "fsdp")
 
 
 def test_an_annotation_written_after_creation_counts():

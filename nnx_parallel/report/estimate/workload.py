@@ -440,7 +440,7 @@ def _flat_loss(
   """The loss as a function of flat arrays."""
   graphdef, state = plan.abstract["model"].graphdef, plan.abstract["model"].state
   by_path: Any = dict(nnx.to_flat_state(state))
-  paths, structure, rows = _order(plan)[0], jax.tree.structure(batch), plan.of("model")
+  paths, structure = _order(plan)[0], jax.tree.structure(batch)
   # Variables of a live module have a mesh, and a model may lay out activations by it. All axes have size
   # one here, so that each dim divides; sizes are used when the workload is evaluated.
   mesh = abstract_mesh(dict.fromkeys(axis_sizes(plan.mesh), 1))
@@ -449,8 +449,7 @@ def _flat_loss(
     leaf = by_path[path]
     if not isinstance(leaf, nnx.Variable):
       return x
-    placed = any(rows[path].spec) or leaf.get_metadata().get("out_sharding")
-    return leaf.copy(x, mesh=mesh) if placed else leaf.copy(x)
+    return leaf.copy(x, mesh=mesh) if leaf.get_metadata().get("out_sharding") else leaf.copy(x)
 
   def flat(trained: list[jax.Array], rest: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
     values = zip(paths, (*trained, *rest), strict=True)
