@@ -40,7 +40,7 @@ class Scope:
     inputs: the rules for the inputs, if there are some.
     stated: whether rules say how the batch is split, and not only the names of the mesh axes.
     apart: names for which the plans of several models have different rules.
-    own: on a Variable whose author wrote `sharding_rules`, which creation replaces by the resolved axes: these.
+    own: the `sharding_rules` that the author of a Variable wrote, where creation put the resolved axes.
   """
 
   rules: LogicalRules

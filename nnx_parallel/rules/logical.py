@@ -235,10 +235,12 @@ def _candidates(name: str, value: Any) -> tuple[Candidate, ...]:
   if isinstance(value, list):
     # Elsewhere a list means all axes together, and in Flax the first that fits: neither is guessed.
     entries: tuple[Any, ...] = tuple(tuple(x) if isinstance(x, list) else x for x in value)  # pyright: ignore
+    all_axes = (
+      f"{show_rule(name, entries)} for all of them, " if all(isinstance(x, str) for x in entries) else ""
+    )
     raise ShardingError(
       f"rule for {name!r}: {value!r} is a list, which does not say whether all axes split the dim together.",
-      fix=f"{show_rule(name, entries)} for all of them, {show_rule(name, First(entries))} for the first that"
-      " fits.",
+      fix=f"{all_axes}{show_rule(name, First(entries))} for the first that fits.",
     )
   # A tuple of tuples is how `Mapping` access returns candidates, so that rules can be built from rules.
   is_many = isinstance(value, First) or (

@@ -160,9 +160,9 @@ def test_a_tuple_with_one_absent_axis_is_not_dropped_without_a_word():
     "  Fix: leave it out, batch=('data', 'fsdp'), or give the mesh this axis with size 1."
   )
   assert not check_axes(pairs, {**mesh, "context": 1})
-  (note,) = check_axes(LogicalRules(batch=[("data", "pod"), None]), mesh)
+  (note,) = check_axes(LogicalRules(batch=first(("data", "pod"), None)), mesh)
   assert note.startswith("the rule for 'batch' splits nothing: axis 'pod'")
-  assert not check_axes(LogicalRules(batch=[("data", "pod"), "data"]), mesh)
+  assert not check_axes(LogicalRules(batch=first(("data", "pod"), "data")), mesh)
 
 
 def test_a_rule_set_is_read_from_anything_sensible():
