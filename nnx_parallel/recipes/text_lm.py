@@ -186,7 +186,7 @@ def rules() -> nxp.LogicalRules:
     heads="tensor",
     # The embedding table is split by rows only: looked up by columns, the activations would be
     # regathered. In the head, fsdp is taken by `embed`, and the second candidate fits.
-    vocab=[("tensor", "fsdp"), "tensor"],
+    vocab=nxp.LogicalRules.first(("tensor", "fsdp"), "tensor"),
   )
 
 

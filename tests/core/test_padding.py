@@ -266,7 +266,7 @@ def test_an_explicit_mesh_gathers_what_it_cannot_split_and_agrees():
     plan = nxp.plan(
       lambda: nnx.Linear(8, 30, rngs=nnx.Rngs(0), kernel_metadata=named(None, "tensor")),
       mesh,
-      nxp.LogicalRules(batch=[None]),
+      nxp.LogicalRules(batch=None),
       optimizer=optax.adafactor(1e-2, min_dim_size_to_factor=4),
       uneven="pad",
     )
