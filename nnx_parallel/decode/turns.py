@@ -25,9 +25,9 @@ from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import DecodeError, TrainError
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed, program_of, treatment_of
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, program_of
 from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
-from nnx_parallel.layers.stacks import Key, Stacks, Treatment
+from nnx_parallel.layers.stacks import Key, Stacks
 from nnx_parallel.layers.stages import AroundLayers, Signature
 
 
@@ -50,7 +50,7 @@ class DecodePipeline(AroundLayers):
   """A traced call of one group of rows, whose layers are a circulating pipeline.
 
   Args:
-    program, how: as for `AroundLayers`.
+    program: as for `AroundLayers`.
     signature: as for `AroundLayers`; the inputs after the model's arrays differ in each call, and each group
       has its own states.
     axis: the mesh axis of the stages.
@@ -69,14 +69,13 @@ class DecodePipeline(AroundLayers):
     self,
     program: Stacks,
     signature: Signature,
-    how: Treatment,
     axis: str,
     mesh: AnyMesh | None,
     model: Sequence[jax.Array],
     states: Mapping[int, jax.Array],
     specs: Mapping[int, PartitionSpec],
   ):
-    super().__init__(program, signature, how)
+    super().__init__(program, signature)
     stages = size_along(mesh, axis)
     self.schedule = Schedule(stages, stages, self.stack.length)
     self.axis, self.mesh, self.states, self.specs = axis, mesh, states, specs
@@ -239,10 +238,10 @@ class Turns:
       assert self.options.pipeline is not None
       args = [*self.arrays], self.inputs(tokens), self.state
       program, signature, _ = program_of(self.call, args, self.options, self._ends, self.used)
-      how, axis = treatment_of(self.options), self.options.pipeline.axis
+      axis = self.options.pipeline.axis
       known = {n: spec for n, spec in zip(self._states, self.specs, strict=True) if spec is not None}
       given = jax.tree.leaves(self.arrays), self._states, known
-      stream = DecodePipeline(program, signature, how, axis, self.mesh, *given)
+      stream = DecodePipeline(program, signature, axis, self.mesh, *given)
       self.used.done = (str(stream),)
       changed = [self.labels[i] for i in stream.changed.values() if i < len(self.labels)]
       if changed:
