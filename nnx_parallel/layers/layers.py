@@ -34,7 +34,7 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.jaxprs import traced as retraced
 from nnx_parallel.core.layers import Layers, find_layers
-from nnx_parallel.core.nodes import Path, path_str
+from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Program, PyTree, TreeDef, Value
@@ -261,10 +261,9 @@ def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callabl
   return changed
 
 
-def _variables(objects: PyTree) -> list[tuple[Path, Any]]:
+def _variables(objects: PyTree) -> Any:
   """Path and Variable of each Variable."""
-  found: Any = nnx.to_flat_state(nnx.state(objects, nnx.Variable))
-  return [*found]
+  return nnx.to_flat_state(nnx.state(objects, nnx.Variable))
 
 
 def with_options(

@@ -287,6 +287,8 @@ class Stacks:
         details="\n".join([*dict.fromkeys(hidden), *self.reasons][:6]),
         fix=fix,
       )
+    if found.scanned:
+      _check_reached(self._remat, "offload")
     return found
 
   def stack(self, chain: Chain, *, scan: bool = True) -> Stack:
@@ -369,7 +371,6 @@ class Stacks:
   def _of_scans(self, numbers: Sequence[int]) -> Stack:
     """The layers of consecutive scans."""
     eqns = [self.eqns[n] for n in numbers]
-    _check_reached(self._remat, "offload")
     counts, length = scan_counts(eqns[0]), eqns[0].params["length"]
     inputs = [counts.split(eqn.invars) for eqn in eqns]
     keys = counts.split(range(len(eqns[0].invars)))
@@ -478,17 +479,18 @@ class Stacks:
   def _read_as(self, call: int, position: int) -> DTypeLike | None:
     """The narrower dtype to which a call casts an input before all else; None where it does not."""
     eqn = self.eqns[call]
-    while is_marked(eqn) or is_checkpoint(eqn):
-      program = opened(called(eqn))
-      var = program.invars[position]
-      uses = [(use, n) for use in program.eqns for n, read in enumerate(use.invars) if read is var]
-      if len(uses) != 1:
-        return None
-      ((eqn, position),) = uses
+    for is_outer in (is_marked, is_checkpoint):  # `layer_in_unit` traces these two anew
+      if is_outer(eqn):
+        program = opened(called(eqn))
+        var = program.invars[position]
+        reads = [(use, n) for use in program.eqns for n, x in enumerate(use.invars) if x is var]
+        if len(reads) != 1:
+          return None
+        ((eqn, position),) = reads
     if eqn.primitive.name != "convert_element_type":
       return None
     dtype = eqn.params["new_dtype"]
-    return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
+    return dtype if dtype.itemsize < eqn.invars[0].aval.dtype.itemsize else None
 
 
 def layer_in_unit(eqn: JaxprEqn, inputs: Sequence[Value], remat: Remat, *, in_scan: bool) -> Sequence[Value]:
@@ -536,8 +538,8 @@ def _check_reached(remat: Remat, *policies: str) -> None:
   """Refuses what a scan of the model does not do: it has one body for all its layers."""
   if remat.needs_layers and (max(remat.every, remat.group) > 1 or remat.policy in policies):
     raise TrainError(
-      f"remat={str(remat)!r} does not apply to layers in a scan of the model.",
-      details="the scan has one body for all its layers" + "; it is run as a pipeline" * bool(policies),
+      f"remat={str(remat)!r} does not apply to a scan of the model.",
+      details="it has one body for all its layers" + "; it is run as a pipeline" * bool(policies),
       fix='remat="full"; or Remat and "offload" with layers in an nnx.List.',
     )
 

@@ -321,8 +321,8 @@ def test_a_scan_of_the_model_has_one_body(remat):
   with pytest.raises(nxp.errors.TrainError) as error:
     trace(Stacked(), remat=remat)
   assert str(error.value) == (
-    f"remat={str(remat)!r} does not apply to layers in a scan of the model.\n"
-    "  the scan has one body for all its layers\n"
+    f"remat={str(remat)!r} does not apply to a scan of the model.\n"
+    "  it has one body for all its layers\n"
     '  Fix: remat="full"; or Remat and "offload" with layers in an nnx.List.'
   )
 
