@@ -276,7 +276,7 @@ def cost_of(record: Record, dtype: str, remat: Any) -> None:
   plan = nxp.plan(init, mesh, rules, optimizer=optax.adam(1e-3))
   model, optimizer = nxp.create_sharded_model(plan)
   batch = nxp.shard_batch(tokens, plan)
-  step = nxp.train_step(token_loss, remat=remat)
+  step = nxp.train_step(token_loss)
   subject = step._bind(model, optimizer).subject(token_loss, {None: nnx.Param}, batch)
   group = f"{dtype}, remat {remat or 'none'}"
   cases = {

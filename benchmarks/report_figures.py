@@ -19,7 +19,8 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
-from nnx_parallel.layers.layers import Remat, with_layers
+from nnx_parallel.layers.layers import with_layers
+from nnx_parallel.layers.remat import Remat
 from nnx_parallel.report.compile_report import CompileReport, compile_report
 from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.topology import missing_compiler, read_machine
@@ -62,7 +63,7 @@ def layout(topology: str, sizes: tuple[int, int, int]) -> nxp.Plan:
   config = config_for(topology)
 
   def init() -> llama.Llama:
-    return llama.Llama(config, nnx.Rngs(0))
+    return llama.Llama(config, nnx.Rngs(0), remat=False)  # the policy is the step's
 
   return nxp.plan(init, mesh, llama.RULES, optimizer=llama.optimizer())
 

@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import nnx_parallel as nxp
 from benchmarks import llama
 from benchmarks.harness import Record
-from nnx_parallel.layers.layers import Remat
+from nnx_parallel.layers.remat import Remat
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.estimate.roofline import StepTime, step_time
 from nnx_parallel.report.estimate.workload import Workload, trace_workload
@@ -129,7 +129,7 @@ def traced(config: llama.Config, mesh: tuple[int, int, int], remat: Remat) -> Wo
   sizes = dict(zip(AXES, mesh, strict=True))
 
   def init() -> llama.Llama:
-    return llama.Llama(config, llama.nnx.Rngs(0))
+    return llama.Llama(config, llama.nnx.Rngs(0), remat=False)  # the policy is the step's
 
   plan = nxp.plan(init, nxp.abstract_mesh(sizes), llama.RULES, optimizer=llama.optimizer())
   return trace_workload(plan, llama.loss, llama.batch_of(config), remat=remat)

@@ -32,7 +32,9 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import array_io
-from nnx_parallel.report.program import hlo, jaxprs
+from nnx_parallel.core import jaxprs
+from nnx_parallel.core.jaxprs import is_batched
+from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.compiler import run_compiler
 from nnx_parallel.report.program.hlo_devices import read_tiling
 from nnx_parallel.report.topology import missing_compiler, read_machine
@@ -104,8 +106,17 @@ def test_loops_and_conditionals_hold_their_programs_under_known_names():
 
 @pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="the operation is another one")
 def test_a_checkpoint_has_a_policy():
-  """`layers/layers.py` replaces it."""
+  """`layers/stacks.py` replaces it."""
   assert "policy" in equations(jax.checkpoint(jnp.sin), X)["remat2"].params
+
+
+def test_a_value_says_whether_vmap_hides_a_dim():
+  """`core/jaxprs.py`, for `layers/mark.py`: a slice by `jax.vmap` is no layer, a slice by a scan is one."""
+  seen = []
+  jax.vmap(lambda x: seen.append(is_batched(x)))(X)
+  jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, row: (c, seen.append(is_batched(row))), 0, x))(X)
+  jax.grad(lambda x: seen.append(is_batched(x)) or x)(1.0)
+  assert seen == [True, False, False]
 
 
 def test_a_convolution_says_how_it_is_grouped():

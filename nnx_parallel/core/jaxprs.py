@@ -246,6 +246,11 @@ def is_tracer(x: object) -> bool:
   return isinstance(x, Tracer)
 
 
+def is_batched(x: object) -> bool:
+  """Whether `jax.vmap` hides a dim of a value."""
+  return is_tracer(x) and hasattr(x, "batch_dim")
+
+
 def is_inexact(x: AnyArray) -> bool:
   """Whether an array may have a gradient."""
   return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -11,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from nnx_parallel.core.jaxprs import constants, gradient_of, has_rule, inner_equations, is_tracer, opened
+from nnx_parallel.core.jaxprs import (
+  constants,
+  gradient_of,
+  has_rule,
+  inner_equations,
+  is_tracer,
+  opened,
+  programs,
+)
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import JaxprEqn, Program, Var
 
@@ -25,6 +34,14 @@ _DERIVATIVES = (
 def identity(jaxpr: Program) -> Hashable:
   """The identity of a jaxpr, with constants by value, and gradients that have custom rules."""
   return Keys(value_of_constant, rules=True, shared=False).of(jaxpr)
+
+
+def differing(one: JaxprEqn, other: JaxprEqn) -> list[str]:
+  """The parameters in which two operations of one kind differ, unless they run programs."""
+  if programs(one):
+    return []
+  a, b = ({k: Keys(value_of_constant).of(v) for k, v in eqn.params.items()} for eqn in (one, other))
+  return [k for k in a if k not in _DERIVATIVES and a[k] != b.get(k)]
 
 
 def value_of_constant(x: jax.Array | np.ndarray) -> Hashable:
@@ -98,12 +115,7 @@ class Keys:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # the grid of a kernel holds programs
       fields = [field.name for field in dataclasses.fields(value) if field.name not in _DERIVATIVES]
       return type(value), tuple((name, self.of(getattr(value, name, None))) for name in fields)
-    try:
-      hash(value)
-    except TypeError:
-      # An unhashable value equals only itself: it is not grouped, but the result is still right.
-      return type(value), id(value)
-    return type(value), value
+    return _held(value)
 
   def _body(self, body: Program) -> Hashable:
     jaxpr = opened(body)
@@ -160,3 +172,28 @@ class Keys:
         numbers[value] = len(numbers)
       code.append((eqn.primitive, self._params(eqn), self.context(eqn.ctx), tuple(operands)))
     return tuple(code)
+
+
+def _held(value: Any, around: tuple[object, ...] = ()) -> Hashable:
+  """The key of a value that a program holds; a function is the same if it closes over the same objects.
+
+    jax.debug.callback(lambda x: print("mean", x), x)   # a new function in each layer, and the same key
+
+  An unhashable object equals only itself: two lists are equal until one of them changes.
+  """
+  if isinstance(value, types.FunctionType) and not any(value is f for f in around):
+    try:
+      kept = [cell.cell_contents for cell in value.__closure__ or ()]
+    except ValueError:  # a variable without a value yet
+      return value
+    if str(value.__module__).startswith("jax."):  # holds the user's function, and other arguments in a dict
+      kept = [tuple(x.items()) if isinstance(x, dict) else x for x in kept]
+    kept += [value.__defaults__, tuple((value.__kwdefaults__ or {}).items())]
+    return value.__code__, id(value.__globals__), *(_held(x, (*around, value)) for x in kept)
+  if isinstance(value, tuple):
+    return tuple(_held(x, around) for x in value)
+  try:
+    hash(value)
+  except TypeError:
+    return type(value), id(value)
+  return type(value), value

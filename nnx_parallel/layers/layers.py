@@ -1,42 +1,38 @@
-"""Changes which activations a loss saves for its backward pass, layer by layer, without an edit.
+"""Changes how the layers of a loss are computed, without an edit.
 
-Layers are found in the trace: each call of a module that `find_layers` finds, each scan body, and each part
-that is already under `jax.checkpoint`. A model without any of them is an error.
+A layer is a call of a module that `find_layers` finds, or of a slice of a module whose layers are stacked. It
+is marked, and recomputed at its mark (`layers/mark.py`). Consecutive equal layers become one scan, or a
+pipeline. A scan body without a module, and what the model has under `nnx.remat`, stay as written.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from nnx_parallel.core.interpret import flattened, interpret, is_literal
+from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
-  CALLS,
-  as_function,
   bind,
   called,
   constants,
   equations,
   gradient_of,
+  inner_equations,
   is_call,
   is_checkpoint,
-  is_inexact,
   is_tracer,
-  params_of,
+  opened,
   place_of,
   rules,
-  scan_counts,
   without_unused,
 )
+from nnx_parallel.core.jaxprs import traced as retraced
 from nnx_parallel.core.layers import Layers, find_layers
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.shards import join_batch, split_batch
@@ -45,39 +41,27 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Progra
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
-from nnx_parallel.layers.mark import (
-  Scalars,
-  calls_layers,
-  is_marked,
-  layer_of,
-  marked,
-  repeats_layers,
-  scalars_as,
-)
+from nnx_parallel.layers.mark import calls_layers, is_marked, layer_of, marked, repeats_layers
 from nnx_parallel.layers.pipeline import Order, Pipeline, Schedule
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
 from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
-from nnx_parallel.layers.stacks import Body, Chain, Stacks, Treatment, has_layer_rows, step_of_scan
+from nnx_parallel.layers.remat import Policy, Remat
+from nnx_parallel.layers.stacks import Chain, Stacks, as_called, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
-T = TypeVar("T")
-RematName = Literal["as written", "none", "dots", "full", "offload"]
-REMATS: tuple[RematName, ...] = get_args(RematName)
 MARK_LAYERS = (
-  'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or @nnx.remat on the __call__'
-  " of their class"
+  'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or nnx.remat in the model, on a'
+  " __call__ or on the body of a scan"
 )
 AUTO_LAYERS = 4
 """The fewest layers of a scan with `scan_layers="auto"`: stacked weights are a copy in each step."""
 _WHAT_IS_A_LAYER = (
   "a layer is one of several adjacent modules of one class and structure (in a list, or as"
-  " attributes that end in numbers), the body of a scan, or a part under nnx.remat"
+  " attributes that end in numbers), or a module of stacked arrays that a scan calls slice by slice; other"
+  " scans, and parts under nnx.remat, stay as written"
 )
 _SHOWN = 6
-_PRODUCTS = ("dot_general", "conv_general_dilated")
-_INPUT = "layer input"
-"""The name of the arrays that `"offload"` moves to host memory."""
 _ORDERS: dict[Order, type[TrainPipeline]] = {
   "gpipe": TrainPipeline,
   "1f1b": Pipeline1F1B,
@@ -85,61 +69,6 @@ _ORDERS: dict[Order, type[TrainPipeline]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Remat:
-  """Which activations the layers of a model save for the backward pass, and which layers.
-
-  Attributes:
-    policy: `"none"`, `"dots"`, `"full"` or `"offload"`, or a policy of `jax.checkpoint_policies`; see
-      `train_step`.
-    every: apply the policy only to every n-th of consecutive equal layers; the other layers save everything.
-    group: the number of consecutive layers that are recomputed as one unit, from the input of the first of
-      these layers.
-
-  Raises:
-    TrainError: the policy does not exist, or a number is less than 1.
-
-  Example:
-    >>> import nnx_parallel as nxp
-    >>> nxp.Remat("full", every=2)
-    Remat(policy='full', every=2, group=1)
-  """
-
-  policy: RematName | Callable[..., Any] = "full"
-  every: int = 1
-  group: int = 1
-
-  def __post_init__(self) -> None:
-    if not callable(self.policy) and self.policy not in REMATS:
-      raise TrainError(
-        f"remat={self.policy!r} is not a known policy.",
-        fix=f"one of {', '.join(map(repr, REMATS))}, or a policy itself: jax.checkpoint_policies.NAME.",
-      )
-    counts = self.every, self.group
-    if any(type(n) is not int or n < 1 for n in counts) or (self.every > 1 and self.group > 1):
-      raise TrainError(
-        f"Remat(every={self.every}, group={self.group}) selects no layers.",
-        fix='Remat("full", every=2), or Remat("full", group=2)',
-      )
-
-  @property
-  def changes(self) -> bool:
-    """Whether this policy changes the program of the loss."""
-    return self.policy != "as written"
-
-  @property
-  def needs_layers(self) -> bool:
-    """Whether it is an error if the loss has no layers."""
-    return self.policy not in ("as written", "none")
-
-  def __str__(self) -> str:
-    name = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "a policy")
-    some = f" in one of every {self.every} layers" if self.every > 1 else ""
-    return f"{name}{some}" + (f" in groups of {self.group}" if self.group > 1 else "")
-
-
-Policy = RematName | Callable[..., Any] | Remat | None
-"""A word, a policy of `jax.checkpoint_policies` for each layer, a `Remat`; or None: as written."""
 ScanLayers = Literal["auto"] | bool
 
 
@@ -204,10 +133,12 @@ class LayerOptions:
     """Whether something is done with layers."""
     return self.how.needs_layers or self.scan_layers is True or self.pipeline is not None
 
-  def marking(self, model: Model, used: LayersUsed | None = None) -> contextlib.AbstractContextManager[None]:
+  @contextlib.contextmanager
+  def marking(self, model: Model, used: LayersUsed | None = None) -> Generator[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
     if not self.marks and self.pattern is None:
-      return contextlib.nullcontext()
+      yield
+      return
     found = find_layers(model, self.pattern)
     if self.pattern is not None and not found:
       raise TrainError(
@@ -217,7 +148,15 @@ class LayerOptions:
       )
     if used is not None:
       used.found = found
-    return marked(model, found) if self.marks else contextlib.nullcontext()
+    if not self.marks:
+      yield
+      return
+    with marked(model, found, self.how, stacks=self.how.needs_layers and self.pattern is None) as marking:
+      yield
+    if used is not None:  # parts of a stacked layer are no layers
+      used.found = tuple(
+        layers for layers in found if not any(layers.paths[0][: len(path)] == path for path in marking.stacks)
+      )
 
 
 @dataclasses.dataclass
@@ -299,23 +238,32 @@ def with_marks(loss: LossFn, layers: str | None = None) -> Callable[..., PyTree]
 
 
 def _on_copies(loss: LossFn, marks: LayerOptions, does: LayerOptions) -> Callable[..., PyTree]:
-  """The same loss, called on a copy of the model whose state is written back."""
+  """The same loss, called on copies of its arguments; the Variables are written back."""
 
   @functools.wraps(loss)  # with its signature: a step reads how many arguments a loss takes
-  def changed(model: Model, *batch: PyTree) -> PyTree:
-    graphdef, state = nnx.split(model)
+  def changed(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    graphdef, state = nnx.split((args, kwargs))  # flags and numbers of Python are in the graphdef
 
-    def pure(state: PyTree, *batch: PyTree) -> PyTree:
-      module = nnx.merge(graphdef, state)
-      with marks.marking(module):
-        result = loss(module, *batch)
-      return result, nnx.state(module, nnx.Variable)
+    def pure(state: PyTree) -> PyTree:
+      inner, options = nnx.merge(graphdef, state)
+      before = {path: leaf.get_raw_value() for path, leaf in _variables((inner, options))}
+      with marks.marking(next(iter((*inner, *options.values())))):
+        result = loss(*inner, **options)
+      after = _variables((inner, options))
+      # The others may belong to a transform around this call, which would refuse that they are written.
+      changed = [(path, leaf) for path, leaf in after if leaf.get_raw_value() is not before.get(path)]
+      return result, nnx.from_flat_state(changed)
 
-    result, after = with_options(pure, does)(state, *batch)
-    nnx.update(model, after)
+    result, after = with_options(pure, does)(state)
+    nnx.update((args, kwargs), after)
     return result
 
   return changed
+
+
+def _variables(objects: PyTree) -> Any:
+  """Path and Variable of each Variable."""
+  return nnx.to_flat_state(nnx.state(objects, nnx.Variable))
 
 
 def with_options(
@@ -368,7 +316,7 @@ def with_stages(
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     program, signature, tree = program_of(objective, (model, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
-    piped = _ORDERS[pipeline.order](program, signature, treatment_of(options), pipeline, microbatches, mesh)
+    piped = _ORDERS[pipeline.order](program, signature, pipeline, microbatches, mesh)
     used.done, used.schedule = (str(piped), *used.done), piped.schedule
     found = piped(arrays, jax.tree.leaves(parts))
     for n in piped.kept:  # not as a result of the rule of 1F1B, so that it is seen to be unchanged
@@ -401,28 +349,25 @@ def program_of(
     traced, shape = _traced(function, args, options, used)
   tree = jax.tree.structure(shape)
   states, outputs = ends(jax.tree.unflatten(tree, range(tree.num_leaves)))
-  program = Stacks(without_unused(traced), group=max(options.how.every, options.how.group))
-  if not calls_layers(traced) and (why := _uncalled(used)):
-    program.reasons.append(why)
+  program = Stacks(without_unused(traced), remat=options.how)
+  if not calls_layers(traced) and used.found:
+    program.reasons.append(
+      f"{_uncalled(used)}, or inside lax.cond, lax.while_loop, jax.shard_map or a custom rule"
+    )
   used.reasons = tuple(program.reasons)
   return program, Signature(len(jax.tree.leaves(args[0])), states, outputs), tree
 
 
 def _uncalled(used: LayersUsed) -> str:
   """Why the trace of a loss has no layers, although the model has."""
-  if not used.found:
-    return ""
-  return (
-    f"{'; '.join(map(str, used.found))}: the loss does not call them as layer(...), or inside lax.cond,"
-    " lax.while_loop, jax.shard_map or a custom rule"
-  )
+  return f"{'; '.join(map(str, used.found))}: the loss does not call them as layer(...)" * bool(used.found)
 
 
 def _traced(
   function: Callable[..., PyTree], args: tuple[PyTree, ...], options: LayerOptions, note: LayersUsed
 ) -> tuple[ClosedJaxpr, PyTree]:
   """The trace of a loss, with its attention and head as the options say, and the shape of its results."""
-  traced, shape = _traced_once(function, args)
+  traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
   remat = options.how
   if remat.needs_layers and not has_layers(traced):
     raise TrainError(
@@ -444,68 +389,32 @@ def _traced(
   return traced, shape
 
 
-def _traced_once(function: Callable[..., PyTree], args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
-  """The trace of a loss and its results; a layer receives arrays where other layers of its class do."""
-  found, scalars = jax.make_jaxpr(function, return_shape=True), Scalars()
-  with scalars_as(scalars):
-    traced, shape = found(*args)
-  if not scalars.mixed:
-    return traced, shape
-  try:
-    with scalars_as(Scalars(traced=scalars.mixed)):
-      # A new function: JAX would return the cached trace of the same function.
-      again, _ = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
-  except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError):
-    return traced, shape  # Python reads the number
-  (types, numbers), (new_types, new_numbers) = _operations(traced), _operations(again)
-  known = {x for place in scalars.mixed for x in scalars.given[place]}
-  is_same = types == new_types and known.issuperset(numbers - new_numbers) and not new_numbers - numbers
-  return (again if is_same else traced), shape
-
-
-def _operations(jaxpr: Program) -> tuple[list[object], collections.Counter[float]]:
-  """The operations of a program and their types, except broadcasts of scalars; and its numbers."""
-  types: list[object] = []
-  numbers: collections.Counter[float] = collections.Counter()
-  for eqn in equations(jaxpr):
-    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", *CALLS):
-      types.append((eqn.primitive.name, [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]))
-    literals = [var.val for var in eqn.invars if is_literal(var)]
-    numbers.update(float(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating))
-  return types, numbers
-
-
 def _treated(
   traced: ClosedJaxpr, leaves: list[jax.Array], options: LayerOptions, used: LayersUsed
 ) -> list[jax.Array]:
-  """The results of a trace whose layers are treated by the options."""
-  remat, how = options.how, treatment_of(options)
-  size = max(remat.every, remat.group)
+  """The results of a trace whose layers are scanned by the options, and recomputed in units."""
+  remat = options.how
   auto = AUTO_LAYERS if options.scan_layers and remat.needs_layers else None
   scan_from = 2 if options.scan_layers is True else auto
-  loops = size > 1 or remat.policy == "offload"
-  # Names, in order: a program is traced again by `jax.checkpoint` and by scans.
-  lines: dict[str, None] = {}
+  lines: dict[str, None] = {}  # names, in order
   reasons: dict[str, None] = {}
   scans: list[Chain] = []
 
   def program(jaxpr: Program, inputs: Sequence[jax.Array], where: str = "") -> list[jax.Array]:
-    stacks = Stacks(jaxpr, scan_from, size, loops=loops)
-    lines.update((_line(stacks, chain, remat) + where, None) for chain in stacks.chains.values())
-    if remat.needs_layers:
-      lines.update((line + where, None) for line in _alone(stacks, remat))
+    stacks = Stacks(jaxpr, scan_from, remat)
+    lines.update((line + where, None) for line in _said(stacks, remat))
     reasons.update((reason, None) for reason in stacks.reasons)
     scans.extend(chain for chain in stacks.chains.values() if chain.scan)
-    return stacks(inputs, dataclasses.replace(how, run=run))
+    return stacks(inputs, rule)
 
-  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    params = params_of(eqn)
-    if is_checkpoint(eqn) and calls_layers(params["jaxpr"]):
-      inside: Any = lambda *xs: program(params["jaxpr"], xs, "; inside jax.checkpoint")  # noqa: E731
-      return jax.checkpoint(inside, policy=params["policy"], prevent_cse=params["prevent_cse"])(*inputs)
-    if eqn.primitive.name == "scan" and repeats_layers(eqn):
-      return _scanned(eqn, inputs, lambda *xs: program(params["jaxpr"], xs, "; inside a scan"))
-    return how.run(eqn, inputs)
+  def rule(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+    if where := _where(eqn):
+      body = called(eqn)
+      inner = retraced(lambda *xs: program(body, xs, where), body)
+      return bind(eqn, inputs, jaxpr=opened(inner) if opened(body) is body else inner)
+    if eqn.primitive.name == "scan" and calls_layers(called(eqn)):
+      return scan_of_layers(eqn, inputs, remat)
+    return as_called(eqn, inputs)
 
   found = program(traced, leaves)
   if options.scan_layers is True and not scans:
@@ -519,61 +428,52 @@ def _treated(
   return found
 
 
-def treatment_of(options: LayerOptions) -> Treatment:
-  """How `remat` treats layers."""
-  remat = options.how
-  policy = remat.policy if remat.changes else None
-  joint = remat.group > 1 or policy == "offload"  # a unit is recomputed as one
-  in_units = joint or remat.every > 1
-
-  def run(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    if in_units and has_layer_rows(eqn):
-      return _in_units(eqn, inputs, remat)
-    return _run(eqn, inputs, policy="full" if policy == "offload" else policy)
-
-  def in_unit(n: int, scan: bool, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-    if joint:
-      return _evaluate(called(eqn), inputs, policy)
-    return _run(eqn, inputs, policy=policy if n % remat.every == 0 else "none", in_scan=scan)
-
-  def around(body: Body, scan: bool) -> Body:
-    return _recomputed(body, policy, in_scan=scan) if joint else body
-
-  def in_scan(eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
-    if policy is None:
-      return as_function(eqn.params["jaxpr"])
-    if in_units:
-      raise TrainError(
-        f"remat={str(remat)!r} does not apply to a scan of the model that is run as a pipeline.",
-        details="each of its layers is treated alone",
-        fix='remat="full"; or Remat and "offload" with layers in an nnx.List.',
-      )
-    return _checkpointed(_layer(eqn.params["jaxpr"], policy), policy, in_scan=True)
-
-  return Treatment(run, in_unit, around, in_scan)
+def _where(eqn: JaxprEqn) -> str:
+  """Where an operation has layers that are treated like those of the loss itself; empty: it has none."""
+  if is_checkpoint(eqn) and calls_layers(called(eqn)):
+    return "; inside jax.checkpoint"
+  return "; inside a scan" * (eqn.primitive.name == "scan" and repeats_layers(eqn))
 
 
-def _line(stacks: Stacks, chain: Chain, remat: Remat) -> str:
-  """Describes how a chain of layers is computed."""
-  paths, units, size = stacks.paths(chain), len(chain.units), len(chain.units[0])
-  way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
-  each = f", {size} layers each" if size > 1 else ""
-  return f"{paths[0]} to {paths[-1]}: {way}{each}" + (f"; remat {remat}" if remat.changes else "")
-
-
-def _alone(stacks: Stacks, remat: Remat) -> Iterator[str]:
-  """Describes the policy for layers that are not in a chain, and for scans that the model has."""
+def _said(stacks: Stacks, remat: Remat) -> Iterator[str]:
+  """Describes how layers are computed, and what stays as written."""
+  for chain in stacks.chains.values():
+    paths, units, size = stacks.paths(chain), len(chain.units), len(chain.units[0])
+    way = f"one scan of {units}" if chain.scan else f"{units} one after the other"
+    each = f", {size} layers each" if size > 1 else ""
+    yield f"{paths[0]} to {paths[-1]}: {way}{each}" + (f"; remat {remat}" if remat.changes else "")
+  if not remat.changes:
+    return
   in_chains = {n for chain in stacks.chains.values() for n in chain.calls}
-  paths = [layer_of(eqn) for n, eqn in enumerate(stacks.eqns) if is_marked(eqn) and n not in in_chains]
-  text = "full, not offloaded" if remat.policy == "offload" else str(Remat(remat.policy))
-  if paths:
-    several = f"{paths[0]} to {paths[-1]}: remat {text} in each layer"
-    yield several if len(paths) > 1 else f"{paths[0]}: remat {text}"
-  for eqn in stacks.eqns:
-    if is_checkpoint(eqn) and not calls_layers(called(eqn)):
-      yield f"parts under jax.checkpoint: remat {text}"
-    elif eqn.primitive.name == "scan" and not repeats_layers(eqn):
-      yield f"the model's scan of {eqn.params['length']}: remat {remat if has_layer_rows(eqn) else text}"
+  alone: dict[str, list[str]] = {}
+  for n, eqn in enumerate(stacks.eqns):
+    kind, names = eqn.primitive.name, [layer_of(e) for e in (eqn, *inner_equations(eqn)) if is_marked(e)]
+    if _keeps_checkpoints(eqn, remat):
+      yield "parts under nnx.remat or jax.checkpoint: as written"
+    if n in in_chains or _where(eqn):
+      continue
+    if names:
+      where = f" of the model's scan of {eqn.params['length']}" if kind == "scan" else f" inside {kind}"
+      if any(is_checkpoint(e) and calls_layers(called(e)) for e in inner_equations(eqn)):
+        where += ", inside jax.checkpoint, which stays as written"
+      alone.setdefault("" if is_marked(eqn) else where, []).extend(names)
+    elif kind == "scan" and remat.needs_layers:
+      length = eqn.params["length"]
+      yield f"a scan of {length} without modules: as written; nnx.remat on its body recomputes it"
+  for where, names in alone.items():
+    paths = [*dict.fromkeys(names)]
+    each = " in each layer" if remat.every == 1 and (where or len(paths) > 1) else ""
+    offloads = remat.policy != "offload" or "scan" in where
+    policy = str(dataclasses.replace(remat, group=1)) if offloads else "full, not offloaded"
+    yield f"{paths[0]}{f' to {paths[-1]}' if len(paths) > 1 else ''}: remat {policy}{each}{where}"
+
+
+def _keeps_checkpoints(eqn: JaxprEqn, remat: Remat) -> bool:
+  """Whether an operation is a checkpoint of the model, or a layer with one and another policy around it."""
+  if not is_marked(eqn):
+    return is_checkpoint(eqn) and not calls_layers(called(eqn))
+  inside = [e for e in inner_equations(eqn) if is_checkpoint(e)]
+  return len(inside) > remat.needs_layers and remat.policy not in ("full", "offload")
 
 
 def _check_rules(traced: ClosedJaxpr) -> None:
@@ -590,128 +490,10 @@ def _check_rules(traced: ClosedJaxpr) -> None:
 
 
 def has_layers(jaxpr: Program) -> bool:
-  """Whether a traced loss has parts that a policy applies to."""
-  return any(
-    is_checkpoint(eqn) or eqn.primitive.name == "scan" or is_marked(eqn) for eqn in equations(jaxpr, is_call)
-  )
+  """Whether a traced loss calls layers, at any depth: their marks hold their policy."""
+  return any(map(is_marked, equations(jaxpr)))
 
 
 def _is_opened(eqn: JaxprEqn) -> bool:
   """Whether an operation is a call inside which layers are called: `jax.jit` of a part of a loss."""
   return is_call(eqn) and not is_marked(eqn) and calls_layers(called(eqn))
-
-
-def _is_layer(eqn: JaxprEqn) -> bool:
-  """Whether a marked call is a layer; a call whose products are all in inner layers is not."""
-  if not is_marked(eqn):
-    return False
-  body = called(eqn)
-  return not has_layers(body) or any(e.primitive.name in _PRODUCTS for e in equations(body, is_call))
-
-
-def _evaluate(
-  jaxpr: Program, args: Sequence[jax.Array], policy: Policy, in_layer: bool = True
-) -> list[jax.Array]:
-  return interpret(jaxpr, args, functools.partial(_run, policy=policy, in_layer=in_layer))
-
-
-def _layer(jaxpr: Program, policy: Policy) -> Callable[..., list[jax.Array]]:
-  return lambda *args: _evaluate(jaxpr, args, policy)
-
-
-def _run(
-  eqn: JaxprEqn, inputs: list[Value], *, policy: Policy, in_layer: bool = False, in_scan: bool = False
-) -> Sequence[Value]:
-  """The results of an operation, under a policy if it is a layer."""
-  if policy is None:  # as written
-    return as_function(called(eqn))(*inputs) if is_marked(eqn) else bind(eqn, inputs)
-  if is_call(eqn):
-    if in_layer or not _is_layer(eqn):
-      return _evaluate(called(eqn), inputs, policy, in_layer)
-    return _checkpointed(_layer(called(eqn), policy), policy, in_scan=in_scan)(*inputs)
-  if is_checkpoint(eqn):
-    body = _layer(called(eqn), policy)
-    # Within a layer, pieces that the user recomputes (blocks of attention) stay so under "full"; a policy of
-    # the layer cannot see into pieces.
-    return body(*inputs) if in_layer and policy != "full" else _checkpointed(body, policy)(*inputs)
-  if eqn.primitive.name == "scan":
-    body = _layer(eqn.params["jaxpr"], policy)
-    return _scanned(eqn, inputs, body if in_layer else _checkpointed(body, policy))
-  return bind(eqn, inputs)
-
-
-def _scanned(
-  eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
-) -> list[jax.Array]:
-  """The results of a scan with another body, a function of flat arrays."""
-  params, (step, carry, rows) = eqn.params, _step_of(eqn, inputs, body)
-  carry, made = jax.lax.scan(
-    step, carry, rows, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-  )
-  return [*carry, *made]
-
-
-def _step_of(
-  eqn: JaxprEqn, inputs: list[jax.Array], body: Callable[..., Sequence[jax.Array]]
-) -> tuple[Body, list[jax.Array], list[jax.Array]]:
-  """The step of a scan, its first carry, and its rows."""
-  fixed, first, rows = scan_counts(eqn).split(inputs)
-  return step_of_scan(eqn, fixed, body), first, rows
-
-
-def _in_units(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> list[jax.Array]:
-  """The results of a scan over layers in which several layers form one unit."""
-  policy, body = remat.policy, eqn.params["jaxpr"]
-  kept, carry, rows = _step_of(eqn, inputs, _layer(body, "none"))
-  within = kept if policy == "none" else _step_of(eqn, inputs, _layer(body, policy))[0]
-  length, reverse, size = eqn.params["length"], eqn.params["reverse"], max(remat.every, remat.group)
-
-  def unit(carry: Sequence[jax.Array], rows: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    if remat.every == 1:
-      return jax.lax.scan(within, list(carry), list(rows))
-    made: list[list[jax.Array]] = []
-    for n in range(len(rows[0])):
-      carry, made_here = (kept if n else alone)(carry, [x[n] for x in rows])
-      made.append(made_here)
-    return [*carry], [jnp.stack(xs) for xs in zip(*made, strict=True)]
-
-  if remat.every > 1:
-    alone = _checkpointed(within, "none" if policy == "offload" else policy, in_scan=True)
-    treated = unit if policy != "offload" else _recomputed(unit, policy, in_scan=True)
-  else:
-    treated = _recomputed(unit, policy, in_scan=True)
-  if reverse:
-    rows = [jnp.flip(x, 0) for x in rows]
-  whole = length - length % size
-  units = [x[:whole].reshape(whole // size, size, *x.shape[1:]) for x in rows]
-  carry, made = jax.lax.scan(treated, carry, units, length=whole // size)
-  made = [x.reshape(whole, *x.shape[2:]) for x in made]
-  if whole < length:
-    carry, more = treated(carry, [x[whole:] for x in rows])
-    made = [jnp.concatenate(xs) for xs in zip(made, more, strict=True)]
-  return [*carry, *([jnp.flip(x, 0) for x in made] if reverse else made)]
-
-
-def _checkpointed(body: Callable[..., T], policy: Policy, *, in_scan: bool = False) -> Callable[..., T]:
-  if policy == "none":
-    return body
-  named = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-  saved: Any = named[policy] if isinstance(policy, str) else policy
-  return jax.checkpoint(body, policy=saved, prevent_cse=not in_scan)
-
-
-def _recomputed(body: Body, policy: Policy, *, in_scan: bool) -> Body:
-  """A unit of layers under a policy; with `"offload"`, its carry is in host memory."""
-  if policy != "offload":
-    return _checkpointed(body, policy, in_scan=in_scan)
-
-  def named(carry: Sequence[jax.Array], row: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    return body([checkpoint_name(x, _INPUT) if is_inexact(x) else x for x in carry], row)
-
-  offloads = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[_INPUT],
-    offload_src="device",
-    offload_dst="pinned_host",
-  )
-  return _checkpointed(named, offloads, in_scan=in_scan)

@@ -2,18 +2,25 @@
 
 A trace has no modules. Within `marked`, the call of a layer becomes one `jit` operation, named after its
 path. Its inputs are the layer's Variables and arrays; its outputs are the results and the Variables that the
-call changes. The modules must be copies that belong to the trace, as `nnx.merge` makes them: their class is
-replaced by a subclass whose `__call__` does this. Copies that `nnx.vmap` makes of them keep the subclass. The
-user's class and live modules stay untouched.
+call changes. Inside it, `jax.checkpoint` applies the policy of `remat=`:
+
+  x = block(x)   ->   x = jit[name=layer:Block:blocks.0](checkpoint(body))(Variables of block, x)
+
+The modules must be copies that belong to the trace, as `nnx.merge` makes them. A static attribute of a copy
+is its mark, so that each transform of flax (`nnx.scan`, `nnx.vmap`, `nnx.split`, `nnx.merge`) keeps it. The
+class stays the user's, since a model may dispatch on it. While a loss is traced, the `__call__` of the class
+is one that looks for the mark; for a module without a mark, and in other threads, it is the original.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +32,7 @@ from nnx_parallel.core.jaxprs import (
   CALLS,
   among,
   called,
+  is_batched,
   is_checkpoint,
   is_inexact,
   is_tracer,
@@ -32,61 +40,51 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
 )
 from nnx_parallel.core.layers import Layers, modules_of
-from nnx_parallel.core.nodes import is_key, path_str
-from nnx_parallel.core.types import DType, Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
-from nnx_parallel.errors import TrainError
+from nnx_parallel.core.nodes import Path, is_key, path_str
+from nnx_parallel.core.types import Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
+from nnx_parallel.layers.remat import Remat, checkpointed
 
 MARK = "layer:"
 """Starts the name of each marked call."""
-_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("whether calls are marked", default=False)
+_ATTRIBUTE = "_nxp_layer"
+"""The static attribute that holds the mark of a copy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+  """The mark of a module; the marks of equal layers are equal, so that their structures stay equal.
+
+  Attributes:
+    remat: what its calls save. JAX keeps traces of functions by the structure of what they get.
+    group: the layers that it belongs to.
+    ranks: None: each call is a layer's. Otherwise, only a call with arrays of fewer dims is, of one slice of
+      a module whose layers are stacked.
+    path: of the module.
+  """
+
+  remat: Remat
+  group: str
+  ranks: tuple[int, ...] | None
+  path: Path = dataclasses.field(compare=False)
 
 
 @dataclasses.dataclass
-class Scalars:
-  """Numbers of Python among the arguments of layers: `aux = 0.0`, to which each layer adds an array.
-
-  Without it, the first layer would be traced with a constant, and its program would differ from later layers.
+class Marking:
+  """What is marked in one trace.
 
   Attributes:
-    given: the arguments that were Python numbers -> the numbers.
-    arrays: the arguments that were scalar arrays -> their dtype; None where the dtype differs between calls.
-    traced: the arguments that become arrays of this dtype.
+    calls: the calls so far, by group.
+    stacks: the paths of modules that were called slice by slice.
   """
 
-  given: dict[Hashable, list[float]] = dataclasses.field(default_factory=dict[Hashable, list[float]])
-  arrays: dict[Hashable, DType | None] = dataclasses.field(default_factory=dict[Hashable, DType | None])
-  traced: Mapping[Hashable, DType | None] = dataclasses.field(default_factory=dict[Hashable, DType | None])
-
-  @property
-  def mixed(self) -> dict[Hashable, DType | None]:
-    """The arguments that are numbers in some calls and arrays in others -> the dtype of the arrays."""
-    return {place: dtype for place in self.given if (dtype := self.arrays.get(place)) is not None}
-
-  def array(self, place: Hashable, x: Value) -> jax.Array | None:
-    """A scalar as the array that the layer receives; None: the scalar stays as it is."""
-    if is_tracer(x):
-      self.arrays[place] = x.dtype if self.arrays.get(place, x.dtype) == x.dtype else None
-      return x
-    dtype = self.traced.get(place)
-    kind = jnp.inexact if isinstance(x, float) else jnp.number
-    own = getattr(x, "dtype", None)
-    if dtype is not None and (jnp.issubdtype(dtype, kind) if own is None else own == dtype):
-      return jnp.asarray(x, dtype)
-    self.given.setdefault(place, []).append(float(x))
-    return None
+  calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+  stacks: set[Path] = dataclasses.field(default_factory=set[Path])
 
 
-_SCALARS: contextvars.ContextVar[Scalars | None] = contextvars.ContextVar("scalars", default=None)
-
-
-@contextlib.contextmanager
-def scalars_as(scalars: Scalars) -> Generator[None]:
-  """Notes in its body the numbers that layers get, and makes arrays of some of them."""
-  token = _SCALARS.set(scalars)
-  try:
-    yield
-  finally:
-    _SCALARS.reset(token)
+_MARKING: contextvars.ContextVar[Marking | None] = contextvars.ContextVar("marking", default=None)
+_LOCK = threading.Lock()
+_DISPATCHED: dict[type, tuple[object, int]] = {}
+"""Class -> the `__call__` that it has by itself, and the number of traces that look for marks."""
 
 
 class _NewStructure(Exception):
@@ -94,24 +92,34 @@ class _NewStructure(Exception):
 
 
 @contextlib.contextmanager
-def marked(model: Model, found: Iterable[Layers]) -> Generator[None]:
-  """Marks the calls of layers of modules that belong to a trace, while its body is traced."""
+def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool = True) -> Generator[Marking]:
+  """Marks the calls of layers of modules that belong to a trace, while its body is traced.
+
+  Args:
+    model: the modules.
+    found: their layers.
+    remat: what each call saves.
+    stacks: whether other modules are layers where a slice of them is called.
+  """
   modules = dict(modules_of(model))
-  layers = {path: modules[path] for group in found for path in group.paths}
-  kinds = {
-    path: _marking(type(layer), path_str(path), not jax.tree_util.all_leaves([layer]))
-    for path, layer in layers.items()
-  }
-  for path, layer in layers.items():
-    # No attribute of the module, so that its structure stays the same.
-    object.__setattr__(layer, "__class__", kinds[path])
-  token = _MARKS.set(True)
+  marks = {path: _Mark(remat, layers.pattern, None, path) for layers in found for path in layers.paths}
+  if stacks:
+    for path in modules:
+      if not any(path[:n] in marks for n in range(len(path) + 1)):
+        ranks = _ranks(modules[path])
+        if max(ranks, default=0) > 2:  # a slice has a matrix
+          marks[path] = _Mark(remat, path_str(path), ranks, path)
+  marking = Marking()
+  for path, mark in marks.items():
+    vars(modules[path])[_ATTRIBUTE] = mark
+  token = _MARKING.set(marking)
   try:
-    yield
+    with _dispatched({type(modules[path]) for path in marks}):
+      yield marking
   finally:
-    _MARKS.reset(token)
-    for layer in layers.values():
-      object.__setattr__(layer, "__class__", type(layer).__mro__[1])
+    _MARKING.reset(token)
+    for path in marks:
+      vars(modules[path]).pop(_ATTRIBUTE, None)
 
 
 def layer_of(eqn: JaxprEqn) -> str:
@@ -159,68 +167,106 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
       yield from _reads_of_layers(inner, own)
 
 
-@functools.cache
-def _marking(kind: type, name: str, pytree: bool) -> type:
-  """The subclass of a layer's class whose calls are marked with its name."""
-
-  def __call__(self: object, *args: object, **kwargs: object) -> object:
-    if not _MARKS.get():
-      return kind.__call__(self, *args, **kwargs)
-    return _closed_call(name, kind, self, args, kwargs)
-
-  body = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-  options: dict[str, Any] = {} if pytree else {"pytree": False}
+@contextlib.contextmanager
+def _dispatched(kinds: Iterable[type]) -> Generator[None]:
+  """While its body is traced, calls of these classes look for marks; other threads may do the same."""
+  # Where a class inherits its `__call__`, the class that has it: a model may ask which of them does.
+  owners = {owner for kind in kinds for owner in kind.__mro__ if "__call__" in vars(owner)}
+  with _LOCK:
+    for owner in owners:
+      own, count = _DISPATCHED.get(owner, (vars(owner)["__call__"], 0))
+      _DISPATCHED[owner] = own, count + 1
+      if not count:
+        type.__setattr__(owner, "__call__", _dispatcher(own))
   try:
-    return type(kind)(kind.__name__, (kind,), body, **options)
-  except TypeError as error:
-    raise TrainError(
-      f"the calls of {kind.__qualname__} cannot be marked as a layer's: it refuses a subclass.",
-      details=str(error),
-      fix="@nnx.remat on its __call__, and no scan_layers=; or an __init_subclass__ whose arguments have"
-      " defaults.",
-    ) from error
+    yield
+  finally:
+    with _LOCK:
+      for owner in owners:
+        own, count = _DISPATCHED.pop(owner)
+        if count > 1:
+          _DISPATCHED[owner] = own, count - 1
+        else:
+          type.__setattr__(owner, "__call__", own)
+
+
+def _dispatcher(own: Any) -> Callable[..., object]:
+  """A `__call__` that marks the calls of modules with a mark, and otherwise is the class's own."""
+
+  @functools.wraps(own)
+  def __call__(self: object, *args: object, **kwargs: object) -> object:
+    def run(layer: object, *args: object, **kwargs: object) -> object:
+      return (own.__get__(layer, type(layer)) if hasattr(own, "__get__") else own)(*args, **kwargs)
+
+    marking, mark = _MARKING.get(), getattr(self, "__dict__", {}).get(_ATTRIBUTE)
+    if marking is None or mark is None or (mark.ranks is not None and not _is_slice(self, mark.ranks)):
+      return run(self, *args, **kwargs)
+    return _closed_call(run, mark, marking, self, args, kwargs)
+
+  return __call__
+
+
+def _ranks(module: object) -> tuple[int, ...]:
+  return tuple(jnp.ndim(x) for x in jax.tree.leaves(nnx.state(module)))
+
+
+def _is_slice(module: object, ranks: tuple[int, ...]) -> bool:
+  """Whether a module has arrays of fewer dims than the model has, and not because `jax.vmap` hides a dim."""
+  leaves = jax.tree.leaves(nnx.state(module))
+  if len(leaves) != len(ranks) or any(map(is_batched, leaves)):
+    return False
+  return any(jnp.ndim(x) < rank for x, rank in zip(leaves, ranks, strict=True))
 
 
 def _closed_call(
-  name: str, kind: type, layer: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+  run: Callable[..., object],
+  mark: _Mark,
+  marking: Marking,
+  layer: object,
+  args: tuple[object, ...],
+  kwargs: Mapping[str, object],
 ) -> PyTree:
+  number = marking.calls[mark.group]
+  marking.calls[mark.group] += 1
+  if mark.ranks is not None:
+    marking.stacks.add(mark.path)
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-  # NumPy arrays stay as they are: Python may compute with them.
+  # NumPy arrays and known numbers stay as they are: Python may compute with them.
   nodes = {n: x for n, x in enumerate(leaves) if _is_node(x)}
-  scalars = _SCALARS.get() or Scalars()
-  arrays: dict[int, jax.Array] = {}
-  for n, x in enumerate(leaves):
-    if type(x) in (int, float) or _is_number(x):
-      # A scalar that is not a tracer stays as it is too.
-      array = scalars.array((kind, tree, n), x)
-      arrays |= {} if array is None else {n: array}
-    elif isinstance(x, jax.Array):
-      arrays[n] = x
+  arrays = {n: x for n, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_known_number(x)}
   result: list[PyTree] = []
 
   def call(modules: tuple[Any, dict[int, Value]], given: dict[int, Value]) -> dict[int, Value]:
     given = {**given, **modules[1]}
     inner_args, inner_kwargs = jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])
-    token = _MARKS.set(False)  # no layers inside a layer
+    token = _MARKING.set(None)  # no layers inside a layer
     try:
-      returned = kind.__call__(modules[0], *inner_args, **inner_kwargs)
+      returned = run(modules[0], *inner_args, **inner_kwargs)
     finally:
-      _MARKS.reset(token)
+      _MARKING.reset(token)
     out, structure = jax.tree.flatten(returned, is_leaf=_is_node)
     result[:] = structure, out
     return {n: x for n, x in enumerate(out) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
 
-  call.__name__ = f"{MARK}{kind.__name__}:{name}"
+  call.__name__ = f"{MARK}{type(layer).__name__}:{path_str(mark.path)}"
+  policy = functools.partial(checkpointed, remat=mark.remat, call=number)
   try:
-    found = _with_changes(call, (layer, nodes), arrays)
+    found = _with_changes(call, (layer, nodes), arrays, policy)
   except _NewStructure:
-    found = nnx.jit(call)((layer, nodes), arrays)
+    recomputed = policy(call, checkpoint=nnx.remat)
+    recomputed.__name__ = call.__name__
+    found = nnx.jit(recomputed)((layer, nodes), arrays)
   structure, out = result
   return jax.tree.unflatten(structure, [found.get(n, x) for n, x in enumerate(out)])
 
 
-def _with_changes(call: Callable[..., dict[int, Value]], modules: PyTree, arrays: PyTree) -> dict[int, Value]:
-  """`nnx.jit(call)(modules, arrays)`, but writes only the Variables that the call changes.
+def _with_changes(
+  call: Callable[..., dict[int, Value]],
+  modules: PyTree,
+  arrays: PyTree,
+  checkpoint: Callable[..., Callable[..., Any]],
+) -> dict[int, Value]:
+  """`nnx.jit(checkpoint(call))(modules, arrays)`, but writes only the Variables that the call changes.
 
   `nnx.jit` writes all Variables. Inside `jax.vmap` and other transforms, a model from outside must not be
   written.
@@ -242,8 +288,9 @@ def _with_changes(call: Callable[..., dict[int, Value]], modules: PyTree, arrays
     changed[:] = [n for n, (x, y) in enumerate(zip(leaves, after, strict=True)) if x is not y]
     return found, [after[n] for n in changed]
 
-  pure.__name__ = call.__name__
-  found, values = jax.jit(pure)(leaves, arrays)
+  recomputed = checkpoint(pure)
+  recomputed.__name__ = call.__name__
+  found, values = jax.jit(recomputed)(leaves, arrays)
   if changed:
     new = dict(zip(changed, values, strict=True))
     flat = nnx.to_flat_state(jax.tree.unflatten(structure, [new.get(n, x) for n, x in enumerate(leaves)]))
@@ -251,10 +298,8 @@ def _with_changes(call: Callable[..., dict[int, Value]], modules: PyTree, arrays
   return found
 
 
-def _is_number(x: object) -> bool:
-  if not isinstance(x, (jax.Array, np.generic)) or x.ndim:
-    return False
-  return not is_key(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+def _is_known_number(x: jax.Array) -> bool:
+  return not (is_tracer(x) or x.ndim or is_key(x.dtype))
 
 
 def _is_node(x: object) -> bool:

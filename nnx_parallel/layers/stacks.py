@@ -6,8 +6,9 @@ A run of marked calls is a chain if each input of a call is one of
 - *same*: one value in all units (a mask, shared weights);
 - a row: a different value in each unit, which does not depend on the chain (weights, statistics).
 
-A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. A chain
-becomes one scan, whose program does not grow with depth, or the stages of a pipeline. Rows are stacked.
+A unit is one call, or a few calls where kinds alternate: (local, local, global) has a period of 3. Units pass
+activations on; two towers side by side do not. A chain becomes one scan, whose program does not grow with
+depth, or the stages of a pipeline. Rows are stacked.
 Consecutive scans of one body are also one stack of layers, for a pipeline.
 Weights that a layer only reads after a cast are cast first. Operations between the calls that do not depend
 on the chain are evaluated before the chain.
@@ -27,9 +28,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.interpret import (
+  DEFAULT,
   Rule,
   Values,
   flattened,
+  interpret,
   is_literal,
   read,
   run_operations,
@@ -38,6 +41,8 @@ from nnx_parallel.core.interpret import (
 )
 from nnx_parallel.core.jaxprs import (
   among,
+  as_function,
+  bind,
   called,
   dependents,
   equations,
@@ -47,13 +52,15 @@ from nnx_parallel.core.jaxprs import (
   is_inexact,
   nbytes,
   opened,
+  params_of,
   place_of,
   scan_counts,
 )
-from nnx_parallel.core.keys import identity
+from nnx_parallel.core.keys import differing, identity
 from nnx_parallel.core.types import JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, kind_of_layer, layer_of, repeats_layers
+from nnx_parallel.layers.remat import AS_WRITTEN, Body, Remat, checkpointed_unit, is_joint
 
 MAX_PERIOD = 4
 Place = tuple[int, int]
@@ -62,26 +69,6 @@ Key = Any
 """Identifies an input or a result of a layer: its position, or its place in a chain."""
 EachLayer: TypeAlias = list[Var]
 """Variables that layers read or make: one for each layer, or one for each scan, with the layers on dim 0."""
-Body: TypeAlias = Callable[
-  [Sequence[jax.Array], Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]
-]
-"""`(carried, rows) -> (carried, results)`, of one layer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Treatment:
-  """How layers are computed.
-
-  Attributes:
-    run: evaluates operations outside of chains.
-    in_unit: evaluates the calls of a unit, given the number of the call and whether units are scanned.
-    in_scan: the program of one layer of a scan, a function of flat arrays.
-  """
-
-  run: Rule
-  in_unit: Callable[[int, bool, JaxprEqn, list[Value]], Sequence[Value]]
-  around: Callable[[Body, bool], Body]
-  in_scan: Callable[[JaxprEqn], Callable[..., Sequence[Value]]]
 
 
 @dataclasses.dataclass
@@ -208,8 +195,8 @@ class Stacks:
   Args:
     jaxpr: the trace of a loss.
     scan_from: the smallest number of layers of a scan; None: no chain becomes a scan.
-    group: the number of calls of a unit is a multiple of it.
-    loops: whether chains that are not scans are also evaluated unit by unit, not call by call.
+    remat: what layers save. Chains that are not scans are then also evaluated unit by unit, not call by call,
+      where a unit is recomputed as one.
 
   Attributes:
     chains: by the position of their first operation.
@@ -217,7 +204,7 @@ class Stacks:
     unjoined: why a scan is not one stack with the scan before it.
   """
 
-  def __init__(self, jaxpr: Program, scan_from: int | None = 2, group: int = 1, *, loops: bool = False):
+  def __init__(self, jaxpr: Program, scan_from: int | None = 2, remat: Remat = AS_WRITTEN):
     self.jaxpr = without_copies(jaxpr)
     self.body = opened(self.jaxpr)
     self.eqns: list[JaxprEqn] = list(self.body.eqns)
@@ -225,6 +212,8 @@ class Stacks:
     bodies = {id(called(self.eqns[n])): called(self.eqns[n]) for n in marks}
     identities = {key: identity(body) for key, body in bodies.items()}
     self._programs = {n: identities[id(called(self.eqns[n]))] for n in marks}
+    self._remat = remat
+    group, loops = max(remat.every, remat.group), is_joint(remat)
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
     self.unjoined: list[str] = []
@@ -233,7 +222,7 @@ class Stacks:
     while marks:
       chains = [self._chain(marks, period) for period in periods if period <= len(marks)]
       chains = [chain for chain in chains if chain.units]
-      again = [chain for chain in chains if len(chain.units) > 1]
+      again = [chain for chain in chains if self._is_passed_on(chain)]
       found = max(again, key=lambda chain: (len(chain.calls), -self._stacked(chain)), default=None)
       if found is not None and scan_from is not None:
         found.scan = len(found.calls) >= scan_from
@@ -253,13 +242,13 @@ class Stacks:
         self.reasons += filter(None, [self._why(marks[used - 1], marks[used])])
       marks = marks[used:]
 
-  def __call__(self, inputs: Sequence[jax.Array], how: Treatment) -> list[jax.Array]:
-    """The results of the program for its arrays."""
+  def __call__(self, inputs: Sequence[jax.Array], rule: Rule) -> list[jax.Array]:
+    """The results of the program for its arrays; the rule is for operations outside of chains."""
     values = values_of(self.jaxpr, inputs)
     done: set[int] = set()
 
     def evaluate(numbers: Collection[int]) -> None:
-      run_operations([self.eqns[n] for n in numbers if n not in done], values, how.run)
+      run_operations([self.eqns[n] for n in numbers if n not in done], values, rule)
       done.update(numbers)
 
     for n in range(len(self.eqns)):
@@ -268,7 +257,7 @@ class Stacks:
         calls = {*chain.calls}
         between = range(n, max(calls))
         evaluate([m for m in between if m not in calls and not chain.dependents & {*self.eqns[m].outvars}])
-        found = self.stack(chain, how, scan=chain.scan).run(values, scan=chain.scan)
+        found = self.stack(chain, scan=chain.scan).run(values, scan=chain.scan)
         done |= calls
         values.update(self._joint(found, values, done) if chain.scan else found)
       evaluate([n])
@@ -276,14 +265,14 @@ class Stacks:
     values.update(zip(self.body.invars, inputs, strict=True))
     return [read(var, values) for var in self.body.outvars]
 
-  def largest(self, how: Treatment) -> Stack:
+  def largest(self) -> Stack:
     """The equal layers, marked calls or scans, that hold the most bytes.
 
     Raises:
       TrainError: there are no equal layers.
     """
-    stacks = [self.stack(chain, how) for chain in self.chains.values() if len(chain.units) > 1]
-    stacks += [self._of_scans(numbers, how) for numbers in self._consecutive_scans()]
+    stacks = [self.stack(chain) for chain in self.chains.values() if len(chain.units) > 1]
+    stacks += [self._of_scans(numbers) for numbers in self._consecutive_scans()]
     found = max(stacks, key=lambda stack: stack.nbytes, default=None)
     if found is None:
       inside = [eqn for eqn in self.eqns if is_or_has_layers(eqn) and not is_marked(eqn)]
@@ -298,9 +287,11 @@ class Stacks:
         details="\n".join([*dict.fromkeys(hidden), *self.reasons][:6]),
         fix=fix,
       )
+    if found.scanned:
+      _check_reached(self._remat, "offload")
     return found
 
-  def stack(self, chain: Chain, how: Treatment, *, scan: bool = True) -> Stack:
+  def stack(self, chain: Chain, *, scan: bool = True) -> Stack:
     """The layers of a chain, and their connections with each other and with the rest of the program."""
     inputs, results = ([places(unit) for unit in chain.units] for places in (self._inputs, self._results))
     slots, linked = [*chain.carried], {*chain.inner, *chain.carried, *chain.same}
@@ -319,10 +310,11 @@ class Stacks:
         for c, n in enumerate(chain.units[0]):
           places = [(c, j) for j in range(len(self.eqns[n].invars))]
           values = [found[chain.inner[place]] if place in chain.inner else given[place] for place in places]
-          found.update({(c, p): x for p, x in enumerate(how.in_unit(c, scan, self.eqns[n], values))})
+          results = layer_in_unit(self.eqns[n], values, self._remat, in_scan=scan)
+          found.update({(c, p): x for p, x in enumerate(results)})
         return [found[chain.carried[slot]] for slot in slots], [found[place] for place in made]
 
-      return how.around(body, scan)
+      return checkpointed_unit(body, self._remat, in_scan=scan)
 
     return Stack(
       numbers=numbers,
@@ -376,14 +368,14 @@ class Stacks:
       return "the result of that scan is read elsewhere too"
     return ""
 
-  def _of_scans(self, numbers: Sequence[int], how: Treatment) -> Stack:
+  def _of_scans(self, numbers: Sequence[int]) -> Stack:
     """The layers of consecutive scans."""
     eqns = [self.eqns[n] for n in numbers]
     counts, length = scan_counts(eqns[0]), eqns[0].params["length"]
     inputs = [counts.split(eqn.invars) for eqn in eqns]
     keys = counts.split(range(len(eqns[0].invars)))
     made = zip(*[eqn.outvars[counts.carried :] for eqn in eqns], strict=True)
-    run = how.in_scan(eqns[0])
+    run = as_function(eqns[0].params["jaxpr"])
     return Stack(
       numbers=frozenset(numbers),
       length=length * len(eqns),
@@ -397,6 +389,11 @@ class Stacks:
       used=self.used(numbers),
       scanned=length,
     )
+
+  def _is_passed_on(self, chain: Chain) -> bool:
+    """Whether units pass activations on; two towers side by side may share only the count of random keys."""
+    first = self._inputs(chain.units[0]) if chain.units else {}
+    return any(is_inexact(first[place].aval) for place in chain.carried)
 
   def _stacked(self, chain: Chain) -> int:
     """The bytes of a chain's rows; two alternating shared layers have no rows in units of two."""
@@ -414,10 +411,14 @@ class Stacks:
     names = f"{layer_of(first)} and {layer_of(second)}"
     if kind_of_layer(first) != kind_of_layer(second):
       return ""  # nobody takes them for equal
-    if self._programs[before] != self._programs[after]:
-      return f"{names} differ{_difference(called(first), called(second))}"
+    # It is empty where `Remat(every=2)` has a checkpoint in one of them only.
+    how = self._programs[before] != self._programs[after] and _difference(called(first), called(second))
+    if how:
+      return f"{names} differ{how}"
     between = self.eqns[before + 1 : after]
     later = dependents(between, first.outvars)
+    if not any(among(var, later) for var in second.invars):
+      return f"{layer_of(second)} reads no result of {layer_of(first)}"
     for eqn in reversed(between):
       if later & {*eqn.outvars} and any(among(var, eqn.outvars) for var in second.invars):
         return f"{eqn.primitive.name} between {names} changes an input of the second"
@@ -477,13 +478,70 @@ class Stacks:
 
   def _read_as(self, call: int, position: int) -> DTypeLike | None:
     """The narrower dtype to which a call casts an input before all else; None where it does not."""
-    program = opened(called(self.eqns[call]))
-    var = program.invars[position]
-    uses = [eqn for eqn in program.eqns for read in eqn.invars if read is var]
-    if len(uses) != 1 or uses[0].primitive.name != "convert_element_type":
+    eqn = self.eqns[call]
+    for is_outer in (is_marked, is_checkpoint):  # `layer_in_unit` traces these two anew
+      if is_outer(eqn):
+        program = opened(called(eqn))
+        var = program.invars[position]
+        reads = [(use, n) for use in program.eqns for n, x in enumerate(use.invars) if x is var]
+        if len(reads) != 1:
+          return None
+        ((eqn, position),) = reads
+    if eqn.primitive.name != "convert_element_type":
       return None
-    dtype = uses[0].params["new_dtype"]
-    return dtype if dtype.itemsize < var.aval.dtype.itemsize else None
+    dtype = eqn.params["new_dtype"]
+    return dtype if dtype.itemsize < eqn.invars[0].aval.dtype.itemsize else None
+
+
+def layer_in_unit(eqn: JaxprEqn, inputs: Sequence[Value], remat: Remat, *, in_scan: bool) -> Sequence[Value]:
+  """The results of a marked call in a unit: without its own checkpoint if the unit is recomputed as one."""
+
+  def rule(inner: JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    if not is_checkpoint(inner) or not (in_scan or is_joint(remat)):
+      return DEFAULT
+    body: Any = lambda *xs: interpret(called(inner), xs)  # noqa: E731
+    # Traced anew: the inputs may be narrower, see `_read_as`.
+    again = jax.checkpoint(body, policy=params_of(inner)["policy"], prevent_cse=False)
+    return (body if is_joint(remat) else again)(*values)
+
+  return interpret(called(eqn), inputs, rule)
+
+
+def as_called(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+  """A rule that calls layers without their marks: a loss may be part of a loss with other options."""
+  return interpret(called(eqn), inputs) if is_marked(eqn) else DEFAULT
+
+
+def scan_of_layers(eqn: JaxprEqn, inputs: list[jax.Array], remat: Remat) -> Sequence[jax.Array]:
+  """The results of a scan of the model over layers, whose marks have their policy; or its carry offloaded."""
+  _check_reached(remat)
+  if remat.policy != "offload":
+    return bind(eqn, inputs)
+  fixed, carry, rows = scan_counts(eqn).split(inputs)
+
+  def layers(inner: JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    return layer_in_unit(inner, values, remat, in_scan=True) if is_marked(inner) else DEFAULT
+
+  step = step_of_scan(eqn, fixed, lambda *xs: interpret(eqn.params["jaxpr"], xs, layers))
+  carry, made = jax.lax.scan(
+    checkpointed_unit(step, remat, in_scan=True),
+    carry,
+    rows,
+    length=eqn.params["length"],
+    reverse=eqn.params["reverse"],
+    unroll=eqn.params["unroll"],
+  )
+  return [*carry, *made]
+
+
+def _check_reached(remat: Remat, *policies: str) -> None:
+  """Refuses what a scan of the model does not do: it has one body for all its layers."""
+  if remat.needs_layers and (max(remat.every, remat.group) > 1 or remat.policy in policies):
+    raise TrainError(
+      f"remat={str(remat)!r} does not apply to a scan of the model.",
+      details="it has one body for all its layers" + "; it is run as a pipeline" * bool(policies),
+      fix='remat="full"; or Remat and "offload" with layers in an nnx.List.',
+    )
 
 
 def has_layer_rows(eqn: JaxprEqn) -> bool:
@@ -543,11 +601,18 @@ def _difference(first: Program, second: Program) -> str:
       f"{', '.join((some - other).elements()) or 'none'} ({some.total()} arrays)"
       for some, other in (given, given[::-1])
     ]
-    return f" in the arrays that they get: {texts[0]} / {texts[1]}"
-  for pair in itertools.zip_longest(equations(one), equations(two)):
+    numbers = all(text.endswith("[]") for text in ((given[0] - given[1]) + (given[1] - given[0])).elements())
+    hint = "; a number that becomes an array starts from jnp.zeros(()) in the loss" if numbers else ""
+    return f" in the arrays that they get: {texts[0]} / {texts[1]}{hint}"
+  bodies = [flattened(program, is_checkpoint) for program in (first, second)]
+  for pair in itertools.zip_longest(*map(equations, bodies)):
     texts = [_told(eqn) for eqn in pair]
     if texts[0] != texts[1]:
       return f": {texts[0]} / {texts[1]}"
+    if None not in pair and (names := differing(*pair)):
+      return f": {texts[0]} with another {' and '.join(names)}"
+  if identity(bodies[0]) == identity(bodies[1]):
+    return ""
   return " in a constant, or in a rule of jax.custom_jvp or jax.custom_vjp"
 
 

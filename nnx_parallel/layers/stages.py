@@ -29,7 +29,7 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
 from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along, staged
-from nnx_parallel.layers.stacks import Key, Stacks, Treatment, variables
+from nnx_parallel.layers.stacks import Key, Stacks, as_called, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,6 @@ class AroundLayers:
   Args:
     program: the trace, with its stacks of layers.
     signature: the roles of its inputs and results.
-    how: how layers are computed.
 
   Attributes:
     stack: the layers.
@@ -67,8 +66,8 @@ class AroundLayers:
     TrainError: there are no equal layers.
   """
 
-  def __init__(self, program: Stacks, signature: Signature, how: Treatment):
-    self.program, self.signature, self.how, self.stack = program, signature, how, program.largest(how)
+  def __init__(self, program: Stacks, signature: Signature):
+    self.program, self.signature, self.stack = program, signature, program.largest()
     self.eqns, self.inputs, self.outputs = program.eqns, [*program.body.invars], [*program.body.outvars]
     states = signature.states
     self.changed = {o: i for o, i in states.items() if self.outputs[o] is not self.inputs[i]}
@@ -123,7 +122,7 @@ class AroundLayers:
 
   def evaluate(self, numbers: Iterable[int], values: Values) -> None:
     """Evaluates some operations, and adds their results to the values."""
-    run_operations([self.eqns[n] for n in numbers], values, self.how.run)
+    run_operations([self.eqns[n] for n in numbers], values, as_called)
 
   def layer(self, known: Mapping[Key, jax.Array], kept: Collection[Key] = ()) -> Layer:
     """One layer, for `PipelineLoop`; its carry includes the arrays that travel with the microbatch.
@@ -181,12 +180,11 @@ class TrainPipeline(AroundLayers):
     self,
     program: Stacks,
     signature: Signature,
-    how: Treatment,
     options: Pipeline,
     microbatches: int,
     mesh: AnyMesh | None,
   ):
-    super().__init__(program, signature, how)
+    super().__init__(program, signature)
     self.options, self.mesh = options, mesh
     stages = size_along(mesh, options.axis)
     if options.order != "gpipe" and stages == 1:

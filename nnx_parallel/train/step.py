@@ -21,8 +21,9 @@ from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.attention import Attention
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed, Policy, ScanLayers
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, ScanLayers
 from nnx_parallel.layers.pipeline import Pipeline
+from nnx_parallel.layers.remat import Policy
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
@@ -337,18 +338,20 @@ def train_step(
     microbatches: the number of parts into which the compiled step splits the batch; it accumulates their
       gradients.
     remat: the activations that each layer saves for the backward pass. `"none"` saves everything. `"full"`
-      recomputes each layer from its input (the parts of a layer under `jax.checkpoint` one after another).
-      `"dots"` saves the results of matrix products with weights. `"offload"` is `"full"`, with the inputs of
-      consecutive equal layers in host memory. `"as written"` or None changes nothing. A policy of
-      `jax.checkpoint_policies` applies within each layer. `Remat("full", every=2)` recomputes every second
-      layer, and `Remat("full", group=2)` recomputes two layers at a time.
+      recomputes each layer from its input. `"dots"` saves the results of matrix products with weights.
+      `"offload"` is `"full"`, with the inputs of consecutive equal layers in host memory. `"as written"` or
+      None changes nothing. A policy of `jax.checkpoint_policies` applies to each layer.
+      `Remat("full", every=2)` recomputes every second layer, and `Remat("full", group=2)` recomputes two
+      layers at a time; neither applies to a scan of the model. Scan bodies that call no module, and parts
+      under `nnx.remat`, stay as written.
     scan_layers: whether to run consecutive equal layers as one scan, so that the size and the compile time of
       the program do not grow with the depth. True scans wherever it finds two equal layers. `"auto"` scans
       only where 4 or more layers are recomputed. Elsewhere, a scan costs more than it saves: it copies the
       weights of its layers into one stack in each step, and without remat it also stacks all saved
       activations.
     layers: dotted paths of the layers, with `*` for any part, such as `"decoder.blocks.*"`. None finds
-      adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers.
+      adjacent modules of the same class and structure, in a list or as attributes whose names end in numbers,
+      and modules whose layers are stacked, where the model calls one slice at a time.
     attention: how every attention of the model is computed. `"blockwise"` computes it in blocks of 512
       queries and keys (a number sets another block length), so that the full scores never exist. `"fused"`
       uses the fused kernel of the chip, if JAX has a suitable kernel (on TPUs and, in bfloat16 or float16, on

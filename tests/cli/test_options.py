@@ -10,7 +10,7 @@ from nnx_parallel import cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.command import make_parser
 from nnx_parallel.errors import MeshError, ReportError
-from nnx_parallel.layers import attention, layers
+from nnx_parallel.layers import attention, remat
 from nnx_parallel.loop.loader import Recipe
 
 
@@ -144,7 +144,7 @@ def test_a_page_that_cannot_be_written(tmp_path):
 
 
 def test_the_remat_policies_are_those_of_a_step():
-  assert options.REMATS == layers.REMATS
+  assert options.REMATS == remat.REMATS
   assert options.ATTENTIONS == attention.WORDS
 
 

@@ -1,7 +1,6 @@
 """The calls of layers in a trace, on one device: equal in value, gradient and state."""
 
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,104 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import nnx_parallel as nxp
+from layers.nets import Layer, Net, X, each, found, host_arrays, in_turn, loss, names, same, trace
 from nnx_parallel.core.jaxprs import equations
-from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 
-X = jnp.linspace(-1, 1, 24).reshape(2, 3, 4)
 SCALES = np.linspace(0.5, 2, 12).astype(np.float32).reshape(1, 3, 4)
-
-
-class Layer(nnx.Module):
-  """A product, a mask, a flag, a factor, and a count of its calls."""
-
-  def __init__(self, rngs, index=0):
-    self.linear = nnx.Linear(4, 4, rngs=rngs)
-    self.calls = nnx.BatchStat(jnp.zeros(()))
-    self.index = index
-
-  def __call__(self, x, mask=None, *, flag=False, factor=1.0):
-    self.calls[...] += x.mean()
-    x = x + factor * jnp.tanh(checkpoint_name(self.linear(x), "product"))
-    x = x if mask is None else jnp.where(mask, x, 0.0)
-    return -x if flag else x
-
-
-class Net(nnx.Module):
-  """Layers, called by a function of the list and the input."""
-
-  def __init__(self, depth, run, kind=Layer):
-    rngs = nnx.Rngs(0)
-    self.layers = nnx.List([kind(rngs, n) for n in range(depth)])
-    self.run = run
-
-  def __call__(self, x):
-    return self.run(self.layers, x)
-
-
-def in_turn(layers, x):
-  for layer in layers:
-    x = layer(x)
-  return x
-
-
-def loss(model, x):
-  return (model(x) ** 2).sum()
-
-
-def found(net, loss, x=X):
-  """Value, gradients and state after the call."""
-  graphdef, params, rest = nnx.split(net, nnx.Param, ...)
-
-  @jax.jit
-  def run(params, rest, x):
-    def value(params):
-      model = nnx.merge(graphdef, params, rest, copy=True)
-      return loss(model, x), nnx.state(model, nnx.Not(nnx.Param))
-
-    return jax.value_and_grad(value, has_aux=True)(params)
-
-  return run(params, rest, x)
-
-
-def trace(net, x=X, of=loss, **options):
-  """The trace of the gradient with some options, and what was done."""
-  graphdef, *state = nnx.split(net, nnx.Param, ...)
-  chosen, used = LayerOptions(**options), LayersUsed()
-
-  def value(params, rest, x):
-    model = nnx.merge(graphdef, params, rest, copy=True)
-    with chosen.marking(model, used):
-      return of(model, x)
-
-  return jax.make_jaxpr(jax.grad(with_options(value, chosen, used)))(*state, x), used
-
-
-def names(jaxpr):
-  return [eqn.primitive.name for eqn in equations(jaxpr)]
-
-
-def same(net, of=loss, *, rtol=5e-6, atol=1e-6, **options):
-  """Compares a changed loss with the plain one; gives back what was done."""
-  got, plain = found(net, nxp.with_layers(of, **options)), found(net, of)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, plain)
-  return str(trace(net, of=of, **options)[1])
-
-
 MASK = jnp.array([True, False, True])[:, None]
-
-
-def each(call):
-  """Calls each layer with its number."""
-
-  def run(layers, x):
-    for n, layer in enumerate(layers):
-      x = call(layer, x, n)
-    return x
-
-  return run
 
 
 def densely(layers, x):
@@ -145,10 +53,6 @@ RUNS = {
   "flags": (flags, "layers.0 to layers.3: one scan of 2, 2 layers each"),
   "a mask for each": (mask_for_each, "one scan of 5"),
   "each result used": (two_results, "one scan of 5"),
-  "side by side": (
-    lambda layers, x: sum(layer(x) for layer in layers),
-    "layers.0 to layers.4: one scan of 5",
-  ),
 }
 
 
@@ -159,7 +63,11 @@ def test_calls_of_layers_keep_their_meaning(name):
   assert scanned in same(Net(5, run), scan_layers=True, remat="full")
 
 
-@pytest.mark.parametrize("run", [factors, changed_between, densely, mapped])
+def side_by_side(layers, x):
+  return sum(layer(x) for layer in layers)
+
+
+@pytest.mark.parametrize("run", [factors, changed_between, densely, mapped, side_by_side])
 def test_what_is_not_a_chain_is_left_as_written(run):
   same(Net(4, run), remat="dots")
 
@@ -180,6 +88,7 @@ def test_any_depth(depth, remat):
     ),
     (changed_between, "mul between layers.0 and layers.1 changes an input of the second"),
     (lambda layers, x: in_turn(layers[:3], x), "layers.0 to layers.2: 3 layers, and a scan has 4 or more"),
+    (side_by_side, "layers.1 reads no result of layers.0"),
   ],
 )
 def test_a_step_says_why_layers_are_not_scanned(run, why):
@@ -260,12 +169,24 @@ def test_a_layer_that_makes_variables_in_its_call():
   np.testing.assert_allclose(got, loss(net, X), rtol=1e-5)
 
 
-def test_layers_where_none_is_looked_for():
-  def of(model, x):
-    return jax.lax.cond(x.sum() > 0, lambda x: loss(model, x), lambda x: x.sum(), x)
+def in_branch(model, x):
+  return jax.lax.cond(x.sum() > 0, lambda x: loss(model, x), lambda x: x.sum(), x)
 
-  why = r"the loss does not call them as layer\(\.\.\.\), or inside lax\.cond"
-  with pytest.raises(nxp.errors.TrainError, match=why):
+
+def test_layers_in_a_branch_are_recomputed_but_not_scanned():
+  net = Net(4, in_turn, Raw)
+  assert same(net, in_branch, remat="full").endswith(
+    "layers.0 to layers.3: remat full in each layer inside cond"
+  )
+  with pytest.raises(nxp.errors.TrainError, match="scan_layers=True finds no consecutive equal layers"):
+    trace(net, of=in_branch, scan_layers=True)
+
+
+def test_layers_that_are_not_called_are_named():
+  def of(model, x):
+    return (model.layers[0].linear(x) ** 2).sum()
+
+  with pytest.raises(nxp.errors.TrainError, match=r"the loss does not call them as layer\(\.\.\.\)"):
     trace(Net(4, in_turn, Raw), of=of, remat="full")
 
 
@@ -320,16 +241,15 @@ def with_aux(first):
   return run
 
 
-@pytest.mark.parametrize("first", [0.0, 0, np.float32(0), jnp.float32(0)], ids=lambda x: type(x).__name__)
-def test_a_number_that_becomes_an_array(first):
-  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, with_aux(first), Balanced), scan_layers=True)
-
-
-class Reading(Balanced):
-  """Python reads the number."""
-
-  def __call__(self, x, aux):
-    return super().__call__(x, aux if isinstance(aux, jax.Array) and aux.ndim == 0 else float(aux) * 1.5)
+def test_a_number_that_becomes_an_array():
+  array = lambda layers, x: with_aux(jnp.zeros(()))(layers, x)
+  assert "layers.0 to layers.4: one scan of 5" in same(Net(5, array, Balanced), scan_layers=True)
+  done = same(Net(5, with_aux(0.0), Balanced), scan_layers=True)
+  assert "layers.1 to layers.4: one scan of 4" in done
+  assert (
+    "not scanned: layers.0 and layers.1 differ in the arrays that they get: none (4 arrays) / float32[] (5"
+    " arrays); a number that becomes an array starts from jnp.zeros(()) in the loss"
+  ) in done
 
 
 class Counting(Layer):
@@ -340,7 +260,6 @@ class Counting(Layer):
 
 
 def test_a_number_that_python_reads():
-  same(Net(4, with_aux(0.5), Reading), remat="full")
   n = jnp.asarray(3)
   assert "one scan of 4" in same(
     Net(4, lambda layers, x: functools.reduce(lambda x, f: f(x, n), layers, x), Counting), scan_layers=True
@@ -393,51 +312,6 @@ def test_a_rule_that_closes_over_arrays_is_refused():
     trace(net, remat="full")
 
 
-class Failing(Layer):
-  """Raises."""
-
-  def __call__(self, x):
-    raise ValueError("no layer")
-
-
-def test_an_exception_leaves_the_class_as_it_was():
-  net = Net(2, in_turn, Failing)
-  before = vars(Failing).copy()
-  with pytest.raises(ValueError, match="no layer"):
-    nxp.with_layers(loss, remat="full")(net, X)
-  assert vars(Failing) == before
-  assert all(type(layer) is Failing for layer in net.layers)
-  Net(2, in_turn)(X)
-
-
-def test_threads_mark_their_own_models():
-  results, nets = {}, {kind: Net(4, in_turn, kind) for kind in (Layer, Scaled)}
-  inside = threading.Barrier(2, timeout=60)
-
-  def slow(model, x):
-    inside.wait()
-    value = loss(model, x)
-    inside.wait()
-    return value
-
-  def run(kind):
-    results[kind] = trace(nets[kind], of=slow, remat="full")[0]
-
-  threads = [threading.Thread(target=run, args=(kind,)) for kind in nets]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  for kind, net in nets.items():
-    assert str(results[kind]) == str(trace(net, remat="full")[0])
-
-
-def host_arrays(jaxpr):
-  """How many arrays are moved to the host's memory."""
-  moves = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "device_put"]
-  return sum("<host>" in str(eqn.outvars[0].aval) for eqn in moves)
-
-
 NAMED = jax.checkpoint_policies.save_only_these_names("product")
 NAMED_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
   names_which_can_be_saved=[],
@@ -467,79 +341,10 @@ def test_what_each_policy_recomputes_and_moves(options, products, on_host):
   assert host_arrays(jaxpr) == on_host
 
 
-class Scanning(nnx.Module):
-  """Has a scan over its layers, which also gives a row for each."""
-
-  def __init__(self, depth, reverse=False):
-    self.depth, self.reverse = depth, reverse
-    key = jax.random.key(0)
-    self.kernels = nnx.Param(jax.random.normal(key, (depth, 4, 4)) / 2)
-
-  def __call__(self, x):
-    def layer(x, kernel):
-      x = x + jnp.tanh(x @ kernel)
-      return x, x.mean((1, 2))
-
-    x, means = jax.lax.scan(layer, x, self.kernels[...], reverse=self.reverse)
-    return x * (1 + (means * jnp.arange(1.0, self.depth + 1)[:, None]).mean() / self.depth)
-
-
-@pytest.mark.cases(4)
-@pytest.mark.parametrize(
-  ("depth", "options", "loops", "reverse"),
-  [
-    (8, {"remat": "full"}, [8], True),
-    (8, {"remat": nxp.Remat("full", every=2)}, [4], False),
-    (8, {"remat": nxp.Remat("full", group=4)}, [2, 4], False),
-    (7, {"remat": nxp.Remat("dots", group=3)}, [2, 3, 1], True),
-    (7, {"remat": nxp.Remat("full", every=3)}, [2], True),
-    (8, {"remat": "offload"}, [8, 1], False),
-    (8, {"remat": nxp.Remat("offload", group=2)}, [4, 2], True),
-  ],
-  ids=str,
-)
-def test_what_a_policy_does_with_a_scan_of_the_model(depth, options, loops, reverse):
-  net = Scanning(depth, reverse)
-  done = same(net, rtol=2e-4, atol=1e-3, **options)
-  assert done.strip() == f"the model's scan of {depth}: remat {options['remat']}"
-  jaxpr, _ = trace(net, **options)
-  forward = [eqn.params["length"] for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
-  assert {*forward} == {*loops}
-  assert (host_arrays(jaxpr) > 0) == ("offload" in done)
-
-
-def test_a_group_of_a_scan_keeps_one_input():
-  graph, state = nnx.split(Scanning(64))
-  x = jnp.ones((64, 32, 4))
-
-  def bytes_of(remat):
-    def value(state):
-      return nxp.with_layers(loss, remat=remat)(nnx.merge(graph, state), x)
-
-    return jax.jit(jax.grad(value)).lower(state).compile().memory_analysis().temp_size_in_bytes
-
-  assert bytes_of("full") - bytes_of(nxp.Remat("full", group=8)) > 16 * x.nbytes
-
-
 def test_a_remat_that_selects_nothing_is_refused():
   for wrong in ({"every": 0}, {"every": 2, "group": 2}):
     with pytest.raises(nxp.errors.TrainError, match="selects no layers"):
       nxp.Remat(**wrong)
-
-
-class Registered(nnx.Module):
-  """A base whose subclasses must be named."""
-
-  def __init_subclass__(cls, named, **options):
-    super().__init_subclass__(**options)
-
-
-class Named(Registered, named="block"):
-  def __init__(self, rngs):
-    self.linear = nnx.Linear(4, 4, rngs=rngs)
-
-  def __call__(self, x):
-    return self.linear(x)
 
 
 class NumPy(nnx.Linear):
@@ -551,13 +356,6 @@ def of_list(kind, *args):
   rngs = nnx.Rngs(0)
   model = nnx.Dict(layers=nnx.List([kind(rngs) for _ in range(3)]))
   return model, lambda model, x: (each(lambda layer, x, _: layer(x, *args))(model.layers, x) ** 2).sum()
-
-
-def test_a_class_that_refuses_a_subclass_is_named():
-  model, run = of_list(Named)
-  with pytest.raises(nxp.errors.TrainError, match="the calls of Named cannot be marked as a layer"):
-    nxp.with_layers(run, remat="full")(model, jnp.ones((2, 4)))
-  assert type(model.layers[0]) is Named
 
 
 def test_numpy_arguments_of_layers_stay_numpy():

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.layers.layers import with_layers
 from nnx_parallel.report.compile_report import compile_report
 from nnx_parallel.report.estimate.memory import memory_plan
 from nnx_parallel.report.estimate.propagate import is_fused
@@ -87,24 +86,3 @@ def test_logits_count_once_and_their_mask_not_at_all(axes):
   assert logits <= planned.categories["kept activations"] < 1.01 * logits
   compiled = compile_report(nxp.train_step(loss), plan(**axes), batch=batch, topology="cpu:8")
   assert compiled.need_bytes == pytest.approx(planned.need_bytes, rel=0.35)
-
-
-@pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="counts the operations of today")
-def test_full_remat_keeps_the_pieces_that_a_layer_recomputes_one_by_one():
-  def body(x, _):
-    def piece(part):
-      return jnp.sin(jnp.sin(part @ jnp.ones((WIDTH, WIDTH))))
-
-    return jax.lax.map(jax.checkpoint(piece), x.reshape(8, -1, WIDTH)).reshape(x.shape), None
-
-  def of(model, x):
-    return jax.lax.scan(body, x, None, length=2)[0].sum()
-
-  def nested(policy):
-    def run(x):
-      return with_layers(of, remat=policy)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), x)
-
-    text = str(jax.make_jaxpr(run)(jnp.ones((64, WIDTH))))
-    return text.count("checkpoint[") + text.count("remat2[") + text.count("remat[")
-
-  assert (nested("none"), nested("dots"), nested("full")) == (0, 1, 2)

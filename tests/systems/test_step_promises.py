@@ -23,7 +23,7 @@ class Net(nnx.Module):
 
 
 class Layer(Net):
-  """The same, as a layer that a remat policy finds."""
+  """The same, recomputed as it is written."""
 
   @nnx.remat
   def __call__(self, x):

@@ -201,7 +201,7 @@ def test_steps_own_way_is_checked():
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
   "options",
-  [{"microbatches": 4}, {"microbatches": 2, "remat": "full"}, {"microbatches": 2, "gradients": "scattered"}],
+  [{"microbatches": 4}, {"microbatches": 2, "gradients": "scattered"}],
   ids=str,
 )
 def test_step_with_options_is_checked(options: dict[str, Any]):

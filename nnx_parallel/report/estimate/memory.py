@@ -10,8 +10,8 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.text import Shown, format_bytes, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import ReportError
-from nnx_parallel.layers.layers import Policy
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layers.remat import Policy
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.chips import chip as chip_named

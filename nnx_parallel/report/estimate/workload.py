@@ -39,13 +39,13 @@ from nnx_parallel.errors import ReportError
 from nnx_parallel.layers.layers import (
   LayerOptions,
   LayersUsed,
-  Policy,
   has_layers,
   with_layers,
   with_marks,
   with_stages,
 )
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layers.remat import Policy
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.layout.optimizer_layout import bytes_of_matrix, matrix_axes
 from nnx_parallel.layout.plan import Plan

@@ -22,8 +22,9 @@ from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
 from nnx_parallel.core.text import Shown, Table, format_bytes, hang, not_counted, page_width, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
-from nnx_parallel.layers.layers import MARK_LAYERS, Remat, RematName
+from nnx_parallel.layers.layers import MARK_LAYERS
 from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layers.remat import Remat, RematName
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
 from nnx_parallel.report.compile_report import CompileReport, compile_report
