@@ -171,8 +171,8 @@ def own_step_note(leaves: Iterable[LeafPlan], batch: Sequence[str], sizes: Mappi
   if not both or not others:
     return []
   return [
-    f"{OWN_STEP} ({few(both)} shards parameters and examples, beside {few(others)}); train_step and eval_step"
-    " avoid it, and nxp.check_gradients(model, batch, loss) checks your step"
+    f"{OWN_STEP} ({few(both)} shards parameters and examples, beside {few(others)}), but not in train_step;"
+    " differentiate nxp.parallel.gather_on_read(loss, model) there"
   ]
 
 

@@ -56,7 +56,7 @@ layers: 3 x Block at blocks.*
 note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
   weights; split the rows: names (('tensor', 'fsdp'), None)
 note: XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples, beside
-  tensor); train_step and eval_step avoid it, and nxp.check_gradients(model, batch, loss) checks your step"""  # noqa: E501
+  tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"""  # noqa: E501
 
 
 def test_the_table():

@@ -252,8 +252,7 @@ def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
   plan = on_three_axes(Normed)
   said = (
     "XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples,"
-    " beside tensor); train_step and eval_step avoid it, and nxp.check_gradients(model, batch, loss) checks"
-    " your step"
+    " beside tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"
   )
   assert plan.notes == (said,)
   layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
