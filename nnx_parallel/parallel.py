@@ -20,6 +20,7 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.schemes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
   from nnx_parallel.schemes.zigzag import zigzag
   from nnx_parallel.train.axes import auto_axes
+  from nnx_parallel.train.own_step import gather_on_read
   from nnx_parallel.train.rng import fold_rng_over_axis
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
   "context_attention",
   "experts",
   "fold_rng_over_axis",
+  "gather_on_read",
   "gather_parameters",
   "map_kernel",
   "map_shards",

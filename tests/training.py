@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 import nnx_parallel as nxp
+from nnx_parallel.layout.known_faults import OWN_STEP
 
 
 class Run(NamedTuple):
@@ -28,6 +29,11 @@ def placed(plan: nxp.Plan) -> Any:
   if plan.tx is None:
     return nxp.reshard(model, plan)
   return nxp.reshard(model, plan, optimizer=nnx.Optimizer(model, plan.tx, wrt=plan.wrt))
+
+
+def other_notes(plan: nxp.Plan) -> tuple[str, ...]:
+  """The notes of a plan but the note on steps of one's own, which each plan on such a mesh has."""
+  return tuple(note for note in plan.notes if not note.startswith(OWN_STEP))
 
 
 def run_steps(plan: nxp.Plan, loss: Any, batches: Any, **options: Any) -> Run:

@@ -81,6 +81,7 @@ KERNEL = Fault(
   " process where each device has two taps",
   "the kernel is gathered over its spatial dims, and its gradient is computed so",
 )
+OWN_STEP = "XLA can make the gradients of a jit of your own wrong on this mesh"
 KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED, KERNEL)
 
 
@@ -170,9 +171,8 @@ def own_step_note(leaves: Iterable[LeafPlan], batch: Sequence[str], sizes: Mappi
   if not both or not others:
     return []
   return [
-    f"{few(both)} shards parameters and examples, on a mesh with {few(others)} too: there XLA can make"
-    " gradients wrong in a jit of your own; train_step and eval_step avoid it, and"
-    " nxp.check_gradients(model, batch, loss) checks your step"
+    f"{OWN_STEP} ({few(both)} shards parameters and examples, beside {few(others)}), but not in train_step;"
+    " differentiate nxp.parallel.gather_on_read(loss, model) there"
   ]
 
 

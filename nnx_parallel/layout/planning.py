@@ -244,9 +244,9 @@ def _notes(
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     faults = possible_faults(rows, model.node, given.rules, batch, sizes)
     notes += fault_notes(faults, sizes, batch)[0]
-    notes += own_step_note(rows, batch, sizes)
     notes += check_depthwise(model.node, rows, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)
+    notes += own_step_note(rows, batch, sizes)
   notes += _overridden(placements(traces["model"]), rows)
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")

@@ -14,6 +14,7 @@ import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
 from nnx_parallel import infer_rules, presets
 from nnx_parallel.errors import ShardingError
+from training import other_notes
 
 TOKENS = jax.ShapeDtypeStruct((8, 8), "int32")
 IMAGES = jax.ShapeDtypeStruct((8, 4, 4, 3), "float32")
@@ -26,7 +27,7 @@ def specs(init, *inputs, mesh=None, **options):
   mesh = nxp.abstract_mesh(**(mesh or MESH))
   rules = infer_rules(init, mesh, *inputs, **{"min_size": 0, **options})
   plan = nxp.plan(init, mesh, [rules.paths, nxp.replicate()])
-  assert all("grouped convolutions" in note for note in plan.notes)
+  assert all("grouped convolutions" in note for note in other_notes(plan))
   return {leaf.name: leaf.spec for leaf in plan.leaves}
 
 

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_parallel as nxp
 from layout.families import Llama
 from nnx_parallel import presets
+from training import other_notes
 
 
 def embed(vocab=64, width=32):
@@ -35,7 +36,7 @@ def planned(rules, init=None, mesh=None, **options):
 def test_the_fallback_splits_the_rows(mesh, rules, expected, shape):
   plan = planned([presets.layers(), rules], embed(*shape), mesh)
   assert plan["embedding"].spec == expected
-  assert plan.notes == ()
+  assert other_notes(plan) == ()
 
 
 @pytest.mark.parametrize("table", ["llama", "gpt", "layers"])
@@ -93,13 +94,13 @@ def test_padded_rows_take_the_fallback_too():
 def test_rows_that_do_not_divide_are_noted():
   plan = planned([presets.layers(), presets.fsdp_tensor(min_size=0)], embed(62, 32), {"fsdp": 4, "tensor": 2})
   assert plan["embedding"].spec == P("tensor", "fsdp")
-  assert plan.notes == (
+  assert other_notes(plan) == (
     "embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead"
     " of weights; split the rows, and pad them (uneven=\"pad\"): names (('tensor', 'fsdp'), None)",
   )
   names = nxp.PathRules([("embedding", (("tensor", "fsdp"), None))])
   mended = planned([names, presets.fsdp_tensor()], embed(62, 32), {"fsdp": 4, "tensor": 2}, uneven="pad")
-  assert (mended["embedding"].storage_shape, mended.notes) == ((64, 32), ())
+  assert (mended["embedding"].storage_shape, other_notes(mended)) == ((64, 32), ())
 
 
 def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
@@ -116,7 +117,7 @@ def test_columns_that_rules_ask_for_are_noted_once_for_all_tables():
 )
 def test_columns_over_other_axes_or_one_device_are_not(mesh, embed_axes):
   rules = [nxp.LogicalRules(batch="fsdp", vocab=None, embed=embed_axes), presets.layers()]
-  assert planned(rules, mesh=mesh).notes == ()
+  assert other_notes(planned(rules, mesh=mesh)) == ()
 
 
 def test_a_whole_model_by_the_ready_made_rules():

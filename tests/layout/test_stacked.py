@@ -12,7 +12,7 @@ import nnx_parallel as nxp
 from layout.models import Block
 from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.rules.paths import shifted
-from training import run_steps
+from training import other_notes, run_steps
 
 DEPTH = 4
 
@@ -103,7 +103,7 @@ def test_the_noted_rules_shift_the_names_of_the_parameters_and_of_the_optimizer(
   plan = nxp.plan(init, mesh, [UNNAMED, eval(SHIFTED)], optimizer=optax.adam(1e-2))
   assert plan["up.kernel"].spec == Spec(None, "fsdp", "tensor")
   assert plan["optimizer/opt_state.0.mu.up.kernel"].spec == Spec(None, "fsdp", "tensor")
-  assert plan.notes == ()
+  assert other_notes(plan) == ()
   assert "its metadata ('embed', 'mlp') does not name all dims; path rule 'up.kernel'" in plan.explain(
     "up.kernel"
   )

@@ -54,7 +54,9 @@ optimizer      34     4,386   17.13 KiB   5.133 KiB         2.40
 total          50              25.7 KiB   7.695 KiB
 layers: 3 x Block at blocks.*
 note: embed.embedding: look-up table split by columns over fsdp, as the batch, so a step sends activations instead of
-  weights; split the rows: names (('tensor', 'fsdp'), None)"""  # noqa: E501
+  weights; split the rows: names (('tensor', 'fsdp'), None)
+note: XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples, beside
+  tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"""  # noqa: E501
 
 
 def test_the_table():

@@ -240,21 +240,31 @@ def test_a_step_gathers_a_kernel_that_is_split_over_its_taps(sizes, taps, option
   )
   assert plan["up.kernel"].spec == jax.P("tensor", None, None)
   assert [note for note in plan.notes if "split kernel" in note] == [
-    "up.kernel: a fault of XLA (split kernel) can make results wrong here in a jit of your own, not in"
-    " train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your step"
+    "up.kernel: a fault of XLA (split kernel) can make results wrong here, and the gradients of the layers"
+    " before it, in a jit of your own, not in train_step and eval_step;"
+    " nxp.check_gradients(model, batch, loss) checks your step"
   ]
   assert_same_training(squares, {"held": plan}, [normal(8, 6, 15)] * 2, **options)
 
 
 def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
-  """An operation that the model has is in the notes; what the layout alone tells is in the audit."""
+  """A mesh with faults, and an operation that the model has, are in the notes; arrays are in the audit."""
   plan = on_three_axes(Normed)
-  assert not plan.notes
+  said = (
+    "XLA can make the gradients of a jit of your own wrong on this mesh (fsdp shards parameters and examples,"
+    " beside tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"
+  )
+  assert plan.notes == (said,)
+  layer = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  idle = nxp.plan(layer, nxp.make_mesh(data=2, fsdp=2, tensor=2), nxp.fsdp(min_size=0))
+  assert idle.notes == (said,)
+  for axes in ({"data": 2, "fsdp": 4}, {"fsdp": 8}, {"data": 2, "tensor": 4}):
+    assert not nxp.plan(layer, nxp.make_mesh(**axes), nxp.fsdp([*axes][-1], min_size=0)).notes
   assert str(plan.audit()) == (
     "nothing above 1 MiB is replicated.\n"
-    "note: layers.0.kernel, layers.1.kernel: a fault of XLA (swapped examples) can make results wrong here in"
-    " a jit of your own, not in train_step and eval_step; nxp.check_gradients(model, batch, loss) checks your"
-    " step"
+    "note: layers.0.kernel, layers.1.kernel: a fault of XLA (swapped examples) can make results wrong here,"
+    " and the gradients of the layers before it, in a jit of your own, not in train_step and eval_step;"
+    " nxp.check_gradients(model, batch, loss) checks your step"
   )
   assert not on_three_axes(Normed, RULES.replace(embed=None)).audit().faults
   assert not on_three_axes(MLP).audit().faults
