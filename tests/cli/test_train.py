@@ -1,6 +1,7 @@
 """`train` on a tiny recipe: what it prints, what it leaves behind, how it goes on."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path

@@ -15,6 +15,7 @@ from nnx_parallel.core.nodes import aliases, iter_nodes, names_of, plain_path, v
 from nnx_parallel.create.constructor import unsharded
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.constrain import scope_of
+from training import other_notes
 
 RULES = nxp.LogicalRules(embed="fsdp", mlp="tensor")
 
@@ -235,7 +236,7 @@ def test_annotations_of_other_code_are_noted():
     return nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_metadata={"pspec": ("embed", "mlp")})
 
   plan = nxp.plan(init, mesh(), nxp.fsdp(min_size=0))
-  assert plan.notes == (
+  assert other_notes(plan) == (
     "metadata that flax does not read (an annotation is out_sharding=...): kernel pspec=('embed', 'mlp')",
   )
   assert plan["kernel"].spec == Spec(None, "fsdp")

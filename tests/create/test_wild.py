@@ -13,6 +13,7 @@ from flax import nnx, struct
 
 import nnx_parallel as nxp
 from create.models import arrays_of, assert_same_arrays
+from training import other_notes
 
 
 class Rotary(nnx.Module):
@@ -208,14 +209,14 @@ def test_a_constructor_may_constrain_to_the_plans_axes(explicit):
 def test_what_a_constructor_places_otherwise_is_noted():
   mesh = nxp.make_mesh(data=4, tensor=2)
   plan = nxp.plan(lambda: Constrained(nnx.Rngs(0)), mesh, nxp.replicate())
-  assert plan.notes == (
+  assert other_notes(plan) == (
     "init itself places kernel P('data', None), planned P(None, None): the plan follows annotations"
     " (out_sharding=...) and rules",
   )
   followed = nxp.plan(
     lambda: Constrained(nnx.Rngs(0)), mesh, [nxp.PathRules([("kernel", jax.P("data"))]), nxp.replicate()]
   )
-  assert followed.notes == ()
+  assert other_notes(followed) == ()
 
 
 class Pair(typing.NamedTuple):
