@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -137,9 +137,43 @@ def auto_mesh(mesh: M) -> M:
   return cast(M, Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
-  """Hides the mesh of `jax.set_mesh` from programs that run on the meshes of their arrays."""
-  return jax.set_mesh(Mesh(np.empty((), object), ()))
+@contextlib.contextmanager
+def use_mesh(mesh: AnyMesh | None) -> Generator[None]:
+  """Makes a mesh active in a block, or none: `jax.set_mesh` acts where it is called, not where it is entered.
+
+  In a trace, where there are no devices to set, a mesh is used by its axes alone.
+  """
+  with contextlib.ExitStack() as stack:
+    with contextlib.suppress(ValueError):  # in a trace
+      stack.enter_context(jax.set_mesh(mesh if isinstance(mesh, Mesh) else None))
+    if mesh is not None:
+      stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+    yield
+
+
+@contextlib.contextmanager
+def no_mesh() -> Generator[None]:
+  """Hides the active mesh from programs that run on the meshes of their arrays; changes nothing in a trace."""
+  with use_mesh(None):
+    yield
+
+
+def own_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[None]:
+  """Makes the mesh of a program's arrays active in a block, if another mesh is active."""
+  active = jax.sharding.get_abstract_mesh()
+  if mesh is None or active.empty or AxisType.Manual in active.axis_types or _is_active(mesh):
+    return contextlib.nullcontext()
+  return use_mesh(mesh)
+
+
+def _is_active(mesh: AnyMesh) -> bool:
+  if jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
+    return False
+  try:
+    devices = jax.sharding.get_mesh()
+  except ValueError:  # in a trace
+    return True
+  return devices.empty or devices == mesh
 
 
 def mesh_inside(mesh: M) -> M:

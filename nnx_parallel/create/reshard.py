@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, key_implementation, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
 from nnx_parallel.core.shards import describe
@@ -182,7 +183,8 @@ def _place(
   try:
     for leaf in plan.leaves:
       source = arrays[leaf.root].pop(leaf.path)
-      moved = _move(source, leaf)
+      with no_mesh():
+        moved = _move(source, leaf)
       placed.setdefault(leaf.root, {})[leaf.path] = moved
       moving.append(moved)
       uses[id(source)] -= 1

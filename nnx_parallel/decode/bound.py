@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
-from nnx_parallel.core.mesh import axis_sizes, is_explicit
+from nnx_parallel.core.mesh import axis_sizes, is_explicit, own_mesh
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
@@ -516,17 +516,19 @@ class Bound:
 
   def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
     """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
-    arrays = self.arrays()
-    self.places = places_inside(self.outside, self._program, *arrays, args)
-    self._used.axes = self.places.note
-    arrays, args = self.places.placed((arrays, args))
-    carry = self._begins(*arrays, args)
-    advance = self._advances(every, carry)
-    block = advance(carry, *arrays, args)
+    arrays, own = self.arrays(), functools.partial(own_mesh, self.binding.mesh)
+    with own():
+      self.places = places_inside(self.outside, self._program, *arrays, args)
+      self._used.axes = self.places.note
+      arrays, args = self.places.placed((arrays, args))
+      carry = self._begins(*arrays, args)
+      advance = self._advances(every, carry)
+      block = advance(carry, *arrays, args)
     more = True
     while more:
       carry, written, goes_on = block
-      block = advance(carry, *arrays, args)
+      with own():  # not around `yield`, where code of the caller runs
+        block = advance(carry, *arrays, args)
       rows, tokens = map(np.asarray, written)
       for row in dict.fromkeys(rows[tokens >= 0].tolist()):
         yield row, tokens[(rows == row) & (tokens >= 0)]

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside, use_mesh
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import MeshError, ShardingError
@@ -134,11 +134,7 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
   by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
   if mesh is None or not (active.empty or by_scope):
     return contextlib.nullcontext()
-  if isinstance(mesh, Mesh):
-    # Inside a trace, which jax does not report, there are no devices to set.
-    with contextlib.suppress(ValueError):
-      return jax.set_mesh(mesh)
-  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+  return use_mesh(mesh)
 
 
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
@@ -296,7 +292,7 @@ def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
     raise MeshError(
       "constrain found two meshes: the mesh in scope is not the active mesh.",
       details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
-      fix="use_rules(rules) without a mesh uses the active mesh; or leave jax.set_mesh out.",
+      fix="jax.set_mesh(None) clears the active mesh; use_rules(rules) without a mesh uses it.",
     )
 
 

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
+from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import Paged, Table, format_bytes, hang, not_counted, page_width, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
@@ -207,6 +207,7 @@ class SearchResult(Paged):
     return json.dumps(body, indent=2)
 
 
+@no_mesh()
 def search(
   init: Callable[[], nnx.Module],
   loss: LossFn,
