@@ -153,27 +153,39 @@ def use_mesh(mesh: AnyMesh | None) -> Generator[None]:
 
 @contextlib.contextmanager
 def no_mesh() -> Generator[None]:
-  """Hides the active mesh from programs that run on the meshes of their arrays; changes nothing in a trace."""
+  """Hides the active mesh from programs that run on the meshes of their arrays; does nothing in a trace."""
   with use_mesh(None):
     yield
 
 
 def own_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[None]:
-  """Makes the mesh of a program's arrays active in a block, if another mesh is active."""
+  """Makes the mesh of a program's arrays active in a block, if another mesh is active; nothing in a trace."""
   active = jax.sharding.get_abstract_mesh()
-  if mesh is None or active.empty or AxisType.Manual in active.axis_types or _is_active(mesh):
+  if mesh is None or active.empty or is_tracing():
     return contextlib.nullcontext()
-  return use_mesh(mesh)
+  # The mesh of a machine that is only compiled for is active by its axes: nothing can run there.
+  same = active == mesh.abstract_mesh and jax.sharding.get_mesh().empty
+  return contextlib.nullcontext() if same else use_mesh(mesh)
 
 
-def _is_active(mesh: AnyMesh) -> bool:
-  if jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
-    return False
+def check_active(mesh: AnyMesh | None, which: str) -> None:
+  """Raises a `MeshError` if another mesh is active; `which` says what has this mesh."""
+  active = jax.sharding.get_abstract_mesh()
+  if mesh is not None and not active.empty and axis_sizes(mesh) != axis_sizes(active):
+    raise MeshError(
+      f"there are two meshes: the mesh {which} is not the active mesh.",
+      details=f"{which} {axis_sizes(mesh)}, active {axis_sizes(active)}",
+      fix="jax.set_mesh(None) clears the active mesh; use_rules(rules) without a mesh uses it.",
+    )
+
+
+def is_tracing() -> bool:
+  """Whether jax traces a program, which has an active mesh, but no devices."""
   try:
-    devices = jax.sharding.get_mesh()
-  except ValueError:  # in a trace
+    jax.sharding.get_mesh()
+  except ValueError:
     return True
-  return devices.empty or devices == mesh
+  return False
 
 
 def mesh_inside(mesh: M) -> M:

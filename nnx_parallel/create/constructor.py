@@ -148,6 +148,7 @@ def create_sharded_model(
   return instantiate(plan, construct(plan, compile, traces))
 
 
+@no_mesh()
 def construct(
   plan: Plan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:

@@ -367,15 +367,26 @@ def test_candidates_and_padding():
 
 
 def test_two_meshes_are_refused():
-  rules, active = LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)
-  with (
-    jax.set_mesh(active),
-    use_rules(rules, nxp.make_mesh(data=8)),
-    pytest.raises(
-      MeshError, match=r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}"
-    ),
-  ):
+  rules, mesh, active = LogicalRules(batch="data"), nxp.make_mesh(data=8), nxp.make_mesh(data=2, tensor=4)
+  message = (
+    r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}[\s\S]*set_mesh\(None\)"
+  )
+
+  def run(x):
+    with use_rules(rules, mesh):
+      return constrain(x, "batch", None)
+
+  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
+    jax.jit(run)(X)
+  with use_rules(rules, mesh), jax.set_mesh(active), pytest.raises(MeshError, match=message):
     jax.jit(lambda x: constrain(x, "batch", None))(X)
+  own, message = (
+    nxp.make_mesh(fsdp=8),
+    message.replace("in scope", "of the array").replace("data': 8", "fsdp': 8"),
+  )
+  x = jax.device_put(X, jax.NamedSharding(own, P()))
+  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
+    constrain(x, "fsdp", None)
 
 
 def test_an_abstract_mesh_traces_but_places_nothing():
