@@ -14,6 +14,7 @@ from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, constrain, use_rules
+from nnx_parallel.core.mesh import no_mesh, own_mesh, use_mesh
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.testing import assert_same_training
 
@@ -290,15 +291,32 @@ def test_the_rules_of_the_caller_go_before_those_of_the_model():
   assert str(evaluate.compiles[1]) == "call 1: rules in scope: None -> LogicalRules(batch='tensor', mlp=None)"
 
 
-def test_a_scope_makes_its_mesh_the_active_one_unless_the_user_did(mesh):
+def test_a_scope_makes_its_mesh_the_active_one(mesh):
   with use_rules(RULES, mesh):
     assert jax.sharding.get_mesh() == mesh
     with use_rules(RULES, nxp.make_mesh(data=8, tensor=1)):
       assert dict(jax.sharding.get_mesh().shape) == {"data": 8, "tensor": 1}
     assert jax.sharding.get_mesh() == mesh
   assert jax.sharding.get_abstract_mesh().empty
-  with jax.set_mesh(mesh), use_rules(LogicalRules(), nxp.make_mesh(data=8)):
+  with jax.set_mesh(nxp.make_mesh(data=8)), use_rules(RULES, mesh):
     assert jax.sharding.get_mesh() == mesh
+    with jax.set_mesh(None), use_rules(RULES):
+      assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_what_sets_a_mesh_does_so_where_it_is_entered(mesh):
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, LogicalRules(batch="data"))
+  contexts = [plan.scope(), use_rules(RULES, mesh), use_mesh(mesh)]
+  assert jax.sharding.get_abstract_mesh().empty
+  for context in contexts:
+    with context:
+      assert jax.sharding.get_mesh() == mesh
+  with use_mesh(nxp.make_mesh(data=8)):
+    contexts = [no_mesh(), own_mesh(mesh)]
+    assert dict(jax.sharding.get_mesh().shape) == {"data": 8}
+    for context, found in zip(contexts, ({}, dict(mesh.shape)), strict=True):
+      with context:
+        assert dict(jax.sharding.get_mesh().shape) == found
 
 
 def on_shards(mesh):
