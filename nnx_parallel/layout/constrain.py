@@ -220,6 +220,8 @@ def surroundings(*arrays: Leaf) -> Surroundings:
     mesh = next((mesh for mesh in found if mesh is not None), None)
   else:
     check_active(scope.mesh if scope else None, "in scope")
+    for x in map(value_of, arrays):
+      check_active(_own_mesh(x), "of an array")
   kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
   return Surroundings(mesh, scope.rules if scope else LogicalRules(), manual, frozenset(_MAPPED.value))
@@ -267,7 +269,7 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   if mesh is None:
     _check_names(names, scope)
     return x
-  if scope is None and not isinstance(x, Tracer):
+  if scope is None:
     _check_own_mesh(x, names, mesh)
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _MAPPED.value}
@@ -301,10 +303,15 @@ def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | N
 
 def _check_own_mesh(x: AnyArray, names: tuple[Entry, ...], mesh: AnyMesh) -> None:
   """A `MeshError` if the axes are those of the array's own mesh, and another mesh is active."""
-  own: Any = getattr(getattr(x, "sharding", None), "mesh", None)
+  own = _own_mesh(x)
   missing = {*axes_in(names)} - {*mesh.axis_names}
   if own is not None and missing and missing <= {*own.axis_names}:
     check_active(own, "of the array")
+
+
+def _own_mesh(x: AnyArray) -> AnyMesh | None:
+  """The mesh of an array outside of programs."""
+  return None if isinstance(x, Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
 
 
 def _spec(
