@@ -14,6 +14,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import path_str
 from nnx_parallel.core.types import LossFn
 from nnx_parallel.layout.show.diff import assert_golden_plan
@@ -101,6 +102,7 @@ class Training:
   history: dict[str, np.ndarray[Any, Any]]
 
 
+@no_mesh()
 def run_training(
   plan: nxp.Plan,
   loss_fn: LossFn,

@@ -512,6 +512,19 @@ def test_a_mesh_is_set_outside_of_traces_only_and_used_abstractly_inside():
   assert jax.jit(run)(x).sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
+def test_a_mesh_is_set_by_the_call_of_set_mesh_and_cleared_by_none():
+  """`core/mesh.py` (`use_mesh`) sets it where a block is entered; errors tell users to call it with None."""
+  mesh = nxp.make_mesh(data=8)
+  before = jax.set_mesh(mesh)
+  try:
+    assert jax.sharding.get_mesh() == mesh
+    jax.set_mesh(None)
+    assert jax.sharding.get_mesh().empty
+    assert jax.sharding.get_abstract_mesh().empty
+  finally:
+    before.__exit__(None, None, None)
+
+
 def test_flax_copies_metadata_to_optimizer_state():
   """`layout/decide.py` finds `optimizer_sharding` as the state's own `out_sharding`."""
   names = {"out_sharding": (None, "mlp"), "optimizer_sharding": ("embed", "mlp")}

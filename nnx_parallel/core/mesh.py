@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -137,9 +137,55 @@ def auto_mesh(mesh: M) -> M:
   return cast(M, Mesh(mesh.devices, mesh.axis_names, axis_types=kinds))
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
-  """Hides the mesh of `jax.set_mesh` from programs that run on the meshes of their arrays."""
-  return jax.set_mesh(Mesh(np.empty((), object), ()))
+@contextlib.contextmanager
+def use_mesh(mesh: AnyMesh | None) -> Generator[None]:
+  """Makes a mesh active in a block, or none: `jax.set_mesh` acts where it is called, not where it is entered.
+
+  In a trace, where there are no devices to set, a mesh is used by its axes alone.
+  """
+  with contextlib.ExitStack() as stack:
+    with contextlib.suppress(ValueError):  # in a trace
+      stack.enter_context(jax.set_mesh(mesh if isinstance(mesh, Mesh) else None))
+    if mesh is not None:
+      stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+    yield
+
+
+@contextlib.contextmanager
+def no_mesh() -> Generator[None]:
+  """Hides the active mesh from programs that run on the meshes of their arrays; does nothing in a trace."""
+  with use_mesh(None):
+    yield
+
+
+def own_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[None]:
+  """Makes the mesh of a program's arrays active in a block, if another mesh is active; nothing in a trace."""
+  active = jax.sharding.get_abstract_mesh()
+  if mesh is None or active.empty or is_tracing():
+    return contextlib.nullcontext()
+  # The mesh of a machine that is only compiled for is active by its axes: nothing can run there.
+  same = active == mesh.abstract_mesh and jax.sharding.get_mesh().empty
+  return contextlib.nullcontext() if same else use_mesh(mesh)
+
+
+def check_active(mesh: AnyMesh | None, which: str) -> None:
+  """Raises a `MeshError` if another mesh is active; `which` says what has this mesh."""
+  active = jax.sharding.get_abstract_mesh()
+  if mesh is not None and not active.empty and axis_sizes(mesh) != axis_sizes(active):
+    raise MeshError(
+      f"there are two meshes: the mesh {which} is not the active mesh.",
+      details=f"{which} {axis_sizes(mesh)}, active {axis_sizes(active)}",
+      fix="jax.set_mesh(None) clears the active mesh; use_rules(rules) without a mesh uses it.",
+    )
+
+
+def is_tracing() -> bool:
+  """Whether jax traces a program, which has an active mesh, but no devices."""
+  try:
+    jax.sharding.get_mesh()
+  except ValueError:
+    return True
+  return False
 
 
 def mesh_inside(mesh: M) -> M:

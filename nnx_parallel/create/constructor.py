@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, no_mesh, use_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, value_of
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array
@@ -148,6 +148,7 @@ def create_sharded_model(
   return instantiate(plan, construct(plan, compile, traces))
 
 
+@no_mesh()
 def construct(
   plan: Plan, compile: Compile = "slices", traces: dict[Root, Trace] | None = None
 ) -> dict[Root, dict[Path, jax.Array]]:
@@ -261,7 +262,7 @@ def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) 
     padded = [pad(array, leaf.storage_shape) for array, leaf in zip(arrays, plan.leaves, strict=True)]
     return jax.lax.with_sharding_constraint(padded, list(shardings))
 
-  with jax.set_mesh(mesh):
+  with use_mesh(mesh):
     return constructor()
 
 
@@ -297,5 +298,5 @@ def unsharded(init: Callable[[], M]) -> M:
     >>> model.kernel.out_sharding
     ('embed', 'mlp')
   """
-  with nnx.use_eager_sharding(False):
+  with no_mesh(), nnx.use_eager_sharding(False):
     return init()

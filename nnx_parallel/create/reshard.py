@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, key_implementation, path_str, value_of
 from nnx_parallel.core.padding import crop, is_padded, pad
-from nnx_parallel.core.shards import describe
+from nnx_parallel.core.shards import auto_sharding, describe
 from nnx_parallel.core.text import format_array, listed
 from nnx_parallel.core.types import AnyArray, Leaf, Model
 from nnx_parallel.create.constructor import real_mesh
@@ -182,7 +184,8 @@ def _place(
   try:
     for leaf in plan.leaves:
       source = arrays[leaf.root].pop(leaf.path)
-      moved = _move(source, leaf)
+      with no_mesh():
+        moved = _move(source, leaf)
       placed.setdefault(leaf.root, {})[leaf.path] = moved
       moving.append(moved)
       uses[id(source)] -= 1
@@ -216,9 +219,16 @@ def _move(source: AnyArray, leaf: LeafPlan) -> jax.Array:
   return jax.make_array_from_callback(shape, leaf.sharding, lambda index: _padded(host, index, shape))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
 def resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
   """A stored array of this logical shape with the padding of another storage shape, on its own devices."""
+  where = array.sharding
+  if isinstance(where, NamedSharding):  # with Explicit axes in its type, jax pads no dim to an uneven size
+    array = jax.device_put(array, auto_sharding(where))
+  return _resized(array, shape, storage)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resized(array: jax.Array, shape: tuple[int, ...], storage: tuple[int, ...]) -> jax.Array:
   return pad(crop(array, shape, tuple(array.shape)), storage)
 
 

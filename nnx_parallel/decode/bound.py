@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
-from nnx_parallel.core.mesh import axis_sizes, is_explicit
+from nnx_parallel.core.mesh import axis_sizes, is_explicit, own_mesh
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
@@ -50,11 +50,11 @@ class Rows(NamedTuple):
   """How rows with separate caches and positions lie in the arrays of the state.
 
   Attributes:
-    count: the number of rows: of slots, or of the batch.
+    number: of the rows: of slots, or of the batch.
     dims: for each cache of the model, its dim that holds the rows; None: rows are stacked ahead of its dims.
   """
 
-  count: int
+  number: int
   dims: list[int | None]
 
 
@@ -375,7 +375,7 @@ class Bound:
     whole = loop.read_prefix(args.prefix, self.options.prefill, self._shards, empty)
 
     def for_all(x: jax.Array, dim: int) -> jax.Array:
-      return jnp.repeat(x, own.count // self._shards, dim)
+      return jnp.repeat(x, own.number // self._shards, dim)
 
     caches, made = jax.tree.map(for_all, whole, jax.tree.broadcast(loop.dims, whole))
     return self._pinned(caches, own), made
@@ -386,7 +386,7 @@ class Bound:
     if rows is None:
       return self._pinned([jnp.zeros_like(x) for x in caches], None), make and make(batch, length)
     shapes = [
-      (rows.count, *x.shape) if d is None else (*x.shape[:d], rows.count, *x.shape[d + 1 :])
+      (rows.number, *x.shape) if d is None else (*x.shape[:d], rows.number, *x.shape[d + 1 :])
       for x, d in zip(caches, rows.dims, strict=True)
     ]
     zeros = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, caches, strict=True)]
@@ -397,7 +397,7 @@ class Bound:
 
     def repeated(x: jax.Array) -> jax.Array:
       own, rest = (jax.typeof(x).sharding.spec, None) if self.explicit else ((), PartitionSpec.UNCONSTRAINED)
-      return self._of_rows(jnp.broadcast_to(x, (rows.count, *x.shape)), own, rest)
+      return self._of_rows(jnp.broadcast_to(x, (rows.number, *x.shape)), own, rest)
 
     return self._pinned(zeros, rows), jax.tree.map(repeated, one)
 
@@ -456,21 +456,23 @@ class Bound:
       return by_batch(loop, sampling, asked, state)
     # With types, a split dim of the slots cannot become two dims.
     shards = self._shards if self.in_slots and not self.explicit else None
-    return by_slots(loop, sampling, asked, state, own.count, shards)
+    return by_slots(loop, sampling, asked, state, own.number, shards)
 
   def stream(self, args: Args, every: int) -> Iterator[tuple[int, np.ndarray]]:
     """Runs the program in blocks of steps; the host reads the tokens of one while the next is computed."""
-    arrays = self.arrays()
-    self.places = places_inside(self.outside, self._program, *arrays, args)
-    self._used.axes = self.places.note
-    arrays, args = self.places.placed((arrays, args))
-    carry = self._begins(*arrays, args)
-    advance = self._advances(every, carry)
-    block = advance(carry, *arrays, args)
+    arrays, own = self.arrays(), functools.partial(own_mesh, self.binding.mesh)
+    with own():
+      self.places = places_inside(self.outside, self._program, *arrays, args)
+      self._used.axes = self.places.note
+      arrays, args = self.places.placed((arrays, args))
+      carry = self._begins(*arrays, args)
+      advance = self._advances(every, carry)
+      block = advance(carry, *arrays, args)
     more = True
     while more:
       carry, written, goes_on = block
-      block = advance(carry, *arrays, args)
+      with own():  # not around `yield`, where code of the caller runs
+        block = advance(carry, *arrays, args)
       rows, tokens = map(np.asarray, written)
       for row in dict.fromkeys(rows[tokens >= 0].tolist()):
         yield row, tokens[(rows == row) & (tokens >= 0)]

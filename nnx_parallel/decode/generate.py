@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.decode.bound import Bound
 from nnx_parallel.decode.loops import Generated
@@ -65,7 +66,8 @@ class Generator:
       DecodeError: the prompts, the lengths, the cache or the key do not fit the model or each other.
     """
     bound, args = self._given(model, prompts, lengths, key, requests, prefix)
-    return bound(args)
+    with own_mesh(bound.binding.mesh):
+      return bound(args)
 
   def stream(
     self,
@@ -121,9 +123,10 @@ class Generator:
       raise DecodeError(f"key={key!r} is not a key of JAX.", fix="key=jax.random.key(0)")
     ahead = None if prefix is None else _checked_prefix(prefix)
     bound = self._bound(model, prompts, 0 if ahead is None else ahead.size)
-    given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests)]
-    given += [None if x is None else bound.place(x, by_row=False) for x in (key, ahead)]
-    defaults = bound.defaults(prompts.shape)
+    with no_mesh():
+      given = [None if x is None else bound.place(x) for x in (prompts, lengths, requests)]
+      given += [None if x is None else bound.place(x, by_row=False) for x in (key, ahead)]
+      defaults = bound.defaults(prompts.shape)
     return bound, Args(*(d if x is None else x for x, d in zip(given, defaults, strict=True)))
 
   def lower(
@@ -146,7 +149,8 @@ class Generator:
     """
     bound = self._bound(model, prompts)
     args = bound.abstract_args(prompts.shape, padded=lengths is not None)
-    return bound.jitted.lower(*bound.arrays(), args)
+    with own_mesh(bound.binding.mesh):
+      return bound.jitted.lower(*bound.arrays(), args)
 
   def argument_names(self, model: nnx.Module) -> dict[str, str]:
     """Names the arrays that the program takes.

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.processes import Exchange, wait_for_all
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import HostError
@@ -56,6 +57,7 @@ def barrier(name: str, *, timeout: float = 300) -> None:
   wait_for_all(name, timeout)
 
 
+@no_mesh()
 def broadcast(value: PyTree, *, source: int = 0, timeout: float = 300) -> PyTree:
   """Sends the value of one process to all processes. All processes must call it.
 

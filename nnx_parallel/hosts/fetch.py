@@ -8,10 +8,12 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.hosts.agree import barrier
 
 
+@no_mesh()
 def to_host(tree: PyTree, *, timeout: float = 600) -> PyTree:
   """Fetches every array of `tree` as a complete NumPy array, on every process.
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint.diff import Patterns
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
@@ -139,6 +140,7 @@ def _features(given: PyTree) -> tuple[int, ...]:
   return (given,) if isinstance(given, int) else tuple(given)
 
 
+@no_mesh()
 def merge_adapters(base: nnx.Module, adapted: nnx.Module, *, scale: float | None = None) -> list[str]:
   """Adds the adapters of one model to the weights of another, in place and in their layout.
 

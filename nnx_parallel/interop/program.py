@@ -20,7 +20,7 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import explicit_axes, make_mesh
+from nnx_parallel.core.mesh import explicit_axes, make_mesh, own_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few, format_array
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -76,7 +76,8 @@ def export_program(
 
   outside, args = places_outside(binding), tuple(map(_abstract, args))
   leaves = [_abstract(x) for x in binding.read()]
-  places = places_inside(outside, run_in(outside.on_auto_axes()), leaves, *args)
+  with own_mesh(binding.mesh):
+    places = places_inside(outside, run_in(outside.on_auto_axes()), leaves, *args)
   run = run_in(places)
   leaves, args = places.placed(leaves), places.placed(args)
   changes: list[int] = []
@@ -218,7 +219,8 @@ class Served:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in self._leaves):
       raise CheckpointError("the program has no weights yet.", fix="served.load(weights)")
     placed = jax.tree.map(lambda x, where: _placed(x, where.sharding), args, self.args)
-    found, after = self._jitted(*_split(self._leaves, self._changes), *placed)
+    with own_mesh(self.mesh):
+      found, after = self._jitted(*_split(self._leaves, self._changes), *placed)
     for i, array in zip(self._changes, after, strict=True):
       self._leaves[i] = array
     return found

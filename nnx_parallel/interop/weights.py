@@ -39,6 +39,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.checkpoint import diff, encoding, multihost, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
 from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array, format_spec
@@ -228,6 +229,7 @@ class Group:
       names = tuple(re.sub(r"\{\w+\}", str(i), self.file) for i in range(len(shapes)))
     return dataclasses.replace(self, names=names), shapes
 
+  @no_mesh()
   def make_leaves(
     self, sources: Sequence[Source], wanted: Mapping[str, TargetLeaf], layers: Mapping[int, str] | None = None
   ) -> dict[str, AnyArray]:
@@ -254,6 +256,7 @@ class Group:
     ]
     return dict(zip(kept.values(), placed, strict=True))
 
+  @no_mesh()
   def make_arrays(self, leaves: Sequence[jax.Array], shape: Shape, near: Sharding) -> list[jax.Array]:
     """Makes the arrays of the file, evenly sharded, from the leaves of all layers; `shape` has no padding."""
     outs = tuple(

@@ -19,14 +19,22 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh, axis_sizes, mesh_inside
+from nnx_parallel.core.mesh import (
+  AnyMesh,
+  auto_mesh,
+  axis_sizes,
+  check_active,
+  is_tracing,
+  mesh_inside,
+  use_mesh,
+)
 from nnx_parallel.core.nodes import SCOPE, value_of
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import MeshError, ShardingError, TrainError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
-from nnx_parallel.rules.logical import LogicalRules, check_axes
+from nnx_parallel.rules.logical import LogicalRules, Uneven, Unknown, check_axes
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 
@@ -86,7 +94,8 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
   """Puts logical rules in scope for `constrain`, and makes a mesh active.
 
   If you pass a mesh, `jax.lax.with_sharding_constraint(x, PartitionSpec(...))` and models that use the active
-  mesh also use this mesh, unless `jax.set_mesh` has made another mesh active.
+  mesh also use this mesh, in place of the mesh of `jax.set_mesh`. Inside a traced function, an active mesh
+  stays active, and `constrain` raises an error if it is another mesh.
   `flax.linen.with_logical_constraint` follows the same rules, on Auto axes, unless `nnx.logical_axis_rules`
   are already active. You can enter it around a call or inside a traced function, and you can nest it; the
   innermost scope applies. A function that was compiled under some rules is compiled again under different
@@ -119,8 +128,8 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are already checked; on Auto axes if the program computes on Auto axes."""
-  if scope.mesh is not None:
+  """`use_rules`, for rules that are already checked; on Auto axes in a program that computes on Auto axes."""
+  if scope.mesh is not None and is_tracing():
     scope = dataclasses.replace(scope, mesh=mesh_inside(scope.mesh))
   with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
@@ -143,16 +152,12 @@ def _flax_rules(scope: Scope) -> contextlib.AbstractContextManager[object]:
 
 
 def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
-  """Makes a mesh active, unless the user has made another mesh active."""
+  """Makes a mesh active, except in a program that is traced under another mesh."""
   active, outer = jax.sharding.get_abstract_mesh(), _SCOPE.value
   by_scope = outer is not None and outer.mesh is not None and outer.mesh.abstract_mesh == active
-  if mesh is None or not (active.empty or by_scope):
+  if mesh is None or (is_tracing() and not (active.empty or by_scope)):
     return contextlib.nullcontext()
-  if isinstance(mesh, Mesh):
-    # Inside a trace, which jax does not report, there are no devices to set.
-    with contextlib.suppress(ValueError):
-      return jax.set_mesh(mesh)
-  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+  return use_mesh(mesh)
 
 
 def scope_of(variables: Iterable[Leaf]) -> Scope | None:
@@ -200,8 +205,10 @@ def _merge(one: Scope, other: Scope) -> Scope:
   }
   apart = (apart - {"batch", "seq"}) | first.apart | second.apart
   rules = {name: x for name, x in {**second.rules, **first.rules}.items() if name not in apart}
-  uneven = {name: x for name, x in {**second.rules.uneven, **first.rules.uneven}.items() if name in rules}
-  unknown = "replicate" if "replicate" in (first.rules.unknown, second.rules.unknown) else "error"
+  uneven: dict[str, Uneven] = {
+    name: x for name, x in {**second.rules.uneven, **first.rules.uneven}.items() if name in rules
+  }
+  unknown: Unknown = "replicate" if "replicate" in (first.rules.unknown, second.rules.unknown) else "error"
   merged = LogicalRules(rules, unknown=unknown, uneven=uneven)
   return Scope(merged, mesh, first.inputs or second.inputs, first.stated, frozenset(apart))
 
@@ -288,7 +295,9 @@ def surroundings(*arrays: Leaf) -> Surroundings:
     found = (_mesh(value_of(x), scope, mesh) for x in arrays)
     mesh = next((mesh for mesh in found if mesh is not None), None)
   else:
-    _check_one_mesh(scope.mesh if scope else None, mesh)
+    check_active(scope.mesh if scope else None, "in scope")
+    for x in map(value_of, arrays):
+      check_active(_own_mesh(x), "of an array")
   kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
   rules, apart = (scope.rules, scope.apart) if scope else (LogicalRules(), frozenset[str]())
@@ -315,7 +324,8 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   Raises:
     ShardingError: the number of names is not the rank of `x`, a name has no rule, or the mesh axes do not
       divide a dim.
-    MeshError: the mesh in scope is not the active mesh, or has no devices.
+    MeshError: the mesh in scope, or the mesh of `x` whose axes are named, is not the active mesh; or the mesh
+      has no devices.
 
   Example:
     >>> import jax.numpy as jnp, nnx_parallel as nxp
@@ -336,6 +346,8 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   if mesh is None:
     _check_names(names, scope)
     return x
+  if scope is None:
+    _check_own_mesh(x, names, mesh)
   kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = {name for name, kind in kinds.items() if kind == AxisType.Manual or name in _MAPPED.value}
   explicit = AxisType.Explicit in mesh.axis_types
@@ -355,7 +367,7 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
 def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:
   wanted = scope.mesh if scope is not None else None
   if not active.empty:
-    _check_one_mesh(wanted, active)
+    check_active(wanted, "in scope")
     # Inside shard_map the active mesh also has the manual axes; outside of jit it has no devices.
     return active if isinstance(x, Tracer) else (wanted or jax.sharding.get_mesh())
   if wanted is not None:
@@ -366,13 +378,17 @@ def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | N
   return own.mesh if isinstance(x, Tracer) else x.sharding.mesh
 
 
-def _check_one_mesh(wanted: AnyMesh | None, active: AbstractMesh) -> None:
-  if wanted is not None and axis_sizes(wanted) != axis_sizes(active):
-    raise MeshError(
-      "constrain found two meshes: the mesh in scope is not the active mesh.",
-      details=f"in scope {axis_sizes(wanted)}, active {axis_sizes(active)}",
-      fix="use_rules(rules) without a mesh uses the active mesh; or leave jax.set_mesh out.",
-    )
+def _check_own_mesh(x: AnyArray, names: tuple[Entry, ...], mesh: AnyMesh) -> None:
+  """A `MeshError` if the axes are those of the array's own mesh, and another mesh is active."""
+  own = _own_mesh(x)
+  missing = {*axes_in(names)} - {*mesh.axis_names}
+  if own is not None and missing and missing <= {*own.axis_names}:
+    check_active(own, "of the array")
+
+
+def _own_mesh(x: AnyArray) -> AnyMesh | None:
+  """The mesh of an array outside of programs."""
+  return None if isinstance(x, Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
 
 
 def _spec(

@@ -85,7 +85,7 @@ class Gather:
 
 
 def axes_to_gather(
-  specs: Iterable[Sequence[Any]], batch: Collection[str], mesh: AnyMesh | None
+  specs: Iterable[PartitionSpec], batch: Collection[str], mesh: AnyMesh | None
 ) -> frozenset[str]:
   """The axes of the examples over which parameters are gathered; none where XLA has nothing to confuse.
 

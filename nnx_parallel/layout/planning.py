@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.layers import find_layers
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit
+from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit, no_mesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import PlanError
@@ -147,6 +147,7 @@ def plan(
   )[0]
 
 
+@no_mesh()
 def plan_with_traces(
   init: Callable[[], nnx.Module], mesh: AnyMesh, rules: Rules = None, **options: Unpack[PlanOptions]
 ) -> tuple[Plan, dict[Root, Trace]]:

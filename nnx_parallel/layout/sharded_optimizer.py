@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.types import AnyArray, Model, Optimizer, PyTree
@@ -105,6 +106,7 @@ class ShardedOptimizer(nnx.Optimizer[M]):
 
   placement: Placement | None = None
 
+  @no_mesh()
   def update(self, model: M, grads: PyTree, /, **kwargs: Any) -> optax.Updates:
     """Updates the model and the state in place, as `nnx.Optimizer.update`, and keeps their layout.
 

@@ -20,7 +20,7 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.flow import Flow
-from nnx_parallel.core.mesh import no_mesh
+from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import not_counted
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
@@ -114,7 +114,7 @@ class Run:
     mesh_of_caller = jax.sharding.get_mesh()
 
     def next_batch() -> Any:
-      with jax.set_mesh(mesh_of_caller):  # batches may be results of another model on another mesh
+      with use_mesh(mesh_of_caller):  # batches may be results of another model on another mesh
         return next(source, _END)
 
     with contextlib.ExitStack() as stack:

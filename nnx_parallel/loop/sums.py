@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.types import AnyArray, AnyMetrics, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
@@ -58,9 +59,10 @@ class MetricSums:
         f"the metrics are {', '.join(metrics)}, and were {', '.join(self._total)}.",
         fix="one MetricSums for each kind of step.",
       )
-    if self._weight is not None:
-      self._total, self._weight = _as_pairs(self._total, np.float32(self._weight)), None
-    self._total = _added(self._total, dict(metrics), np.float32(weight))
+    with no_mesh():
+      if self._weight is not None:
+        self._total, self._weight = _as_pairs(self._total, np.float32(self._weight)), None
+      self._total = _added(self._total, dict(metrics), np.float32(weight))
 
   def read(self) -> Record:
     """Returns the means, `loss` first, and waits for the steps. A mean of nothing is 0."""

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_parallel.core.jaxprs import nbytes
-from nnx_parallel.core.mesh import axis_sizes, explicit_axes
+from nnx_parallel.core.mesh import axis_sizes, explicit_axes, no_mesh
 from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.text import Paged, text_of
 from nnx_parallel.core.types import PyTree
@@ -281,7 +281,7 @@ def compile_report(
   objects = instantiate(here, {root: here.abstract_state(root) for root in ("model", "optimizer")})
   objects = objects if isinstance(objects, tuple) else (objects,)
   # Nothing can run on an absent machine: this mesh is only for the trace.
-  with default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
+  with no_mesh(), default_scope(dataclasses.replace(here.activation_rules, mesh=here.mesh.abstract_mesh)):
     lowered = step.lower(*objects, abstract_batch(here, batch), *args)
   names = {f"arrays[{n}]": _plan_name(path) for n, path in enumerate(variables(objects))}
   if isinstance(step, Generator):

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_by_dim
+from nnx_parallel.core.mesh import check_active, own_mesh
 from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
@@ -84,7 +85,9 @@ def map_shards(
       )
     specs = tuple(_specs(plan, x) if spec is None else spec for x, spec in zip(args, given, strict=True))
     run: PyTree = nnx.shard_map(f, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
-    return run(*args)
+    with own_mesh(plan.mesh):
+      check_active(plan.mesh, "of the plan")
+      return run(*args)
 
   return mapped
 

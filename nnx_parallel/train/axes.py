@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.mesh import auto_mesh, is_explicit
+from nnx_parallel.core.mesh import auto_mesh, is_explicit, own_mesh
 from nnx_parallel.core.nodes import parts_of_type
 from nnx_parallel.core.shards import auto_sharding, computed_on_auto_axes
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -55,8 +55,7 @@ class Places(NamedTuple):
 
   def active(self) -> contextlib.AbstractContextManager[object]:
     """Makes the mesh of the program active, if another mesh is active."""
-    nothing = self.mesh is None or jax.sharding.get_abstract_mesh().empty
-    return contextlib.nullcontext() if nothing else jax.set_mesh(self.mesh)
+    return own_mesh(self.mesh)
 
   def placed(self, tree: PyTree) -> PyTree:
     """Arrays outside of a program on its mesh: the same buffers under another type; or abstract arrays."""

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from nnx_parallel.core.mesh import is_explicit
 from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
@@ -48,21 +49,22 @@ def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree)
   meshes = [x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)]
   if not meshes:
     return None
-  # In mesh order: a program runs on one assignment of devices.
-  mesh, devices = meshes[0], [*meshes[0].devices.flat]
+  mesh = meshes[0]
   for label, array in zip(labels, arrays, strict=True):
-    if _is_elsewhere(array, devices):
+    if _is_elsewhere(array, mesh):
       return TrainError(
         f"{label} is on {len(array.sharding.device_set)} device(s), and the model on {mesh.size}.",
         details=f"{label}: {array.sharding}; the model's mesh: {dict(mesh.shape)}",
         fix="write values in place, which keeps the layout: variable[...] = value.",
       )
   for name, array in named_leaves(batch):
-    if _is_elsewhere(array, devices):
+    if _is_elsewhere(array, mesh):
+      own: Any = getattr(array.sharding, "mesh", None)
+      where = "" if own is None else f" (mesh {dict(own.shape)})"
       return TrainError(
         f"{name} is not on the model's mesh.",
-        details=f"its devices {[d.id for d in _devices(array)]}, the model's {[d.id for d in devices]}"
-        f" (mesh {dict(mesh.shape)})",
+        details=f"its devices {[d.id for d in _devices(array)]}{where},"
+        f" the model's {[d.id for d in mesh.devices.flat]} (mesh {dict(mesh.shape)})",
         fix="nxp.shard_batch(batch, plan) with the plan of this model.",
       )
   return None
@@ -94,11 +96,14 @@ def _no_array(batch: PyTree) -> TrainError | None:
   return None
 
 
-def _is_elsewhere(x: AnyArray, devices: list[Any]) -> bool:
+def _is_elsewhere(x: AnyArray, mesh: Any) -> bool:
   if not isinstance(x, jax.Array) or not x.committed:
     return False
-  own = _devices(x)
-  return own != devices if isinstance(x.sharding, NamedSharding) else {*own} != {*devices}
+  own, devices, where = _devices(x), [*mesh.devices.flat], x.sharding
+  if not isinstance(where, NamedSharding):
+    return {*own} != {*devices}
+  # In mesh order: a program runs on one assignment of devices. Explicit axes are part of the type, too.
+  return own != devices or (is_explicit(where.mesh) and where.mesh != mesh)
 
 
 def _devices(array: jax.Array) -> list[Any]:

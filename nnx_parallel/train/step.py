@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
@@ -60,7 +61,7 @@ class _Step:
     bound = self._bounds.get(key)
     if bound is None or not bound.binding.watch.same():
       roots = {"model": model} if optimizer is _ABSENT else {"model": model, "optimizer": optimizer}
-      with self._lock:
+      with self._lock, no_mesh():
         bound = self._bind_again(key, roots, bound)
     return bound
 
@@ -161,8 +162,9 @@ class TrainStep(_Step):
     if more:
       batch = self._joined(batch, more)
     bound = self._bind(model, optimizer)
-    batch = bound.placed(batch)
-    metrics, news = bound.update(batch)
+    with own_mesh(bound.binding.mesh):
+      batch = bound.placed(batch)
+      metrics, news = bound.update(batch)
     self._done(bound, news, batch)
     return metrics
 
@@ -197,13 +199,14 @@ class TrainStep(_Step):
       scope = default_scope(model.activation_rules)
       model, optimizer = _abstract(model)
     roots = {"model": model, "optimizer": optimizer}
-    bound = Bound(self.options, roots, (), {})
-    with scope:
+    with no_mesh():
+      bound = Bound(self.options, roots, (), {})
+    with own_mesh(bound.binding.mesh), scope:
       traced = bound.traced(bound.placed(batch, abstract=True))
-    self.layers = bound.structure.layers
-    if isinstance(bound.binding.mesh, AbstractMesh):
-      return traced.lower(lowering_platforms=(jax.default_backend(),))
-    return traced.lower()
+      self.layers = bound.structure.layers
+      if isinstance(bound.binding.mesh, AbstractMesh):
+        return traced.lower(lowering_platforms=(jax.default_backend(),))
+      return traced.lower()
 
   def compiled(self, model: Model, optimizer: Optimizers, batch: PyTree) -> jax.stages.Compiled:
     """Returns the program for these arguments. After a call with them, it is not compiled again.
@@ -217,9 +220,10 @@ class TrainStep(_Step):
       A `jax.stages.Compiled`: its text, memory and cost.
     """
     bound = self._bind(model, optimizer)
-    traced = bound.traced(bound.placed(batch, abstract=True))
-    self.layers = bound.structure.layers
-    return traced.lower().compile()
+    with own_mesh(bound.binding.mesh):
+      traced = bound.traced(bound.placed(batch, abstract=True))
+      self.layers = bound.structure.layers
+      return traced.lower().compile()
 
   def check_gradients(
     self,
@@ -257,11 +261,12 @@ class TrainStep(_Step):
     losses = self.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Hashable, GradientCheck] = {}
-    for key, loss_fn in several.items():
-      wrt = filters if key is None else {key: of_loss(key, filters)}
-      found[key] = checked(
-        bound.subject(loss_fn, wrt, bound.placed(batch)), seed, directions, by_group=by_group, tries=tries
-      )
+    with own_mesh(bound.binding.mesh):
+      for key, loss_fn in several.items():
+        wrt = filters if key is None else {key: of_loss(key, filters)}
+        found[key] = checked(
+          bound.subject(loss_fn, wrt, bound.placed(batch)), seed, directions, by_group=by_group, tries=tries
+        )
     return merged(found)
 
 
@@ -289,8 +294,9 @@ class EvalStep(_Step):
     if more:
       batch = self._joined(batch, more)
     bound = self._bind(model)
-    batch = bound.placed(batch)
-    metrics, news = bound.evaluate(batch)
+    with own_mesh(bound.binding.mesh):
+      batch = bound.placed(batch)
+      metrics, news = bound.evaluate(batch)
     self._done(bound, news, batch)
     return metrics
 

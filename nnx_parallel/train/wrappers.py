@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.extra_args import accept_extra
+from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import parts_of_type, path_str, value_of, variables
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import TrainError
@@ -180,7 +181,8 @@ def ema_of(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
       )
     array = value_of(found[path])
     # Copied, because a train step donates the optimizer's own.
-    copy = jnp.copy(value_of(average)).astype(array.dtype)
+    with no_mesh():
+      copy = jnp.copy(value_of(average)).astype(array.dtype)
     found[path].set_raw_value(jax.device_put(copy, array.sharding))
   return module
 

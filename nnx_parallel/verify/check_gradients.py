@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.core.jaxprs import equations
+from nnx_parallel.core.mesh import own_mesh
 from nnx_parallel.core.text import few, number_pattern, with_article
 from nnx_parallel.core.types import AnyArray, Model, Program, PyTree, Value
 from nnx_parallel.errors import TrainError
@@ -119,9 +120,10 @@ def coarsest_dtype(
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding = Binding({"model": model})
-  places = places_of_losses(binding, [loss_fn], batch)
-  layout, batch = Layout(places.mesh, {}), places.placed(batch)
-  return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, layout, places)
+  with own_mesh(binding.mesh):
+    places = places_of_losses(binding, [loss_fn], batch)
+    layout, batch = Layout(places.mesh, {}), places.placed(batch)
+    return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, layout, places)
 
 
 class Looks:

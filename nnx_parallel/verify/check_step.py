@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.mesh import axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path, array_leaves, is_key, path_str, value_of
 from nnx_parallel.core.text import Shown, text_table, with_article
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -110,6 +110,7 @@ class StepCheck(Shown):
     return f"{text_table(header, rows, right=(1, 2, 3), wrap=(4,))}\n{summary}"
 
 
+@no_mesh()
 def check_step(
   plan: nxp.Plan,
   other: nxp.Plan | None,

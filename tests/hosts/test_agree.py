@@ -77,8 +77,11 @@ def test_two_processes_agree():
     nxp.hosts.barrier("late", timeout=30)
 
     value = {"text": "run", "array": jax.numpy.arange(3), "shape": np.ones((2, 3))} if process == 1 else None
-    found = nxp.hosts.broadcast(value, source=1, timeout=30)
-    assert found["text"] == "run" and found["array"].tolist() == [0, 1, 2] and found["shape"].shape == (2, 3)
+    for active in (None, nxp.make_mesh(other=8, explicit=True)):
+      with jax.set_mesh(active):
+        found = nxp.hosts.broadcast(value, source=1, timeout=30)
+      assert found["text"] == "run" and found["array"].tolist() == [0, 1, 2]
+      assert found["shape"].shape == (2, 3)
     whole = put(np.arange(8), nxp.make_mesh(data=8), "data")
     try:
       nxp.hosts.broadcast({"x": whole}, timeout=30)

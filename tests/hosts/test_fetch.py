@@ -95,12 +95,15 @@ tree = {
   "keys": keys,
 }
 assert not tree["split"].is_fully_addressable and not keys.is_fully_addressable
-found = nxp.hosts.to_host(tree | {"local": jax.numpy.full((2,), process)})
-for name in ("split", "whole", "variable"):
-  assert type(found[name]) is np.ndarray, name
-  np.testing.assert_array_equal(found[name], values, err_msg=name)
-np.testing.assert_array_equal(found["keys"], jax.random.key_data(jax.random.split(jax.random.key(1), 8)))
-np.testing.assert_array_equal(found["local"], [process, process])
+tree["local"] = jax.numpy.full((2,), process)
+for active in (None, nxp.make_mesh(other=8, explicit=True)):
+  with jax.set_mesh(active):
+    found = nxp.hosts.to_host(tree)
+  for name in ("split", "whole", "variable"):
+    assert type(found[name]) is np.ndarray, name
+    np.testing.assert_array_equal(found[name], values, err_msg=name)
+  np.testing.assert_array_equal(found["keys"], jax.random.key_data(jax.random.split(jax.random.key(1), 8)))
+  np.testing.assert_array_equal(found["local"], [process, process])
 print("fetched")
 """
 

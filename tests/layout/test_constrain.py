@@ -14,6 +14,7 @@ from jax import NamedSharding, P
 
 import nnx_parallel as nxp
 from nnx_parallel import LogicalRules, constrain, use_rules
+from nnx_parallel.core.mesh import no_mesh, own_mesh, use_mesh
 from nnx_parallel.errors import MeshError, ShardingError
 from nnx_parallel.testing import assert_same_training
 
@@ -290,15 +291,32 @@ def test_the_rules_of_the_caller_go_before_those_of_the_model():
   assert str(evaluate.compiles[1]) == "call 1: rules in scope: None -> LogicalRules(batch='tensor', mlp=None)"
 
 
-def test_a_scope_makes_its_mesh_the_active_one_unless_the_user_did(mesh):
+def test_a_scope_makes_its_mesh_the_active_one(mesh):
   with use_rules(RULES, mesh):
     assert jax.sharding.get_mesh() == mesh
     with use_rules(RULES, nxp.make_mesh(data=8, tensor=1)):
       assert dict(jax.sharding.get_mesh().shape) == {"data": 8, "tensor": 1}
     assert jax.sharding.get_mesh() == mesh
   assert jax.sharding.get_abstract_mesh().empty
-  with jax.set_mesh(mesh), use_rules(LogicalRules(), nxp.make_mesh(data=8)):
+  with jax.set_mesh(nxp.make_mesh(data=8)), use_rules(RULES, mesh):
     assert jax.sharding.get_mesh() == mesh
+    with jax.set_mesh(None), use_rules(RULES):
+      assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_what_sets_a_mesh_does_so_where_it_is_entered(mesh):
+  plan = nxp.plan(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, LogicalRules(batch="data"))
+  contexts = [plan.scope(), use_rules(RULES, mesh), use_mesh(mesh)]
+  assert jax.sharding.get_abstract_mesh().empty
+  for context in contexts:
+    with context:
+      assert jax.sharding.get_mesh() == mesh
+  with use_mesh(nxp.make_mesh(data=8)):
+    contexts = [no_mesh(), own_mesh(mesh)]
+    assert dict(jax.sharding.get_mesh().shape) == {"data": 8}
+    for context, found in zip(contexts, ({}, dict(mesh.shape)), strict=True):
+      with context:
+        assert dict(jax.sharding.get_mesh().shape) == found
 
 
 def on_shards(mesh):
@@ -367,15 +385,26 @@ def test_candidates_and_padding():
 
 
 def test_two_meshes_are_refused():
-  rules, active = LogicalRules(batch="data"), nxp.make_mesh(data=2, tensor=4)
-  with (
-    jax.set_mesh(active),
-    use_rules(rules, nxp.make_mesh(data=8)),
-    pytest.raises(
-      MeshError, match=r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}"
-    ),
-  ):
+  rules, mesh, active = LogicalRules(batch="data"), nxp.make_mesh(data=8), nxp.make_mesh(data=2, tensor=4)
+  message = (
+    r"two meshes[\s\S]*in scope \{'data': 8\}, active \{'data': 2, 'tensor': 4\}[\s\S]*set_mesh\(None\)"
+  )
+
+  def run(x):
+    with use_rules(rules, mesh):
+      return constrain(x, "batch", None)
+
+  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
+    jax.jit(run)(X)
+  with use_rules(rules, mesh), jax.set_mesh(active), pytest.raises(MeshError, match=message):
     jax.jit(lambda x: constrain(x, "batch", None))(X)
+  own, message = (
+    nxp.make_mesh(fsdp=8),
+    message.replace("in scope", "of the array").replace("data': 8", "fsdp': 8"),
+  )
+  x = jax.device_put(X, jax.NamedSharding(own, P()))
+  with jax.set_mesh(active), pytest.raises(MeshError, match=message):
+    constrain(x, "fsdp", None)
 
 
 def test_an_abstract_mesh_traces_but_places_nothing():

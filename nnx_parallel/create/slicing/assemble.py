@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.interpret import is_literal, read
-from nnx_parallel.core.mesh import axis_sizes, no_mesh
+from nnx_parallel.core.mesh import axis_sizes, use_mesh
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import AnyArray, Var
 from nnx_parallel.create.slicing.cut import FLOATS, Cut, Slice, Value, evaluate, is_tiny
@@ -36,7 +36,7 @@ def compile_groups(
   sliced: Cut, inputs: Inputs, shardings: Sequence[NamedSharding], mesh: Mesh
 ) -> list[jax.stages.Compiled]:
   """Compiles one program for each group of equal slices."""
-  with jax.set_mesh(mesh):
+  with use_mesh(mesh):
     lowered = [lower_slice(group[0], inputs, shardings) for group in sliced.groups]
   # XLA compiles outside the interpreter lock, so several programs compile at a time.
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -95,7 +95,7 @@ class Inputs:
     self.mesh, self.shardings = mesh, shardings
     self.values = dict(sliced.constants)
     # Tiny values need one device and no mesh; eager operations on all devices would take ten times as long.
-    with no_mesh(), jax.default_device(mesh.local_devices[0]):
+    with jax.default_device(mesh.local_devices[0]):
       evaluate(sliced.prologue, self.values)
     self.placed: dict[Hashable, jax.Array] = {}
 

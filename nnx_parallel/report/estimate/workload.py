@@ -32,7 +32,7 @@ from nnx_parallel.core.jaxprs import (
   scan_counts,
   without_unused,
 )
-from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
+from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Leaf, LossFn, Program, PyTree, Var
 from nnx_parallel.errors import ReportError
@@ -266,6 +266,7 @@ def trace_step(
   return StepTrace(forward, backward, _trace_update(plan), used.schedule, plain)
 
 
+@no_mesh()
 def trace_workload(
   plan: Plan,
   loss: LossFn,

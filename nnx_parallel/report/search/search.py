@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
-from nnx_parallel.core.mesh import abstract_mesh, axis_sizes
+from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
 from nnx_parallel.core.text import Shown, Table, format_bytes, hang, not_counted, page_width, render
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
@@ -198,6 +198,7 @@ class SearchResult(Shown):
     return json.dumps(body, indent=2)
 
 
+@no_mesh()
 def search(
   init: Callable[[], nnx.Module],
   loss: LossFn,
