@@ -34,7 +34,7 @@ from nnx_parallel.errors import MeshError, ShardingError, TrainError
 from nnx_parallel.layout.batch import batch_axes, position_axes
 from nnx_parallel.layout.resolve import resolve_spec
 from nnx_parallel.rules.inputs import InputRules
-from nnx_parallel.rules.logical import LogicalRules, Uneven, Unknown, check_axes
+from nnx_parallel.rules.logical import LogicalRules, Unknown, check_axes
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 
@@ -205,9 +205,8 @@ def _merge(one: Scope, other: Scope) -> Scope:
   }
   apart = (apart - {"batch", "seq"}) | first.apart | second.apart
   rules = {name: x for name, x in {**second.rules, **first.rules}.items() if name not in apart}
-  uneven: dict[str, Uneven] = {
-    name: x for name, x in {**second.rules.uneven, **first.rules.uneven}.items() if name in rules
-  }
+  policies = second.rules.uneven | first.rules.uneven
+  uneven = {name: policy for name, policy in policies.items() if name in rules}
   unknown: Unknown = "replicate" if "replicate" in (first.rules.unknown, second.rules.unknown) else "error"
   merged = LogicalRules(rules, unknown=unknown, uneven=uneven)
   return Scope(merged, mesh, first.inputs or second.inputs, first.stated, frozenset(apart))
