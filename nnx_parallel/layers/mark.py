@@ -102,13 +102,15 @@ def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool 
     stacks: whether other modules are layers where a slice of them is called.
   """
   modules = dict(modules_of(model))
-  marks = {path: _Mark(remat, layers.pattern, None, path) for layers in found for path in layers.paths}
-  if stacks:
-    for path in modules:
-      if not any(path[:n] in marks for n in range(len(path) + 1)):
-        ranks = _ranks(modules[path])
-        if max(ranks, default=0) > 2:  # a slice has a matrix
-          marks[path] = _Mark(remat, path_str(path), ranks, path)
+  layers = {path: _Mark(remat, some.pattern, None, path) for some in found for path in some.paths}
+  outside = [path for path in modules if not any(path[:n] in layers for n in range(len(path) + 1))]
+  ranks = {path: _ranks(modules[path]) for path in outside if stacks}
+  slices = {
+    path: _Mark(remat, path_str(path), own, path)
+    for path, own in ranks.items()
+    if max(own, default=0) > 2  # a slice has a matrix
+  }
+  marks = layers | slices
   marking = Marking()
   for path, mark in marks.items():
     vars(modules[path])[_ATTRIBUTE] = mark
@@ -170,7 +172,7 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
 @contextlib.contextmanager
 def _dispatched(kinds: Iterable[type]) -> Generator[None]:
   """While its body is traced, calls of these classes look for marks; other threads may do the same."""
-  # Where a class inherits its `__call__`, the class that has it: a model may ask which of them does.
+  # The classes that have the `__call__`, not those that inherit it: a model may ask which of them does.
   owners = {owner for kind in kinds for owner in kind.__mro__ if "__call__" in vars(owner)}
   with _LOCK:
     for owner in owners:
