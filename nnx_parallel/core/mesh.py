@@ -160,12 +160,17 @@ def no_mesh() -> Generator[None]:
 
 def own_mesh(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[None]:
   """Makes the mesh of a program's arrays active in a block, if another mesh is active; nothing in a trace."""
-  active = jax.sharding.get_abstract_mesh()
-  if mesh is None or active.empty or is_tracing():
-    return contextlib.nullcontext()
-  # The mesh of a machine that is only compiled for is active by its axes: nothing can run there.
-  same = active == mesh.abstract_mesh and jax.sharding.get_mesh().empty
-  return contextlib.nullcontext() if same else use_mesh(mesh)
+  nothing = mesh is None or jax.sharding.get_abstract_mesh().empty or is_tracing() or _is_active(mesh)
+  return contextlib.nullcontext() if nothing else use_mesh(mesh)
+
+
+def _is_active(mesh: AnyMesh) -> bool:
+  if jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
+    return False
+  # A program, and a machine that is only compiled for, have a mesh without devices.
+  if isinstance(mesh, AbstractMesh) or is_tracing() or jax.sharding.get_mesh().empty:
+    return True
+  return jax.sharding.get_mesh() == mesh
 
 
 def check_active(mesh: AnyMesh | None, which: str) -> None:
@@ -191,7 +196,7 @@ def is_tracing() -> bool:
 def mesh_inside(mesh: M) -> M:
   """The mesh as a traced program sees it: with Auto axes if the program computes on them, else unchanged."""
   auto = auto_mesh(mesh)
-  return auto if auto.abstract_mesh == jax.sharding.get_abstract_mesh() else mesh
+  return auto if _is_active(auto) else mesh
 
 
 def explicit_axes(mesh: AnyMesh) -> bool | list[str]:

@@ -128,8 +128,8 @@ def use_rules(rules: Rules, mesh: AnyMesh | None = None) -> Generator[None, None
 
 @contextlib.contextmanager
 def scoped(scope: Scope) -> Generator[None, None, None]:
-  """`use_rules`, for rules that are already checked; on Auto axes in a program that computes on Auto axes."""
-  if scope.mesh is not None and is_tracing():
+  """`use_rules`, for rules that are already checked; on Auto axes if the program computes on Auto axes."""
+  if scope.mesh is not None:
     scope = dataclasses.replace(scope, mesh=mesh_inside(scope.mesh))
   with _flax_rules(scope), _active(scope.mesh), _SCOPE(scope):
     yield
