@@ -202,8 +202,8 @@ def with_layers(
   yourself.
 
   Args:
-    loss: `loss(model, batch)`, or with other arguments and keywords. Numbers, flags and strings of Python stay
-      what they are; arrays are traced.
+    loss: `loss(model, batch)`, or with other arguments and keywords. Numbers, flags and strings of Python
+      stay what they are; arrays are traced.
     remat: as in `train_step`.
     scan_layers: as in `train_step`.
     layers: as in `train_step`.
