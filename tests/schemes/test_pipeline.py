@@ -716,11 +716,15 @@ class Hidden(Model):
     return jax.checkpoint(super().__call__)(tokens)
 
 
+APPLY = Block.__call__
+"""Read before a trace, in which `Block.__call__` marks layers."""
+
+
 class Unbound(Model):
   def __call__(self, tokens: Any) -> Any:
     x, mask = self.embed(tokens), (tokens > 0).astype(jnp.float32)
     for block in self.blocks:
-      x = Block.__call__(block, x, mask)
+      x = APPLY(block, x, mask)
     return self.head(x)
 
 
