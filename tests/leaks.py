@@ -12,6 +12,7 @@ from typing import Any
 import flax.core.spmd
 import jax
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_parallel.layout.constrain import scope_in_use
 
@@ -96,8 +97,10 @@ def left_since(before: State, patience_s: float = 5.0) -> list[str]:
 def take_back(before: State) -> None:
   """Undoes what can be undone, so that one test that leaves something is one failure."""
   jax.set_mesh(before["mesh"]["jax.set_mesh"])
-  for name, value in differences_of(before["jax.config"], _configuration()).items():
-    jax.config.update(name, value)
+  if changed := differences_of(before["jax.config"], _configuration()):
+    for name, value in changed.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()  # jax looks for its folder once
   for name in os.environ.keys() - before["os.environ"].keys() - OWN_VARIABLES:
     del os.environ[name]
   os.environ.update(before["os.environ"])

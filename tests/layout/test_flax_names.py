@@ -248,7 +248,7 @@ def test_constrain_in_a_step_without_a_scope(names):
     ((("embed", "mlp"), None), {"embed": "fsdp", "mlp": "tensor"}, (("fsdp", "tensor"), None), True),
     (("fsdp", None), {"fsdp": None}, (None, "fsdp"), False),
     ((None, "mlp"), {"mlp": "tensor"}, ("fsdp", "tensor"), False),
-    (("embed", "embed"), {"embed": ["fsdp", None]}, ("fsdp", None), False),
+    (("embed", "embed"), {"embed": nxp.LogicalRules.first("fsdp", None)}, ("fsdp", None), False),
   ],
   ids=str,
 )
