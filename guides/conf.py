@@ -89,7 +89,8 @@ def results_of(public: list[Any]) -> list[type]:
   modules = [m for name, m in sys.modules.items() if name.startswith("nnx_parallel.")]
   classes = {
     name: value for m in modules for name, value in vars(m).items()
-    if inspect.isclass(value) and value.__doc__ and re.match(r"nnx_parallel\.(?!core)", value.__module__)
+    if inspect.isclass(value) and value.__doc__
+    and re.match(r"nnx_parallel\.(?!core|report\.program\.hlo)", value.__module__)
   }  # fmt: skip
   found: dict[str, type] = {}
   queue = [*public]
