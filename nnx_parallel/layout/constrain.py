@@ -205,8 +205,9 @@ def _merge(one: Scope, other: Scope) -> Scope:
   }
   apart = (apart - {"batch", "seq"}) | first.apart | second.apart
   rules = {name: x for name, x in {**second.rules, **first.rules}.items() if name not in apart}
-  policies = second.rules.uneven | first.rules.uneven
-  uneven = {name: policy for name, policy in policies.items() if name in rules}
+  uneven = second.rules.uneven | first.rules.uneven
+  for name in uneven.keys() - rules.keys():
+    del uneven[name]
   unknown: Unknown = "replicate" if "replicate" in (first.rules.unknown, second.rules.unknown) else "error"
   merged = LogicalRules(rules, unknown=unknown, uneven=uneven)
   return Scope(merged, mesh, first.inputs or second.inputs, first.stated, frozenset(apart))
