@@ -134,12 +134,10 @@ def fit(
     progress: whether to show the progress, as a bar in a terminal and as lines in a log; or a `StepProgress`.
     tokens: the number of tokens in a batch, for the metric `tokens_per_second`. By default, the metric is
       `samples_per_second`, if the batch has an array with a dim of examples.
-    flops: the FLOPs of a step on one device; by default three times the FLOPs of the matrix products in the
-      loss (the forward pass once, the backward pass twice), divided by the number of devices of the model.
+    flops: the FLOPs of a step on one device; by default the FLOPs of the matrix products in the compiled
+      step, which include recomputation.
     peak_flops: the peak FLOP/s of one device; by default the bfloat16 peak of its chip. If both are known,
-      the metric `mfu` is recorded: the FLOP/s of the step relative to the peak. The default `flops` does not
-      count recomputation and work that replicas repeat. It is too high if most parameters are frozen, so pass
-      your own number then.
+      the metric `mfu` is recorded: the FLOP/s of the step relative to the peak.
     profile: a pair with the numbers of the first and the last step to trace for xprof.
     profile_dir: the folder of the trace.
     nonfinite: what to do if the loss is not finite, or if the parameters of a step that is to be saved are

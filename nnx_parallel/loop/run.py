@@ -19,7 +19,6 @@ from flax import nnx
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
-from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import not_counted
@@ -33,10 +32,7 @@ from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
 from nnx_parallel.loop.recorder import Position, Recorder
 from nnx_parallel.report.chips import chip_of
-from nnx_parallel.report.estimate.propagate import Propagation
-from nnx_parallel.train.axes import on_fitting_axes
-from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.report.program.cost import cost
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 
@@ -185,7 +181,7 @@ class Run:
     self.at.step, self.at.samples = number, self.at.samples + examples_in(batch)
     compiled = len(self._programs) > before
     if self.peak and (compiled or number == self._first):
-      flops = _flops(self.step, self.model, batch) if self.flops is None else self.flops
+      flops = _flops(self.step, self.model, self.optimizer, batch) if self.flops is None else self.flops
       self.recorder.ideal_seconds = flops / self.peak
     return compiled
 
@@ -300,53 +296,22 @@ def _compilations(programs: list[str]) -> Generator[None]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-def _abstract(x: Any) -> Any:
-  """An array without values, and without types on Explicit axes."""
-  return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
-
-
 def peak_of_chip() -> float | None:
   """The bfloat16 peak of a device here, or None; simulated devices have none."""
   known = chip_of(jax.devices()[0].device_kind)
   return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
-def _flops(step: Any, model: Model, batch: PyTree) -> float:
-  """FLOPs of a step on one device: three times the forward pass; nan if the step is not a `TrainStep`.
-
-  Counted from the trace: compilers rewrite matrix products beyond recognition.
-  """
+def _flops(step: Any, model: Model, optimizer: Optimizers, batch: PyTree) -> float:
+  """FLOPs of a step on one device after a call with these arguments; nan if it shows no program."""
   if not isinstance(step, TrainStep):
     return math.nan
-  losses = step.options.loss_fn
-  binding = Binding({"model": model})
-  arrays = binding.leaves()
-
-  def forward(arrays: list[jax.Array], batch: PyTree) -> list[jax.Array]:
-    several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
-    return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
-
-  seen = Propagation()
-  try:
-    run = forward if binding.scope is None else on_fitting_axes(forward, binding.scope)
-    trace: Any = jax.make_jaxpr(run)(*jax.tree.map(_abstract, (arrays, batch)))
-    seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
-  except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
+  found = cost(step.compiled(model, optimizer, batch).as_text() or "")
+  if found.uncounted:
     warnings.warn(
-      f"no mfu is recorded: its loss cannot be counted ({type(error).__name__}: {error})."
+      f"the recorded mfu is too low. {not_counted(found.uncounted)}\n"
       "  Fix: fit(..., flops=...), for one device.",
       NnxParallelWarning,
       stacklevel=6,
     )
-    return math.nan
-  if seen.uncounted:
-    warnings.warn(
-      f"the recorded mfu is too low. {not_counted(seen.uncounted)}\n"
-      "  Fix: fit(..., flops=...), for one device.",
-      NnxParallelWarning,
-      stacklevel=6,
-    )
-  placed = [x for x in arrays if isinstance(x, jax.Array)]
-  devices = max((len(x.sharding.device_set) for x in placed), default=1)
-  return 3.0 * sum(product.flops * product.times for product in seen.products) / devices
+  return float(found.flops)

@@ -305,7 +305,6 @@ CALLS = {
   "lower": lambda on: STEP.lower(on.plan, batch=HOST).compile() and None,
   "compile_report": report,
   "memory_plan": lambda on: str(nxp.memory_plan(on.plan, loss, HOST, microbatches=2)),
-  "predict_time": lambda on: nxp.report.predict_time(on.plan, loss, HOST, chip="h100").seconds,
   "search": searched,
   "batches": lambda on: [*nxp.batches([HOST] * 3, on.plan), *nxp.batches([*HOST], on.plan, batch=8)],
   "shard_batch": lambda on: [nxp.shard_batch(x, on.plan) for x in (HOST, on.batch, jnp.asarray(HOST))],
