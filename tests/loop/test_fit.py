@@ -17,7 +17,7 @@ from jax import NamedSharding, P
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import storage
 from nnx_parallel.loop.fit import resume_from
-from nnx_parallel.loop.recorder import Position
+from nnx_parallel.loop.run import Position
 from training import placed
 
 
@@ -372,7 +372,7 @@ def test_a_step_of_ones_own_has_no_utilisation():
 
 
 def test_memory_of_a_long_run_is_bounded(monkeypatch):
-  monkeypatch.setattr("nnx_parallel.loop.recorder.KEPT", 3)
+  monkeypatch.setattr("nnx_parallel.loop.run.KEPT", 3)
   seen = []
   result = fake([1.0] * 9, trackers=[lambda step, _: seen.append(step)])
   assert [record["step"] for record in result.history] == [7, 8, 9]

@@ -172,12 +172,12 @@ def fit(on):
 def job(on):
   recipe = nxp.recipes.load_recipe("starter")
   plan = nxp.recipes.plan_recipe(recipe, nxp.make_mesh(fsdp=8, explicit=on.kind == "explicit"))
-  job = nxp.recipes.Job.start(recipe, plan)
-  history = [record["loss"] for record in job.train(2).history]
+  run = nxp.recipes.start(recipe, plan)
+  history = [record["loss"] for record in run.train(2, check_gradients=True).history]
   with nxp.Checkpointer(on.folder / "ckpt") as checkpointer:
-    job.save(checkpointer)
-    again = nxp.recipes.Job.restore(recipe, plan, checkpointer)
-  return history, again.step, again.evaluate(), bool(again.check_gradients())
+    run.save(checkpointer)
+    again = nxp.recipes.restore(recipe, plan, checkpointer).run
+  return history, again.at.step, again.evaluate()
 
 
 def whole_task(on):
