@@ -48,7 +48,7 @@ from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
 from nnx_parallel.layers.stacks import Chain, Stacks, as_called, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
-from nnx_parallel.layout.constrain import mapped_axes, surroundings
+from nnx_parallel.layout.constrain import mapped_axes, splits_positions, surroundings
 
 MARK_LAYERS = (
   'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or nnx.remat in the model, on a'
@@ -136,7 +136,8 @@ class LayerOptions:
   @contextlib.contextmanager
   def marking(self, model: Model, used: LayersUsed | None = None) -> Generator[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
-    if not self.marks and self.pattern is None:
+    split = splits_positions()
+    if not self.marks and self.pattern is None and not split:
       yield
       return
     found = find_layers(model, self.pattern)
@@ -146,12 +147,13 @@ class LayerOptions:
         details="modules: " + few([path_str(path) for path, _ in nnx.iter_modules(model) if path]),
         fix='layers="blocks.*", with the dotted paths of the modules that repeat.',
       )
-    if used is not None:
+    if used is not None and (self.marks or self.pattern is not None):
       used.found = found
-    if not self.marks:
+    if not self.marks and not split:
       yield
       return
-    with marked(model, found, self.how, stacks=self.how.needs_layers and self.pattern is None) as marking:
+    stacks = (self.how.needs_layers or split) and self.pattern is None
+    with marked(model, found, self.how, stacks=stacks) as marking:
       yield
     if used is not None:  # parts of a stacked layer are no layers
       used.found = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Model, Program
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
@@ -74,10 +76,12 @@ def differentiable(
   models: Model,
   wrt: Mapping[Hashable, nnx.filterlib.Filter],
   scale: jax.Array | None = None,
+  gather: Gather | None = None,
 ) -> Differentiable:
   """The loss of traced models as a function of the trained arrays, times `scale` unless that is None.
 
   `wrt` is the filter of the trained Variables by the key of their model; the key is None for a single model.
+  The loss gathers arrays as `gather` says.
   """
   template = Template(models)
   arrays = template.arrays(models)
@@ -113,7 +117,7 @@ def differentiable(
       sequential = _pipelined(objective, plain, len(train), len(others), LayersUsed())
 
   def inspect(part: PyTree) -> tuple[Jaxpr, set[int]]:
-    traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
+    traced, shape = jax.make_jaxpr(ungathered, return_shape=True)(train, others, part)
     # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
     positions = [*enumerate(train, len(others)), *enumerate(others)]
     inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
@@ -126,6 +130,10 @@ def differentiable(
         fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
       )
     return traced.jaxpr, changed
+
+  ungathered = chosen
+  if gather is not None:
+    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
 
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
@@ -140,6 +148,16 @@ def differentiable(
     layers=used,
     parts=options.microbatches // options.turns,
   )
+
+
+def _paths(
+  paths: Sequence[Path], rest: int, train: list[Any], others: list[Any], part: PyTree
+) -> list[Path | None]:
+  """The path of each array of the arguments of an objective; `paths`: of the others, then of the trained."""
+  named = [*zip(paths[rest:], train, strict=True), *zip(paths[:rest], others, strict=False)]
+  found: list[Path | None] = [path for path, x in named for _ in jax.tree.leaves(x)]
+  further = others[rest:], part  # the loss scale
+  return [*found, *(None for _ in jax.tree.leaves(further))]
 
 
 def _gradient(

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from nnx_parallel.train.hold import with_correct_convolutions
+from nnx_parallel.train.mend import with_correct_convolutions
 from training import placed
 
 CHANNELS = ("kh", "kw", "in", "conv")

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
-from nnx_parallel.layout.constrain import Scope
-from nnx_parallel.train.hold import held
+from nnx_parallel.layout.gather import Gather
+from nnx_parallel.train.mend import mended
 from training import placed, plain_step, run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
@@ -46,42 +46,22 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
 
 
-def test_a_barrier_around_a_gradient_and_activations_does_not_gather_the_update():
-  mesh = nxp.make_mesh(fsdp=4, tensor=2)
-  where = NamedSharding(mesh, jax.P("fsdp", "tensor"))
-
-  def run(arrays, batch):
-    grad = jax.grad(lambda kernel: jnp.sin(batch @ kernel).sum())(arrays[0])
-    grad, batch = jax.lax.optimization_barrier((grad, batch))  # as jax.checkpoint makes one
-    return arrays[0] - 0.1 * grad, batch.sum()
-
-  kernel, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 16), (32, 8)])
-  step = held(run, mesh, Scope(nxp.LogicalRules(batch="fsdp"), mesh), [where])
-  found = [e for e in jax.make_jaxpr(step)((kernel,), x).eqns if e.primitive.name == "sharding_constraint"]
-  kept = [e.invars[0].aval.shape for e in found]
-  assert kept.count(kernel.shape) == 1  # for the product
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
 def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  scope = Scope(nxp.LogicalRules(batch=("data", "fsdp")), mesh)
   rng = np.random.default_rng(0)
   table, tokens = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(-16, 16, (8, 5))
 
-  def run(arrays, batch):
-    def loss(table):
-      return jnp.sin(table[batch]).sum()
+  def loss(table, batch):
+    return jnp.sin(table[batch]).sum()
 
-    return jax.value_and_grad(loss)(arrays[0])
-
-  where = NamedSharding(mesh, spec)
-  placed = [jax.device_put(table, where)]
-  found = jax.jit(held(run, mesh, scope, [where]))(
-    placed, jax.device_put(tokens, NamedSharding(mesh, jax.P(("data", "fsdp"))))
-  )
-  for a, b in zip(found, jax.jit(run)([table], tokens), strict=True):
+  where, batch = NamedSharding(mesh, spec), ("data", "fsdp")
+  gather = Gather.of({("table",): where}, batch, mesh)
+  run = jax.jit(jax.value_and_grad(gather.on(loss, lambda *_: [("table",), None])))
+  placed = jax.device_put(table, where), jax.device_put(tokens, NamedSharding(mesh, jax.P(batch)))
+  found = run(*placed)
+  for a, b in zip(found, jax.jit(jax.value_and_grad(loss))(table, tokens), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +79,7 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   where = NamedSharding(mesh, jax.P("fsdp"))
   arrays = [jax.device_put(jnp.ones(2), where)]
   batch = jax.device_put((logits, targets), where)
-  changed = jax.jit(held(run, mesh, Scope(nxp.LogicalRules(batch="fsdp"), mesh), [where]))
+  changed = jax.jit(mended(run, mesh, picks=True))
   text = changed.lower(arrays, batch).as_text()
   assert "stablehlo.gather" not in text
   assert "stablehlo.scatter" not in text
