@@ -366,18 +366,13 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
 
 
-def splits_positions() -> bool:
-  """Whether the rules in scope split the positions of activations between layers."""
-  return bool(_positions())
-
-
 def split_positions(x: jax.Array) -> jax.Array:
   """An activation of examples, positions and features, laid out by the rules for `batch` and `seq`.
 
   Unchanged without a rule for `seq`, and where the axes do not divide its dims.
   """
   scope: Scope | None = _SCOPE.value
-  over = _positions()
+  over = axes_of_positions()
   if not over or scope is None or scope.mesh is None or jax.numpy.ndim(x) != 3:
     return x
   sizes = {axis: 1 if axis in _MAPPED.value else size for axis, size in axis_sizes(scope.mesh).items()}
@@ -389,8 +384,8 @@ def split_positions(x: jax.Array) -> jax.Array:
     return constrain(x, "batch", "seq", None)
 
 
-def _positions() -> tuple[str, ...]:
-  """The mesh axes larger than 1 that split positions, on Auto axes."""
+def axes_of_positions() -> tuple[str, ...]:
+  """The mesh axes larger than 1 that split the positions of activations between layers, on Auto axes."""
   scope: Scope | None = _SCOPE.value
   if scope is None or scope.mesh is None or AxisType.Explicit in scope.mesh.axis_types:
     return ()

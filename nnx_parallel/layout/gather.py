@@ -79,7 +79,7 @@ class Gather:
     """What a loss gathers of arrays with these shardings, for examples over these axes; None for nothing."""
     if mesh is None or AxisType.Explicit in mesh.axis_types:  # there, the types of the operands decide
       return None
-    axes = tuple(axis for axis in batch if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
     reads = {path: where.spec for path, where in leaves.items() if isinstance(where, NamedSharding)}
     split = {path: tuple(map(axes_of, spec)) for path, spec in reads.items() if {*axes} & {*axes_in(spec)}}
     others = any(size > 1 and axis not in axes for axis, size in mesh.shape.items())

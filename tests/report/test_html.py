@@ -55,7 +55,7 @@ class Structure(HTMLParser):
 
 HEADINGS = {
   "report": [
-    "Memory per device: 352.2 KiB of 16 GiB usable",
+    "Memory per device: 352.1 KiB of 16 GiB usable",
     "In memory at the peak, besides the arguments",
     "Arguments per device, largest first",
     "Predicted step",

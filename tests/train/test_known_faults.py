@@ -246,10 +246,14 @@ def test_a_plan_that_splits_the_windows_of_a_convolution_beside_an_idle_axis_is_
   def plan(groups: int = 1, **sizes: int) -> nxp.Plan:
     return nxp.plan(lambda: Images(nnx.Rngs(0), groups), nxp.make_mesh(**sizes), rules)
 
-  with pytest.raises(nxp.errors.PlanError, match="conv: XLA makes the kernel gradient .* 2 times too") as caught:
+  with pytest.raises(
+    nxp.errors.PlanError, match="conv: XLA makes the kernel gradient .* 2 times too"
+  ) as caught:
     plan(data=2, tensor=2, other=2)
   assert "tensor shards positions, and other neither them nor the examples" in str(caught.value)
-  assert "Fix: let other shard the examples too: nxp.LogicalRules(batch=('data', 'other'))" in str(caught.value)
+  assert "Fix: let other shard the examples too: nxp.LogicalRules(batch=('data', 'other'))" in str(
+    caught.value
+  )
   plan(data=2, tensor=4)
   plan(8, data=2, tensor=2, other=2)  # by hand in a step
 
