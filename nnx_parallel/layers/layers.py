@@ -48,7 +48,7 @@ from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
 from nnx_parallel.layers.stacks import Chain, Stacks, as_called, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
-from nnx_parallel.layout.constrain import mapped_axes, axes_of_positions, surroundings
+from nnx_parallel.layout.constrain import axes_of_positions, mapped_axes, surroundings
 
 MARK_LAYERS = (
   'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or nnx.remat in the model, on a'
@@ -147,7 +147,7 @@ class LayerOptions:
         details="modules: " + few([path_str(path) for path, _ in nnx.iter_modules(model) if path]),
         fix='layers="blocks.*", with the dotted paths of the modules that repeat.',
       )
-    if used is not None and (self.marks or self.pattern is not None):
+    if used is not None:
       used.found = found
     if not self.marks and not split:
       yield

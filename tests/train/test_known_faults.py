@@ -247,7 +247,7 @@ def test_a_plan_that_splits_the_windows_of_a_convolution_beside_an_idle_axis_is_
     return nxp.plan(lambda: Images(nnx.Rngs(0), groups), nxp.make_mesh(**sizes), rules)
 
   with pytest.raises(
-    nxp.errors.PlanError, match="conv: XLA makes the kernel gradient .* 2 times too"
+    nxp.errors.PlanError, match=r"conv: XLA makes the kernel gradient .* 2 times too"
   ) as caught:
     plan(data=2, tensor=2, other=2)
   assert "tensor shards positions, and other neither them nor the examples" in str(caught.value)
