@@ -120,7 +120,7 @@ def test_a_value_says_whether_vmap_hides_a_dim():
 
 
 def test_a_convolution_says_how_it_is_grouped():
-  """`train/hold.py` mends kernel gradients by these names; `layout/checks.py` warns."""
+  """`train/mend.py` sums kernel gradients by these names; `layout/checks.py` warns."""
   kernel = np.ones((3, 1, 4), np.float32)
   conv = jax.make_jaxpr(
     lambda x: jax.lax.conv_general_dilated(
@@ -705,7 +705,7 @@ print(jax.jit(both)(x, jax.device_put(jnp.ones((16, 8)), at(("tensor", "fsdp")))
 
 @pytest.mark.slow
 def test_a_parameter_that_only_one_of_two_products_gathers_ends_the_process():
-  """If this fails, `train/hold.py` need not gather parameters in products with constant gradients."""
+  """Why `layout/gather.py` gathers a parameter at each read, not only in products with the batch."""
   found = subprocess.run([sys.executable, "-c", ONE_GATHERS], capture_output=True, text=True, check=False)
   assert found.returncode == (0 if OLD else -signal.SIGABRT), found.stderr
   assert OLD or "HloShardingV3" in found.stderr

@@ -3,7 +3,7 @@
 A dim keeps its axes, and an array uses each axis once. Two dims of a product may need the same axis: a batch
 axis stays with the data (the parameter is gathered: fsdp), any other axis stays with the parameter (the data
 is gathered: tensor parallelism, after a sequence-parallel part). Axis sizes do not matter. Reports count by
-these layouts; train steps constrain the compiler to them.
+these layouts.
 """
 
 from __future__ import annotations

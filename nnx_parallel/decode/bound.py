@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.core.axes import Entry, axes_of, entry_of, without
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.mesh import axis_sizes, is_explicit, own_mesh
+from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, PyTree
@@ -37,9 +38,9 @@ from nnx_parallel.decode.rows import dims_of_rows
 from nnx_parallel.errors import DecodeError
 from nnx_parallel.layout.batch import input_spec
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.axes import places_inside, places_outside, with_types
 from nnx_parallel.train.binding import Binding, deleted, is_deleted
-from nnx_parallel.train.hold import held
 
 Arrays: TypeAlias = list[jax.Array]
 State = tuple[list[Any], Any]
@@ -294,7 +295,6 @@ class Bound:
     after, others = self._divided([found[i] for i in (*template.variables, *template.raw)])
     return logits[:, -1], others, after, own
 
-  # The caches come last: `held` would gather a parameter that is split like the batch.
   def _one_call(
     self,
     others: Arrays,
@@ -435,19 +435,28 @@ class Bound:
     equal = args.lengths is None and args.prefix is None and options.slots is None
     sizes = sizes_of(options.prefill, args.prompts.shape[1], equal=equal)
     own = self._separate_rows(caches, others, args, sizes)
-    called = self._over_rows(self._one_call, own)
-    held_forward = held(called, self.places.mesh, self.places.scope, self._weights)
+    called = self._gathering(self._over_rows(self._one_call, own))
 
     def forward(tokens: jax.Array, position: jax.Array, state: State) -> PyTree:
       if own is not None:
         position = rows(jnp.broadcast_to(position, tokens.shape[:-1]))
-      logits, caches, made = held_forward(others, tokens, position + args.ahead, *state)
+      logits, caches, made = called(others, tokens, position + args.ahead, *state)
       return logits, (self._pinned(caches, own), made)
 
     dims = None if own is None else ([d or 0 for d in own.dims], 0)
     stops, kept = tuple(map(int, options.stop)), rows if own is None else self._pin
     loop = Loop(options.max_new_tokens, stops, sizes, forward, rows, self._pin, kept, self._logits, dims)
     return loop, self._asked(args), own
+
+  def _gathering(self, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A call with the weights gathered where it reads them."""
+    gather = Gather.of({(n,): x for n, x in enumerate(self._weights)}, self.axes, self.places.mesh)
+
+    def paths(others: Arrays, *rest: PyTree) -> list[Path | None]:
+      named: list[Path | None] = [(n,) for n, x in enumerate(others) for _ in jax.tree.leaves(x)]
+      return [*named, *(None for _ in jax.tree.leaves(rest))]
+
+    return call if gather is None else gather.on(call, paths)
 
   def _steps(self, loop: Loop, asked: Asked, own: Rows | None, caches: Arrays, args: Args) -> Steps:
     """The loop over a batch, or over rows with separate positions."""

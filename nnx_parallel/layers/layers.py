@@ -48,7 +48,7 @@ from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
 from nnx_parallel.layers.stacks import Chain, Stacks, as_called, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
-from nnx_parallel.layout.constrain import mapped_axes, surroundings
+from nnx_parallel.layout.constrain import axes_of_positions, mapped_axes, surroundings
 
 MARK_LAYERS = (
   'layers of one class in an nnx.List, or named by layers="decoder.blocks.*"; or nnx.remat in the model, on a'
@@ -136,7 +136,8 @@ class LayerOptions:
   @contextlib.contextmanager
   def marking(self, model: Model, used: LayersUsed | None = None) -> Generator[None]:
     """Marks the layers of a model that belongs to a trace, if anything is done with them."""
-    if not self.marks and self.pattern is None:
+    split = axes_of_positions()
+    if not self.marks and self.pattern is None and not split:
       yield
       return
     found = find_layers(model, self.pattern)
@@ -148,11 +149,16 @@ class LayerOptions:
       )
     if used is not None:
       used.found = found
-    if not self.marks:
+    if not self.marks and not split:
       yield
       return
-    with marked(model, found, self.how, stacks=self.how.needs_layers and self.pattern is None) as marking:
+    stacks = (self.how.needs_layers or split) and self.pattern is None
+    with marked(model, found, self.how, stacks=stacks) as marking:
       yield
+    if used is not None and split:
+      calls = sum(marking.calls.values())
+      at = f"between layers, at {calls} calls" if calls else "nowhere: the loss calls no layer"
+      used.positions = f"positions over {', '.join(split)}: {at}"
     if used is not None:  # parts of a stacked layer are no layers
       used.found = tuple(
         layers for layers in found if not any(layers.paths[0][: len(path)] == path for path in marking.stacks)
@@ -169,6 +175,7 @@ class LayersUsed:
     reasons: why some layers are not in one scan, one line each.
     schedule: the schedule of the pipeline, if there is one.
     axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
+    positions: with a rule for `seq`, where the positions of activations are split.
   """
 
   found: tuple[Layers, ...] = ()
@@ -176,9 +183,10 @@ class LayersUsed:
   reasons: tuple[str, ...] = ()
   schedule: Schedule | None = None
   axes: str = ""
+  positions: str = ""
 
   def __str__(self) -> str:
-    lines = [self.axes] if self.axes else []
+    lines = [line for line in (self.axes, self.positions) if line]
     lines += [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
     reasons = [
       *self.reasons[:_SHOWN],

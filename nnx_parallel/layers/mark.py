@@ -2,7 +2,8 @@
 
 A trace has no modules. Within `marked`, the call of a layer becomes one `jit` operation, named after its
 path. Its inputs are the layer's Variables and arrays; its outputs are the results and the Variables that the
-call changes. Inside it, `jax.checkpoint` applies the policy of `remat=`:
+call changes. Inside it, `jax.checkpoint` applies the policy of `remat=`, and with a rule for `seq` the
+positions of what comes in and goes out are split (arXiv:2205.05198):
 
   x = block(x)   ->   x = jit[name=layer:Block:blocks.0](checkpoint(body))(Variables of block, x)
 
@@ -43,6 +44,7 @@ from nnx_parallel.core.layers import Layers, modules_of
 from nnx_parallel.core.nodes import Path, is_key, path_str
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Model, Program, PyTree, Value, Var
 from nnx_parallel.layers.remat import Remat, checkpointed
+from nnx_parallel.layout.constrain import split_positions
 
 MARK = "layer:"
 """Starts the name of each marked call."""
@@ -239,7 +241,7 @@ def _closed_call(
   result: list[PyTree] = []
 
   def call(modules: tuple[Any, dict[int, Value]], given: dict[int, Value]) -> dict[int, Value]:
-    given = {**given, **modules[1]}
+    given = {**{n: split_positions(x) for n, x in given.items()}, **modules[1]}
     inner_args, inner_kwargs = jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])
     token = _MARKING.set(None)  # no layers inside a layer
     try:
@@ -248,7 +250,8 @@ def _closed_call(
       _MARKING.reset(token)
     out, structure = jax.tree.flatten(returned, is_leaf=_is_node)
     result[:] = structure, out
-    return {n: x for n, x in enumerate(out) if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
+    found = {n: split_positions(x) if isinstance(x, jax.Array) else x for n, x in enumerate(out)}
+    return {n: x for n, x in found.items() if _is_node(x) or isinstance(x, (jax.Array, np.ndarray))}
 
   call.__name__ = f"{MARK}{type(layer).__name__}:{path_str(mark.path)}"
   policy = functools.partial(checkpointed, remat=mark.remat, call=number)

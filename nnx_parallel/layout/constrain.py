@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry, axes_in, axes_of, entry_of
+from nnx_parallel.core.jaxprs import HELD, is_inexact
 from nnx_parallel.core.mesh import (
   AnyMesh,
   auto_mesh,
@@ -362,6 +364,33 @@ def constrain(x: jax.Array, *names: Entry) -> jax.Array:
   known = scope.mesh if scope is not None and isinstance(scope.mesh, Mesh) and not manual else mesh
   target = NamedSharding(known, spec) if active.empty or known is not mesh else spec  # pyright: ignore[reportArgumentType]
   return jax.sharding.reshard(x, target) if explicit else jax.lax.with_sharding_constraint(x, target)
+
+
+def split_positions(x: jax.Array) -> jax.Array:
+  """An activation of examples, positions and features, laid out by the rules for `batch` and `seq`.
+
+  Unchanged without a rule for `seq`, and where the axes do not divide its dims.
+  """
+  scope: Scope | None = _SCOPE.value
+  over = axes_of_positions()
+  if not over or scope is None or scope.mesh is None or jax.numpy.ndim(x) != 3:
+    return x
+  sizes = {axis: 1 if axis in _MAPPED.value else size for axis, size in axis_sizes(scope.mesh).items()}
+  split = (batch_axes(scope.ruleset, sizes) or (), over)
+  shards = [math.prod(sizes[axis] for axis in axes) for axes in split]
+  if any(n % count for n, count in zip(x.shape, shards, strict=False)) or not is_inexact(jax.typeof(x)):
+    return x
+  with jax.named_scope(HELD):
+    return constrain(x, "batch", "seq", None)
+
+
+def axes_of_positions() -> tuple[str, ...]:
+  """The mesh axes larger than 1 that split the positions of activations between layers, on Auto axes."""
+  scope: Scope | None = _SCOPE.value
+  if scope is None or scope.mesh is None or AxisType.Explicit in scope.mesh.axis_types:
+    return ()
+  sizes = axis_sizes(scope.mesh)
+  return tuple(axis for axis in position_axes(scope.ruleset, sizes) if sizes[axis] > 1)
 
 
 def _mesh(x: AnyArray, scope: Scope | None, active: AbstractMesh) -> AnyMesh | None:

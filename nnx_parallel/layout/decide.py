@@ -27,6 +27,7 @@ from nnx_parallel.core.nodes import (
 from nnx_parallel.core.types import AnyArray, Leaf
 from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import optimizer_layout
+from nnx_parallel.layout.known_faults import dilated_kernels
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
 from nnx_parallel.layout.tracing import Abstract, Trace
@@ -66,14 +67,26 @@ class Named(NamedTuple):
   short: Names = ()
 
 
+class Offered(NamedTuple):
+  """What `fsdp` may split of an array.
+
+  Attributes:
+    is_table: whether it is a look-up table, whose rows come first.
+    taps: the number of spatial dims of a dilated kernel, which stay whole: XLA gets their gradient wrong.
+  """
+
+  is_table: bool
+  taps: int
+
+
 def model_rows(model: Abstract, given: Given) -> list[LeafPlan]:
   """Decides every array of the abstract module, in flax's order."""
-  tied, embeddings = aliases(model.node), tables(model.node)
+  tied, embeddings, dilated = aliases(model.node), tables(model.node), dilated_kernels(model.node)
   rows: list[LeafPlan] = []
   for path, leaf in model.leaves.items():
     others = tied.get(path, ())
-    is_table = not embeddings.isdisjoint((path, *others))
-    row = _model_row((path, *others), leaf, is_table, given)
+    offered = Offered(not embeddings.isdisjoint((path, *others)), dilated.get(path, 0))
+    row = _model_row((path, *others), leaf, offered, given)
     rows.append(dataclasses.replace(row, aliases=others))
   return rows
 
@@ -84,14 +97,14 @@ def tables(model: nnx.Module) -> set[Path]:
   return {(*path, "embedding") for path, module in found if len(module.embedding.shape) >= -ROWS}
 
 
-def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given) -> LeafPlan:
+def _model_row(paths: tuple[Path, ...], leaf: Leaf, offered: Offered, given: Given) -> LeafPlan:
   value = _array(leaf, path_str(paths[0]))
   if is_rng(leaf):
     own = names_of(leaf, where=path_str(paths[0]))
     return _row("model", paths[0], leaf, given, Decision("replicated", "RNG state"), own and own.names)
   named = _named(paths, leaf, given)
   if named is None:
-    return _fallback_row(paths[0], leaf, is_table, given)
+    return _fallback_row(paths[0], leaf, offered, given)
   names, logical, source, reason, step, short = named
   if names is None:
     return _row("model", paths[0], leaf, given, Decision(source, reason, (step,)))
@@ -112,7 +125,7 @@ def _model_row(paths: tuple[Path, ...], leaf: Leaf, is_table: bool, given: Given
     reason += "; " + next((s for s in found.steps if s.startswith(f"{missed[0]!r} ->")), whole)
   fallback = given.rules.fallback
   if fallback is not None and fallback.mode == "fsdp" and fallback.extend:
-    more, why, brief = _extended(found, value.shape, fallback, leaf, is_table, given)
+    more, why, brief = _extended(found, value.shape, fallback, leaf, offered, given)
     steps.append(f"{'extended' if more.added else 'not extended'} by {fallback}: {why}")
     reason += f" + {brief}" if more.added else ""
     padding = tuple(map(sum, zip(found.padding, more.padding, strict=True)))
@@ -165,18 +178,19 @@ def unknown_names(names: Names, given: Given) -> list[Entry]:
 
 
 def _extended(
-  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, is_table: bool, given: Given
+  found: Resolution, shape: Sequence[int], fallback: Fallback, leaf: Leaf, offered: Offered, given: Given
 ) -> tuple[Extended, str, str]:
   """`extend_spec`, the reason, and its effect in brief."""
   stored = [size + extra for size, extra in zip(shape, found.padding, strict=True)]
-  rows = len(shape) + ROWS if is_table else None
+  rows = len(shape) + ROWS if offered.is_table else None
+  whole = range(len(shape) - 2 - offered.taps, len(shape) - 2)
   # A raw array has no place for its shape without padding.
   pad = given.uneven == "pad" and isinstance(leaf, nnx.Variable)
-  more, why = extend_spec(found.spec, stored, given.sizes, fallback, rows=rows, pad=pad)
+  more, why = extend_spec(found.spec, stored, given.sizes, fallback, rows=rows, whole=whole, pad=pad)
   return more, why, _brief(more, rows) if more.added else why
 
 
-def _fallback_row(path: Path, leaf: Leaf, is_table: bool, given: Given) -> LeafPlan:
+def _fallback_row(path: Path, leaf: Leaf, offered: Offered, given: Given) -> LeafPlan:
   shape, fallback = value_of(leaf).shape, given.rules.fallback
   count = sum(len(table.rules) for table in given.rules.paths)
   step = f"no annotation; none of {count} path rules matches" if count else "no annotation"
@@ -185,7 +199,7 @@ def _fallback_row(path: Path, leaf: Leaf, is_table: bool, given: Given) -> LeafP
     intended = fallback is not None and fallback.mode == "replicate"
     decision = Decision("replicated", reason, (f"{step}; {fallback or 'no fallback'}: replicated",), intended)
     return _row("model", path, leaf, given, decision)
-  more, why, reason = _extended(_replicated(shape), shape, fallback, leaf, is_table, given)
+  more, why, reason = _extended(_replicated(shape), shape, fallback, leaf, offered, given)
   intended = bool(more.added) or math.prod(shape) <= fallback.min_size
   decision = Decision("fallback", reason, (f"{step}; {fallback}: {why}",), intended)
   return _row("model", path, leaf, given, decision, found=Resolution(more.spec, more.padding, ()))

@@ -10,28 +10,48 @@ parallelism means it, there is nothing to decide:
 
 The constraint comes after a cast, so that half the bytes are sent, and in the body of a scan or a checkpoint,
 so that the backward pass gathers again. Its transpose sums the gradient over the same axes.
+
+A table that tokens are looked up in is not gathered, on any mesh. Each device looks up its columns of the
+tokens of all devices along the axis, and the devices exchange them; the gradient goes the same way back:
+
+    y = table[tokens]                            # table: P("tensor", "fsdp") or P(("tensor", "fsdp"))
+    y = constrain(table, P("tensor", "fsdp"))[constrain(tokens, P("data"))]
+    y = constrain(constrain(y, P("data", None, "fsdp")), P(("data", "fsdp")))
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
+from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
 from nnx_parallel.core.dims import MOVES, dim_map
-from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, is_walked, wiring
-from nnx_parallel.core.jaxprs import HELD, bind, has_rule, place_of
+from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
+from nnx_parallel.core.jaxprs import HELD, bind, equations, has_rule, place_of
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.types import JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.constrain import manual_too
 
-Read = tuple[tuple[str, ...], ...] | None
-"""The mesh axes of each dim of a parameter that nothing has read yet; None for any other value."""
+Dims = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim of a parameter that nothing has read yet."""
+
+
+class Tokens(NamedTuple):
+  """Whole numbers of the batch, with their examples on one dim."""
+
+  dim: int
+
+
+Fact = Dims | Tokens | None
+"""What is known of a value: where a parameter is sharded, where tokens have their examples, or nothing."""
 LOST: Any = "lost"
 """A value that is a parameter in one branch only."""
 _MOVES = MOVES | {"concatenate", "stack", "unstack"}
@@ -43,130 +63,184 @@ class Gather:
   """Which arrays of some modules a loss gathers.
 
   Attributes:
-    axes: the axes of the examples.
+    axes: the axes of the examples that are larger than 1, major to minor.
     mesh: the mesh of the arrays.
     reads: path -> the layout of an array that they shard.
+    everywhere: whether each read gathers, and not only look-ups exchange columns.
   """
 
-  axes: frozenset[str]
+  axes: tuple[str, ...]
   mesh: AnyMesh
-  reads: Mapping[Path, Read]
+  reads: Mapping[Path, Dims]
+  everywhere: bool
 
   @classmethod
-  def of(cls, leaves: Mapping[Path, object], batch: Collection[str], mesh: AnyMesh | None) -> Gather | None:
+  def of(cls, leaves: Mapping[Path, object], batch: Iterable[str], mesh: AnyMesh | None) -> Gather | None:
     """What a loss gathers of arrays with these shardings, for examples over these axes; None for nothing."""
-    reads = {path: where for path, where in leaves.items() if isinstance(where, NamedSharding)}
-    axes = axes_to_gather([where.spec for where in reads.values()], batch, mesh)
-    if not axes or mesh is None:
+    if mesh is None or AxisType.Explicit in mesh.axis_types:  # there, the types of the operands decide
       return None
-    return cls(axes, mesh, {path: tuple(map(axes_of, where.spec)) for path, where in reads.items()})
+    axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
+    reads = {path: where.spec for path, where in leaves.items() if isinstance(where, NamedSharding)}
+    split = {path: tuple(map(axes_of, spec)) for path, spec in reads.items() if {*axes} & {*axes_in(spec)}}
+    others = any(size > 1 and axis not in axes for axis, size in mesh.shape.items())
+    return cls(axes, mesh, split, others) if split else None
 
   def on(
     self, run: Callable[..., PyTree], paths: Callable[..., Sequence[Path | None]]
   ) -> Callable[..., PyTree]:
     """`run`, a function of pytrees of arrays, with the parameters gathered where it reads them.
 
-    `paths`, called with the same arguments, gives the path of each of their arrays, or None.
+    `paths`, called with the same arguments, gives the path of each of their arrays; None for the batch.
     """
 
     def gathered(*args: PyTree) -> PyTree:
       closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
       leaves = jax.tree.leaves(args)
-      pairs = zip(paths(*args), leaves, strict=True)
-      reads = [None if path is None else self._read(path, x) for path, x in pairs]
-      results, _ = _Gather(self.axes, self.mesh)(closed, leaves, reads)
+      if self.everywhere or any(eqn.primitive.name == "gather" for eqn in equations(closed.jaxpr)):
+        known = [self._known(path, x) for path, x in zip(paths(*args), leaves, strict=True)]
+        results, _ = _Gather(self)(closed, leaves, known)
+      else:
+        results = core.jaxpr_as_fun(closed)(*leaves)
       return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return gathered
 
-  def _read(self, path: Path, x: jax.Array) -> Read:
-    found = axes_by_dim(self.reads.get(path) or (), jax.numpy.ndim(x))
-    return found if self.axes.intersection(axes_in(found)) else None
+  def _known(self, path: Path | None, x: jax.Array) -> Fact:
+    if path is None:
+      return Tokens(0) if jax.numpy.ndim(x) and jax.numpy.issubdtype(x.dtype, jax.numpy.integer) else None
+    found = self.reads.get(path)
+    return None if found is None else axes_by_dim(found, jax.numpy.ndim(x))
 
 
-def axes_to_gather(
-  specs: Iterable[PartitionSpec], batch: Collection[str], mesh: AnyMesh | None
-) -> frozenset[str]:
-  """The axes of the examples over which parameters are gathered; none where XLA has nothing to confuse.
-
-  Args:
-    specs: the specs of the parameters.
-    batch: the axes that split the examples.
-    mesh: the mesh, or None on one device.
-  """
-  if mesh is None or AxisType.Explicit in mesh.axis_types:  # there, the types of the operands decide
-    return frozenset()
-  larger = {axis for axis, size in mesh.shape.items() if size > 1}
-  used = {axis for spec in specs for axis in axes_in(spec)}
-  both = larger & used.intersection(batch)
-  return frozenset(larger.intersection(batch)) if both and larger - {*batch} else frozenset()
-
-
-class _Gather(Interpreter[Read]):
+class _Gather(Interpreter[Fact]):
   """Evaluates the trace of a loss once more, with a constraint on each parameter where it is read."""
 
-  def __init__(self, axes: frozenset[str], mesh: AnyMesh):
-    self._axes, self._mesh = axes, mesh
-    facts: Facts[Read] = Facts(
+  def __init__(self, what: Gather):
+    # Along the axes of an enclosing `jax.vmap`, its own rule places the arrays.
+    self._axes = tuple(axis for axis in what.axes if axis not in manual_too(what.mesh))
+    self._mesh, self._everywhere = what.mesh, what.everywhere
+    facts: Facts[Fact] = Facts(
       constant=lambda _: None,
       follow=_followed,
-      join=lambda a, b: a if a == b else LOST,
-      row=lambda _, read: read if read in (None, LOST) else read[1:],
-      stack=lambda _, read: read if read in (None, LOST) else ((), *read),
+      join=_either,
+      row=lambda _, fact: _shifted(fact, -1),
+      stack=lambda _, fact: _shifted(fact, 1),
     )
     super().__init__(self._run, facts)
 
-  def _run(self, eqn: JaxprEqn, inputs: list[Value], reads: list[Read]) -> Any:
-    if all(read is None for read in reads) or eqn.primitive.name == "shard_map":
-      return bind(eqn, inputs), [None] * len(eqn.outvars)
-    if LOST in reads:
+  def _run(self, eqn: JaxprEqn, inputs: list[Value], facts: list[Fact]) -> Any:
+    if not any(map(_is_parameter, facts)) or eqn.primitive.name == "shard_map":
+      return bind(eqn, inputs), facts_after(eqn, facts, self._facts)
+    if LOST in facts:
       raise TrainError(
         f"{eqn.primitive.name} ({place_of(eqn)}) reads a parameter that comes from a branch of a condition.",
         details="it is sharded over axes of the examples, and has to be gathered where it is read",
         fix="use the parameter inside of the branch.",
       )
-    if (moved := _moved(eqn, reads)) is not None:
+    if (moved := _moved(eqn, facts)) is not None:
       return bind(eqn, inputs), moved
     if is_walked(eqn) and not has_rule(eqn):
       carried = {*wiring(eqn).carried.values()}
-      pairs = [*enumerate(zip(inputs, reads, strict=True))]
-      inputs = [self._gathered(x, read) if n in carried else x for n, (x, read) in pairs]
-      return self.default(eqn, inputs, [None if n in carried else read for n, (_, read) in pairs])
+      read = [n in carried and _is_parameter(fact) for n, fact in enumerate(facts)]
+      rows = [*zip(inputs, facts, read, strict=True)]
+      inputs = [self._gathered(x, fact) if here else x for x, fact, here in rows]
+      return self.default(eqn, inputs, [None if here else fact for _, fact, here in rows])
+    if eqn.primitive.name == "gather" and (found := self._look_up(eqn, inputs, facts)) is not None:
+      return [found], _followed(eqn, facts)
     # The derivative of a custom rule stays as it is, so its parameters are gathered before it.
-    inputs = [self._gathered(x, read) for x, read in zip(inputs, reads, strict=True)]
-    return bind(eqn, inputs), [None] * len(eqn.outvars)
+    inputs = [self._gathered(x, fact) for x, fact in zip(inputs, facts, strict=True)]
+    return bind(eqn, inputs), _followed(eqn, facts)
 
-  def _gathered(self, x: jax.Array, read: Read) -> jax.Array:
-    if read is None:
+  def _look_up(self, eqn: JaxprEqn, inputs: list[jax.Array], facts: list[Fact]) -> jax.Array | None:
+    """The rows of a table for tokens, by columns; None if it cannot be looked up so.
+
+    For several axes, or an axis that is not the minor one of the examples, XLA would replicate the rows.
+    """
+    table, tokens, where = facts[0], facts[1], dim_map(eqn)
+    if not _is_parameter(table) or not isinstance(tokens, Tokens) or where is None:
+      return None
+    moved = {*axes_in(table)} & {*self._axes}
+    examples, rank = where.operands[1][tokens.dim], len(eqn.outvars[0].aval.shape)
+    rest = [without(dim, frozenset(moved)) for dim in table]
+    shards = math.prod(self._mesh.shape[axis] for axis in {*moved, *axes_in(rest)})
+    offsets = eqn.params["dimension_numbers"].offset_dims
+    columns = [
+      (size, d, to)
+      for d, (size, to) in enumerate(zip(inputs[0].shape, where.operands[0], strict=True))
+      if to is not None and to in offsets and size % shards == 0
+    ]
+    if not columns or examples is None or not moved or moved != {*self._axes[-1:]}:
+      return None
+    if eqn.outvars[0].aval.shape[examples] % math.prod(self._mesh.shape[axis] for axis in self._axes):
+      return None
+    _, d, to = max(columns)
+    column = (*rest[d], *moved)
+    rest[d] = column
+    left, own = without(self._axes, frozenset(moved)), inputs[1].ndim
+    wanted = self._laid(inputs[1], {tokens.dim: left}, own)
+    (found,) = bind(eqn, [self._laid(inputs[0], dict(enumerate(rest)), inputs[0].ndim), wanted])
+    found = self._laid(found, {examples: left, to: column}, rank)
+    return self._laid(found, {examples: self._axes, to: without(column, frozenset(moved))}, rank)
+
+  def _gathered(self, x: jax.Array, fact: Fact) -> jax.Array:
+    if not _is_parameter(fact) or not self._everywhere:
       return x
-    spec = PartitionSpec(*(entry_of(without(dim, self._axes)) for dim in read))
+    dims = {d: without(dim, frozenset(self._axes)) for d, dim in enumerate(fact)}
+    return self._laid(x, dims, x.ndim)
+
+  def _laid(self, x: jax.Array, dims: Mapping[int, tuple[str, ...]], rank: int) -> jax.Array:
+    spec = PartitionSpec(*(entry_of(dims.get(d, ())) for d in range(rank)))
     with jax.named_scope(HELD):
       return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))  # pyright: ignore[reportArgumentType]
 
 
-def _followed(eqn: JaxprEqn, reads: list[Read]) -> Any:
-  if all(read is None for read in reads):
-    return [None] * len(eqn.outvars)
-  if (moved := _moved(eqn, reads)) is not None:
+def _is_parameter(fact: Fact) -> TypeGuard[Dims]:
+  return fact is not None and not isinstance(fact, Tokens)
+
+
+def _either(one: Fact, other: Fact) -> Fact:
+  if one == other:
+    return one
+  return LOST if _is_parameter(one) or _is_parameter(other) else None
+
+
+def _shifted(fact: Fact, by: int) -> Fact:
+  """The fact of a row of a scan (`by` = -1), or of all rows (1)."""
+  if isinstance(fact, Tokens):
+    return Tokens(fact.dim + by) if fact.dim + by >= 0 else None
+  if fact is None or fact is LOST:
+    return fact
+  return fact[1:] if by < 0 else ((), *fact)
+
+
+def _followed(eqn: JaxprEqn, facts: list[Fact]) -> Any:
+  if (moved := _moved(eqn, facts)) is not None:
     return moved
   inside = is_walked(eqn) and not has_rule(eqn) and eqn.primitive.name != "shard_map"
-  return DEFAULT if inside else [None] * len(eqn.outvars)
+  if inside and any(fact is not None for fact in facts):
+    return DEFAULT
+  found = dim_map(eqn) if any(isinstance(fact, Tokens) for fact in facts) else None
+  if found is None:
+    return [None] * len(eqn.outvars)
+  pairs = zip(found.operands, facts, strict=True)
+  places = {own[fact.dim] for own, fact in pairs if isinstance(fact, Tokens)} - {None}
+  return [next((Tokens(d) for d, f in enumerate(own) if f in places), None) for own in found.results]
 
 
-def _moved(eqn: JaxprEqn, reads: list[Read]) -> list[Read] | None:
+def _moved(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact] | None:
   """The layouts of parameters that an operation only casts or moves; None if it reads them."""
   if eqn.primitive.name == "optimization_barrier":
-    return reads
-  found = dim_map(eqn) if eqn.primitive.name in _MOVES else None
-  if found is None or LOST in reads or eqn.outvars[0].aval.size > sum(v.aval.size for v in eqn.invars):
+    return facts
+  found = dim_map(eqn) if eqn.primitive.name in _MOVES and any(map(_is_parameter, facts)) else None
+  if found is None or LOST in facts or eqn.outvars[0].aval.size > sum(v.aval.size for v in eqn.invars):
     return None
   axes: dict[int, tuple[str, ...]] = {}
-  for var, own, read in zip(eqn.invars, found.operands, reads, strict=True):
-    if read is None and not var.aval.ndim:
+  for var, own, fact in zip(eqn.invars, found.operands, facts, strict=True):
+    if not _is_parameter(fact):
+      if var.aval.ndim:
+        return None
       continue  # where a slice starts
-    if read is None:
-      return None
-    for factor, dim in zip(own, read, strict=True):
+    for factor, dim in zip(own, fact, strict=True):
       if factor is None or factor in found.mixed or factor in found.major:
         if dim:
           return None

@@ -1,9 +1,10 @@
-"""Known wrong results of XLA's partitioner: the layouts that may meet them, and the rules that avoid them.
+"""Known wrong results of XLA's partitioner: the layouts that may meet them, and what avoids them.
 
-Such a fault raises no error, and the loss is often right. `train_step` and `eval_step` avoid all of them (the
-rules are in `train/hold.py`) on Auto axes if the model has a plan that splits the batch. A hand-written step
-does not. The plan of a model with the operation has a note; if the layout alone shows the fault,
-`plan.audit()` has the line.
+Such a fault raises no error, and the loss is often right. `train_step`, `eval_step` and `nxp.generator` avoid
+all of them on Auto axes. A hand-written step does, if it differentiates `nxp.parallel.gather_on_read(loss,
+model)`; grouped convolutions need `nxp.verify.with_correct_convolutions` too. A plan that would split a
+window or a kernel is an error. The plan of a model with grouped convolutions, or on a mesh with swapped
+examples, has a note, and `plan.audit()` names the arrays.
 
 Each fault has a canary of the same name in `tests/train/test_known_faults.py`, which fails once XLA computes
 it right. The rule may go when the canary fails with every jax that pyproject.toml allows.
@@ -20,7 +21,8 @@ from flax import nnx
 from nnx_parallel.core.axes import axes_in, axes_of
 from nnx_parallel.core.nodes import Path, iter_nodes, path_str
 from nnx_parallel.core.text import few
-from nnx_parallel.layout.batch import input_spec
+from nnx_parallel.errors import PlanError
+from nnx_parallel.layout.batch import input_spec, position_axes
 from nnx_parallel.layout.leaf import LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
 
@@ -58,28 +60,27 @@ WINDOW = Fault(
   "split window",
   "a convolution over a dim that a mesh axis splits, on a mesh with axes that split nothing of it",
   "the kernel gradient is multiplied by the sizes of the axes that split nothing",
-  "the operands of the kernel gradient have unsplit spatial dims",
+  "such a plan is an error",
 )
 EXAMPLES = Fault(
   "swapped examples",
   "the batch over two axes, a parameter over the minor one and a third axis of the same size",
   "a device gets the product of another device's examples: everything computed from it is wrong, often"
   " the gradients below a layer alone, while the loss is right",
-  "a parameter is gathered over the axes that split the batch where it meets the batch, forward and backward;"
-  " the result of a product or a look-up that carries the batch is laid out as the plan implies",
+  "a parameter is gathered over the axes that split the batch where it is read (`layout/gather.py`)",
 )
 CROSSED = Fault(
   "crossed gradient",
   "the batch over one axis, parameters over this axis and over two more axes of the same size",
   "the gradient of a kernel whose two dims end up on the two other axes is off by half",
-  "gradients are laid out as the plan implies too",
+  "a parameter is gathered where it is read, and its gradient is summed in the same layout",
 )
 KERNEL = Fault(
   "split kernel",
   "a dilated convolution whose kernel is split over its spatial dims",
   "the kernel gradient has no relation to the right one, or the compiler stops: with an error, or with the"
   " process where each device has two taps",
-  "the kernel is gathered over its spatial dims, and its gradient is computed so",
+  "such a plan is an error, and `fsdp` does not split these dims",
 )
 OWN_STEP = "XLA can make the gradients of a jit of your own wrong on this mesh"
 KNOWN_FAULTS = (GROUPED, WINDOW, EXAMPLES, CROSSED, KERNEL)
@@ -100,8 +101,9 @@ def possible_faults(
   if grouped and others:
     found.append((GROUPED, few(grouped)))
   split = {axis for axis in _positions(rules, sizes) if sizes[axis] > 1}
-  if layers and split and others - split:
-    found.append((WINDOW, few([path_str(path) for path, _ in layers])))
+  whole = [path_str(path) for path, groups in layers if groups == 1]
+  if whole and split and others - split:
+    found.append((WINDOW, few(whole)))
   matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
   larger = [axis for axis in batch if sizes[axis] > 1]
   used = {axis for leaf in matrices for axis in axes_in(leaf.spec)}
@@ -115,9 +117,34 @@ def possible_faults(
     ]
     if names and (fault is EXAMPLES or len(equal & used) > 1):
       found.append((fault, few(names)))
-  dilated = set() if model is None else {path_str((*path, "kernel")) for path in _dilated(model)}
-  taps = [leaf.name for leaf in leaves if leaf.name in dilated and axes_in(leaf.spec[:-2])]
+  dilated = {} if model is None else dilated_kernels(model)
+  taps = [x.name for x in leaves if x.path in dilated and axes_in(x.spec[-2 - dilated[x.path] : -2])]
   return [*found, (KERNEL, few(taps))] if taps else found
+
+
+def check_faults(
+  found: Iterable[tuple[Fault, str]], rules: RuleSet, sizes: Mapping[str, int], batch: Sequence[str]
+) -> None:
+  """A `PlanError` for a layout whose gradients XLA gets wrong in every step."""
+  for fault, names in found:
+    if fault is KERNEL:
+      raise PlanError(
+        f"{names}: XLA cannot compute the gradient of a dilated convolution whose kernel is sharded over its"
+        " spatial dims.",
+        details=f"{fault.what}; mesh {dict(sizes)}",
+        fix="shard its channels: a rule of None for the names of the spatial dims.",
+      )
+    if fault is WINDOW:
+      split = sorted(axis for axis in _positions(rules, sizes) if sizes[axis] > 1)
+      idle = [axis for axis, size in sizes.items() if size > 1 and axis not in (*batch, *split)]
+      raise PlanError(
+        f"{names}: XLA makes the kernel gradient of a convolution over sharded positions"
+        f" {math.prod(sizes[axis] for axis in idle)} times too large on this mesh.",
+        details=f"{few(split)} shards positions, and {few(idle)} neither them nor the examples; mesh"
+        f" {dict(sizes)}",
+        fix=f"let {few(idle)} shard the examples too: nxp.LogicalRules(batch={(*batch, *idle)}); or no rule"
+        " that shards positions (`seq`, nxp.InputRules).",
+      )
 
 
 def _meets(leaf: LeafPlan, axis: str, others: set[str], leaves: Sequence[LeafPlan]) -> bool:
@@ -154,8 +181,7 @@ def fault_notes(
         " this mesh; train_step computes them right, a jit of your own does not"
       )
       continue
-    lines = sure if fault in (WINDOW, KERNEL) else perhaps
-    lines.append(
+    perhaps.append(
       f"{names}: a fault of XLA ({fault.name}) can make results wrong here, and the gradients of the layers"
       " before it, in a jit of your own, not in train_step and eval_step;"
       " nxp.check_gradients(model, batch, loss) checks your step"
@@ -177,9 +203,10 @@ def own_step_note(leaves: Iterable[LeafPlan], batch: Sequence[str], sizes: Mappi
 
 
 def _positions(rules: RuleSet, sizes: Mapping[str, int]) -> set[str]:
-  """Mesh axes that split dims of the inputs other than dim 0."""
+  """Mesh axes that split positions: dims of the inputs other than dim 0, or activations between layers."""
   ranks = () if rules.inputs is None else rules.inputs.by_rank
-  return {axis for rank in ranks for axis in axes_in(input_spec(rules, rank, sizes)[1:])}
+  inputs = {axis for rank in ranks for axis in axes_in(input_spec(rules, rank, sizes)[1:])}
+  return inputs | {*position_axes(rules, sizes)}
 
 
 def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
@@ -190,9 +217,12 @@ def convolutions(model: nnx.Module) -> Iterator[tuple[Path, int]]:
       yield path, groups
 
 
-def _dilated(model: nnx.Module) -> Iterator[Path]:
-  """Convolutions that put zeros between the elements of their input, like a transposed convolution."""
+def dilated_kernels(model: nnx.Module) -> dict[Path, int]:
+  """The kernels of convolutions with gaps in their input, as transposed ones have, and their spatial dims."""
+  found: dict[Path, int] = {}
   for path, module in iter_nodes(model):
     steps = module.strides if isinstance(module, nnx.ConvTranspose) else getattr(module, "input_dilation", 1)
     if isinstance(module, nnx.Module) and max(steps if isinstance(steps, Sequence) else (steps or 1,)) > 1:
-      yield path
+      size = getattr(module, "kernel_size", ())
+      found[(*path, "kernel")] = len(size) if isinstance(size, Sequence) else 1
+  return found

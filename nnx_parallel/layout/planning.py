@@ -30,7 +30,7 @@ from nnx_parallel.layout.checks import (
   check_tables,
 )
 from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
-from nnx_parallel.layout.known_faults import fault_notes, own_step_note, possible_faults
+from nnx_parallel.layout.known_faults import check_faults, fault_notes, own_step_note, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer
@@ -244,6 +244,7 @@ def _notes(
   notes: list[str] = []
   if batch is not None:  # a plan may do without axes for the batch: nothing to check then
     faults = possible_faults(rows, model.node, given.rules, batch, sizes)
+    check_faults(faults, given.rules, sizes, batch)
     notes += fault_notes(faults, sizes, batch)[0]
     notes += check_depthwise(model.node, rows, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -254,6 +254,7 @@ def add_axes(
   mesh: Mapping[str, int],
   *,
   rows: int | None = None,
+  whole: Container[int] = (),
   pad: bool = False,
 ) -> Extended:
   """Splits an array over more axes: `fsdp()` for parameters, a stage of ZeRO for their state.
@@ -268,6 +269,7 @@ def add_axes(
     axes: mesh axes to add, major to minor; axes that `spec` already has are left out.
     mesh: mesh axis name -> size in devices.
     rows: the dim of a look-up table's rows, which is tried first.
+    whole: dims that are not split.
     pad: pad a dim rather than leave some of the axes out.
   """
   entries, sizes = [axes_of(entry) for entry in spec], list(shape)
@@ -277,7 +279,11 @@ def add_axes(
       size // math.prod(mesh[axis] for axis in entry) for size, entry in zip(sizes, entries, strict=True)
     ]
     # Ties go to the last dim, so that a square kernel is split along its output features.
-    order = sorted(range(len(local)), key=lambda d: (d == rows, not entries[d], local[d], d), reverse=True)
+    order = sorted(
+      (d for d in range(len(local)) if d not in whole),
+      key=lambda d: (d == rows, not entries[d], local[d], d),
+      reverse=True,
+    )
     found = next(
       ((part, d) for part in _parts(left, mesh) for d in order if _divides(part, local[d], mesh)), None
     )
@@ -313,6 +319,7 @@ def extend_spec(
   fallback: Fallback,
   *,
   rows: int | None = None,
+  whole: Container[int] = (),
   pad: bool = False,
 ) -> tuple[Extended, str]:
   """Gives the axes of an `fsdp` fallback to an array, as `add_axes`; also returns the reason."""
@@ -330,7 +337,7 @@ def extend_spec(
     return unchanged, f"axis {fallback.axes[0]!r} is already used"
   if size <= fallback.min_size:
     return unchanged, f"{size} elements, at most min_size={fallback.min_size}"
-  found = add_axes(spec, shape, left, mesh, rows=rows, pad=pad)
+  found = add_axes(spec, shape, left, mesh, rows=rows, whole=whole, pad=pad)
   ways = math.prod(mesh[axis] for axis in left)
   not_rows = ""
   if rows is not None and not any(dim == rows for _, dim in found.added):

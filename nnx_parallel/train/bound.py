@@ -22,7 +22,6 @@ from nnx_parallel.layout.resolve import shard_counts
 from nnx_parallel.layout.sharded_optimizer import placement_of
 from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
 from nnx_parallel.train.donation import owned, run, separate
-from nnx_parallel.train.gradients import batch_axes_of
 from nnx_parallel.train.losses import Metrics, check_examples
 from nnx_parallel.train.mistakes import explain
 from nnx_parallel.train.options import LossFn, StepOptions
@@ -100,11 +99,8 @@ class Bound:
         arrays = owned(binding.variables)
       (metrics,) = run(program.jitted, binding.variables, arrays, binding.raw, batch)
     except BaseException as error:
-      if not program.relax(error):
-        self._explain(error, batch)
-        raise
-      arrays = None  # else the next call would copy them, as somebody holds them
-      return self.update(batch)
+      self._explain(error, batch)
+      raise
     self._loss = next(iter(metrics.values()))
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
@@ -118,10 +114,8 @@ class Bound:
     try:
       metrics = program.jitted(arrays, binding.raw, batch)
     except (TypeError, ValueError, RuntimeError) as error:
-      if not program.relax(error):
-        self._explain(error, batch)
-        raise
-      return self.evaluate(batch)
+      self._explain(error, batch)
+      raise
     return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
 
   def traced(self, batch: PyTree) -> jax.stages.Traced:
@@ -200,10 +194,9 @@ class Bound:
   def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
     """The subject of `check_gradients`: one loss, differentiated as in this step."""
     self.structure.settle(self.binding, batch)
-    layout = self.structure.layout(() if self.options.in_one_piece else batch_axes_of(batch))
-    places = self.structure.places
+    layout, places = self.structure.layout(batch), self.structure.places
     batch = places.placed(batch)
-    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, places, self.structure.held)
+    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, places, self.structure.mended)
 
   def _planned(self) -> dict[Path, NamedSharding]:
     """Where the plans of the optimizers put arrays, by path in the binding's template."""

@@ -16,9 +16,10 @@ from nnx_parallel.core.axes import axes_of
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import join_batch, pinned, split_batch
-from nnx_parallel.core.types import PyTree
+from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.draws import REPLICA, Draws, UnknownDraw, draw_rows
 from nnx_parallel.train.linearity import factors
 from nnx_parallel.train.losses import Terms, mean, widen
@@ -36,6 +37,7 @@ class Layout(NamedTuple):
       in each microbatch.
     used: mesh axes that split some array of the model.
     batch: mesh axes that split dim 0 of every array of the batch; () when they differ or are unknown.
+    gather: what the losses gather where they read it.
   """
 
   mesh: Any
@@ -43,6 +45,7 @@ class Layout(NamedTuple):
   scattered: frozenset[Path] = frozenset()
   used: frozenset[str] = frozenset()
   batch: tuple[str, ...] = ()
+  gather: Gather | None = None
 
   def of(self, paths: Sequence[Path]) -> Layout:
     """The layout for a loss that trains the arrays at these paths only, in this order."""
@@ -446,10 +449,13 @@ def _replica_axes(batch: PyTree, count: int, layout: Layout) -> tuple[tuple[str,
 
 def batch_axes_of(batch: PyTree) -> tuple[str, ...]:
   """The mesh axes of dim 0, when every array of the batch has the same; else ()."""
-  found: set[tuple[str, ...]] = set()
-  for leaf in jax.tree.leaves(batch):
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not jnp.ndim(leaf) or not sharding.spec:
-      return ()
-    found.add(axes_of(sharding.spec[0]))
+  found = {examples_over(leaf) for leaf in jax.tree.leaves(batch)}
   return found.pop() if len(found) == 1 else ()
+
+
+def examples_over(array: AnyArray) -> tuple[str, ...]:
+  """The mesh axes that split dim 0 of an array."""
+  sharding = getattr(array, "sharding", None)
+  if not isinstance(sharding, NamedSharding) or not jnp.ndim(array) or not sharding.spec:
+    return ()
+  return axes_of(sharding.spec[0])

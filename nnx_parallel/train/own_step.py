@@ -31,8 +31,9 @@ def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str]
   If a mesh axis shards both parameters and the batch, and the mesh has another axis, XLA can compute wrong
   gradients (`plan.notes` says so). With each parameter gathered over the axes of the batch where the loss
   reads it, XLA has no choice to get wrong. A cast comes before the gather, and the body of a scan or of
-  `nnx.remat` gathers again in the backward pass. On other meshes, the loss stays as it is. The gradients of
-  grouped convolutions need `nxp.verify.with_correct_convolutions` too.
+  `nnx.remat` gathers again in the backward pass. A table that tokens are looked up in is not gathered: the
+  devices exchange the rows that they find, also on a mesh with a single axis. On such a mesh, all else stays
+  as it is. The gradients of grouped convolutions need `nxp.verify.with_correct_convolutions` too.
 
   The shardings are read in this call, and nothing is stored on the model.
 

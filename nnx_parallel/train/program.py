@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,14 @@ from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
 from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides
-from nnx_parallel.train.hold import RELAXED, held, is_refused
+from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides, examples_over
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs, terms
+from nnx_parallel.train.mend import mended
 from nnx_parallel.train.options import CompilerOption, StepOptions, is_scattered
 from nnx_parallel.train.update import update
 
@@ -61,7 +62,7 @@ class Program:
   """A jitted `run(arrays, raw arrays, batch)`.
 
   Args:
-    runs: the function to compile, and fallback functions for when XLA cannot compile it.
+    run: the function to compile.
     shardings: the shardings of the arrays, which are donated and are the first results; None for a function
       that changes nothing.
     compiler_options: options of XLA.
@@ -73,36 +74,21 @@ class Program:
 
   def __init__(
     self,
-    runs: Sequence[Callable[..., PyTree]],
+    run: Callable[..., PyTree],
     shardings: Any,
     compiler_options: Mapping[str, CompilerOption] | None,
   ):
     self.is_known = True
-    self._options: dict[str, Any] = {"compiler_options": compiler_options}
+    options: dict[str, Any] = {"compiler_options": compiler_options}
     if shardings is not None:
-      self._options |= {"donate_argnums": 0, "out_shardings": [*shardings, None]}
-    self._others = [*dict.fromkeys(runs)]
-    self.jitted: Any = self._jit(self._others.pop(0))
+      options |= {"donate_argnums": 0, "out_shardings": [*shardings, None]}
 
-  def _jit(self, run: Callable[..., PyTree]) -> Any:
     @functools.wraps(run)
     def traced(*args: PyTree) -> PyTree:
       self.is_known = False
       return run(*args)
 
-    return jax.jit(traced, **self._options)
-
-  def relax(self, error: BaseException) -> bool:
-    """Switches to a program with fewer constraints, if there is one and XLA rejected this one."""
-    if not self._others or not is_refused(error):
-      return False
-    self.jitted = self._jit(self._others.pop(0))
-    logger.warning(
-      "XLA cannot compile the step with all layouts of its plan held (%s); it is compiled with fewer."
-      " step.check_gradients(model, optimizer, batch) tells whether its gradients are right",
-      str(error).split("hlo verifier]: ")[-1].split("\n")[0],
-    )
-    return True
+    self.jitted: Any = jax.jit(traced, **options)
 
 
 class Structure:
@@ -134,11 +120,11 @@ class Structure:
     found = self._programs.get(layouts)
     if found is None:
       self.settle(binding, batch)
-      run = self._train(batch_axes_of(batch)) if self.trains else self._evaluate
-      shardings = [self.places.shardings[i] for i in (*self.template.variables, *self.template.raw)]
-      runs = [self._typed(self.held(run, shardings, 2, relaxed), batch) for relaxed in RELAXED]
+      layout = self.layout(batch)
+      run = self._train(layout) if self.trains else functools.partial(self._evaluate, layout.gather)
       results = self.variable_shardings if self.trains else None
-      found = self._programs[layouts] = Program(runs, results, self.options.compiler_options)
+      program = self._typed(self.mended(run), batch)
+      found = self._programs[layouts] = Program(program, results, self.options.compiler_options)
     return found
 
   def news(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
@@ -178,11 +164,7 @@ class Structure:
 
     return with_types(run, self._outside, self.places, specs)
 
-  def _train(
-    self, axes: tuple[str, ...]
-  ) -> Callable[[list[jax.Array], list[jax.Array], PyTree], list[PyTree]]:
-    layout = self.layout(axes)
-
+  def _train(self, layout: Layout) -> Callable[[list[jax.Array], list[jax.Array], PyTree], list[PyTree]]:
     def train_step(arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> list[PyTree]:
       objects = self.template.build(self.template.join(arrays, raw))
       with default_scope(self.places.scope), queries_over(self._positions()):
@@ -193,7 +175,9 @@ class Structure:
 
     return train_step
 
-  def _evaluate(self, arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree) -> Metrics:
+  def _evaluate(
+    self, gather: Gather | None, arrays: list[jax.Array], raw: list[jax.Array], batch: PyTree
+  ) -> Metrics:
     check_examples(batch)
     loss_fn: Any = self.options.loss_fn
     options, used, parts = self.options.layers, LayersUsed(), self.options.microbatches
@@ -207,10 +191,18 @@ class Structure:
     if options.pipeline is not None:
       check_divides(batch, parts)
       evaluate = with_stages(run, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
+    if gather is not None:
+      evaluate = gather.on(evaluate, self._paths)
     with default_scope(self.places.scope), queries_over(self._positions()):
       found = evaluate(self.template.join(arrays, raw), batch)
     self.layers, used.axes = used, self.places.note
     return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
+
+  def _paths(self, arrays: list[PyTree], batch: PyTree) -> list[Path | None]:
+    """The path of each array of the arguments of an evaluation, inside the models."""
+    named = zip(self.template.paths, arrays, strict=True)
+    found: list[Path | None] = [path[1:] for path, x in named for _ in jax.tree.leaves(x)]
+    return [*found, *(None for _ in jax.tree.leaves(batch))]
 
   def _positions(self) -> str | None:
     """The mesh axis that also splits queries in layers: from the rule for `seq`, and splitting no weight."""
@@ -221,22 +213,13 @@ class Structure:
     used = {axis for where in self.places.shardings if where for axis in axes_in(where.spec)}
     return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
 
-  def held(
-    self, run: Callable[..., PyTree], shardings: Any, batch_at: int = 1, relaxed: int = 0
-  ) -> Callable[..., PyTree]:
-    """A program of these arrays with the layouts of their plan held."""
-    mesh, scope = self.places.mesh, self.places.scope
-    if (
-      scope is None and not relaxed and mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1
-    ):
-      logger.warning(
-        "the step leaves the layout of activations to XLA, which gets some wrong on several mesh axes: the"
-        " models have no plan; nxp.check_gradients(model, batch, loss) tells"
-      )
-    return held(run, mesh, scope, shardings, batch_at, relaxed)
+  def mended(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A program of these arrays with its wrong operations corrected."""
+    split = any(where is not None and axes_in(where.spec) for where in self.places.shardings)
+    return mended(run, self.places.mesh, picks=split)
 
-  def layout(self, axes: tuple[str, ...]) -> Layout:
-    """The layout of each gradient, for a batch that is split over `axes`."""
+  def layout(self, batch: PyTree) -> Layout:
+    """The layout of each gradient, and what losses gather, for batches with the layout of this batch."""
     pairs = zip(self.template.paths, self._outside.shardings, strict=True)
     own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}
     split = {key: _scattered(placement, key, own) for key, placement in self._placements.items()}
@@ -248,7 +231,24 @@ class Structure:
       if is_scattered(self.options.gradients, stage, further=further):
         scattered |= split[key]
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
-    return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes)
+    inside = zip(self.template.paths, self.places.shardings, strict=True)
+    leaves = {path[1:]: where for path, where in inside if path[0] == 0}
+    gather = Gather.of(leaves, self._axes_of(batch, leaves.values()), self.places.mesh)
+    axes = batch_axes_of(batch)
+    return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes, gather)
+
+  def _axes_of(self, batch: PyTree, leaves: Iterable[NamedSharding | None]) -> tuple[str, ...]:
+    """The mesh axes that split the examples; a warning if the batch is on no mesh, so that XLA decides it."""
+    arrays = [x for x in jax.tree.leaves(batch) if jax.numpy.ndim(x)]
+    found = max((examples_over(x) for x in arrays), key=len, default=())
+    mesh = self.places.mesh
+    several = mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1
+    if several and not any(map(is_placed, arrays)) and any(where and axes_in(where.spec) for where in leaves):
+      logger.warning(
+        "the step leaves the layout of the batch to XLA, which can make gradients wrong on several mesh axes:"
+        " the models have no plan; put the batch on their mesh"
+      )
+    return found
 
 
 def is_placed(x: AnyArray) -> bool:

@@ -19,6 +19,7 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Model, Program, PyTre
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, mean, terms
@@ -89,10 +90,12 @@ def differentiable(
   models: Model,
   wrt: Mapping[Hashable, nnx.filterlib.Filter],
   scale: jax.Array | None = None,
+  gather: Gather | None = None,
 ) -> Differentiable:
   """The loss of traced models as a function of the trained arrays, times `scale` unless that is None.
 
   `wrt` is the filter of the trained Variables by the key of their model; the key is None for a single model.
+  The loss gathers arrays as `gather` says.
   """
   template = Template(models)
   arrays = template.arrays(models)
@@ -126,10 +129,11 @@ def differentiable(
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
 
+  ungathered = chosen
   plain = chosen is objective and not options.layers.marks and options.layers.pattern is None
 
   def inspect(part: PyTree) -> Inspected:
-    traced, shape = jax.make_jaxpr(chosen, return_shape=True)(train, others, part)
+    traced, shape = jax.make_jaxpr(ungathered, return_shape=True)(train, others, part)
     # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
     positions = [*enumerate(train, len(others)), *enumerate(others)]
     inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
@@ -148,6 +152,9 @@ def differentiable(
     run = functools.partial(objective, as_written=True)
     traced, (_, (found, changed, _)) = jax.make_jaxpr(run, return_shape=True)(train, others, part)
     return traced, _kinds(found, changed)
+
+  if gather is not None:
+    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
 
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
@@ -172,6 +179,16 @@ def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
     jax.tree.map(lambda _: "rows", found.outputs),
   )
   return wanted["loss"], (means, jax.tree.map(lambda _: "same", dict(changed)), None)
+
+
+def _paths(
+  paths: Sequence[Path], rest: int, train: list[Any], others: list[Any], part: PyTree
+) -> list[Path | None]:
+  """The path of each array of the arguments of an objective; `paths`: of the others, then of the trained."""
+  named = [*zip(paths[rest:], train, strict=True), *zip(paths[:rest], others, strict=False)]
+  found: list[Path | None] = [path for path, x in named for _ in jax.tree.leaves(x)]
+  further = others[rest:], part  # the loss scale
+  return [*found, *(None for _ in jax.tree.leaves(further))]
 
 
 def _pipelined(

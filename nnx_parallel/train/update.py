@@ -116,7 +116,7 @@ def _update_once(
 ) -> tuple[Metrics, str, LayersUsed]:
   scale = common_scale(optimizers.values())
   wrt = {key: optimizer.wrt for key, optimizer in optimizers.items()}
-  loss = differentiable(options, loss_fn, models, wrt, scale)
+  loss = differentiable(options, loss_fn, models, wrt, scale, layout.gather)
   for key, optimizer in optimizers.items():
     _check_state(optimizer, models if key is None else models[key], key)
   template, trained, train = loss.template, loss.trained, loss.train

@@ -29,10 +29,10 @@ from nnx_parallel.core.shards import pinned
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Program, PyTree, Value
 from nnx_parallel.layers.pipeline_1f1b import PIPELINE_RULE
 from nnx_parallel.layout.constrain import default_scope, mapped_axes
+from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.axes import Places
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, loss_of, slope_of
-from nnx_parallel.train.hold import RELAXED, is_refused
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.options import LossFn, StepOptions
@@ -44,26 +44,6 @@ _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 
 
 Compiled: TypeAlias = Any
 """A jitted program; its results are pytrees of arrays."""
-
-
-class _Program:
-  """A jitted program; the next program if XLA rejects it."""
-
-  def __init__(self, jitted: list[Compiled]):
-    self._jitted = jitted
-
-  def __call__(self, *args: PyTree) -> PyTree:
-    try:
-      return self._jitted[0](*args)
-    except RuntimeError as error:
-      if len(self._jitted) == 1 or not is_refused(error):
-        raise
-      del self._jitted[0]
-      return self(*args)
-
-  @property
-  def trace(self) -> Any:
-    return self._jitted[0].trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +58,7 @@ class Subject:
     wrt: the filter of the trained Variables, by the key of their model.
     layout: the layout of the gradients.
     places: the places of the arrays in the programs.
-    mend: `(program, shardings, 1, relaxed) -> program`: the step's rewriting before compilation.
+    mend: corrects operations of a program, as in the step.
     relaid: other layouts to try, by position among the trained arrays.
   """
 
@@ -89,7 +69,7 @@ class Subject:
   wrt: Mapping[Hashable, nnx.filterlib.Filter]
   layout: Layout
   places: Places
-  mend: Callable[..., PyTree] = lambda program, *_: program
+  mend: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda program: program
   relaid: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict[int, NamedSharding])
 
   @property
@@ -131,14 +111,25 @@ class Subject:
       for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
     ]
 
-  def _pieces(self, arrays: Sequence[AnyArray]) -> tuple[Differentiable, jax.Array | None]:
+  @property
+  def _gather(self) -> Gather | None:
+    """What the loss gathers, as in the step, with the layouts to try."""
+    found, paths = self.layout.gather, self.binding.template.paths
+    if found is None or not self.relaid:
+      return found
+    moved = {paths[self.positions[n]][1:]: tuple(map(axes_of, x.spec)) for n, x in self.relaid.items()}
+    return dataclasses.replace(found, reads={**found.reads, **moved})
+
+  def _pieces(
+    self, arrays: Sequence[AnyArray], gather: Gather | None = None
+  ) -> tuple[Differentiable, jax.Array | None]:
     """The loss and its scale, around these arrays."""
     models, *optimizers = self.binding.template.build(arrays)
     scale = None
     if optimizers:
       chosen = keyed(models, *optimizers)
       scale = common_scale(chosen[key] for key in self.wrt)
-    return differentiable(self.options, self.loss_fn, models, self.wrt, scale), scale
+    return differentiable(self.options, self.loss_fn, models, self.wrt, scale, gather), scale
 
   @functools.cached_property
   def reverse(self) -> Compiled:
@@ -153,7 +144,7 @@ class Subject:
   def _reverse(self, change: Callable[[Any], Any]) -> Compiled:
     def reverse(arrays: list[jax.Array], batch: PyTree, seeds: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
-        loss, scale = self._pieces(arrays)
+        loss, scale = self._pieces(arrays, self._gather)
         loss = loss._replace(objective=change(loss.objective))
         relaid = {loss.paths[n]: where for n, where in self.relaid.items()}
         layout = self.layout._replace(gradients={**self.layout.gradients, **relaid})
@@ -170,14 +161,10 @@ class Subject:
     return self._compiled(reverse)
 
   def _compiled(self, program: Callable[..., PyTree]) -> Compiled:
-    shardings = [*self.places.shardings]
-    for n, where in self.relaid.items():
-      shardings[self.positions[n]] = where
     mesh: Any = self.places.mesh
     # Numbers that each process of a job can read.
     placed: dict[str, Any] = {} if mesh is None else {"out_shardings": NamedSharding(mesh, PartitionSpec())}
-    runs = dict.fromkeys(self.mend(program, shardings, 1, relaxed) for relaxed in RELAXED)
-    return _Program([jax.jit(run, **placed) for run in runs])
+    return jax.jit(self.mend(program), **placed)
 
   @functools.cached_property
   def forward(self) -> Compiled:
@@ -185,7 +172,7 @@ class Subject:
 
     def forward(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
-        loss, scale = self._pieces(arrays)
+        loss, scale = self._pieces(arrays, self._gather)
         tangents = self._direction(loss, seed, factors)
         plain = loss._replace(objective=self._plain(loss.objective))
         value, slope = slope_of(plain, tangents, batch, self._parts)
@@ -199,7 +186,7 @@ class Subject:
 
     def shifted(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
-        loss, scale = self._pieces(arrays)
+        loss, scale = self._pieces(arrays, self._gather)
         train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
         value = loss_of(loss._replace(train=train), batch, self.options.turns)
       return _unscaled(value, scale)

@@ -53,7 +53,7 @@ class Structure(HTMLParser):
 
 HEADINGS = {
   "report": [
-    "Memory per device: 352.2 KiB of 16 GiB usable",
+    "Memory per device: 352.1 KiB of 16 GiB usable",
     "In memory at the peak, besides the arguments",
     "Arguments per device, largest first",
     "Sent per step, by kind and axis (payload)",

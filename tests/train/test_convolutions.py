@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
-from nnx_parallel.train.hold import with_correct_convolutions
+from nnx_parallel.train.mend import with_correct_convolutions
 from training import placed
 
 CHANNELS = ("kh", "kw", "in", "conv")
@@ -215,6 +215,33 @@ def test_all_axes_manual_is_right_and_some_axes_manual_is_refused() -> None:
     jax.jit(partly)(kernel, x)
   assert "kernel gradient of a grouped convolution by up to 4" in str(caught.value)
   assert "Fix: jax.shard_map without axis_names" in str(caught.value)
+
+
+TABLE = jnp.linspace(0.5, 1.5, 4)
+
+
+@jax.jit
+def scaled(x: jax.Array) -> jax.Array:
+  return jnp.sin(x * TABLE)
+
+
+def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient() -> None:
+  mesh = nxp.make_mesh(data=2, model=4)
+
+  def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+      y = jax.lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
+      )
+      return jax.checkpoint(scaled)(y), None
+
+    return jax.lax.scan(step, x, None, length=2)[0].sum()
+
+  rng = np.random.default_rng(0)
+  kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
+  placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+  found = jax.jit(with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
+  np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
 
 
 def test_explicit_mesh() -> None:

@@ -141,7 +141,7 @@ class Adapted(nnx.Module):
 
 
 class Mapped(Normed):
-  """A shard_map over the tensor axis alone: the batch's axes are left to XLA, and held."""
+  """A shard_map over the tensor axis alone: the batch's axes are left to XLA."""
 
   def __call__(self, x: jax.Array) -> jax.Array:
     spec, mesh = jax.P(None, "tensor"), jax.sharding.get_abstract_mesh()
@@ -195,7 +195,7 @@ def test_xla_still_computes_it_wrong(name: str) -> None:
 @pytest.mark.parametrize("make", [Normed, Convolved, Odd, Mapped])
 def test_a_step_avoids_it(make: Any, options: dict[str, Any]) -> None:
   shape = (16, 16) if make is Mapped else (16, 8, 16)
-  assert_same_training(squares, {"held": on_three_axes(make)}, [normal(*shape)] * 2, **options)
+  assert_same_training(squares, {"gathered": on_three_axes(make)}, [normal(*shape)] * 2, **options)
 
 
 def test_an_evaluation_avoids_it() -> None:
@@ -208,43 +208,63 @@ def test_an_evaluation_avoids_it() -> None:
 
 
 class Upsampled(nnx.Module):
-  """Transposed convolutions with taps over the tensor axis: plain jit gets them wrong, or stops."""
+  """A transposed convolution with taps over the tensor axis: plain jit gets it wrong, or stops."""
 
   def __init__(self, rngs: nnx.Rngs, taps: int = 4, width: int = 15):
-    self.before = nnx.Linear(width, width, rngs=rngs)
-    self.up = nnx.ConvTranspose(
-      width, width, (taps,), strides=(2,), kernel_metadata={"out_sharding": ("taps", None, None)}, rngs=rngs
-    )
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.up(jnp.sin(self.before(x)))
+    names = {"out_sharding": ("taps", None, None)}
+    self.up = nnx.ConvTranspose(width, width, (taps,), strides=(2,), kernel_metadata=names, rngs=rngs)
 
 
-@pytest.mark.slow
-@pytest.mark.cases(1)
+def upsampled(rules: Any, taps: int = 4) -> nxp.Plan:
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  return nxp.plan(lambda: Upsampled(nnx.Rngs(0), taps), mesh, rules, optimizer=optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("taps", [4, 8])
+def test_a_plan_that_splits_the_taps_of_a_dilated_kernel_is_an_error(taps: int) -> None:
+  with pytest.raises(nxp.errors.PlanError, match=r"up.kernel: .*sharded over its spatial dims") as caught:
+    upsampled(nxp.LogicalRules(batch="data", taps="tensor"), taps)
+  assert "Fix: shard its channels: a rule of None for the names of the spatial dims" in str(caught.value)
+
+
+class Images(nnx.Module):
+  """A convolution, and one of each group of channels, over positions."""
+
+  def __init__(self, rngs: nnx.Rngs, groups: int = 1):
+    self.conv = nnx.Conv(8, 8, (3,), feature_group_count=groups, rngs=rngs)
+
+
 @pytest.mark.parametrize(
-  ("sizes", "taps", "options"),
+  "rules",
   [
-    ({"data": 2, "tensor": 4}, 8, {"microbatches": 2}),
-    ({"data": 2, "tensor": 4}, 4, {}),
-    ({"data": 1, "tensor": 8}, 8, {}),
+    nxp.LogicalRules(batch="data", seq="tensor"),
+    [nxp.LogicalRules(batch="data", rows="tensor"), nxp.InputRules(map_3d=("batch", "rows", None))],
   ],
-  ids=["two taps", "one tap on each device", "no axis of the batch"],
+  ids=["seq", "inputs"],
 )
-def test_a_step_gathers_a_kernel_that_is_split_over_its_taps(sizes, taps, options) -> None:
-  plan = nxp.plan(
-    lambda: Upsampled(nnx.Rngs(0), taps),
-    nxp.make_mesh(sizes),
-    nxp.LogicalRules(batch="data", taps="tensor"),
-    optimizer=optax.sgd(0.1),
+def test_a_plan_that_splits_the_windows_of_a_convolution_beside_an_idle_axis_is_an_error(rules: Any) -> None:
+  def plan(groups: int = 1, **sizes: int) -> nxp.Plan:
+    return nxp.plan(lambda: Images(nnx.Rngs(0), groups), nxp.make_mesh(**sizes), rules)
+
+  with pytest.raises(
+    nxp.errors.PlanError, match=r"conv: XLA makes the kernel gradient .* 2 times too"
+  ) as caught:
+    plan(data=2, tensor=2, other=2)
+  assert "tensor shards positions, and other neither them nor the examples" in str(caught.value)
+  assert "Fix: let other shard the examples too: nxp.LogicalRules(batch=('data', 'other'))" in str(
+    caught.value
   )
-  assert plan["up.kernel"].spec == jax.P("tensor", None, None)
-  assert [note for note in plan.notes if "split kernel" in note] == [
-    "up.kernel: a fault of XLA (split kernel) can make results wrong here, and the gradients of the layers"
-    " before it, in a jit of your own, not in train_step and eval_step;"
-    " nxp.check_gradients(model, batch, loss) checks your step"
-  ]
-  assert_same_training(squares, {"held": plan}, [normal(8, 6, 15)] * 2, **options)
+  plan(data=2, tensor=4)
+  plan(8, data=2, tensor=2, other=2)  # by hand in a step
+
+
+def test_fsdp_leaves_the_taps_of_a_dilated_kernel_whole() -> None:
+  plan = nxp.plan(
+    lambda: nnx.ConvTranspose(3, 4, (8, 8), strides=(2, 2), rngs=nnx.Rngs(0)),
+    nxp.make_mesh(fsdp=4, data=2),
+    nxp.fsdp(min_size=0),
+  )
+  assert plan["kernel"].spec == jax.P(None, None, None, "fsdp")
 
 
 def test_an_audit_says_what_a_step_of_ones_own_may_meet() -> None:
@@ -280,7 +300,7 @@ class MLP(nnx.Module):
 
 
 class LookedUpTwice(nnx.Module):
-  """Two tables, and a shard_map between: with all constraints held, XLA makes a program that it refuses."""
+  """Two tables over several axes of the batch, and a shard_map between."""
 
   def __init__(self, rngs: nnx.Rngs):
     def drawn(rows: int, columns: Any) -> nnx.Param[jax.Array]:
@@ -298,15 +318,13 @@ class LookedUpTwice(nnx.Module):
 
 
 @pytest.mark.slow
-def test_a_program_that_xla_refuses_is_compiled_with_fewer_constraints(caplog) -> None:
+def test_tables_over_several_axes_of_the_batch_are_right() -> None:
   rules = nxp.LogicalRules(batch=("data", "tensor"))
   plan = nxp.plan(
     lambda: LookedUpTwice(nnx.Rngs(0)), nxp.make_mesh(data=4, tensor=2), rules, optimizer=optax.sgd(0.1)
   )
   x = np.arange(32, dtype=np.int32).reshape(8, 4)
-  assert_same_training(squares, {"held": plan}, [x, x])
-  if jax.__version_info__ >= (0, 12):  # an older XLA compiles it
-    assert "XLA cannot compile the step with all layouts of its plan held (Slice dim size" in caplog.text
+  assert_same_training(squares, {"gathered": plan}, [x, x])
   model, optimizer = placed(plan)
   step = nxp.train_step(squares)
   assert step.check_gradients(model, optimizer, nxp.shard_batch(x, plan))

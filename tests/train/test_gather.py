@@ -1,4 +1,6 @@
-"""Activations of models that constrain nothing stay split like the batch."""
+"""Parameters are gathered where a loss reads them, and tables looked up by columns; positions are split."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,8 @@ from jax.sharding import NamedSharding
 
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
-from nnx_parallel.layout.constrain import Scope
-from nnx_parallel.train.hold import held
+from nnx_parallel.layout.gather import Gather
+from nnx_parallel.train.mend import mended
 from training import placed, plain_step, run_steps
 
 SIZES = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=2)
@@ -46,42 +48,25 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
   assert not [one for one in sent if set(one.axes) == {"fsdp", "tensor"} and one.kind == "all-gather"]
 
 
-def test_a_barrier_around_a_gradient_and_activations_does_not_gather_the_update():
-  mesh = nxp.make_mesh(fsdp=4, tensor=2)
-  where = NamedSharding(mesh, jax.P("fsdp", "tensor"))
-
-  def run(arrays, batch):
-    grad = jax.grad(lambda kernel: jnp.sin(batch @ kernel).sum())(arrays[0])
-    grad, batch = jax.lax.optimization_barrier((grad, batch))  # as jax.checkpoint makes one
-    return arrays[0] - 0.1 * grad, batch.sum()
-
-  kernel, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 16), (32, 8)])
-  step = held(run, mesh, Scope(nxp.LogicalRules(batch="fsdp"), mesh), [where])
-  found = [e for e in jax.make_jaxpr(step)((kernel,), x).eqns if e.primitive.name == "sharding_constraint"]
-  kept = [e.invars[0].aval.shape for e in found]
-  assert kept.count(kernel.shape) == 1  # for the product
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
 def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
-  scope = Scope(nxp.LogicalRules(batch=("data", "fsdp")), mesh)
   rng = np.random.default_rng(0)
   table, tokens = rng.normal(size=(16, 8)).astype(np.float32), rng.integers(-16, 16, (8, 5))
 
-  def run(arrays, batch):
-    def loss(table):
-      return jnp.sin(table[batch]).sum()
+  def loss(table, batch):
+    return jnp.sin(table[batch]).sum()
 
-    return jax.value_and_grad(loss)(arrays[0])
-
-  where = NamedSharding(mesh, spec)
-  placed = [jax.device_put(table, where)]
-  found = jax.jit(held(run, mesh, scope, [where]))(
-    placed, jax.device_put(tokens, NamedSharding(mesh, jax.P(("data", "fsdp"))))
-  )
-  for a, b in zip(found, jax.jit(run)([table], tokens), strict=True):
+  where, batch = NamedSharding(mesh, spec), ("data", "fsdp")
+  gather = Gather.of({("table",): where}, batch, mesh)
+  run = jax.jit(jax.value_and_grad(gather.on(loss, lambda *_: [("table",), None])))
+  placed = jax.device_put(table, where), jax.device_put(tokens, NamedSharding(mesh, jax.P(batch)))
+  text = run.lower(*placed).compile().as_text()
+  assert "all-to-all" in text
+  assert not re.search(r"f32\[16,8\]\S* all-(gather|reduce)", text)  # neither the table nor its gradient
+  found = run(*placed)
+  for a, b in zip(found, jax.jit(jax.value_and_grad(loss))(table, tokens), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +84,7 @@ def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   where = NamedSharding(mesh, jax.P("fsdp"))
   arrays = [jax.device_put(jnp.ones(2), where)]
   batch = jax.device_put((logits, targets), where)
-  changed = jax.jit(held(run, mesh, Scope(nxp.LogicalRules(batch="fsdp"), mesh), [where]))
+  changed = jax.jit(mended(run, mesh, picks=True))
   text = changed.lower(arrays, batch).as_text()
   assert "stablehlo.gather" not in text
   assert "stablehlo.scatter" not in text
@@ -191,33 +176,6 @@ def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name,
   assert replicated(nxp.train_step(loss).lower(plan, batch=batch).compile()) <= expected
 
 
-TABLE = jnp.linspace(0.5, 1.5, 4)
-
-
-@jax.jit
-def scaled(x):
-  return jnp.sin(x * TABLE)
-
-
-def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient():
-  mesh = nxp.make_mesh(data=2, model=4)
-
-  def loss(kernel, x):
-    def step(x, _):
-      y = jax.lax.conv_general_dilated(
-        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
-      )
-      return jax.checkpoint(scaled)(y), None
-
-    return jax.lax.scan(step, x, None, length=2)[0].sum()
-
-  rng = np.random.default_rng(0)
-  kernel, x = (rng.normal(size=shape).astype(np.float32) for shape in [(3, 1, 4), (8, 6, 4)])
-  placed = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
-  found = jax.jit(nxp.verify.with_correct_convolutions(jax.grad(loss), mesh))(kernel, placed)
-  np.testing.assert_allclose(found, jax.grad(loss)(kernel, x), rtol=1e-4, atol=1e-5)
-
-
 def test_a_loop_that_swaps_what_it_carries_settles():
   class Swaps(nnx.Module):
     def __init__(self):
@@ -261,3 +219,57 @@ def test_a_product_with_a_constant_gradient_gathers_its_kernel_like_other_produc
     plan = nxp.plan(lambda: Block(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
     found.append(run_steps(plan, loss, [x] * 2).losses)
   np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+class Normed(nnx.Module):
+  """Norms over one axis before kernels over two, sharded by hand."""
+
+  def __init__(self, rngs):
+    self.norms = nnx.List([nnx.RMSNorm(16, rngs=rngs) for _ in range(2)])
+    self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    for norm, layer in zip(self.norms, self.layers, strict=True):
+      x = x + jnp.sin(layer(norm(x)))
+    return x
+
+
+def squares(model, batch):
+  return ((model(batch["x"]) * batch["factor"]) ** 2).mean()
+
+
+def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
+  """Without a plan: the step reads the shardings of the arrays and of the batch, which also has a number."""
+  mesh, model = nxp.make_mesh(data=2, fsdp=2, tensor=2), Normed(nnx.Rngs(0))
+  batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32), "factor": np.float32(2)}
+  expected = nnx.jit(nnx.grad(squares))(model, batch)
+  for path, leaf in nnx.to_flat_state(nnx.state(model)):
+    spec = {"scale": jax.P("tensor"), "kernel": jax.P("fsdp", "tensor")}.get(path[-1], jax.P())
+    leaf.set_value(jax.device_put(leaf.get_value(), NamedSharding(mesh, spec)))
+  optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+  before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+  placed = batch | {"x": jax.device_put(batch["x"], NamedSharding(mesh, jax.P(("data", "fsdp"))))}
+  nxp.train_step(squares)(model, optimizer, placed)
+  after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+  found = jax.tree.map(np.subtract, before, after)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, nnx.to_pure_dict(expected)
+  )
+
+
+def test_a_step_says_where_positions_are_split():
+  def said(init, loss):
+    plan = nxp.plan(
+      init,
+      nxp.make_mesh(data=2, tensor=4),
+      nxp.LogicalRules(batch="data", seq="tensor"),
+      optimizer=optax.sgd(0.1),
+    )
+    step = nxp.train_step(loss)
+    step.lower(plan, batch=jax.ShapeDtypeStruct((8, 65), jnp.int32))
+    return str(step.layers)
+
+  assert said(lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss) == (
+    "positions over tensor: between layers, at 2 calls\n2 x Block at layers.*"
+  )
+  assert said(lambda: Words(False), words_loss) == "positions over tensor: nowhere: the loss calls no layer"
