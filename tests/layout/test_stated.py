@@ -52,7 +52,10 @@ MADE = {
   "device_put": lambda: jax.device_put(draw(), NamedSharding(mesh(), WHERE)),
   "auto_axes": lambda: jax.sharding.auto_axes(lambda: draw() + 1, out_sharding=WHERE)(),
   "shard_map": lambda: jax.shard_map(
-    lambda: jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float)), mesh=mesh(), in_specs=(), out_specs=WHERE
+    lambda: jnp.full((8, 4), 1.0 + jax.lax.axis_index("model").astype(float)),
+    mesh=mesh(),
+    in_specs=(),
+    out_specs=WHERE,
   )(),
   "both axes of a dim": lambda: jnp.ones((8, 16), out_sharding=P(("data", "model"), None)),
   "followed through operations": lambda: jnp.tanh(draw(out_sharding=WHERE) * 2).T,
