@@ -196,7 +196,7 @@ def _names(flows: Flows) -> set[str]:
 
 
 def _flow(x: jax.Array, spec: Sequence[Any], *, data: bool) -> Flow:
-  return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data, weight=not data)
+  return Flow(axes_by_dim(spec, jax.numpy.ndim(x)), data)
 
 
 class _Rewriting(Interpreter[Flow]):
@@ -390,20 +390,20 @@ class _Rewriting(Interpreter[Flow]):
   def _propagated(self, eqn: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     if eqn.primitive.name == "optimization_barrier":
       return flows
-    data, weight = any(flow.data for flow in flows), any(flow.weight for flow in flows)
+    data = any(flow.data for flow in flows)
     if eqn.primitive.name == "sharding_constraint":
       axes = constraint(eqn, flows[0].axes)
       kept = [tuple(axis for axis in before if axis in _MARKS) for before in flows[0].axes]
       pairs = zip(axes, kept, strict=True)
-      return [Flow(tuple((*without(a, _MARKS), *marks) for a, marks in pairs), data, weight)]
+      return [Flow(tuple((*without(a, _MARKS), *marks) for a, marks in pairs), data)]
     if eqn.primitive.name == "shard_map":
       manual = frozenset(eqn.params["newly_manual_axes"])
       specs = zip(eqn.params["out_specs"], result_axes(eqn, flows), strict=True)
-      return [Flow(shard_map_axes(spec, axes, manual), data, weight) for spec, axes in specs]
+      return [Flow(shard_map_axes(spec, axes, manual), data) for spec, axes in specs]
     product = meeting(eqn)
     if product is not None:
-      return [Flow(self._scattered(product, flows), data, weight)]
-    return [Flow(axes, data, weight) for axes in result_axes(eqn, flows)]
+      return [Flow(self._scattered(product, flows), data)]
+    return [Flow(axes, data) for axes in result_axes(eqn, flows)]
 
   def _scattered(self, product: Meeting, flows: list[Flow]) -> Axes:
     """The layout of a product; a sum over the axes of the positions leaves each device its positions."""
