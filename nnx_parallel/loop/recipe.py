@@ -139,6 +139,17 @@ def restore(
 
   Raises:
     CheckpointError: there is no step to restore, or the step does not fit the plan.
+
+  Example:
+    >>> import tempfile
+    >>> import nnx_parallel as nxp
+    >>> recipe = nxp.recipes.load_recipe("digits")
+    >>> plans = [nxp.recipes.plan_recipe(recipe, nxp.make_mesh(data=n, fsdp=8 // n)) for n in (8, 2)]
+    >>> with nxp.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+    ...   nxp.recipes.start(recipe, plans[0]).save(checkpointer)
+    ...   found = nxp.recipes.restore(recipe, plans[1], checkpointer)
+    >>> found.changes
+    ['mesh data=8,fsdp=1 -> data=2,fsdp=4']
   """
   (model, optimizer), position = resume_from(checkpointer, plan, step)
   record = checkpointer.metadata(position.step)
