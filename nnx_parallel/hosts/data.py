@@ -176,7 +176,8 @@ def batches(
 
   Args:
     source: samples by index, as described above. Without `batch`: an iterable of host batches as for
-      `shard_batch`; in a job of several processes, of the shares of this process.
+      `shard_batch`; in a job of several processes, of the shares of this process. It must not be a dataset
+      with an index, whose items could be samples: pass `iter(dataset)` if they are batches.
     plan: the plan that gives the mesh and the `batch` rule.
     batch: the number of samples in a global batch.
     start: the global index of the first sample.
@@ -194,7 +195,8 @@ def batches(
 
   Raises:
     ShardingError: the rules cannot place a batch; see `shard_batch`.
-    TrainError: an option has an invalid value, or the samples cannot be stacked. An exception of the source
+    TrainError: an option has an invalid value, the samples cannot be stacked, or items by index come without
+      `batch`. An exception of the source
       keeps its type, and gets a note with the index of the sample.
 
   Example:
@@ -215,6 +217,13 @@ def batches(
       raise TrainError(
         f"start={start}, last={last!r} need the size of a batch: without it the source makes the batches.",
         fix="batch=..., with samples by index; or start the source there.",
+      )
+    if hasattr(source, "__getitem__") and not isinstance(source, (list, tuple)):
+      raise TrainError(
+        "the source has items by index: without batch= each item would be taken for a batch.",
+        details=f"a {type(source).__module__}.{type(source).__qualname__}",
+        fix="nxp.batches(source, plan, batch=...) if its items are samples;\n"
+        "nxp.batches(iter(source), plan) if they are batches.",
       )
     host = cast("Iterable[Any]", source)
     return _ahead(iter(host), lambda one: shard_batch(one, plan, global_batch=global_batch), prefetch)

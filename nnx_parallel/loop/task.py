@@ -14,13 +14,27 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import format_spec, text_table
-from nnx_parallel.core.types import LossFn, PyTree
+from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
+from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
+
+
+class _Evaluation(EvalStep):
+  """An evaluation step that evaluates a model without dropout and with running averages."""
+
+  _model: Model = None
+  _view: Model = None
+
+  def __call__(self, model: Model, batch: PyTree, *more: PyTree) -> Metrics:
+    if model is not self._model:  # a new view would be compiled again
+      modes = {"deterministic": True, "use_running_average": True}
+      self._model, self._view = model, nnx.view(model, raise_if_not_found=False, **modes)
+    return super().__call__(self._view, batch, *more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Task:
   Attributes:
     plan: the layout of the model and the optimizer.
     train_step: `train_step(model, optimizer, batch)`.
-    eval_step: `eval_step(model, batch)`.
+    eval_step: `eval_step(model, batch)`, in evaluation mode: without dropout, with running averages.
     generate: the generator, or None.
     batch: the abstract global batch, or None.
   """
@@ -115,7 +129,8 @@ def task(
       (`microbatches` only with a pipeline).
 
   Returns:
-    The task. Its arrays are created when `model` or `optimizer` is first read.
+    The task. Its arrays are created when `model` or `optimizer` is first read. Its `eval_step` evaluates
+    without dropout and with running averages, and leaves the modes of the model as they are.
 
   Raises:
     TrainError: there is no loss, no optimizer or no mesh.
@@ -148,7 +163,7 @@ def task(
   return Task(
     make_plan(init, mesh, rules, optimizer=optimizer, **(plan or {})),
     train_step(loss, **options),
-    eval_step(loss, **shared),
+    _Evaluation(eval_step(loss, **shared).options),
     generate,
     jax.tree.map(jax.typeof, batch) if batch is not None else None,
   )

@@ -233,8 +233,9 @@ _NORM = r"(?i).*(norm|ln|layernorm|rmsnorm)(_?\w+)?"
 def layers() -> PathRules:
   """Names for the layers of `flax.nnx`, which it finds only by the names of their Variables.
 
-  The projections of `MultiHeadAttention` get `heads`; `Embed` gets `vocab`; the last (output) dim of any
-  other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
+  The projections of `MultiHeadAttention`, and others called `q`, `k_proj`, `wo` and the like, get `heads` or
+  `kv_heads`, so that no rule shards the head dim, over which attention sums. `Embed` gets `vocab`; the last
+  (output) dim of any other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
   gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. If there is a table for
   the family of the model (`llama`, `gpt`, `vit`, `t5`), it shards pairs of layers better.
 
@@ -248,9 +249,11 @@ def layers() -> PathRules:
   """
   return PathRules(
     [
-      (("query|key|value", "kernel"), ("embed", "heads", ...)),
-      (("query|key|value", "bias"), ("heads", ...)),
-      (("out", "kernel"), ("heads", ..., "embed")),
+      (("query|key|value|q|q_proj|wq", "kernel"), ("embed", "heads", ...)),
+      (("query|key|value|q|q_proj|wq", "bias"), ("heads", ...)),
+      (("k|v|(k|v)_proj|wk|wv", "kernel"), ("embed", "kv_heads", ...)),
+      (("k|v|(k|v)_proj|wk|wv", "bias"), ("kv_heads", ...)),
+      (("out|o|o_proj|wo", "kernel"), ("heads", ..., "embed")),
       (("embedding",), ("vocab", "embed")),
       ((r"(\w+_)?lora_b",), (None, "features")),
       (("kernel",), (..., "features")),

@@ -20,6 +20,7 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.layout.gather import Gather
+from nnx_parallel.train.draws import REPLICA, Draws, UnknownDraw, draw_rows
 from nnx_parallel.train.linearity import factors
 from nnx_parallel.train.losses import Terms, mean, widen
 from nnx_parallel.train.trace import Differentiable, Objective, why_not_by_replica
@@ -151,7 +152,9 @@ class Accumulation:
     )(self.trained, self.rest, batch)
     return grads, Terms(sums, counts, outputs)
 
-  def mapped(self, batch: PyTree, layout: Layout, axes: tuple[str, ...]) -> tuple[list[jax.Array], Terms]:
+  def mapped(
+    self, batch: PyTree, layout: Layout, axes: tuple[str, ...]
+  ) -> tuple[list[jax.Array], Terms, dict[int, jax.Array]]:
     """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end.
 
     A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
@@ -165,10 +168,14 @@ class Accumulation:
       return pinned(x, NamedSharding(layout.mesh, PartitionSpec(axes, inner or None)))
 
     with mapped_axes(axes):
-      grads, found = jax.vmap(lambda part: self.scan(part)[:2], spmd_axis_name=axes)(
-        jax.tree.map(by_replica, batch)
-      )
-    return [g.sum(0) for g in grads], _summed(found, lambda x: jax.lax.collapse(x, 0, 2))
+      mapped = jax.vmap(self.scan, axis_name=REPLICA, spmd_axis_name=axes)(jax.tree.map(by_replica, batch))
+    grads, found, moved = mapped
+    # Each replica changes an array, such as the counter of a stream, to the same value.
+    return (
+      [g.sum(0) for g in grads],
+      _summed(found, lambda x: jax.lax.collapse(x, 0, 2)),
+      {i: x[0] for i, x in moved.items()},
+    )
 
 
 def _summed(stacked: Terms, joined: Callable[[jax.Array], jax.Array]) -> Terms:
@@ -196,7 +203,7 @@ def in_microbatches(
   Microbatch `m` is every `count`-th example from `m` on, so that each microbatch stays spread over all
   devices. Where the model is replicated over mesh axes that split the batch, each replica sums its own
   gradients, and they are reduced once, after the scan. This needs a loss that is a mean or a sum over
-  examples, changes no Variable (batch statistics, random numbers), and has no sharding constraint of jax over
+  examples, changes no Variable by its examples (batch statistics), and has no sharding constraint of jax over
   those axes (`nxp.constrain` is handled). Otherwise gradients are reduced in each microbatch, and `Total.how`
   gives the reason. In both cases the numbers equal the numbers on one device.
 
@@ -204,70 +211,114 @@ def in_microbatches(
   that hold the full model sum their gradients; None: float32.
   """
   check_divides(batch, count * loss.parts, layout.shards)
-  scales: Any = None
   axes, why = _replica_axes(batch, count * loss.parts, layout)
-  alone = bool(axes) and all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
-  parts = count * (_replicas(layout.mesh, axes) if axes else 1)
-  try:
-    with mapped_axes(axes):
-      jaxpr, changed = loss.inspect(_first(batch, parts))
-  except Exception as error:
-    if not axes:
-      raise
-    axes, why = (), f"the loss cannot be computed for the examples of one replica: {_first_line(error)}"
-    jaxpr, changed = loss.inspect(_first(batch, count))
-  _check_shards(batch, count * loss.parts, layout)
+  once: Once | None = None
+  changed: set[int] | None = None
   if axes:
-    why = why_not_by_replica(jaxpr, changed, axes)
-    # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
-    if not why and not alone and any(e.primitive.name == "conv_general_dilated" for e in equations(jaxpr)):
-      why = "the model has convolutions, and replicas that are split themselves"
-    if not why:
-      scales, why = _factors(loss, batch, count, axes, parts)
-  if why:
-    axes, alone = (), False
-  if reduction is not None and not alone:
+    once, changed, why = _compare(loss, batch, count, layout, axes)
+  if changed is None:
+    changed = loss.inspect(_first(batch, count)).changed
+  _check_shards(batch, count * loss.parts, layout)
+  summed = Accumulation(loss.objective, loss.train, loss.others, count, layout.trained, changed)
+  if once is not None and (once.alone or reduction is None):
+    try:
+      return once.total(summed, loss.parts, batch, layout, reduction)
+    except (UnknownDraw, jax.errors.UnexpectedTracerError) as error:
+      why = f"random numbers cannot be drawn by replica: {_first_line(error)}"
+  if reduction is not None:
     raise TrainError(
       f"reduction={jnp.dtype(reduction)} cannot be honoured: XLA places the reductions of this step.",
-      details=why or "the replicas are split themselves",
+      details=why or "the replicas are split themselves, or change Variables",
       fix='gradients="like_parameters"; or leave reduction out.'
       if layout.scattered
       else "leave reduction out: gradients are reduced in the dtype in which their layers compute.",
     )
-  summed = Accumulation(loss.objective, loss.train, loss.others, count, layout.trained)
-  if not axes:
-    grads, found, moved = dataclasses.replace(summed, changes=changed).scan(batch)
-    each = "tick" if loss.parts > 1 else "microbatch"
-    return Total(grads, found, count * loss.parts, moved, f"in each {each}: {why}")
-  how = f"once, after the {'last tick' if loss.parts > 1 else 'scan'}, over {', '.join(axes)}"
-  if alone:
-    how += f", in {jnp.dtype(reduction or jnp.float32)}"
-    found = summed.manual(batch, layout.mesh, axes, reduction)
-  else:
-    found = summed.mapped(batch, layout, axes)
-  grads, terms = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, found, scales)
-  return Total(grads, terms, parts * loss.parts, {}, how)
+  grads, found, moved = summed.scan(batch)
+  each = "tick" if loss.parts > 1 else "microbatch"
+  return Total(grads, found, count * loss.parts, moved, f"in each {each}: {why}")
+
+
+class Once(NamedTuple):
+  """How replicas each sum their own gradients, which are then reduced once.
+
+  Attributes:
+    axes: the mesh axes of the replicas.
+    alone: whether each replica is one device, and only returns sums.
+    factors: for the loss, for the terms.
+    draws: the random numbers for the examples.
+    times: how many times the examples of a replica they were compared with.
+  """
+
+  axes: tuple[str, ...]
+  alone: bool
+  factors: tuple[float, Terms]
+  draws: Draws
+  times: int
+
+  def total(
+    self, summed: Accumulation, pieces: int, batch: PyTree, layout: Layout, reduction: DTypeLike | None
+  ) -> Total:
+    """The results of a batch; `pieces` is the number of microbatches that one call of the loss takes."""
+    how = f"once, after the {'last tick' if pieces > 1 else 'scan'}, over {', '.join(self.axes)}"
+    replicas = _replicas(layout.mesh, self.axes)
+    moved: dict[int, jax.Array] = {}
+    if self.alone:
+      how += f", in {jnp.dtype(reduction or jnp.float32)}"
+      grads, found = summed.manual(batch, layout.mesh, self.axes, reduction)
+    else:
+      if self.draws:
+        where = NamedSharding(layout.mesh, PartitionSpec(self.axes))
+        drawn = draw_rows(summed.objective, self.draws, self.times, replicas, where)
+        summed = dataclasses.replace(summed, objective=drawn)
+      grads, found, moved = summed.mapped(batch, layout, self.axes)
+    of_loss, of_terms = self.factors
+    grads = [g if of_loss == 1 else g * of_loss for g in grads]
+    terms = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, found, of_terms)
+    return Total(grads, terms, summed.count * replicas * pieces, moved, how)
 
 
 def _first_line(error: Exception) -> str:
   return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _factors(
-  loss: Differentiable, batch: PyTree, count: int, axes: tuple[str, ...], parts: int
-) -> tuple[Any, str]:
-  """The factor for the sums of replicas; or why they do not add up to the sums of the batch."""
-  inputs = _first(batch, parts), _first(batch, count)
-  if any(jnp.shape(x)[:1] == (loss.parts,) for x in jax.tree.leaves(inputs[0])):
+def _compare(
+  loss: Differentiable, batch: PyTree, count: int, layout: Layout, axes: tuple[str, ...]
+) -> tuple[Once | None, set[int] | None, str]:
+  """How replicas each sum their gradients, or why not; between them: which arrays the loss changes."""
+  replicas = _replicas(layout.mesh, axes)
+  try:
+    with mapped_axes(axes):
+      traced, changed, kinds = loss.inspect(_first(batch, count * replicas))
+  except Exception as error:  # noqa: BLE001 (the loss is the user's code)
+    return None, None, f"the loss cannot be computed for the examples of one replica: {_first_line(error)}"
+  alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  why = why_not_by_replica(traced, axes)
+  # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
+  has_convolution = any(e.primitive.name == "conv_general_dilated" for e in equations(traced))
+  if changed and loss.parts > 1:
+    why = "the loss changes Variables in a pipeline"
+  if why:
+    return None, changed, why
+  parts = count * loss.parts
+  inputs, times = (_first(batch, parts * replicas), _first(batch, parts)), 1
+  if any(jnp.shape(x)[:1] == (1,) for x in jax.tree.leaves(inputs[0])):
     # A dim of one example is broadcast or left out, so the traces would differ.
-    inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
+    times, inputs = 2, jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
   with mapped_axes(axes):
-    (part, wanted), (whole, _) = map(loss.gradient, inputs)
-  trained = len(jax.tree.leaves(loss.train))
-  splits = [False] * trained + [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
-  leaves, structure = jax.tree.flatten(wanted)
-  found, why = factors(part, whole, parts // count, splits, leaves)
-  return (None if why else jax.tree.unflatten(structure, found)), why
+    is_traced = kinds is not None and times == loss.parts == 1
+    part, kinds = (traced, kinds) if is_traced else loss.written(inputs[0])
+    whole, _ = loss.written(inputs[1])
+  split = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
+  splits = [False] * (len(part.jaxpr.invars) - len(split)) + split
+  leaves, structure = jax.tree.flatten(kinds)
+  found, draws, why = factors(part, whole, replicas, splits, leaves)
+  if why:
+    return None, changed, why
+  alone = alone and not draws and not changed
+  if has_convolution and not alone:
+    return None, changed, "the model has convolutions, and replicas that are split themselves"
+  of_loss, (of_terms, _, _) = jax.tree.unflatten(structure, found)
+  return Once(axes, alone, (of_loss, of_terms), draws, times), changed, ""
 
 
 def slope_of(
@@ -280,7 +331,7 @@ def slope_of(
   if count is None:
     slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.others, batch)
     return mean(found.sums["loss"], found.counts["loss"]), slope
-  changed = loss.inspect(_first(batch, count))[1]
+  changed = loss.inspect(_first(batch, count)).changed
   summed = Accumulation(loss.objective, loss.train, loss.others, count, [None], changed, tangents)
   (slope,), found, _ = summed.scan(batch)
   total, weight = found.sums["loss"], found.counts["loss"]

@@ -1,18 +1,20 @@
-"""Whether the results of a program for a batch are the sums of its results for the parts of the batch.
+"""Whether the loss of a batch is the sum of the losses of its parts, exactly: read off two traces of it.
 
-Only for such a loss may replicas each differentiate the loss of their own examples, and add up. A mean of
-losses qualifies; a contrastive loss, a load balance of experts, or the logarithm of a sum does not.
+Only then may replicas each differentiate the loss of their own examples, and add up. The loss is traced as
+its author wrote it, for one part and for all parts at once, and each value of the second trace is put in
+terms of the values of the first. With 2 parts of 8 examples, for `(x @ w - y).mean()`:
 
-The program is traced twice, for one part and for the full batch of `parts` parts, and the two traces are
-compared step by step. Each value of the batch's program is then known in terms of the values of the parts:
+    one part                  both parts
+    a = dot x[8,4] w[4]       a = dot x[16,4] w[4]     rows: the parts' values, one after the other
+    b = sub a y[8]            b = sub a y[16]          rows
+    c = reduce_sum b          c = reduce_sum b         sum
+    d = div c 8.0             d = div c 16.0           sum, times 2 ** -1: the mean of the parts' means
 
-- `same`: equal in all parts (it depends on no example);
-- `part`: along one dim, the concatenated values of the parts (each row depends on one part);
-- `sum`: the sum of the values of the parts;
-- `zero`: zeros; `mixed`: anything else, with the operation that made it so.
+A relation holds up to a power of the number of parts, which literals give: they are compared as fractions,
+so that `sum / (n - 1)` is no mean however large n is. An operation without a relation makes its results
+"mixed", and gradients are then reduced in each microbatch.
 
-Each relation holds up to a constant `scale`: a mean over examples is the sum of the parts' means times
-`1 / parts`. A number that both traces hold as a literal, such as the number of examples, gives the scale.
+Random numbers for the examples are "rows" too: `draws.py` gives each replica its own.
 
 JAX's types for partial sums, `PartitionSpec(unreduced=...)`, cannot say this yet (jax 0.12): they exist on
 Explicit axes only, and a partial sum may not be multiplied, not even by a constant (tests/test_upstream.py).
@@ -23,77 +25,67 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from nnx_parallel.core.axes import axes_of
-from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map, moved
+from nnx_parallel.core.dims import IDENTITIES, MOVES, DimMap, dim_map
 from nnx_parallel.core.interpret import NO_FACTS, Inner, is_literal, through, wiring
-from nnx_parallel.core.jaxprs import constants, is_inexact, is_tracer, opened, place_of, scan_counts
+from nnx_parallel.core.jaxprs import (
+  bind,
+  constants,
+  has_rule,
+  is_inexact,
+  is_tracer,
+  opened,
+  place_of,
+  struct,
+)
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.types import JaxprEqn, Program, PyTree, Value, Var
+from nnx_parallel.train.draws import DRAWS, Draws
 
-_ROUNDING = 1e-6  # of a few float32 literals: sum / (n - 1) with 256 examples is 0.4 % off a mean
 # Between devices: on each device the result is a sum, or a value of another device.
 _EXCHANGES = frozenset(("psum", "psum2", "psum_invariant", "ppermute"))
-# Linear in the first operand; the other operands choose positions.
-_LINEAR = MOVES | {
-  "conj", "cumsum", "gather", "imag", "neg", "pad", "real", "reduce_sum", "reduce_window_sum",
-  "select_and_scatter_add", "unstack",
-}  # fmt: skip
-_SUMS = frozenset((
-  "add", "add_any", "concatenate", "dynamic_update_slice", "scatter-add", "scatter_add", "select_n", "stack",
-  "sub",
-))  # fmt: skip
-"""Linear in all operands jointly, except operands that choose positions."""
-_TIMES = frozenset(("conv_general_dilated", "dot_general", "mul"))
-_KEEP_ZEROS = _LINEAR | _SUMS | _TIMES
+_LINEAR = MOVES | {"conj", "cumsum", "imag", "neg", "real", "reduce_sum"}
+"""Linear in the first operand; the other operands choose positions."""
+_TIMES = frozenset(("conv_general_dilated", "div", "dot_general", "mul"))
+_JOINS = frozenset(("add", "add_any", "concatenate", "select_n", "stack", "sub"))
+"""Linear in all operands jointly, except the condition of a `select_n`."""
+_SPREADS = frozenset(("broadcast_in_dim", "iota"))
 _PLACES = ("padding", "padding_config", "start_indices", "strides", "window_dimensions", "window_strides")
 """Parameters that must not depend on the number of examples."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """How a value of the batch's program follows from the values of the parts.
+  """How a value of the batch's program follows from the values of the parts, times `parts ** power`.
 
   Attributes:
-    kind: the relation.
-    scale: the constant factor of the relation.
-    dim: for `part`: the dim along which the parts are concatenated.
-    outer: for `part`: the number of blocks: the dim is `outer x parts x rest`. None for a value that is
-      constant along the dim, which holds for any number of blocks.
-    reason: for `mixed`: the operation.
+    kind: equal in all parts; the parts' values along `dim`; their sum; zero; or "mixed", with the operation.
   """
 
-  kind: Literal["same", "part", "sum", "zero", "mixed"]
-  scale: float = 1.0
+  kind: Literal["same", "rows", "sum", "zero", "mixed"]
+  power: Fraction = Fraction(0)
   dim: int = 0
-  outer: int | None = 1
   reason: str = ""
 
   @property
   def plain(self) -> bool:
-    """Whether nothing but equal operations on each row is needed to compute with it."""
-    return self.kind == "zero" or (self.kind in ("same", "part") and _equal(self.scale, 1.0))
+    """Whether any function of each row may be computed with it."""
+    return self.kind == "zero" or (self.kind in ("same", "rows") and not self.power)
 
   @property
   def fixed(self) -> bool:
     """Whether the value is the same number in both traces."""
-    return self.kind in ("same", "zero") and self.plain
-
-  def at(self, dim: int, outer: int | None = None) -> Fact:
-    """The same parts along another dim."""
-    return dataclasses.replace(self, dim=dim, outer=self.outer if outer is None else outer)
-
-  def times(self, factor: float) -> Fact:
-    """The relation of a multiple."""
-    return dataclasses.replace(self, scale=self.scale * factor)
+    return self.plain and self.kind != "rows"
 
 
-SAME, ZERO, ROWS = Fact("same"), Fact("zero"), Fact("part")
+SAME, ZERO, ROWS = Fact("same"), Fact("zero"), Fact("rows")
 
 
 class _Mixed(Exception):
@@ -101,8 +93,8 @@ class _Mixed(Exception):
 
 
 def factors(
-  part: PyTree, whole: Program, parts: int, splits: Sequence[bool], wanted: Sequence[str]
-) -> tuple[list[float], str]:
+  part: Program, whole: Program, parts: int, splits: Sequence[bool], wanted: Sequence[str]
+) -> tuple[list[float], Draws, str]:
   """How the results for a batch follow from the results for its parts.
 
   Args:
@@ -110,85 +102,57 @@ def factors(
     whole: the closed jaxpr of the program for all parts at once.
     parts: the number of parts.
     splits: for each flat input, whether the parts split its dim 0; else all parts get the same.
-    wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, or `"rows"`: the parts'
-      results concatenated.
+    wanted: for each flat result, `"mean"` of the parts' results, their `"sum"`, `"rows"`: the parts' results
+      concatenated, or `"same"`: a result that does not depend on the examples.
 
   Returns:
-    For each result, the factor for the wanted combination; and why some result does not follow, empty if all
-    results do.
+    For each result, the factor for the wanted combination; the random numbers for the examples; and why some
+    result does not follow, empty if all results do.
   """
   pair = _Pair(parts)
   found: list[float] = []
   for fact, how in zip(pair.walk(part, whole, [ROWS if x else SAME for x in splits]), wanted, strict=True):
     if fact.kind == "mixed":
-      return [], f"the loss is no {how} over its examples: {fact.reason}"
-    if how == "rows" and not (fact.kind == "zero" or (_is_rows(fact) and fact.plain)):
-      return [], "an output does not have the examples on dim 0"
-    if how != "rows" and fact.kind == "part":
-      return [], "a result has the examples on a dim, and outputs= does not name it"
-    scale = 1.0
-    if fact.kind in ("same", "sum"):
-      scale = pair.as_sum(fact).scale * (parts if how == "mean" else 1)
-    found.append(1.0 if _equal(scale, 1.0) else scale)
-  return found, ""
+      what = "a Variable that it changes depends on" if how == "same" else f"the loss is no {how} over"
+      return [], pair.draws, f"{what} its examples: {fact.reason}"
+    if how == "same" and not fact.fixed:
+      return [], pair.draws, "the loss changes Variables by its examples (statistics)"
+    if how == "rows" and not (fact.plain and fact.dim == 0 and fact.kind != "same"):
+      return [], pair.draws, "an output does not have the examples on dim 0"
+    if how in ("mean", "sum") and fact.kind == "rows":
+      return [], pair.draws, "a result has the examples on a dim, and outputs= does not name it"
+    power = fact.power - (fact.kind == "same") + (how == "mean")
+    found.append(float(parts) ** float(power) if how in ("mean", "sum") and fact.kind != "zero" else 1.0)
+  return found, pair.draws, ""
 
 
 class _Pair:
-  """Compares two traces of one program step by step.
+  """Compares two traces of one program, the second with `parts` times the examples, step by step."""
 
-  Args:
-    parts: the number of parts of the second trace's batch.
-  """
+  def __init__(self, parts: int, draws: Draws | None = None, is_derivative: bool = False):
+    self.parts, self.is_derivative = parts, is_derivative
+    self.draws = Draws() if draws is None else draws
 
-  def __init__(self, parts: int):
-    self.parts = parts
-
-  def as_sum(self, fact: Fact) -> Fact:
-    """A value that is equal in all parts, as a sum over the parts."""
-    if fact.kind == "same":
-      return Fact("sum", fact.scale / self.parts)
-    return fact
-
-  def join(self, *facts: Fact) -> Fact:
-    """The relation of a value that is any of these, or a sum of them."""
-    found = ZERO
-    for fact in facts:
-      if fact.kind == "mixed":
-        return fact
-      if fact.kind == "zero":
-        continue
-      if found.kind == "zero":
-        found = fact
-        continue
-      if {found.kind, fact.kind} == {"same", "sum"}:
-        found, fact = self.as_sum(found), self.as_sum(fact)
-      if found.kind != fact.kind or not _equal(found.scale, fact.scale):
-        raise _Mixed
-      if fact.kind == "part":
-        found = _along([found, fact]).times(found.scale)
-    return found
-
-  def walk(self, part: PyTree, whole: Program, given: Sequence[Fact]) -> list[Fact]:
+  def walk(self, part: Program, whole: Program, given: Sequence[Fact]) -> list[Fact]:
     """The relations of the results, given the relations of the inputs."""
     one, all_ = opened(part), opened(whole)
-    facts: dict[Var, Fact] = dict(zip(one.invars, given, strict=True))
-    consts = zip(one.constvars, constants(part), constants(whole), strict=False)
-    facts.update({var: _constant(a, b, self.parts) for var, a, b in consts})
     if len(one.eqns) != len(all_.eqns) or len(one.constvars) != len(all_.constvars):
       return [_mixed("its program depends on the number of examples")] * len(one.outvars)
-    for eqn, other in zip(one.eqns, all_.eqns, strict=True):
-      inputs = [self._read(facts, a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
-      facts.update(zip(eqn.outvars, self._results(eqn, other, inputs), strict=True))
-    return [self._read(facts, a, b) for a, b in zip(one.outvars, all_.outvars, strict=True)]
+    facts: dict[Var, Fact] = dict(zip(one.invars, given, strict=True))
+    consts = zip(one.constvars, constants(part), constants(whole), strict=False)
+    facts.update({var: self._constant(a, b) for var, a, b in consts})
 
-  def _read(self, facts: Mapping[Var, Fact], a: Var, b: Var) -> Fact:
-    if is_literal(a) != is_literal(b):
-      return _mixed("its program depends on the number of examples")
-    return _constant(a.val, b.val, self.parts) if is_literal(a) and is_literal(b) else facts[a]
+    def read(a: Var, b: Var) -> Fact:
+      if is_literal(a) != is_literal(b):
+        return _mixed("its program depends on the number of examples")
+      return self._constant(a.val, b.val) if is_literal(a) and is_literal(b) else facts[a]
+
+    for eqn, other in zip(one.eqns, all_.eqns, strict=True):
+      inputs = [read(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+      facts.update(zip(eqn.outvars, self._results(eqn, other, inputs), strict=True))
+    return [read(a, b) for a, b in zip(one.outvars, all_.outvars, strict=True)]
 
   def _results(self, eqn: JaxprEqn, other: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-    if all(_is_empty(a) and _is_empty(b) for a, b in zip(eqn.outvars, other.outvars, strict=True)):
-      return [ZERO] * len(eqn.outvars)  # a scan of equal steps slices an empty rest off its rows
     mixed = next((fact for fact in inputs if fact.kind == "mixed"), None)
     if mixed is not None:
       return [mixed] * len(eqn.outvars)
@@ -196,20 +160,17 @@ class _Pair:
       if eqn.primitive is not other.primitive:
         raise _Mixed
       found = self._inside(eqn, other, inputs) if wiring(eqn).inner else self._outside(eqn, other, inputs)
-      return [self._checked(*row) for row in zip(found, eqn.outvars, other.outvars, strict=True)]
+      for fact, a, b in zip(found, eqn.outvars, other.outvars, strict=True):
+        _check(fact.kind in ("mixed", "zero") or [*b.aval.shape] == self._shape(fact, a))
+      return found
     except _Mixed:
       return [_mixed(f"{eqn.primitive.name} ({place_of(eqn)})")] * len(eqn.outvars)
 
-  def _checked(self, fact: Fact, a: Var, b: Var) -> Fact:
-    """The relation, if the shapes of both traces agree with it."""
-    one, two = list(a.aval.shape), list(b.aval.shape)
-    if fact.kind == "part":
-      if one[fact.dim] % (fact.outer or 1):
-        raise _Mixed
-      one[fact.dim] *= self.parts
-    if fact.kind != "mixed" and fact.kind != "zero" and one != two:
-      raise _Mixed
-    return fact
+  def _shape(self, fact: Fact, var: Var) -> list[int]:
+    shape = [*var.aval.shape]
+    if fact.kind == "rows":
+      shape[fact.dim] *= self.parts
+    return shape
 
   def _inside(self, eqn: JaxprEqn, other: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
     """The results of an operation that runs programs: a call, a loop, a branch, a custom rule."""
@@ -217,130 +178,152 @@ class _Pair:
 
     def inside(inner: Inner, given: Sequence[Fact]) -> list[Fact]:
       found = self.walk(inner.program, next(programs), given)
-      if not inner.gives and not found[0].fixed:  # the condition of a while
-        raise _Mixed
+      _check(inner.gives or found[0].fixed)  # the condition of a while
       return found
 
-    if eqn.primitive.name == "cond" and not inputs[0].fixed:
-      raise _Mixed
+    _check(eqn.primitive.name != "cond" or inputs[0].fixed)
+    _check(all(eqn.params.get(key) == other.params.get(key) for key in ("length", "reverse")))
     facts: Any = NO_FACTS
-    row, stack = _row, _stacked
-    if eqn.primitive.name == "scan":
-      fixed, carried, _ = scan_counts(eqn).split(inputs)
-      if eqn.params["reverse"] != other.params["reverse"]:
-        raise _Mixed
-      if eqn.params["length"] != other.params["length"]:  # over the examples, one by one
-        if carried or any(fact.kind in ("part", "sum") for fact in fixed):
-          raise _Mixed
-        row, stack = _example, _examples
-    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=row, stack=stack))
+    found = through(eqn, inputs, inside, dataclasses.replace(facts, join=self.join, row=_row, stack=_stacked))
     if eqn.primitive.name == "shard_map":  # each device computes with the parts of its shards
       specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
       for fact, spec in zip((*inputs, *found), specs, strict=True):
-        if fact.kind == "part" and any(axes_of(entry) for entry in tuple(spec)[fact.dim : fact.dim + 1]):
-          raise _Mixed
+        _check(fact.kind != "rows" or not any(map(axes_of, tuple(spec)[fact.dim : fact.dim + 1])))
+    if has_rule(eqn) and not self.is_derivative and not all(fact.fixed for fact in inputs):
+      self._check_derivative(eqn, other, inputs, found)
     return found
+
+  def _check_derivative(
+    self, eqn: JaxprEqn, other: JaxprEqn, inputs: Sequence[Fact], results: Sequence[Fact]
+  ) -> None:
+    """A custom derivative must follow from the parts too: it may look at the cotangents of all examples."""
+    try:
+      one, two = map(_derivative, (eqn, other))
+    except jax.errors.UnexpectedTracerError:  # it closes over an array of a trace that has ended
+      raise _Mixed from None
+    outs = zip(results, eqn.outvars, strict=True)
+    cotangents = [_dual(fact) for fact, var in outs if is_inexact(var.aval)]
+    wanted = [_dual(fact) for fact, var in zip(inputs, eqn.invars, strict=True) if is_inexact(var.aval)]
+    pair = _Pair(self.parts, self.draws, is_derivative=True)
+    for fact, dual in zip(pair.walk(one, two, [*inputs, *cotangents]), wanted, strict=True):
+      _check(fact.kind == "zero" or dual.kind == "zero" or fact == dual)
 
   def _outside(self, eqn: JaxprEqn, other: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
     """The results of an operation without programs."""
     name, count = eqn.primitive.name, len(eqn.outvars)
+    before, after = [[v.aval.shape for v in e.outvars] for e in (eqn, other)]
     if name in IDENTITIES or name in _EXCHANGES:
       return inputs[:count]
-    shapes = [v.aval.shape for v in eqn.outvars] == [v.aval.shape for v in other.outvars]
-    if shapes and all(fact.fixed for fact in inputs):
-      if not _same_parameters(eqn, other):
-        raise _Mixed
-      zeros = [fact.kind == "zero" for fact in inputs]
-      is_zero = any(zeros) if name in _TIMES else zeros[:1] == [True] and (name in _LINEAR or all(zeros))
-      return [ZERO if name in _KEEP_ZEROS and is_zero else SAME] * count
+    changed = [d for d, (n, m) in enumerate(zip(before[0], after[0], strict=True)) if n != m]
+    if name in DRAWS:
+      dims = changed if inputs[0].fixed else []  # or each example has its own key
+      _check(len(dims) < 2 and self.draws.add(eqn, *dims))
+      if inputs[0].fixed:
+        return [Fact("rows", dim=dims[0]) if dims else SAME]
+    if before == after and all(fact.fixed for fact in inputs):
+      _check(_same_parameters(eqn, other))
+      is_zero = bool(inputs) and all(fact.kind == "zero" for fact in inputs)
+      return [ZERO if is_zero and name in _LINEAR | _TIMES | _JOINS else SAME] * count
     dims = dim_map(eqn)
     # Sizes that are equal in only one of the traces, such as of an update and its table, have another map.
-    if dims is None or dims != dim_map(other):
-      raise _Mixed
-    if any(eqn.params.get(key) != other.params.get(key) for key in _PLACES):
-      raise _Mixed
-    it = Operation(eqn, other, dims, inputs, self)
-    if name in _RULES:
-      found = _RULES[name](it)
-    elif name in _TIMES:
-      found = _product(it)
-    elif name in _LINEAR:
-      found = _linear(it)
-    else:
-      found = _nonlinear(it)
-    return [found] * count
+    _check(dims is not None and dims == dim_map(other))
+    _check(all(eqn.params.get(key) == other.params.get(key) for key in _PLACES))
+    assert dims is not None
+    if name == "reshape" and inputs[0].kind == "rows":
+      (dim,) = changed or _fail()
+      _check(math.prod(eqn.invars[0].aval.shape[: inputs[0].dim]) == math.prod(before[0][:dim]))
+      return [dataclasses.replace(inputs[0], dim=dim)]
+    if name in _SPREADS and changed and all(fact.kind in ("same", "zero") for fact in inputs):
+      _check(len(changed) == 1 and (name != "iota" or changed[0] != eqn.params["dimension"]))
+      return [Fact("rows", inputs[0].power if inputs else Fraction(0), changed[0])]
+    return [self._result(eqn, dims, inputs)] * count
 
+  def _result(self, eqn: JaxprEqn, dims: DimMap, inputs: list[Fact]) -> Fact:
+    name = eqn.primitive.name
+    if name in _TIMES:
+      if name == "div":
+        _check(inputs[1].kind in ("same", "rows") and (is_inexact(eqn.outvars[0].aval) or inputs[0].plain))
+        inputs = [inputs[0], dataclasses.replace(inputs[1], power=-inputs[1].power)]
+      return ZERO if any(fact.kind == "zero" for fact in inputs) else _merged(dims, inputs)
+    if name in _JOINS:
+      choosers, cases = (inputs[:1], inputs[1:]) if name == "select_n" else ([], inputs)
+      at = zip(dims.operands[len(choosers) :], cases, strict=True)
+      found = self.join(*[_at(dims.results[0], own, fact) for own, fact in at])
+      _check(all(fact.plain for fact in choosers))
+      if found.kind == "rows":
+        _check(dims.results[0][found.dim] not in dims.mixed)
+      _check(all(fact.kind != "rows" or found.kind in ("zero", "rows") for fact in choosers))
+      return found
+    first, *choosers = inputs
+    linear = name in _LINEAR and all(fact.plain for fact in choosers)
+    if name == "convert_element_type":
+      linear = jax.numpy.issubdtype(eqn.params["new_dtype"], np.inexact) or not is_inexact(eqn.invars[0].aval)
+      linear = linear and eqn.params["new_dtype"] != np.bool_
+    if linear and first.kind != "rows":
+      return first if all(fact.kind != "rows" for fact in choosers) else _fail()
+    _check(linear or all(fact.plain for fact in inputs))
+    found = _merged(dims, inputs)
+    return found if linear or found.kind == "rows" else _fail()
 
-def _constant(a: Value, b: Value, parts: int) -> Fact:
-  """A number or an array that the traces hold."""
-  if is_tracer(a) or is_tracer(b) or (a is b and np.ndim(a)):
-    return SAME if a is b else _mixed("it holds a different array for each number of examples")
-  if hasattr(a, "dtype") and is_key(a.dtype):
-    return SAME if a is b else _mixed("it holds a different key")
-  one, two = np.asarray(a), np.asarray(b)
-  if one.dtype == jax.dtypes.float0 or not (one.any() or two.any()):
-    return ZERO
-  if np.array_equal(one, two, equal_nan=jax.numpy.issubdtype(one.dtype, np.inexact)):  # NaN is a fill value
-    return SAME
-  if not one.ndim and not two.ndim and one:
-    return SAME.times(_ratio(one, two, parts))
-  changed = [d for d, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n != m]
-  if len(changed) == 1 and (one == one.flat[0]).all() and (two == one.flat[0]).all():
-    return Fact("part", dim=changed[0], outer=None)
-  return _mixed("it holds an array of numbers for each example")
-
-
-def _ratio(one: np.ndarray, two: np.ndarray, parts: int) -> float:
-  """The ratio of two numbers; in bfloat16 or float16, which round 1 / n, the power of `parts` near to it."""
-  found = float(two) / float(one)
-  if one.dtype.itemsize > 2 or not jax.numpy.issubdtype(one.dtype, np.inexact) or found <= 0 or parts == 1:
+  def join(self, *facts: Fact) -> Fact:
+    """The relation of a value that is any of these, or a sum of them."""
+    found = ZERO
+    rows = next((fact for fact in facts if fact.kind == "rows"), None)
+    for fact in facts:
+      if fact.kind == "mixed":
+        return fact
+      if rows and fact.kind == "same":  # a number, added to each row
+        fact = dataclasses.replace(rows, power=fact.power)
+      if "zero" in (fact.kind, found.kind):
+        found = found if fact.kind == "zero" else fact
+        continue
+      if {found.kind, fact.kind} == {"same", "sum"}:
+        found, fact = map(_as_sum, (found, fact))
+      _check(found == fact)
     return found
-  power = parts ** (round(2 * math.log(found, parts)) / 2)  # of n, of its root, and so on
-  return power if math.isclose(found, power, rel_tol=float(jax.numpy.finfo(one.dtype).eps)) else found
+
+  def _constant(self, a: Value, b: Value) -> Fact:
+    """A number or an array that the traces hold."""
+    if a is b and np.ndim(a):
+      return SAME
+    if is_tracer(a) or is_tracer(b) or (hasattr(a, "dtype") and is_key(a.dtype)):
+      return SAME if a is b else _mixed("it holds a different array for each number of examples")
+    one, two = np.asarray(a), np.asarray(b)
+    if one.shape == two.shape and (one.dtype == jax.dtypes.float0 or not (one.any() or two.any())):
+      return ZERO
+    if np.array_equal(one, two, equal_nan=jax.numpy.issubdtype(one.dtype, np.inexact)):  # NaN is a fill value
+      return SAME
+    power = None if one.ndim or two.ndim else _power(one, two, self.parts)
+    return Fact("same", power) if power else _mixed("a number in it depends on the number of examples")
 
 
-def _row(_: object, fact: Fact) -> Fact:
-  """A row of a scan with equal lengths in both traces, from all rows; `_stacked` is the inverse."""
-  if fact.kind != "part":
-    return fact
-  return fact.at(fact.dim - 1) if fact.dim else _fail()
+def _power(one: np.ndarray, two: np.ndarray, parts: int) -> Fraction | None:
+  """The power of `parts` by which two numbers differ; numbers that are not whole are rounded."""
+  if not (np.isfinite(one) and np.isfinite(two)) or float(one) * float(two) <= 0:
+    return None
+  ratio = Fraction(two.item()) / Fraction(one.item())
+  twice = round(2 * math.log(ratio, parts))  # of n, of its root, and so on
+  inexact = jax.numpy.issubdtype(one.dtype, np.inexact)
+  rounded = inexact and (one.dtype.itemsize < 4 or any(x % 1 or abs(x) > 2**24 for x in (one, two)))
+  error = float(jax.numpy.finfo(one.dtype).eps) if rounded else 0.0
+  close = math.isclose(ratio, parts ** (twice / 2), rel_tol=error)
+  return Fraction(twice, 2) if (close if rounded else ratio**2 == Fraction(parts) ** twice) else None
 
 
-def _stacked(_: object, fact: Fact) -> Fact:
-  return fact.at(fact.dim + 1) if fact.kind == "part" else fact
+def _derivative(eqn: JaxprEqn) -> Program:
+  """The program of an operation's gradients: `(its inputs, cotangents of its results) -> cotangents`."""
+  at, outs = ([n for n, var in enumerate(some) if is_inexact(var.aval)] for some in (eqn.invars, eqn.outvars))
 
+  def run(inputs: list[Value], cotangents: list[Value]) -> PyTree:
+    def results(*some: Value) -> list[Value]:
+      changed = dict(zip(at, some, strict=True))
+      found = bind(eqn, [changed.get(n, x) for n, x in enumerate(inputs)])
+      return [found[n] for n in outs]
 
-def _example(_: object, fact: Fact) -> Fact:
-  """A row of a scan over the examples, from all rows; `_examples` is the inverse."""
-  return Fact("same", fact.scale) if _is_rows(fact) else _fail()
+    return jax.vjp(results, *[inputs[n] for n in at])[1](cotangents)
 
-
-def _examples(_: object, fact: Fact) -> Fact:
-  if fact.kind == "same":
-    return Fact("part", fact.scale)
-  return fact if fact.kind in ("zero", "mixed") else _fail()
-
-
-def _mixed(reason: str) -> Fact:
-  return Fact("mixed", reason=reason)
-
-
-def _equal(a: float, b: float) -> bool:
-  return math.isclose(a, b, rel_tol=_ROUNDING)
-
-
-def _is_rows(fact: Fact) -> bool:
-  """Whether each part has a block of rows."""
-  return fact.kind == "part" and not fact.dim and fact.outer in (1, None)
-
-
-def _along(facts: Sequence[Fact]) -> Fact:
-  """The parts that several values have along one dim, for an operation on each row; scale 1."""
-  found = [fact for fact in facts if fact.kind == "part"]
-  outers = {fact.outer for fact in found if fact.outer is not None}
-  if not found or len({fact.dim for fact in found}) > 1 or len(outers) > 1:
-    raise _Mixed
-  return Fact("part", 1.0, found[0].dim, next(iter(outers), None))
+  cotangents = [struct(eqn.outvars[n].aval) for n in outs]
+  return jax.make_jaxpr(run)([struct(var.aval) for var in eqn.invars], cotangents)
 
 
 def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
@@ -357,202 +340,62 @@ def _same_parameters(eqn: JaxprEqn, other: JaxprEqn) -> bool:
   return True
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
-  """An operation in both traces, where its dims go, and the relations of its operands."""
-
-  eqn: JaxprEqn
-  other: JaxprEqn
-  dims: DimMap
-  inputs: list[Fact]
-  pair: _Pair
-
-  @property
-  def changed(self) -> list[int]:
-    """The dims of the result that differ between the traces."""
-    one, two = (eqn.outvars[0].aval.shape for eqn in (self.eqn, self.other))
-    return [d for d, (n, m) in enumerate(zip(one, two, strict=True)) if n != m]
-
-  def constant(self, scale: float) -> Fact:
-    """A result that is constant along the dim that differs between the traces."""
-    return Fact("part", scale, self.changed[0], None) if len(self.changed) == 1 else _fail()
-
-
 def _merged(dims: DimMap, facts: Sequence[Fact]) -> Fact:
-  """The result of a function that is linear in each of its operands, or in the operands at each position.
+  """The result of a function that is linear in each of its operands, or of the operands at each position.
 
-  If the operands have the parts along one factor of the operation, the result has the parts along that
-  factor, or, if no dim of the result has the factor, is the sum of the results of the parts.
+  If the operands have the examples along one factor of the operation, the result has them along that factor,
+  or, if no dim of the result has the factor, is the sum of the results of the parts.
   """
-  along = {own[fact.dim] for own, fact in zip(dims.operands, facts, strict=True) if fact.kind == "part"}
-  scale = math.prod(fact.scale for fact in facts)
+  power = sum((fact.power for fact in facts), Fraction(0))
+  pairs = [*zip(dims.operands, facts, strict=True)]
+  along = {own[fact.dim] for own, fact in pairs if fact.kind == "rows"}
+  kinds = [fact.kind for fact in facts]
   if not along:
-    kinds = [fact.kind for fact in facts]
-    return Fact("sum" if "sum" in kinds else "same", scale) if kinds.count("sum") < 2 else _fail()
+    return Fact("sum" if "sum" in kinds else "same", power) if kinds.count("sum") < 2 else _fail()
   (factor, *others), result = along, dims.results[0]
-  if factor is None or others or factor in dims.mixed or any(fact.kind == "sum" for fact in facts):
-    raise _Mixed
-  pairs = [(own, fact) for own, fact in zip(dims.operands, facts, strict=True) if factor in own]
-  if any(fact.kind == "same" for _, fact in pairs):
-    raise _Mixed
-  rows = _along([fact.at(0) for _, fact in pairs])
-  return Fact("part", scale, result.index(factor), rows.outer) if factor in result else Fact("sum", scale)
+  _check(factor is not None and not others and factor not in dims.mixed and "sum" not in kinds)
+  _check(all(fact.kind == "rows" for own, fact in pairs if factor in own))
+  return Fact("rows", power, result.index(factor)) if factor in result else Fact("sum", power)
 
 
-def _fail() -> Fact:
+def _at(result: Sequence[int | None], own: Sequence[int | None], fact: Fact) -> Fact:
+  """The fact of an operand as one of the result, whose dims may have other places."""
+  if fact.kind != "rows":
+    return fact
+  _check(own[fact.dim] is not None and own[fact.dim] in result)
+  return dataclasses.replace(fact, dim=result.index(own[fact.dim]))
+
+
+def _as_sum(fact: Fact) -> Fact:
+  """A value that is equal in all parts, as a sum over the parts."""
+  return Fact("sum", fact.power - 1) if fact.kind == "same" else fact
+
+
+def _dual(fact: Fact) -> Fact:
+  """The relation of a cotangent, from the relation of its value."""
+  kind: Any = {"same": "sum", "sum": "same"}.get(fact.kind, fact.kind)
+  return dataclasses.replace(fact, kind=kind, power=-fact.power)
+
+
+def _row(_: object, fact: Fact) -> Fact:
+  """A row of a scan, from all rows; `_stacked` is the inverse."""
+  if fact.kind != "rows":
+    return fact
+  return dataclasses.replace(fact, dim=fact.dim - 1) if fact.dim else _fail()
+
+
+def _stacked(_: object, fact: Fact) -> Fact:
+  return dataclasses.replace(fact, dim=fact.dim + 1) if fact.kind == "rows" else fact
+
+
+def _mixed(reason: str) -> Fact:
+  return Fact("mixed", reason=reason)
+
+
+def _check(holds: bool) -> None:
+  if not holds:
+    raise _Mixed
+
+
+def _fail() -> Any:
   raise _Mixed
-
-
-def _is_empty(var: Var) -> bool:
-  return 0 in getattr(var.aval, "shape", ())
-
-
-def _product(it: Operation) -> Fact:
-  return ZERO if any(fact.kind == "zero" for fact in it.inputs) else _merged(it.dims, it.inputs)
-
-
-def _linear(it: Operation) -> Fact:
-  """Linear in the first operand; the choices of the others must not depend on the number of parts."""
-  first, *choosers = it.inputs
-  if not all(fact.plain for fact in choosers):
-    raise _Mixed
-  return ZERO if first.kind == "zero" else _merged(it.dims, it.inputs)
-
-
-def _nonlinear(it: Operation) -> Fact:
-  """Any function of the positions of the parts."""
-  if not all(fact.plain for fact in it.inputs):
-    raise _Mixed
-  if all(fact.kind == "zero" for fact in it.inputs):
-    return it.constant(1.0)
-  found = _merged(it.dims, it.inputs)
-  return found if found.kind == "part" else _fail()
-
-
-def _add(it: Operation) -> Fact:
-  """Adds a scalar to an array of rows as an array of equal rows."""
-  rows = next((fact for fact in it.inputs if fact.kind == "part"), None)
-
-  def spread(fact: Fact) -> Fact:
-    return Fact("part", fact.scale, rows.dim, None) if rows and fact.kind == "same" else fact
-
-  return it.pair.join(*map(spread, it.inputs))
-
-
-def _div(it: Operation) -> Fact:
-  above, below = it.inputs
-  rounds = not is_inexact(it.eqn.outvars[0].aval) and not (above.plain and below.plain)
-  if below.kind not in ("same", "part") or rounds:
-    raise _Mixed
-  return _product(dataclasses.replace(it, inputs=[above, dataclasses.replace(below, scale=1 / below.scale)]))
-
-
-def _convert(it: Operation) -> Fact:
-  before, after = it.eqn.invars[0].aval.dtype, it.eqn.params["new_dtype"]
-  integers = jax.numpy.issubdtype(before, np.integer)
-  exact = jax.numpy.issubdtype(after, np.inexact) or (integers and jax.numpy.issubdtype(after, np.integer))
-  return it.inputs[0] if exact or it.inputs[0].plain else _fail()
-
-
-def _select(it: Operation) -> Fact:
-  which, *cases = it.inputs
-  if not which.plain:
-    raise _Mixed
-  found = it.pair.join(*cases)
-  if which.kind != "part" or found.kind == "zero":
-    return found
-  return _along([which, found]).times(found.scale) if found.kind == "part" else _fail()
-
-
-def _broadcast(it: Operation) -> Fact:
-  fact = it.inputs[0]
-  if fact.kind in ("part", "zero") or not it.changed:
-    return _linear(it)
-  # The sum over a batch, combined with each of its examples, is not a value of one part.
-  return it.constant(fact.scale) if fact.kind == "same" else _fail()
-
-
-def _iota(it: Operation) -> Fact:
-  found = it.constant(1.0)
-  return found if it.dims.results[0][found.dim] is not None else _fail()
-
-
-def _reshape(it: Operation) -> Fact:
-  fact, (before, after) = it.inputs[0], (v.aval.shape for v in (it.other.invars[0], it.other.outvars[0]))
-  if fact.kind != "part":
-    return fact
-  if len(it.changed) != 1:
-    raise _Mixed
-  (dim,) = it.changed
-  if fact.outer is None:
-    return fact.at(dim) if after[dim] == before[fact.dim] else _fail()
-  place, outer = moved(fact.dim, fact.outer, it.pair.parts, before, after) or (None, 0)
-  return fact.at(dim, outer) if place == dim else _fail()
-
-
-def _pad(it: Operation) -> Fact:
-  operand, value = it.inputs
-  if value.kind != "zero" and (operand.kind == "zero" or not operand.plain):
-    raise _Mixed
-  return _linear(it)
-
-
-def _concatenate(it: Operation) -> Fact:
-  found = it.pair.join(*it.inputs)
-  if found.kind != "part" or it.dims.results[0][found.dim] not in it.dims.mixed:
-    return found
-  sizes = {var.aval.shape[found.dim] for var in it.eqn.invars}
-  if len(sizes) > 1 or found.outer != 1 or any(fact.kind != "part" for fact in it.inputs):
-    raise _Mixed
-  return found.at(found.dim, len(it.inputs))
-
-
-def _split(it: Operation) -> Fact:
-  """The inverse of a `concatenate`."""
-  (fact,), sizes = it.inputs, it.eqn.params["sizes"]
-  if fact.kind != "part" or it.dims.results[0][fact.dim] not in it.dims.mixed:
-    return fact
-  return fact.at(fact.dim, 1) if len({*sizes}) == 1 and fact.outer == len(sizes) else _fail()
-
-
-def _stack(it: Operation) -> Fact:
-  facts = [
-    fact.at(it.dims.results[0].index(own[fact.dim])) if fact.kind == "part" else fact
-    for own, fact in zip(it.dims.operands, it.inputs, strict=True)
-  ]
-  return it.pair.join(*facts)
-
-
-def _update(it: Operation) -> Fact:
-  """Rows of an array are replaced or added to: `scatter` and `dynamic_update_slice`."""
-  table, *places = it.inputs
-  adds = it.eqn.primitive.name in ("scatter-add", "scatter_add")
-  updates = places.pop(0 if it.eqn.primitive.name == "dynamic_update_slice" else 1)
-  if adds and updates.kind == "zero":
-    return table
-  if not all(fact.plain for fact in places):
-    raise _Mixed
-  own, *others = it.dims.operands
-  if table.kind == "part" and own[table.dim] in it.dims.mixed:
-    raise _Mixed
-  # Zeros replace earlier values too, at places that may depend on the examples.
-  parts = any(fact.kind == "part" for fact in it.inputs[1:])
-  rows = dataclasses.replace(it.dims, operands=tuple(others))
-  new = _merged(rows, it.inputs[1:]) if parts or updates.kind != "zero" else ZERO
-  return it.pair.join(table, new) if adds or not parts or new.kind == "part" else _fail()
-
-
-_RULES: Mapping[str, Callable[[Operation], Fact]] = {
-  **dict.fromkeys(("add", "add_any", "sub"), _add),
-  **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"), _update),
-  "broadcast_in_dim": _broadcast,
-  "concatenate": _concatenate,
-  "convert_element_type": _convert,
-  "div": _div,
-  "iota": _iota,
-  "pad": _pad,
-  "reshape": _reshape,
-  "select_n": _select,
-  "split": _split,
-  "stack": _stack,
-}

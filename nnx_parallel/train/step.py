@@ -441,6 +441,10 @@ def eval_step(
 ) -> EvalStep:
   """Makes a compiled evaluation step: the loss and metrics of a batch, with the module unchanged.
 
+  The module is evaluated in the mode that it has. Without dropout and with running averages, evaluate
+  `nnx.view(model, deterministic=True, use_running_average=True)`, which shares its Variables; make this view
+  once, since another object is compiled again.
+
   Args:
     loss_fn: as in `train_step`.
     microbatches: the number of microbatches of a pipeline; only a pipeline uses it.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -15,10 +15,11 @@ from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.interpret import forwarded
 from nnx_parallel.core.jaxprs import equations, inner_equations
 from nnx_parallel.core.nodes import Path, path_str, variables
-from nnx_parallel.core.types import ClosedJaxpr, Jaxpr, JaxprEqn, Model, Program, PyTree
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Model, Program, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
+from nnx_parallel.layout.constrain import axes_of_positions
 from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
@@ -35,6 +36,20 @@ batch.
 """
 
 
+class Inspected(NamedTuple):
+  """The trace of a loss for a part of a batch.
+
+  Attributes:
+    trace: its closed jaxpr.
+    changed: the positions of the arrays that it changes.
+    kinds: what `Differentiable.written` says, if that has the same trace; else None.
+  """
+
+  trace: ClosedJaxpr
+  changed: set[int]
+  kinds: PyTree
+
+
 class Differentiable(NamedTuple):
   """The loss of traced models as a function of the trained arrays.
 
@@ -46,9 +61,9 @@ class Differentiable(NamedTuple):
     paths: the path of each trained array inside the models.
     template: the structure of the models.
     order: the leaf of the template for each array of `others`, then for each array of `train`.
-    inspect: `(part of the batch) -> (jaxpr of the loss, positions of the arrays that it changes)`.
-    gradient: `(part of the batch) -> (jaxpr of the gradients and terms, kind of each result)`, without the
-      loss scale, for `linearity.factors`.
+    inspect: `(part of the batch) -> ` its trace.
+    written: `(part of the batch) -> (jaxpr of the loss without options of layers and without the loss scale,
+      how each of its results should follow from those of parts)`, for `linearity.factors`.
     layers: how the layers of the loss were computed in its last trace.
     parts: the number of microbatches that one call of the loss takes: more than one in a pipeline.
   """
@@ -59,8 +74,8 @@ class Differentiable(NamedTuple):
   paths: list[Path]
   template: Template
   order: list[int]
-  inspect: Callable[[PyTree], tuple[Jaxpr, set[int]]]
-  gradient: Callable[[PyTree], tuple[ClosedJaxpr, tuple[list[str], Terms]]]
+  inspect: Callable[[PyTree], Inspected]
+  written: Callable[[PyTree], tuple[ClosedJaxpr, PyTree]]
   layers: LayersUsed
   parts: int = 1
 
@@ -93,11 +108,13 @@ def differentiable(
   order = [*rest, *trained]
   used = LayersUsed()
 
-  def objective(train: list[jax.Array], others: list[jax.Array], part: PyTree) -> PyTree:
+  def objective(
+    train: list[jax.Array], others: list[jax.Array], part: PyTree, as_written: bool = False
+  ) -> PyTree:
     given = dict(zip(order, [*others, *train], strict=True))
     inner = template.build([given[i] for i in range(len(order))])
     before = plain_attributes(inner)
-    with options.layers.marking(inner, used):
+    with contextlib.nullcontext() if as_written else options.layers.marking(inner, used):
       found = terms(call_loss(loss_fn, inner, part), options.outputs)
     after = template.arrays(inner)
     check_plain_attributes(before, inner)
@@ -107,16 +124,19 @@ def differentiable(
 
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
   chosen = with_options(objective, options.layers, used)
-  sequential, pipeline = chosen, options.layers.pipeline
+  pipeline = options.layers.pipeline
   if pipeline is not None:
-    chosen = sequential = _pipelined(objective, options, len(train), len(others), used)
+    chosen = _pipelined(objective, options, len(train), len(others), used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
-      gpipe = dataclasses.replace(pipeline, order="gpipe", recompute=True)
-      plain = dataclasses.replace(options, layers=dataclasses.replace(options.layers, pipeline=gpipe))
-      sequential = _pipelined(objective, plain, len(train), len(others), LayersUsed())
 
-  def inspect(part: PyTree) -> tuple[Jaxpr, set[int]]:
+  plain = chosen is objective and not options.layers.marks and options.layers.pattern is None
+  plain &= not axes_of_positions()
+  ungathered = chosen
+  if gather is not None:
+    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
+
+  def inspect(part: PyTree) -> Inspected:
     traced, shape = jax.make_jaxpr(ungathered, return_shape=True)(train, others, part)
     # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
     positions = [*enumerate(train, len(others)), *enumerate(others)]
@@ -129,11 +149,13 @@ def differentiable(
         f" trains: the gradients of {options.microbatches} microbatches would belong to different models.",
         fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
       )
-    return traced.jaxpr, changed
+    _, (found, values, _) = shape
+    return Inspected(traced, changed, _kinds(found, values) if plain else None)
 
-  ungathered = chosen
-  if gather is not None:
-    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
+  def written(part: PyTree) -> tuple[ClosedJaxpr, PyTree]:
+    run = functools.partial(objective, as_written=True)
+    traced, (_, (found, changed, _)) = jax.make_jaxpr(run, return_shape=True)(train, others, part)
+    return traced, _kinds(found, changed)
 
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
@@ -143,8 +165,7 @@ def differentiable(
     template=template,
     order=order,
     inspect=inspect,
-    # The sums of 1F1B mix microbatches, groups and stages; its gradients are the gradients of GPipe.
-    gradient=_gradient(sequential, train, others),
+    written=written,
     layers=used,
     parts=options.microbatches // options.turns,
   )
@@ -160,26 +181,15 @@ def _paths(
   return [*found, *(None for _ in jax.tree.leaves(further))]
 
 
-def _gradient(
-  objective: Objective, train: list[jax.Array], others: list[jax.Array]
-) -> Callable[[PyTree], tuple[ClosedJaxpr, tuple[list[str], Terms]]]:
-  """`Differentiable.gradient` of an objective."""
-
-  def gradient(part: PyTree) -> tuple[ClosedJaxpr, tuple[list[str], Terms]]:
-    def run(train: list[jax.Array], part: PyTree) -> PyTree:
-      grads, (found, _, _) = jax.grad(objective, has_aux=True)(train, others, part)
-      return grads, found
-
-    traced, (grads, found) = jax.make_jaxpr(run, return_shape=True)(train, part)
-    wanted = {name: "mean" if count is None else "sum" for name, count in found.counts.items()}
-    means = Terms(
-      {name: wanted[name] for name in found.sums},
-      {name: None if count is None else "sum" for name, count in found.counts.items()},
-      jax.tree.map(lambda _: "rows", found.outputs),
-    )
-    return traced, ([wanted["loss"]] * len(grads), means)
-
-  return gradient
+def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
+  """How each result of an objective should follow from the results of parts: for `linearity.factors`."""
+  wanted = {name: "mean" if count is None else "sum" for name, count in found.counts.items()}
+  means = Terms(
+    {name: wanted[name] for name in found.sums},
+    {name: None if count is None else "sum" for name, count in found.counts.items()},
+    jax.tree.map(lambda _: "rows", found.outputs),
+  )
+  return wanted["loss"], (means, jax.tree.map(lambda _: "same", dict(changed)), None)
 
 
 def _pipelined(
@@ -266,13 +276,11 @@ def _maps_over(eqn: JaxprEqn, axes: set[str]) -> bool:
   return axes <= eqn.params["newly_manual_axes"] and not axes & used
 
 
-def why_not_by_replica(jaxpr: Program, changed: Collection[int], axes: Sequence[str]) -> str:
+def why_not_by_replica(jaxpr: Program, axes: Sequence[str]) -> str:
   """Why replicas along mesh axes cannot each compute a loss on their part of the batch; empty if they can.
 
   The jaxpr is the program of one replica's part, with `constrain` ignoring the axes.
   """
-  if changed:
-    return "the loss changes Variables (statistics, counters or random state)"
   for eqn in equations(jaxpr):
     if eqn.primitive.name == "shard_map" and not _maps_over(eqn, {*axes}):
       return "the loss has its own shard_map"

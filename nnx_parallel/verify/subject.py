@@ -277,10 +277,12 @@ class Subject:
     with default_scope(self.places.scope), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
       try:
-        found = loss.inspect(part)
+        traced, changed, _ = loss.inspect(part)
       except (TypeError, ValueError, NotImplementedError) as error:  # its shard_map, say, splits the batch
         return f"the loss takes all examples only: {str(error).strip().splitlines()[0]}"
-      return why_not_by_replica(*found, axes)
+      if changed:
+        return "the loss changes Variables (statistics, counters or random state)"
+      return why_not_by_replica(traced, axes)
 
   def _plain(self, objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return _changed(without_own_rules, objective) if self.rules else objective

@@ -74,6 +74,34 @@ def test_batches_keep_order_and_lose_none(prefetch):
   assert seen == [0, 1, 2, 3]
 
 
+class ByIndex:
+  """A dataset with an index, as PyTorch has them; those of Grain and Hugging Face can be iterated too."""
+
+  def __len__(self):
+    return 16
+
+  def __getitem__(self, index):
+    if index >= 16:
+      raise IndexError(index)
+    return np.full((8,), index, np.float32)
+
+
+class Iterable(ByIndex):
+  def __iter__(self):
+    return (self[index] for index in range(16))
+
+
+@pytest.mark.parametrize(
+  "source", [ByIndex(), Iterable(), np.ones((16, 8), np.float32)], ids=["index", "iterable", "array"]
+)
+def test_items_by_index_are_no_batches_unless_the_call_says_so(source):
+  plan = _plan(data=8)
+  with pytest.raises(nxp.errors.TrainError, match=r"items by index(.|\n)*batch=\.\.\.(.|\n)*iter\(source\)"):
+    nxp.batches(source, plan)
+  assert [batch.shape for batch in nxp.batches(source, plan, batch=8)] == [(8, 8)] * 2
+  assert [batch.shape for batch in nxp.batches(iter(source), plan)] == [(8,)] * 16
+
+
 def test_a_source_that_fails_loses_no_batch_before():
   def source():
     yield from (np.full((8,), i, np.float32) for i in range(3))

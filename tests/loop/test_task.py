@@ -65,6 +65,35 @@ def test_all_parts_of_a_module(explicit):
     assert part in text
 
 
+class Noisy(nnx.Module):
+  def __init__(self, rngs):
+    self.norm, self.layer = nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.dropout(self.layer(self.norm(x)))
+
+
+def test_a_task_evaluates_in_evaluation_mode_and_keeps_the_mode_of_the_model():
+  task = nxp.task(
+    lambda: Noisy(nnx.Rngs(0)),
+    nxp.make_mesh(data=8),
+    loss=lambda model, x: (model(x) ** 2).mean(),
+    optimizer=optax.sgd(0.1),
+  )
+  x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+  batch = nxp.shard_batch(x, task.plan)
+  for _ in range(2):
+    task.train_step(task.model, task.optimizer, batch)
+    wanted = nnx.merge(*nnx.split(task.model))
+    wanted.eval()
+    found = task.eval_step(task.model, batch)
+    assert float(found["loss"]) == pytest.approx(float((wanted(x) ** 2).mean()), rel=1e-5)
+  assert len(task.eval_step.compiles) == 1
+  assert not task.model.dropout.deterministic
+  assert not task.model.norm.use_running_average
+
+
 def test_what_is_missing_is_said():
   with pytest.raises(TrainError, match=r"a task needs optimizer\."):
     made(optimizer=None)

@@ -209,6 +209,32 @@ class Stock(nnx.Module):
     self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
 
+class Grouped(nnx.Module):
+  """Attention with few key-value heads and no names; kernels of three dims, or of two."""
+
+  def __init__(self, rngs, heads, kv_heads, flat):
+    shapes = {"q": (heads, 8), "k": (kv_heads, 8), "v": (kv_heads, 8)}
+    for name, shape in shapes.items():
+      setattr(self, name, nnx.LinearGeneral(16, shape[0] * 8 if flat else shape, rngs=rngs))
+    self.o = nnx.LinearGeneral(
+      heads * 8 if flat else (heads, 8), 16, axis=-1 if flat else (-2, -1), rngs=rngs
+    )
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("kv_heads", "kv_axis"), [(4, "tensor"), (1, None)])
+def test_attention_without_names_is_split_by_heads_and_never_along_the_head_dim(flat, kv_heads, kv_axis):
+  rules = [presets.layers(), presets.fsdp_tensor(min_size=10**6)]
+  plan = nxp.plan(lambda: Grouped(nnx.Rngs(0), 4, kv_heads, flat), nxp.abstract_mesh(fsdp=2, tensor=4), rules)
+  specs = {leaf.name: leaf.spec for leaf in plan.leaves}
+  rest = () if flat else (None,)
+  kv_axis = "tensor" if flat else kv_axis  # a flat dim has the size of all heads
+  assert specs["q.kernel"] == P(None, "tensor", *rest)
+  assert specs["k.kernel"] == specs["v.kernel"] == P(None, kv_axis, *rest)
+  assert specs["v.bias"] == P(kv_axis, *rest)
+  assert specs["o.kernel"] == P("tensor", *rest, None)
+
+
 def test_stock_layers_need_no_other_rules():
   logical = LogicalRules(embed=None, heads="tensor", vocab="tensor", features="tensor")
   plan = nxp.plan(lambda: Stock(nnx.Rngs(0)), nxp.abstract_mesh(tensor=2), [presets.layers(), logical])

@@ -60,7 +60,7 @@ def test_a_loss_runs_once_to_be_differentiated_and_twice_to_be_inspected(axes):
     return loss_fn(model, batch)
 
   _, model, optimizer, batch = step_on(axes)
-  nxp.train_step(counted, microbatches=PARTS, remat="none").lower(model, optimizer, batch)
+  nxp.train_step(counted, microbatches=PARTS).lower(model, optimizer, batch)
   assert len(calls) == 3
   nxp.train_step(counted).lower(model, optimizer, batch)
   assert len(calls) == 4
