@@ -30,7 +30,7 @@ from benchmarks import llama
 from benchmarks.harness import Record
 from benchmarks.maxtext_step import compile_by_maxtext, is_installed
 from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.estimate.memory import memory_plan
+from nnx_parallel.report.memory import memory_plan
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
 GIB = 2**30
@@ -143,7 +143,7 @@ def add(record: Record, group: str, report: CompileReport, planned: int | None =
   verdict = "fits" if report.fits else "does not fit"
   record.value(f"need per device, {verdict}", round(report.need_bytes / GIB, 2), "GiB", group=group)
   if planned is not None:
-    record.value("planned without a compiler", round(planned / GIB, 2), "GiB", group=group)
+    record.value("at least, without a compiler", round(planned / GIB, 2), "GiB", group=group)
   record.value("arguments", round(report.memory.arguments / GIB, 2), "GiB", group=group)
   sent: Counter[str] = Counter()
   for one in report.collectives:

@@ -1,4 +1,4 @@
-"""How far the memory plan is from the compilers: what they needed over what was planned.
+"""How far the memory plan, a lower bound, is from the compilers: what they needed over what was planned.
 
 TPU and NVIDIA programs are added where their compilers are installed (`tpu-aot`, `gpu-aot`).
 """
@@ -22,7 +22,7 @@ from benchmarks.harness import Record
 from nnx_parallel.layers.layers import with_layers
 from nnx_parallel.layers.remat import Remat
 from nnx_parallel.report.compile_report import CompileReport, compile_report
-from nnx_parallel.report.estimate.memory import MemoryPlan, memory_plan
+from nnx_parallel.report.memory import MemoryPlan, memory_plan
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
 # So large that a TPU's 128 MiB of vector memory, where its compiler puts what fits, matters little.
@@ -36,9 +36,8 @@ STEPS: tuple[tuple[Remat, int], ...] = (("none", 1), ("dots", 1), ("full", 1), (
 NOTES = [
   "The model is Llama-shaped with scanned layers: 4 of width 1024, 32 768 words, 32 sequences of 4096"
   " tokens, in bfloat16, and for CPUs, which have no products in it, in float32.",
-  "A ratio over 1 means that the compiler needed more. The two kinds of error differ in sign: CPU programs"
-  " need more than planned, TPU and GPU programs with full remat less. One model shape says little about"
-  " others; `report_8b.md` has five cases of another size.",
+  "A ratio over 1 means that the compiler needed more, as it should: the plan counts the least. One model shape"
+  " says little about others; `report_8b.md` has cases of another size.",
 ]
 
 

@@ -34,8 +34,8 @@ with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.sums import evaluate
   from nnx_parallel.loop.task import Task, task
   from nnx_parallel.report.compile_report import compile_report
-  from nnx_parallel.report.estimate.memory import memory_plan
-  from nnx_parallel.report.search.search import search
+  from nnx_parallel.report.memory import memory_plan
+  from nnx_parallel.report.search import search
   from nnx_parallel.rules import presets
   from nnx_parallel.rules.fallback import fsdp, replicate, require_names
   from nnx_parallel.rules.inputs import InputRules

@@ -166,8 +166,8 @@ CALLS = {
     "memory_plan(plan, loss_fn, batch)",
   ),
   "a step to estimate": (
-    lambda: nxp.report.predict_time(PLAN(), nxp.train_step(loss), X, chip="h100"),
-    "an estimate reads the loss function, but got a TrainStep",
+    lambda: nxp.memory_plan(PLAN(), nxp.train_step(loss), X),
+    "a memory plan reads the loss function, but got a TrainStep",
     "the loss function of the train step",
   ),
   "a mesh to compare": (lambda: PLAN().diff(MESH()), "plan.diff needs a plan", "plan.diff(other)"),

@@ -200,7 +200,7 @@ PLANTED = {
       "errors.py": "",
       "core/mesh.py": "import jax\nfrom nnx_parallel.errors import MeshError",
       "report/table.py": "from nnx_parallel.core import mesh",
-      "loop/job.py": "import nnx_parallel as nxp",
+      "loop/recipe.py": "import nnx_parallel as nxp",
       "testing.py": "from nnx_parallel.report import table",
     },
     [],

@@ -95,7 +95,7 @@ def test_operations_that_call_a_program_hold_it_under_a_known_name(name, functio
 
 
 def test_loops_and_conditionals_hold_their_programs_under_known_names():
-  """`core/jaxprs.py`, `report/estimate/propagate.py`, `train/gradients.py`."""
+  """`core/jaxprs.py`, `report/memory.py`, `train/gradients.py`."""
   scan = equations(lambda x: jax.lax.scan(lambda c, r: (c + r, c), x[0], x), X)["scan"]
   assert {"jaxpr", "length"} <= set(scan.params)
   loop = equations(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + 1, x), X)["while"]
@@ -192,7 +192,7 @@ def test_an_operation_can_be_run_as_if_from_its_own_line():
   ],
 )  # fmt: skip
 def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`core/flow.py` follows the axes of arrays by them; `layout/dims.py`, `report/estimate/propagate.py`."""
+  """`core/flow.py` follows the axes of arrays by them; `layout/dims.py`, `report/memory.py`."""
   assert known <= set(equations(function, X)[name].params)
 
 
@@ -214,7 +214,7 @@ def test_numpy_memory_that_is_not_aligned_is_copied():
 
 
 def test_residuals_of_a_pullback_are_its_leaves():
-  """`report/estimate/workload.py` reads there what the backward pass keeps."""
+  """`report/memory.py` reads there what the backward pass keeps."""
   kept = jax.eval_shape(lambda x: jax.vjp(lambda x: jnp.sin(x).sum(), x)[1], X)
   assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(4, 4)]
 
@@ -575,21 +575,12 @@ def test_arrays_and_tracers_can_be_weakly_referenced():
 
 
 def test_a_manual_program_names_its_axes_and_specs():
-  """`report/estimate/propagate.py` counts the work of one device by them."""
+  """`core/flow.py` reads the layout of its results there."""
   mesh = nxp.make_mesh(x=8)
   mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
   params = equations(mapped, np.ones(8, np.float32))["shard_map"].params
   assert {"newly_manual_axes", "mesh", "in_specs", "out_specs", "jaxpr"} <= set(params)
   assert set(params["newly_manual_axes"]) == {"x"}
-
-
-def test_a_traced_product_holds_the_precision_of_the_configuration():
-  """`report/chips.py` reads there what float32 costs."""
-  with jax.default_matmul_precision("highest"):
-    product = equations(lambda x: x @ x, X)["dot_general"]
-  assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
-  kinds = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
-  assert [kind.value for kind in kinds] == sorted(kind.value for kind in kinds)
 
 
 def test_jax_tells_a_job_when_it_is_asked_to_end():

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import math
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import manifest, restore
 from nnx_parallel.checkpoint.damage import damage
@@ -19,51 +23,63 @@ from nnx_parallel.checkpoint.manifest import LATEST, Header, Manifest
 from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.errors import CheckpointError
 
+policies = ocp.training.preservation_policies
+PreservationPolicy = policies.PreservationPolicy
+
+
+class Saved(NamedTuple):
+  """A step as the policies of Orbax read it; the metrics are None where the step has no comparable one."""
+
+  step: int
+  time: datetime.datetime
+  metrics: Mapping[str, float] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """Keeps the newest steps, every k-th step, and the best by a metric; the newest step always stays.
+  """Keeps the steps that a policy of Orbax keeps, the best by a metric, and always the newest step.
 
   Attributes:
-    newest: the number of newest steps to keep; None keeps all.
-    every: keeps each step that is a multiple of this.
-    best: the metric that `step="best"` and `keep_best` compare.
+    keep: the number of newest steps to keep, or a policy; None keeps all.
+    best: the metric that `step="best"` compares.
     mode: `min` or `max`: whether small or large values of the metric are best.
-    keep_best: the number of best steps to keep.
   """
 
-  newest: int | None = None
-  every: int | None = None
+  keep: int | PreservationPolicy | None = None
   best: str | None = None
   mode: str = "min"
-  keep_best: int = 1
 
   def __post_init__(self) -> None:
-    counts = {"max_to_keep": self.newest, "keep_every": self.every, "keep_best": self.keep_best}
-    for name, count in counts.items():
-      if count is not None and whole(count, least=1) is None:
-        raise CheckpointError(
-          f"{name}={count!r} is not a number of steps from 1 up.", fix=f"pass {name}=1 or more, or None."
-        )
     one_of("best_mode", self.mode, ("min", "max"))
+    if not isinstance(self.keep, PreservationPolicy | None) and whole(self.keep, least=1) is None:
+      raise CheckpointError(
+        f"max_to_keep={self.keep!r} is not a number of steps from 1 up.",
+        fix="pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies.",
+      )
 
-  def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """Steps that have the metric, best first; NaN counts as not having it."""
-    if self.best is None:
-      return []
-    values = {step: row[self.best] for step, row in metrics.items() if self.best in row}
+  def best_of(self, headers: Mapping[int, Header | None]) -> int | None:
+    """The step with the best metric, the newest of equals; NaN counts as not having the metric."""
+    known = {step: self._metrics(header) for step, header in headers.items() if header is not None}
+    values = {step: row[self.best] for step, row in known.items() if row is not None and self.best}
     sign = 1 if self.mode == "min" else -1
-    finite = [step for step, value in values.items() if not math.isnan(value)]
-    return sorted(finite, key=lambda step: (sign * values[step], -step))
+    return min(values, key=lambda step: (sign * values[step], -step), default=None)
 
-  def expired(self, metrics: Mapping[int, Mapping[str, float]], newest_first: Sequence[int]) -> list[int]:
-    """The steps to delete, in the order of their numbers; `metrics` has the metrics of every saved step."""
-    if self.newest is None:
+  def _metrics(self, header: Header) -> Mapping[str, float] | None:
+    return None if math.isnan(header.metrics.get(self.best or "", math.nan)) else header.metrics
+
+  def expired(self, headers: Mapping[int, Header | None]) -> list[int]:
+    """The steps to delete, in the order of their numbers; never the newest, the best, or a damaged step."""
+    known = [header for step in newest_first(headers) if (header := headers[step]) is not None]
+    if self.keep is None or not known:
       return []
-    kept = {*newest_first[: self.newest], *self.ranked(metrics)[: self.keep_best]}
-    if self.every is not None:
-      kept |= {step for step in newest_first if step % self.every == 0}
-    return sorted(set(newest_first) - kept)
+    policy = self.keep if isinstance(self.keep, PreservationPolicy) else policies.LatestN(self.keep)
+    utc = datetime.UTC
+    saved = [
+      Saved(x.step, datetime.datetime.fromtimestamp(x.time, utc), self._metrics(x)) for x in known[::-1]
+    ]
+    kept = policy.should_preserve(cast(Any, saved), context=policies.PreservationContext())
+    always = {known[0].step, self.best_of(headers)}
+    return sorted(x.step for x, stays in zip(saved, kept, strict=True) if not stays and x.step not in always)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +126,11 @@ class Catalog:
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
-    return next(iter(self.retention.ranked(_metrics(self.headers()))), None)
+    return self.retention.best_of(self.headers())
 
   def expired(self) -> list[int]:
     """The steps that need not be kept; never the newest, nor a damaged step."""
-    if self.retention.newest is None:
-      return []
-    metrics = _metrics(headers := self.headers())
-    return self.retention.expired(metrics, [s for s in newest_first(headers) if s in metrics])
+    return [] if self.retention.keep is None else self.retention.expired(self.headers())
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
@@ -210,10 +223,6 @@ def as_step(step: object) -> int:
       fix="a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer).",
     )
   return number
-
-
-def _metrics(headers: Mapping[int, Header | None]) -> dict[int, Mapping[str, float]]:
-  return {step: header.metrics for step, header in headers.items() if header is not None}
 
 
 def newest_first(headers: Mapping[int, Header | None]) -> list[int]:

@@ -23,7 +23,15 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import encoding, manifest, multihost, restore, save, storage, targets
-from nnx_parallel.checkpoint.catalog import Catalog, Retention, as_step, newest_first, one_of, whole
+from nnx_parallel.checkpoint.catalog import (
+  Catalog,
+  PreservationPolicy,
+  Retention,
+  as_step,
+  newest_first,
+  one_of,
+  whole,
+)
 from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
 from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
 from nnx_parallel.checkpoint.manifest import Manifest
@@ -57,13 +65,12 @@ class Checkpointer:
     directory: a local directory, or a path in an object store that `etils.epath` and TensorStore support. The
       first save creates it. An object store has no lock, so let only one job write there, and it cannot
       replace steps in place.
-    max_to_keep: the number of newest steps to keep; None keeps all steps. If a run resumed from an earlier
-      step, the steps that it left behind are deleted first. (Each step records its predecessor: the step that
-      its run resumed from or saved before.)
-    keep_every: also keep each step that is a multiple of this number.
-    best: the name of the metric that decides which step is best; the best steps are kept too.
+    max_to_keep: the number of newest steps to keep, or a policy of
+      `orbax.checkpoint.v1.training.preservation_policies`; None keeps all steps. If a run resumed from an
+      earlier step, the steps that it left behind are deleted first. (Each step records its predecessor: the
+      step that its run resumed from or saved before.) The newest and the best step are always kept.
+    best: the name of the metric that decides which step is best.
     best_mode: `"min"` or `"max"`.
-    keep_best: the number of best steps to keep.
     asynchronous: whether `save` returns as soon as the arrays are copied off the devices. When the script
       ends, a save that is still running is finished first; if this save fails, the exit code is 1.
     verify: what `restore` checks in addition to the sizes of the files: `"full"` checks every value,
@@ -93,11 +100,9 @@ class Checkpointer:
     self,
     directory: str | os.PathLike[str],
     *,
-    max_to_keep: int | None = None,
-    keep_every: int | None = None,
+    max_to_keep: int | PreservationPolicy | None = None,
     best: str | None = None,
     best_mode: str = "min",
-    keep_best: int = 1,
     asynchronous: bool = False,
     verify: str = "full",
     byte_budget: int = 256 << 20,
@@ -105,7 +110,7 @@ class Checkpointer:
   ):
     self.directory = storage.absolute(directory)
     self.restored: Manifest | None = None
-    retention = Retention(max_to_keep, keep_every, best, best_mode, keep_best)
+    retention = Retention(max_to_keep, best, best_mode)
     self._storage = storage.storage_of(self.directory)
     self._catalog = Catalog(self._storage, retention)
     self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)

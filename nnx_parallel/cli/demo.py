@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.train import describe, format_record
@@ -18,8 +18,8 @@ from nnx_parallel.errors import CheckpointError
 
 if TYPE_CHECKING:
   import nnx_parallel as nxp
-  from nnx_parallel.loop.job import Job
   from nnx_parallel.loop.loader import Recipe
+  from nnx_parallel.loop.run import Run
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8
@@ -53,9 +53,9 @@ def register(commands: options.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
   """Runs the demo; exit code 3 when a claim does not hold."""
   import nnx_parallel as nxp
-  from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.loop.progress import StepProgress
+  from nnx_parallel.loop.recipe import plan_recipe, start
 
   started = time.perf_counter()
   recipe = load_recipe("text_lm").given(text=args.text)
@@ -68,22 +68,23 @@ def run(args: argparse.Namespace) -> int:
 
   heading("2. Train", f"{args.steps} steps on {DEVICES} simulated CPU devices")
   print(describe_text(args.text))
-  job = Job.start(recipe, plan)
-  print(describe(job))
-  before = job.evaluate()
+  trained = start(recipe, plan)
+  print(describe(plan, 0))
+  evaluate: Any = trained.evaluate
+  before = evaluate()
   print(f"held out before  {format_record(before)}")
   with nxp.loop.MetricsLog(out / "metrics.jsonl") as log:
-    job.train(args.steps, progress=StepProgress(args.steps, unit=job.unit), trackers=[log.write])
-  after = job.evaluate()
+    trained.train(args.steps, progress=StepProgress(args.steps, unit=trained.unit), trackers=[log.write])
+  after = evaluate()
   print(f"held out after   {format_record(after)}")
 
   with nxp.Checkpointer(out / "checkpoint") as checkpointer:
     heading("3. Save", "model, optimizer, random state and data cursor, in one commit")
-    job.save(checkpointer)
+    trained.save(checkpointer)
     size = checkpointer.metadata().nbytes
-    print(f"step {job.step} in {checkpointer.directory / str(job.step)}: {size / 1e6:.1f} MB")
+    print(f"step {trained.at.step} in {checkpointer.directory / str(trained.at.step)}: {size / 1e6:.1f} MB")
     heading("4. Restore elsewhere", f"and take the same next {NEXT_STEPS} steps there; the loss of each")
-    losses = {"never stopped": next_losses(job)}
+    losses = {"never stopped": next_losses(trained)}
     failures: list[str] = []
     for title in PLACES:
       losses[title], misplaced = continue_at(title, recipe, checkpointer)
@@ -146,7 +147,7 @@ def continue_at(
   """Restores on a mesh of `PLACES`; returns the next losses, and arrays without their planned layout."""
   import nnx_parallel as nxp
   from nnx_parallel.create import layout_check
-  from nnx_parallel.loop.job import Job, plan_recipe
+  from nnx_parallel.loop.recipe import plan_recipe, restore
 
   sizes, rules = PLACES[title], None
   if "shard" in sizes:  # not the axes of the recipe's rules
@@ -155,14 +156,14 @@ def continue_at(
       batch=batch, embed="shard", mlp=None, heads=None, vocab=nxp.LogicalRules.first("shard", None)
     )
   plan = plan_recipe(recipe, options.real_mesh(sizes, math.prod(sizes.values())), rules)
-  job = Job.restore(recipe, plan, checkpointer)
-  found = layout_check.differences(job.model, plan, job.optimizer)
-  return next_losses(job), [text for texts in found for text in texts]
+  trained = restore(recipe, plan, checkpointer).run
+  found = layout_check.differences(trained.model, plan, trained.optimizer)
+  return next_losses(trained), [text for texts in found for text in texts]
 
 
-def next_losses(job: Job) -> Sequence[float]:
+def next_losses(trained: Run) -> Sequence[float]:
   """Takes the next steps."""
-  return [record["loss"] for record in job.train(job.step + NEXT_STEPS).history]
+  return [record["loss"] for record in trained.train(trained.at.step + NEXT_STEPS).history]
 
 
 def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:

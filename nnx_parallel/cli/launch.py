@@ -55,11 +55,6 @@ def register(commands: options.Commands) -> None:
     " or a save takes",
   )
   add("--grace", type=float, default=30.0, metavar="S", help="seconds to save after SIGTERM or Ctrl-C (30)")
-  add(
-    "--all-logs",
-    action="store_true",
-    help="show noise, and the output of others after the first failure",
-  )
   add("command", nargs=argparse.REMAINDER, metavar="-- RECIPE|SCRIPT ...", help="and its arguments")
 
 
@@ -89,10 +84,15 @@ def run(args: argparse.Namespace) -> int:
       pause=args.pause,
       hang_after=args.hang_after,
       grace=args.grace,
-      all_logs=args.all_logs,
     ),
-    lambda line: print(line, flush=True),
+    write,
   )
+
+
+def write(line: str) -> None:
+  """Shows a line in one piece: several threads write."""
+  sys.stdout.write(f"{line}\n")
+  sys.stdout.flush()
 
 
 def command_of(words: Sequence[str]) -> list[str]:

@@ -203,7 +203,7 @@ def add_command(
 
 def make_plan(args: argparse.Namespace, recipe: Recipe, mesh: Any) -> nxp.Plan:
   """The plan of a recipe with `--rules`, `--zero` and `--offload`."""
-  from nnx_parallel.loop.job import plan_recipe
+  from nnx_parallel.loop.recipe import plan_recipe
 
   memory = "pinned_host" if args.offload else None
   return plan_recipe(recipe, mesh, changed_rules(recipe, args.rules), zero=args.zero, optimizer_memory=memory)
@@ -225,7 +225,7 @@ def mesh_on_devices(args: argparse.Namespace, recipe: Recipe, *, join: bool = Fa
 
 def changed_rules(recipe: Recipe, changes: Rules) -> Any:
   """The recipe's rules with the changes of `--rules`."""
-  from nnx_parallel.loop.job import rules_of
+  from nnx_parallel.loop.recipe import rules_of
   from nnx_parallel.rules.ruleset import RuleSet
 
   rules = rules_of(recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import abstract_batch, loss_of
@@ -12,8 +12,7 @@ from nnx_parallel.errors import ReportError
 if TYPE_CHECKING:
   from nnx_parallel.layout.plan import Plan
   from nnx_parallel.loop.loader import Recipe
-  from nnx_parallel.report.estimate.memory import MemoryPlan
-  from nnx_parallel.report.estimate.roofline import StepTime
+  from nnx_parallel.report.memory import MemoryPlan
 
 
 def register(commands: options.Commands) -> None:
@@ -59,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
   plan = options.make_plan(args, recipe, mesh)
   asked = bool(args.chip) or (shown and step)
   wanted = asked or (args.html and recipe.loss and recipe.batches)
-  memory, time = _planned(recipe, plan, args) if wanted else (None, None)
+  memory = _planned(recipe, plan, args) if wanted else None
   if args.html:
-    options.write_page(args.html, nxp.report.plan_page(plan, memory, time, title=recipe.name))
+    options.write_page(args.html, nxp.report.plan_page(plan, memory, title=recipe.name))
   if args.json:
     print(plan.to_json(), end="")
   elif args.explain is not None:
@@ -76,18 +75,17 @@ def run(args: argparse.Namespace) -> int:
   return 0 if fits else options.NO
 
 
-def _planned(recipe: Recipe, plan: Plan, args: argparse.Namespace) -> tuple[MemoryPlan, StepTime | None]:
-  """The memory of the recipe's step on its first batch; for a page about a chip, the time too."""
-  from nnx_parallel.report.estimate.memory import memory_plan
-  from nnx_parallel.report.estimate.roofline import predict_time
+def _planned(recipe: Recipe, plan: Plan, args: argparse.Namespace) -> MemoryPlan:
+  """The memory of the recipe's step on its first batch."""
+  from nnx_parallel.report.memory import memory_plan
 
-  loss, batch = loss_of(recipe), abstract_batch(recipe, args.batch)
-  way: dict[str, Any] = {
-    "microbatches": recipe.parts(args.microbatches),
-    "remat": args.remat,
-    "layers": args.layers,
-    "pipeline": args.pipeline,
-  }
-  memory = memory_plan(plan, loss, batch, chip=args.chip, **way)
-  is_timed = args.html and args.chip
-  return memory, predict_time(plan, loss, batch, chip=args.chip, **way) if is_timed else None
+  return memory_plan(
+    plan,
+    loss_of(recipe),
+    abstract_batch(recipe, args.batch),
+    microbatches=recipe.parts(args.microbatches),
+    remat=args.remat,
+    layers=args.layers,
+    pipeline=args.pipeline,
+    chip=args.chip,
+  )

@@ -10,7 +10,7 @@ from nnx_parallel.cli import options
 from nnx_parallel.cli.compile import abstract_batch, loss_of, start_compiler
 
 if TYPE_CHECKING:
-  from nnx_parallel.report.search.search import Candidate
+  from nnx_parallel.report.search import Candidate
 
 _MOST_SIMULATED = 1024
 
@@ -22,9 +22,10 @@ def register(commands: options.Commands) -> None:
     "search",
     run,
     *("recipe", "--rules", "--zero", "--offload", "--layers", "--batch", "--json"),
-    help="find a fast layout of a recipe that fits on a machine",
-    description="Tries about a dozen meshes with microbatches and remat policies. The memory plan rejects too"
-    " large layouts, and a compiler decides. Prints the winner as code. Exit code 3: nothing fits.",
+    help="find a layout of a recipe that fits on a machine, with little work",
+    description="Tries about a dozen meshes with microbatches and remat policies. The memory plan drops what"
+    " cannot fit, and the counts of a compiler rank the best of the others. Prints the winner as code. Exit"
+    " code 3: nothing fits.",
   )
   add = parser.add_argument
   add(
@@ -40,7 +41,7 @@ def register(commands: options.Commands) -> None:
     choices=range(65),
     default=3,
     metavar="N",
-    help="compile at most the N fastest layouts, until the compiler accepts one (3); 0: none",
+    help="compile at most N layouts (3); 0: none, the layouts are ranked by exact bytes",
   )
   add("--remat", nargs="+", choices=options.REMATS, default=("none", "dots", "full"), help="policies to try")
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
   """Searches and prints; exit code 3: no layout fits."""
   from nnx_parallel.core.text import print_text
   from nnx_parallel.loop.loader import load_recipe
-  from nnx_parallel.report.search.search import search
+  from nnx_parallel.report.search import search
   from nnx_parallel.report.topology import missing_compiler, read_machine
 
   recipe, machine = load_recipe(args.recipe), read_machine(args.topology)
@@ -80,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def command(args: argparse.Namespace, best: Candidate) -> str:
   """The command that compiles a candidate, as a line for the shell."""
   words = ["nnx-parallel", "compile", args.recipe, "--topology", args.topology]
-  words += ["--mesh", options.format_sizes(best.sizes), "--microbatches", str(best.microbatches)]
-  words += ["--remat", str(best.remat), "--zero", str(args.zero)]
+  words += ["--mesh", options.format_sizes(best.sizes), "--microbatches", str(best.memory.microbatches)]
+  words += ["--remat", str(best.memory.remat), "--zero", str(args.zero)]
   words += ["--layers", args.layers] if args.layers else []
   words += ["--offload"] if args.offload else []
   words += ["--pipeline", options.format_pipeline(best.pipeline)] if best.pipeline else []

@@ -7,16 +7,16 @@ import contextlib
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from nnx_parallel.cli import options
 from nnx_parallel.errors import CheckpointError, NnxParallelError
 
 if TYPE_CHECKING:
   import nnx_parallel as nxp
-  from nnx_parallel.loop.job import Job
   from nnx_parallel.loop.loader import Recipe
   from nnx_parallel.loop.metrics import Record
+  from nnx_parallel.loop.run import Run
 
 # The options that decide what is computed; they are stored in the checkpoints.
 _SETTINGS = ("steps", "zero", "offload", "remat", "text", "seed", "eval_every", "early_stop")
@@ -132,40 +132,64 @@ def _run(args: argparse.Namespace) -> int:
           details=f"steps {', '.join(map(str, steps))}",
           fix="--resume to continue from the newest, or another --checkpoint DIR.",
         )
-    job = make_job(args, recipe, plan, checkpointer, examples)
+    started = make_run(args, recipe, plan, checkpointer, examples)
     if args.check_gradients:
-      found = job.check_gradients()
+      found = check_gradients(started, plan)
       print(found.summary if found else found)
       if not found:
         return options.NO
-    train(args, job, checkpointer)
+    train(args, recipe, plan, started, checkpointer)
   return 0
 
 
-def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | None) -> None:
-  """Trains a job to the last step, with an evaluation before and after."""
+def check_gradients(started: Run, plan: nxp.Plan) -> nxp.verify.GradientCheck:
+  """Checks on the next batch that the gradients are right on this layout. It trains nothing."""
+  import nnx_parallel as nxp
+  from nnx_parallel.layout.constrain import default_scope
+
+  step, batches = cast(Any, started.step), cast(Any, started.batches)
+  batch = next(iter(batches(started.at.samples)), None)
+  if batch is None:
+    raise nxp.errors.TrainError(
+      "the recipe has no batch to check gradients on.", fix="batches() with one or more batches."
+    )
+  with default_scope(plan.activation_rules):
+    return step.check_gradients(started.model, started.optimizer, batch)
+
+
+def train(
+  args: argparse.Namespace,
+  recipe: Recipe,
+  plan: nxp.Plan,
+  started: Run,
+  checkpointer: nxp.Checkpointer | None,
+) -> None:
+  """Trains to the last step, with an evaluation before and after."""
   import nnx_parallel as nxp
   from nnx_parallel.loop.progress import StepProgress
 
-  out = Path(args.out or Path("runs", job.recipe.name))
+  out = Path(args.out or Path("runs", recipe.name))
+  evaluate: Any = started.evaluate
   main = nxp.hosts.main_process()  # it prints; all train, evaluate and save
   if main and not args.quiet:
-    print(f"{job.recipe.name}, {describe(job)}")
-  if job.step >= args.steps:
+    print(f"{recipe.name}, {describe(plan, started.at.step)}")
+  if started.at.step >= args.steps:
     if main:
-      print(f"step {job.step} is reached; continue with --steps {job.step + args.steps}")
+      print(f"step {started.at.step} is reached; continue with --steps {started.at.step + args.steps}")
     return
   every = args.log_every is not None
-  shown = StepProgress(args.steps, start=job.step, unit=job.unit, every_update=every, quiet=args.quiet)
-  shown.note(job.step, f"held out  {format_record(job.evaluate())}")
+  shown = StepProgress(
+    args.steps, start=started.at.step, unit=started.unit, every_update=every, quiet=args.quiet
+  )
+  shown.note(started.at.step, f"held out  {format_record(evaluate())}")
   with contextlib.ExitStack() as stack:
-    log = stack.enter_context(nxp.loop.MetricsLog(out / "metrics.jsonl", after=job.step))
-    result = job.train(
+    log = stack.enter_context(nxp.loop.MetricsLog(out / "metrics.jsonl", after=started.at.step))
+    result = started.train(
       args.steps,
       progress=shown,
       trackers=[log.write],
       log_every=args.log_every,
-      evaluate=job.evaluate,
+      evaluate=evaluate,
       eval_every=args.eval_every,
       early_stop=nxp.loop.EarlyStop("eval_loss", args.early_stop) if args.early_stop else None,
       checkpointer=checkpointer,
@@ -177,8 +201,8 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   if not main:
     return
   if result.stopped == "early":
-    print(f"ended at step {job.step}: no lower eval_loss in {args.early_stop} evaluations")
-  print(f"held out at step {job.step}: {format_record(evaluation(result.metrics))}")
+    print(f"ended at step {started.at.step}: no lower eval_loss in {args.early_stop} evaluations")
+  print(f"held out at step {started.at.step}: {format_record(evaluation(result.metrics))}")
   if args.quiet:
     return
   earlier = f" (an earlier run's: {log.earlier})" if log.earlier else ""
@@ -186,7 +210,7 @@ def train(args: argparse.Namespace, job: Job, checkpointer: nxp.Checkpointer | N
   if args.profile is not None:
     print(f"profile     xprof {out / 'profile'}")
   none = "none; keep the model with --checkpoint DIR"
-  print(f"checkpoint  {none if args.checkpoint is None else Path(args.checkpoint, str(job.step))}")
+  print(f"checkpoint  {none if args.checkpoint is None else Path(args.checkpoint, str(started.at.step))}")
 
 
 def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
@@ -205,45 +229,46 @@ def examples_in_first_batch(recipe: Recipe, plan: nxp.Plan) -> int:
   return 0
 
 
-def make_job(
+def make_run(
   args: argparse.Namespace,
   recipe: Recipe,
   plan: nxp.Plan,
   checkpointer: nxp.Checkpointer | None,
   examples: int,
-) -> Job:
-  """Restores the job from the step of `--resume`, or creates it when there is no checkpoint yet."""
+) -> Run:
+  """Restores the run from the step of `--resume`, or creates it when there is no checkpoint yet."""
   import nnx_parallel as nxp
-  from nnx_parallel.loop.job import Job
+  from nnx_parallel.loop.recipe import restore, start
 
   settings = {name: getattr(args, name) for name in _SETTINGS}
   settings |= {"batch": examples, "rules": options.format_rules(args.rules)}
   how = {"settings": settings, "options": options.step_options(args)}
   if checkpointer is None or not (checkpointer.steps() or args.resume not in (None, "latest")):
-    return Job.start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
+    return start(recipe, plan, microbatches=recipe.parts(args.microbatches), **how)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
-    job = Job.restore(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how)
+    found = restore(recipe, plan, checkpointer, args.resume, microbatches=args.microbatches, **how)
   if not nxp.hosts.main_process():
-    return job
+    return found.run
   for warning in caught:
     print(f"warning: {warning.message}", file=sys.stderr)
-  if job.relaid is not None:
-    print(f"a different layout than at step {job.step}:\n{job.relaid}", file=sys.stderr)
-  if job.changes:
-    print(f"settings changed since step {job.step}: {'; '.join(job.changes)}", file=sys.stderr)
-  return job
+  step = found.run.at.step
+  if found.relaid is not None:
+    print(f"a different layout than at step {step}:\n{found.relaid}", file=sys.stderr)
+  if found.changes:
+    print(f"settings changed since step {step}: {'; '.join(found.changes)}", file=sys.stderr)
+  return found.run
 
 
-def describe(job: Job) -> str:
-  """The size of a job, its mesh, and the step it starts from, in one line."""
+def describe(plan: nxp.Plan, step: int) -> str:
+  """The size of a model, its mesh, and the step it starts from, in one line."""
   from nnx_parallel.core.mesh import axis_sizes
   from nnx_parallel.core.text import format_bytes
 
-  start = f", resumed from step {job.step}" if job.step else ""
+  start = f", resumed from step {step}" if step else ""
   return (
-    f"{job.plan.num_parameters():,} parameters on mesh {options.format_sizes(axis_sizes(job.plan.mesh))},"
-    f" {format_bytes(job.plan.bytes_per_device())} per device with the optimizer{start}"
+    f"{plan.num_parameters():,} parameters on mesh {options.format_sizes(axis_sizes(plan.mesh))},"
+    f" {format_bytes(plan.bytes_per_device())} per device with the optimizer{start}"
   )
 
 

@@ -5,12 +5,9 @@ Nothing here imports jax: the launcher holds no device.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import io
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,48 +15,26 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO
 
-from nnx_parallel.errors import HostError
 from nnx_parallel.hosts.heartbeat import STOPPED, VARIABLE, last_beat
 
-NOISE = re.compile(
-  # Threads of gloo write parts of its lines in turn.
-  r".*(?:\[Gloo\] Rank \d+ is connected|number of connected peer ranks)|[IW]\d{4} \d\d:\d\d:\d\d\.\d+ "
-  r"|WARNING: All log messages before absl::"
-  r"|    @ +0x[0-9a-f]+ |=== Source Location Trace|\*\*\* Check failure stack trace|external/xla"
-)
-REST_OF_NOISE = re.compile(r"\s*\d*\s*$")  # the last part of a line of gloo, on a separate line
-LONGEST_LINE = 1 << 16
 LOOK_S = 0.05
 FINAL_CODES = (2, 3, STOPPED)  # wrong usage, an answer that is no, and an end that was asked for
 LONGEST_PAUSE_S = 60
-TAIL = 30  # lines
+END_AFTER_S = 0.5  # between a failure and the forced end of the others, which cannot save alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """The command of a job, and how to supervise it.
+  """The command of a job, and how to supervise it; the options of `nnx-parallel launch` explain the others.
 
   Attributes:
-    command: the command of each process.
     again: the command after an attempt that made a step; by default the same.
-    processes: the number of processes to start here.
-    devices_per_process: the number of simulated CPU devices of each process; None for accelerators, one for
-      each process.
-    cluster: whether there is one process, whose number and peers come from the scheduler's variables,
-      unchanged.
-    restarts: how often all processes are restarted after a failure.
-    pause: seconds before the first restart; the pause doubles for each next restart, up to a minute, and
-      starts over after an attempt that got further than all before.
-    hang_after: seconds without a step, after its first step, that count as a failure of a process; None:
-      never.
-    grace: seconds between a signal to the launcher and the end by force.
-    end_after: seconds between a failure and the forced end of the other processes: they cannot save alone.
-    all_logs: whether to show noise, and the output of other processes after the first failure.
+    devices_per_process: the number of simulated CPU devices of each process; None for accelerators.
+    cluster: whether the one process gets its number and its peers from the scheduler's variables, unchanged.
   """
 
   command: Sequence[str]
@@ -71,112 +46,99 @@ class Job:
   pause: float = 1.0
   hang_after: float | None = None
   grace: float = 30.0
-  end_after: float = 0.5
-  all_logs: bool = False
 
 
-@dataclasses.dataclass
 class Worker:
-  """One process of an attempt, within its supervisor."""
+  """One process of an attempt, within its supervisor; `watched` becomes readable when the launcher ends."""
 
-  number: int
-  supervisor: subprocess.Popen[bytes]
-  beats: Path
-  step: int | None = None
-  stepped: float = 0.0
-  lines: collections.deque[str] = dataclasses.field(default_factory=collections.deque[str])
-  tail: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=TAIL))
-  held: int = 0
-  code: int | None = None
-
-  def start(self, *, all_logs: bool) -> None:
-    """Starts to read the lines of the process."""
-    self._reader = threading.Thread(target=self._read, args=(all_logs,), daemon=True)
+  def __init__(
+    self,
+    number: int,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    watched: int,
+    write: Callable[[str], None],
+  ):
+    self.number, self._beats = number, Path(variables[VARIABLE])
+    self.step: int | None = None
+    self.stepped, self.code = 0.0, None
+    self._supervisor = subprocess.Popen(
+      [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(watched), *command],
+      env=dict(variables),
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      errors="replace",
+      pass_fds=[watched],
+      start_new_session=True,  # a separate group, which Ctrl-C in the terminal does not reach
+    )
+    self._reader = threading.Thread(target=self._show, args=(self._supervisor.stdout, write), daemon=True)
     self._reader.start()
 
-  def _read(self, all_logs: bool) -> None:
-    """Reads the lines, without noise, and at most one state a second of a bar that is redrawn."""
-    noisy, redrawn = False, 0.0
-    with io.TextIOWrapper(cast(BinaryIO, self.supervisor.stdout), errors="replace", newline="") as output:
-      while text := output.readline(LONGEST_LINE):
-        line = text.rstrip("\r\n")
-        if text.endswith("\r"):
-          if not line.strip() or time.monotonic() - redrawn < 1:
-            continue
-          redrawn = time.monotonic()
-        noisy = bool(NOISE.match(line) or (noisy and REST_OF_NOISE.match(line)))
-        if all_logs or not noisy:
-          self.lines.append(line)
+  def _show(self, output: IO[str], write: Callable[[str], None]) -> None:
+    with output:
+      for line in output:
+        write(f"[{self.number}] {line.rstrip()}")
 
   def end(self) -> None:
     """Ends what is left of the process and its children, and reads its last lines."""
     self.signal(signal.SIGKILL)
-    self.supervisor.wait()
+    self._supervisor.wait()
     self._reader.join(1)  # a process in a session of its own may hold the output
+
+  def has_ended(self) -> bool:
+    """Whether the process has ended; then ends what it started, and sets `code`."""
+    if (code := self._supervisor.poll()) is None:
+      return False
+    self.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
+    self.end()
+    return True
 
   def look(self) -> None:
     """Reads the newest step. Its time is this process's own: clocks that are set do not count."""
-    found = last_beat(self.beats)
+    found = last_beat(self._beats)
     if found is not None and (self.step is None or found > self.step):
       self.step, self.stepped = found, time.monotonic()
 
   def signal(self, number: signal.Signals) -> None:
     """To the worker alone; SIGKILL to all that it started."""
-    if number != signal.SIGKILL:
-      with contextlib.suppress(ProcessLookupError):
-        self.supervisor.send_signal(number)
-      return
     with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.supervisor.pid, number)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-  """How an attempt ended: the code of the launcher, the first failure, and the last step."""
-
-  code: int
-  failure: str = ""
-  step: int = -1
+      if number == signal.SIGKILL:
+        os.killpg(self._supervisor.pid, number)
+      else:
+        self._supervisor.send_signal(number)
 
 
 def launch(job: Job, write: Callable[[str], None] = print) -> int:
   """Runs a job to its end: all processes ended well, the budget of restarts is used up, or a signal came.
 
   SIGTERM and the first Ctrl-C are passed on to the processes, which may save; the second ends them at once.
-  No process outlives the launcher, even if the launcher is killed.
-
-  Args:
-    job: the job to start.
-    write: shows a line.
+  No process outlives the launcher, even if the launcher is killed. Several threads call `write` with a line.
 
   Returns:
     0, the code of the process that failed first, 75 if a process was asked to stop (SIGTERM, to the launcher
     or to any process) and all processes saved and ended in order, or 128 + n after another end by a signal.
   """
-  if job.processes < 1 or (job.cluster and job.processes != 1):
-    raise HostError(
-      f"cannot start {job.processes} processes{' of a cluster here' if job.cluster else ''}.",
-      fix="--processes 1 or more; with --cluster 1, since the scheduler starts a launcher for each.",
-    )
-  best, pause, outcome = -1, job.pause, Outcome(0)
+  best, pause, code = -1, job.pause, 0
   with _signals() as came, tempfile.TemporaryDirectory(prefix="nnx_parallel-") as folder:
-    for attempt in range(job.restarts + 1):
+    for number in range(job.restarts + 1):
       command = job.again if best >= 0 and job.again else job.command
-      outcome = _Attempt(job, command, attempt, Path(folder), came, write).run()
-      if outcome.code == 0 or came or outcome.code in FINAL_CODES:
-        return outcome.code
-      if attempt == job.restarts:
+      attempt = _Attempt(job, command, number, Path(folder), came, write)
+      code = attempt.run()
+      if code == 0 or came or code in FINAL_CODES or not job.restarts:
+        return code
+      if number == job.restarts:
         break
-      if outcome.step > best:
-        best, pause = outcome.step, job.pause
-      write(f"-- restart {attempt + 1} of {job.restarts} in {pause:g} s")
+      if (step := max(attempt.steps().values(), default=-1)) > best:
+        best, pause = step, job.pause
+      write(f"-- restart {number + 1} of {job.restarts} in {pause:g} s")
       _wait(pause, came)
       if came:
         return 128 + came[0]
       pause = min(2 * pause, LONGEST_PAUSE_S)
-  if job.restarts:
-    write(f"-- no restart is left of {job.restarts}")
-  return outcome.code
+  write(f"-- no restart is left of {job.restarts}")
+  return code
 
 
 def _wait(seconds: float, came: list[int]) -> None:
@@ -188,29 +150,18 @@ def _wait(seconds: float, came: list[int]) -> None:
 @contextlib.contextmanager
 def _signals() -> Generator[list[int]]:
   """The signals that came, in a list that grows."""
-  came: list[int] = []
-
-  def handle(number: int, _: types.FrameType | None) -> None:
-    came.append(number)
-
-  former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+  came, numbers = list[int](), (signal.SIGTERM, signal.SIGINT)
+  former = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
   try:
     yield came
   finally:
-    for number, handler in former.items():
+    for number, handler in zip(numbers, former, strict=True):
       signal.signal(number, handler)
 
 
 @dataclasses.dataclass
 class _Attempt:
-  """All processes of a job, started once.
-
-  Attributes:
-    came: the signals that the launcher got so far.
-    outcome: the first failure, or the signal.
-    signalled: the number of handled signals.
-    end_by: the time at which remaining processes are ended by force.
-  """
+  """All processes of a job, started once; those that remain at `end_by` are ended by force."""
 
   job: Job
   command: Sequence[str]
@@ -219,13 +170,14 @@ class _Attempt:
   came: Sequence[int]
   write: Callable[[str], None]
   workers: list[Worker] = dataclasses.field(default_factory=list[Worker])
-  outcome: Outcome = Outcome(0)
+  code: int = 0
+  failed: bool = False
   signalled: int = 0
   end_by: float = float("inf")
   started: float = dataclasses.field(default_factory=time.monotonic)
 
-  def run(self) -> Outcome:
-    """Returns when all processes, and all processes that they started, have ended."""
+  def run(self) -> int:
+    """Returns the exit code when all processes, and all processes that they started, have ended."""
     watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
     try:
       self._start(watched)
@@ -237,71 +189,67 @@ class _Attempt:
         worker.end()
       os.close(watched)
       os.close(alive)
-    for worker in self.workers:
-      self._show(worker)
-      if worker.held and not self.job.all_logs:
-        self.write(f"-- process {worker.number}: {worker.held} more lines after that (--all-logs shows them)")
     codes = {worker.code for worker in self.workers}
-    code = STOPPED if not self.outcome.failure and {0} != codes <= {0, STOPPED} else self.outcome.code
-    return dataclasses.replace(
-      self.outcome, code=code, step=max(_last_steps(self.workers).values(), default=-1)
-    )
+    return STOPPED if not self.failed and codes <= {0, STOPPED} and STOPPED in codes else self.code
+
+  def steps(self) -> dict[int, int]:
+    """The last step of each process that has made one."""
+    return {worker.number: worker.step for worker in self.workers if worker.step is not None}
 
   def _start(self, watched: int) -> None:
     job, port = self.job, free_port()
     for n in range(job.processes):
-      beats = self.folder / f"{self.number}-{n}"
+      beats = str(self.folder / f"{self.number}-{n}")
       variables = worker_variables(job, n, port, os.environ)
-      variables |= {VARIABLE: str(beats), "NNX_PARALLEL_ATTEMPT": str(self.number)}
-      self.workers.append(Worker(n, _start(self.command, variables, watched), beats))
-      self.workers[-1].start(all_logs=job.all_logs)
+      variables |= {VARIABLE: beats, "NNX_PARALLEL_ATTEMPT": str(self.number)}
+      self.workers.append(Worker(n, self.command, variables, watched, self.write))
 
   def _look(self) -> None:
     """Checks which processes ended or hang and which signals came, and reacts."""
     for worker in self.workers:
-      self._show(worker)
       worker.look()
-    failed = self._ended()
-    if failed is not None:
-      self._show(failed)
-    if self.outcome.code in (0, STOPPED):
-      if failed is not None and failed.code == STOPPED:
-        self.outcome = Outcome(STOPPED)
+    ended = self._ended()
+    if self.code in (0, STOPPED):
+      if ended is not None and ended.code == STOPPED:
+        self.code = STOPPED
         self.end_by = min(self.end_by, time.monotonic() + self.job.grace)
-      elif failed is not None:
-        self._fail(failed, failed.code or 1, f"failed first: {describe(failed.code or 1)}")
-      elif hung := _hung(self.job, self.workers):
-        worker, how = hung
-        steps = f"last steps {_last_steps(self.workers)}"
-        self._fail(worker, 1, f"{how}: no step for {self.job.hang_after:g} s; {steps}")
-    if not self.outcome.failure and len(self.came) > self.signalled:
+      elif ended is not None:
+        self._fail(ended, ended.code or 1, f"failed first: {describe(ended.code or 1)}")
+      elif (hung := self._hung()) is not None:
+        self._fail(hung, 1, f"hangs: no step for {self.job.hang_after:g} s; last steps {self.steps()}")
+    if not self.failed and len(self.came) > self.signalled:
       self._pass_on()
-    if time.monotonic() > self.end_by or (self.outcome.failure and self.came):
-      _signal_all(self.workers, signal.SIGKILL)
+    if time.monotonic() > self.end_by or (self.failed and self.came):
+      self._signal(signal.SIGKILL)
       self.end_by = time.monotonic() + 1
 
   def _ended(self) -> Worker | None:
-    """The first process that was not known to have ended, with an error.
+    """A process that was not known to have ended, with an error.
 
-    Several may have ended since the last look. Then a process that was killed comes first: the others fail
-    within a tenth of a second, because it no longer answers.
+    Of several, one that was killed: the others fail within a tenth of a second, as it no longer answers.
     """
-    ended: list[Worker] = []
-    for worker in self.workers:
-      if worker.code is None and (code := worker.supervisor.poll()) is not None:
-        worker.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
-        worker.end()
-        ended.append(worker)
-    return min((worker for worker in ended if worker.code), key=_order_of_failure, default=None)
+    ended = [worker for worker in self.workers if worker.code is None and worker.has_ended()]
+    failed = (worker for worker in ended if worker.code)
+    return max(failed, key=lambda worker: (worker.code != STOPPED, worker.code), default=None)
+
+  def _hung(self) -> Worker | None:
+    """The process behind all others, if a process has made no step for too long."""
+    stepped = [worker for worker in self.workers if worker.code is None and worker.step is not None]
+    limit = float("inf") if self.job.hang_after is None else self.job.hang_after
+    if not any(time.monotonic() - worker.stepped > limit for worker in stepped):
+      return None
+    return min(stepped, key=lambda worker: (worker.step, worker.stepped))
 
   def _fail(self, worker: Worker, code: int, how: str) -> None:
-    failure = f"process {worker.number} {how} after {time.monotonic() - self.started:.1f} s"
-    self.outcome = Outcome(code, failure)
-    self.write(f"-- {failure}")
-    for line in worker.tail:
-      self.write(f"-- [{worker.number}] {line}")
-    self.end_by = time.monotonic() + self.job.end_after
-    _signal_all(self.workers, signal.SIGTERM)
+    self.code, self.failed = code, True
+    self.write(f"-- process {worker.number} {how} after {time.monotonic() - self.started:.1f} s")
+    self.end_by = time.monotonic() + END_AFTER_S
+    self._signal(signal.SIGTERM)
+
+  def _signal(self, number: signal.Signals) -> None:
+    for worker in self.workers:
+      if worker.code is None:
+        worker.signal(number)
 
   def _pass_on(self) -> None:
     """The first signal lets processes save; the second ends them."""
@@ -309,53 +257,8 @@ class _Attempt:
     first = self.signalled == 1
     self.write(f"-- {signal.Signals(self.came[0]).name}: passed on" if first else "-- ending at once")
     self.end_by = time.monotonic() + (self.job.grace if first else 0)
-    self.outcome = Outcome(128 + self.came[0])
-    _signal_all(self.workers, signal.SIGTERM)
-
-  def _show(self, worker: Worker) -> None:
-    """Shows the new lines of a process; after a failure they are only counted."""
-    while worker.lines:
-      line = worker.lines.popleft()
-      if self.outcome.failure and not self.job.all_logs:
-        worker.held += 1
-      else:
-        worker.tail.append(line)
-        self.write(f"[{worker.number}] {line}")
-
-
-def _start(command: Sequence[str], variables: Mapping[str, str], watched: int) -> subprocess.Popen[bytes]:
-  supervisor = str(Path(__file__).with_name("supervisor.py"))
-  return subprocess.Popen(
-    [sys.executable, "-I", "-S", supervisor, str(watched), *command],
-    env=dict(variables),
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    pass_fds=[watched],
-    start_new_session=True,  # a separate group, which Ctrl-C in the terminal does not reach
-  )
-
-
-def _signal_all(workers: Sequence[Worker], number: signal.Signals) -> None:
-  for worker in workers:
-    if worker.code is None:
-      worker.signal(number)
-
-
-def _hung(job: Job, workers: Sequence[Worker]) -> tuple[Worker, str] | None:
-  """The process behind all others, if a process has made no step for too long, and its state."""
-  if job.hang_after is None:
-    return None
-  stepped = [worker for worker in workers if worker.code is None and worker.step is not None]
-  if not any(time.monotonic() - worker.stepped > job.hang_after for worker in stepped):
-    return None
-  worker = min(stepped, key=lambda worker: (worker.step, worker.stepped))
-  alone = sum(other.step == worker.step for other in stepped) == 1 or len(workers) == 1
-  return worker, "hangs" if alone else "hangs, or waits for another that does"
-
-
-def _last_steps(workers: Sequence[Worker]) -> dict[int, int]:
-  return {worker.number: worker.step for worker in workers if worker.step is not None}
+    self.code = 128 + self.came[0]
+    self._signal(signal.SIGTERM)
 
 
 def free_port() -> int:
@@ -363,16 +266,6 @@ def free_port() -> int:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     return probe.getsockname()[1]
-
-
-def _order_of_failure(worker: Worker) -> int:
-  """Sorts processes that ended at the same time: killed, failed, aborted by JAX, stopped in order."""
-  code = worker.code or 0
-  if code == STOPPED:
-    return 3
-  if code == 128 + signal.SIGABRT:
-    return 2
-  return int(code <= 128)
 
 
 def describe(code: int) -> str:

@@ -53,81 +53,100 @@ def weight_map_of(folder: str | os.PathLike[str]) -> WeightMap:
     >>> str(rule.dtype), rule.transform.sizes
     ('bfloat16', (('d', 16),))
   """
-  folder = Path(folder)
-  config = read_config(folder)
-  return _weight_map(_table(config, folder), config, _arrays(folder))
+  return Folder(folder).weight_map()
 
 
-def module_names(folder: str | os.PathLike[str], paths: Iterable[str]) -> list[dict[str, str]]:
-  """The names of modules in transformers, by the paths of their kernels here.
+class Folder:
+  """A model in the format of Hugging Face: its settings, and what its files hold, each read once.
 
-  First the names below the class with the head, then those in older files and below the class without a head.
+  Args:
+    path: the folder; it may lack the weights.
   """
-  config = read_config(Path(folder))
-  table = _table(config, Path(folder))
-  found = _weight_map(table, config, {}).names_of(paths)
-  now = {path: name.removesuffix(".weight") for path, name in found.items()}
-  before = dict(now)
-  for new, old in table.get("older", ()):
-    before = {path: name.replace(new, old) for path, name in before.items()}
-  return [now, before]
 
+  def __init__(self, path: str | os.PathLike[str]):
+    self.path = Path(path)
+    self.config = _read_config(self.path)
 
-def _weight_map(table: Mapping[str, Any], config: Mapping[str, Any], arrays: dict[str, Tensor]) -> WeightMap:
-  default = np.dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
-  rules: list[Rule] = []
-  for name, model, *pattern in table["rules"]:
-    file = _renamed(table, arrays, name)
-    sizes = {"d": _head_size(config)} if pattern and re.search(r"\bd\b", pattern[0]) else {}
-    stored = {one.dtype for one in _matching(file, arrays)}
-    dtype = stored.pop() if len(stored) == 1 and all(map(is_real, stored)) else default
-    rules.append(Rule(file, model, *pattern, dtype=dtype, **sizes))
-  same = [name for name, is_same in _tied(table, config, arrays).items() if is_same]
-  return WeightMap(*rules, ignore=[*table.get("ignore", ()), *same])
+  @functools.cached_property
+  def tensors(self) -> dict[str, Tensor]:
+    """The arrays by name, of which only the headers are read; none without weights."""
+    return read_tensors(self.path) if any(self.path.glob("*.safetensors")) else {}
 
+  @functools.cached_property
+  def has_own_head(self) -> bool | None:
+    """Whether the weights have a head that differs from the embedding; None without weights.
 
-def has_own_head(folder: str | os.PathLike[str]) -> bool | None:
-  """Whether a folder's weights have a head that differs from the embedding; None without weights.
+    Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
+    decide.
+    """
+    return self._tied.get(_HEAD) is False if self.tensors else None
 
-  Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
-  decide.
-  """
-  folder = Path(folder)
-  config, arrays = read_config(folder), _arrays(Path(folder))
-  return _tied(_table(config, folder), config, arrays).get(_HEAD) is False if arrays else None
+  def weight_map(self) -> WeightMap:
+    """See `weight_map_of`."""
+    rules = [self._rule(self._renamed(name), *rest) for name, *rest in self._table["rules"]]
+    same = [name for name, is_same in self._tied.items() if is_same]
+    return WeightMap(*rules, ignore=[*self._table.get("ignore", ()), *same])
+
+  def module_names(self, paths: Iterable[str]) -> list[dict[str, str]]:
+    """The names of modules in transformers, by the paths of their kernels here.
+
+    First the names below the class with the head, then those in older files and below the class without it.
+    """
+    found = WeightMap(*(self._rule(*row) for row in self._table["rules"])).names_of(paths)
+    now = {path: name.removesuffix(".weight") for path, name in found.items()}
+    before = dict(now)
+    for new, old in self._table.get("older", ()):
+      before = {path: name.replace(new, old) for path, name in before.items()}
+    return [now, before]
+
+  def _rule(self, file: str, model: str, *pattern: str) -> Rule:
+    """A row of the table, with the dtype that the file has."""
+    sizes = {"d": _head_size(self.config)} if pattern and re.search(r"\bd\b", pattern[0]) else {}
+    stored = {one.dtype for one in self._matching(file)}
+    dtype = np.dtype(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+    if len(stored) == 1 and all(map(is_real, stored)):
+      (dtype,) = stored
+    return Rule(file, model, *pattern, dtype=dtype, **sizes)
+
+  @functools.cached_property
+  def _table(self) -> dict[str, Any]:
+    tables, family = tomllib.loads(TABLES.read_text()), self.config.get("model_type")
+    for table in tables.values():
+      if family in table["model_types"]:
+        return table
+    known = sorted(name for table in tables.values() for name in table["model_types"])
+    raise CheckpointError(
+      f"{self.path} is of the family {family!r}, which has no table here.",
+      details=f"families with a table: {', '.join(known)}",
+      fix="write WeightMap(Rule(...), ...) for it; a dry run lists the names and shapes of both sides.",
+    )
+
+  def _renamed(self, name: str) -> str:
+    """The name in these files, which may be old."""
+    for new, old in self._table.get("older", ()) if self.tensors else ():
+      if not any(new in file for file in self.tensors):
+        name = name.replace(new, old)
+    return name
+
+  def _matching(self, file: str) -> list[Tensor]:
+    pattern = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(file)))
+    return [array for name, array in self.tensors.items() if pattern.fullmatch(name)]
+
+  @functools.cached_property
+  def _tied(self) -> dict[str, bool]:
+    """Whether stored arrays that the model ties to other arrays equal them, by name."""
+    found: dict[str, bool] = {}
+    for name, other in self._table.get("tied", ()):
+      one, two = self.tensors.get(name), self.tensors.get(self._renamed(other))
+      is_t5 = self.config["model_type"] == "t5"
+      may_be_tied = name != _HEAD or self.config.get("tie_word_embeddings", True) or is_t5
+      if may_be_tied and one is not None and two is not None:
+        found[name] = _is_same(one, two, one.file.stat().st_mtime_ns, two.file.stat().st_mtime_ns)
+    return found
 
 
 _HEAD = "lm_head.weight"
 _ROWS = 4096  # that are compared at once
-
-
-def _arrays(folder: Path) -> dict[str, Tensor]:
-  return read_tensors(folder) if any(folder.glob("*.safetensors")) else {}
-
-
-def _renamed(table: Mapping[str, Any], arrays: Mapping[str, Tensor], name: str) -> str:
-  """The name in these files, which may be old."""
-  for new, old in table.get("older", ()) if arrays else ():
-    if not any(new in file for file in arrays):
-      name = name.replace(new, old)
-  return name
-
-
-def _matching(file: str, arrays: Mapping[str, Tensor]) -> list[Tensor]:
-  pattern = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(file)))
-  return [array for name, array in arrays.items() if pattern.fullmatch(name)]
-
-
-def _tied(table: Mapping[str, Any], config: ConfigJson, arrays: Mapping[str, Tensor]) -> dict[str, bool]:
-  """Whether stored arrays that the model ties to other arrays equal them, by name."""
-  found: dict[str, bool] = {}
-  for name, other in table.get("tied", ()):
-    other = _renamed(table, arrays, other)
-    may_be_tied = name != _HEAD or config.get("tie_word_embeddings", True) or config["model_type"] == "t5"
-    if may_be_tied and name in arrays and other in arrays:
-      one, two = arrays[name], arrays[other]
-      found[name] = _is_same(one, two, one.file.stat().st_mtime_ns, two.file.stat().st_mtime_ns)
-  return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,7 +159,7 @@ def _is_same(one: Tensor, two: Tensor, *changed: int) -> bool:
   return all(np.array_equal(one.read((part,)), two.read((part,))) for part in parts)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
   """The contents of `config.json`."""
   try:
     found = json.loads((folder / CONFIG).read_text())
@@ -154,23 +173,8 @@ def read_config(folder: Path) -> dict[str, Any]:
   return found
 
 
-def _table(config: ConfigJson, folder: Path) -> dict[str, Any]:
-  tables = tomllib.loads(TABLES.read_text())
-  family = config.get("model_type")
-  for table in tables.values():
-    if family in table["model_types"]:
-      return table
-  known = sorted(name for table in tables.values() for name in table["model_types"])
-  raise CheckpointError(
-    f"{folder} is of the family {family!r}, which has no table here.",
-    details=f"families with a table: {', '.join(known)}",
-    fix="write WeightMap(Rule(...), ...) for it; a dry run lists the names and shapes of both sides.",
-  )
-
-
 def _head_size(config: ConfigJson) -> int:
   """The size of a head, with the defaults of transformers."""
-  family = config["model_type"]
-  width, heads = (768, 12) if family in ("bert", "vit") else (4096, 32)
-  known = config.get("head_dim") or {"qwen3": 128, "gemma": 256, "gemma3_text": 256}.get(family)
-  return known or config.get("hidden_size", width) // config.get("num_attention_heads", heads)
+  known = {"qwen3": 128, "gemma": 256, "gemma3_text": 256}.get(config["model_type"])
+  own = config.get("head_dim") or known
+  return own or config.get("hidden_size", 4096) // config.get("num_attention_heads", 32)

@@ -22,13 +22,12 @@ from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.interop.adapters import adapt, linear_layers
-from nnx_parallel.interop.huggingface import module_names, read_config
+from nnx_parallel.interop.huggingface import Folder
 from nnx_parallel.interop.safetensors import Tensor, read_tensors, write_folder
 from nnx_parallel.interop.weights import Rule, WeightMap
 
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _START = "base_model.model."
-_TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None, "vit": None}
 # Settings of PEFT that are followed here, or that change nothing once an adapter is trained. All other
 # settings, also of later versions of PEFT, must be off.
 _FOLLOWED = {
@@ -68,18 +67,18 @@ def export_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
     raise CheckpointError(
       f"{type(model).__name__} has no adapter.", fix="call add_lora(model, ...) in the planned function."
     )
-  names, config = _names(base, layers)[0], read_config(Path(base))
+  folder = Folder(base)
+  names = _names(folder, layers)[0]
   if nameless := [path for path in adapted if path not in names]:
     raise CheckpointError(
       f"{few(nameless)} has an adapter, but no name in {base}.",
       fix="add adapters only to layers of the family; or export the model with export_safetensors.",
     )
   rules = [rule for path in adapted for rule in _rules(path, names[path])]
-  # GPT-2's layers store (inputs, outputs).
   settings = _settings(adapted, names) | {
     "base_model_name_or_path": os.fspath(base),
-    "task_type": _TASKS.get(config["model_type"], "CAUSAL_LM"),
-    "fan_in_fan_out": config["model_type"] == "gpt2",
+    "task_type": "SEQ_2_SEQ_LM" if folder.config["model_type"] == "t5" else "CAUSAL_LM",
+    "fan_in_fan_out": False,
   }
   state = nnx.state(model, nnx.LoRAParam)
   text = json.dumps(dict(sorted(settings.items())), indent=2)
@@ -115,7 +114,7 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
   settings, arrays = _read_settings(Path(path)), read_tensors(path)
   layers = linear_layers(model)
   pairs, used = dict[str, tuple[str, Tensor, Tensor]](), set[str]()
-  for names in _names(base, layers):
+  for names in _names(Folder(base), layers):
     for layer, name in names.items():
       keys = [f"{_START}{name}.lora_{factor}.weight" for factor in "AB"]
       if all(key in arrays for key in keys) and not used.intersection(keys):
@@ -154,9 +153,9 @@ def import_peft(path: str | os.PathLike[str], model: nnx.Module, base: str | os.
   return [*found]
 
 
-def _names(base: str | os.PathLike[str], layers: Mapping[str, Any]) -> list[dict[str, str]]:
+def _names(base: Folder, layers: Mapping[str, Any]) -> list[dict[str, str]]:
   """The names in transformers of linear layers, by path: the present names, and the names of older files."""
-  found = module_names(base, [f"{path}.kernel" for path in layers])
+  found = base.module_names(f"{path}.kernel" for path in layers)
   return [{path.removesuffix(".kernel"): name for path, name in names.items()} for names in found]
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
 from flax import nnx
-from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.layout.plan import Plan
+from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.progress import StepProgress
-from nnx_parallel.loop.recorder import EarlyStop, Position, Recorder, Tracker
-from nnx_parallel.loop.run import FitResult, Run, Source, peak_of_chip
+from nnx_parallel.loop.run import FitResult, Position, Run, Source, Tracker
 from nnx_parallel.train.step import TrainStep, unknown_option
 
 
@@ -134,12 +132,10 @@ def fit(
     progress: whether to show the progress, as a bar in a terminal and as lines in a log; or a `StepProgress`.
     tokens: the number of tokens in a batch, for the metric `tokens_per_second`. By default, the metric is
       `samples_per_second`, if the batch has an array with a dim of examples.
-    flops: the FLOPs of a step on one device; by default three times the FLOPs of the matrix products in the
-      loss (the forward pass once, the backward pass twice), divided by the number of devices of the model.
+    flops: the FLOPs of a step on one device; by default the FLOPs of the matrix products in the compiled
+      step, which include recomputation.
     peak_flops: the peak FLOP/s of one device; by default the bfloat16 peak of its chip. If both are known,
-      the metric `mfu` is recorded: the FLOP/s of the step relative to the peak. The default `flops` does not
-      count recomputation and work that replicas repeat. It is too high if most parameters are frozen, so pass
-      your own number then.
+      the metric `mfu` is recorded: the FLOP/s of the step relative to the peak.
     profile: a pair with the numbers of the first and the last step to trace for xprof.
     profile_dir: the folder of the trace.
     nonfinite: what to do if the loss is not finite, or if the parameters of a step that is to be saved are
@@ -179,33 +175,21 @@ def fit(
       f"fit cannot check the gradients of a {type(step).__name__}: it does not show its loss.",
       fix="a step of nxp.train_step; or nxp.check_gradients(model, batch, loss_fn) before fit.",
     )
-  log_lines, log_every = log_every is not None, 1 if log_every is None else log_every
-  every = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
-  _check_intervals(evaluate, every, profile)
+  run = Run(
+    step=step, model=model, optimizer=optimizer, batches=batches, at=start or Position(), plan=plan,
+    steps=steps, evaluate=evaluate, eval_every=eval_every, checkpointer=checkpointer, save_every=save_every,
+    only=only, extra=extra, early_stop=early_stop, trackers=trackers, log_every=log_every, progress=progress,
+    tokens=tokens, flops=flops, peak_flops=peak_flops, profile=profile, profile_dir=profile_dir,
+    nonfinite=nonfinite, check_gradients=check_gradients,
+  )  # fmt: skip
   resumed = ""
   if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
     _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
-    resumed = f"resumed from step {start.step} of {checkpointer.directory}"
+    run.at, resumed = start, f"resumed from step {start.step} of {checkpointer.directory}"
   _check(checkpointer, save_every or only or extra, resume, start, batches)
   if only is not None:
     saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
-  at = start or Position()
-  shown = progress
-  unit = "samples" if tokens is None else "tokens"
-  if isinstance(shown, bool):
-    console = None if progress else Console(quiet=True)
-    shown = StepProgress(
-      steps, start=at.step, unit=unit, every_update=log_lines, quiet=not progress, console=console
-    )
-  finite = nonfinite == "error"
-  return Run(
-    step=step, model=model, optimizer=optimizer, plan=plan, at=at, shown=shown,
-    recorder=Recorder(at, shown, trackers, early_stop, finite, evaluate is not None, unit),
-    steps=steps, evaluate=evaluate, eval_every=eval_every, checkpointer=checkpointer, save_every=save_every,
-    only=only, extra=extra, log_every=log_every, tokens=tokens, flops=flops,
-    peak=peak_of_chip() if peak_flops is None else peak_flops, profile=profile or (0, 0),
-    profile_dir=profile_dir, finite=finite, check_gradients=check_gradients,
-  )(batches, resumed)  # fmt: skip
+  return run(resumed)
 
 
 def _check(
@@ -231,21 +215,6 @@ def _check(
       f"the data cannot continue after {start.samples} samples: batches is a {type(batches).__name__}.",
       fix="pass a function: batches(samples) -> the batches after so many examples.",
     )
-
-
-def _check_intervals(evaluate: Any, every: Mapping[str, int | None], profile: tuple[int, int] | None) -> None:
-  for name, steps in every.items():
-    least = 0 if name == "steps" else 1
-    if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
-      raise TrainError(f"{name}={steps!r} is not a number of steps.", fix=f"{name}={least} or more.")
-  if profile is not None and not 0 < profile[0] <= profile[1]:
-    raise TrainError(
-      f"the profile of steps {profile[0]} to {profile[1]} holds no step.",
-      details="steps are counted from 1, and both ends are in",
-      fix="a few steps after the first, which compiles: (10, 12).",
-    )
-  if evaluate is None and every["eval_every"] is not None:
-    raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
 
 
 def _check_step(step: Any) -> None:

@@ -1,46 +1,51 @@
-"""The loop of `fit`: batches, updates, evaluations and saves."""
+"""A run: a live model in training, its position in the data, and what is recorded of its metrics."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import numbers
 import os
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
-from nnx_parallel.core.flow import Flow
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.text import not_counted
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.errors import NnxParallelWarning, TrainError
 from nnx_parallel.hosts.data import batches as placed
+from nnx_parallel.hosts.fetch import to_host
 from nnx_parallel.hosts.stop import StopSignals
 from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan
+from nnx_parallel.loop.early_stop import EarlyStop
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.progress import StepProgress
-from nnx_parallel.loop.recorder import Position, Recorder
+from nnx_parallel.loop.sums import MetricSums, is_scalar
+from nnx_parallel.loop.timing import StepClock
 from nnx_parallel.report.chips import chip_of
-from nnx_parallel.report.estimate.propagate import Propagation
-from nnx_parallel.train.axes import on_fitting_axes
-from nnx_parallel.train.binding import Binding
-from nnx_parallel.train.loss_call import call_loss
+from nnx_parallel.report.program.cost import cost
 from nnx_parallel.train.losses import examples_in
 from nnx_parallel.train.step import TrainStep
 
 Source = Iterable[Any] | Callable[[int], Iterable[Any]]
+Tracker = Callable[[int, Mapping[str, Any]], object]
+KEPT = 10_000  # records in memory, of about 1 KB each
 _END = object()
 
 
@@ -63,53 +68,135 @@ class FitResult:
 
 
 @dataclasses.dataclass
-class Run:
-  """A run of `fit`, whose arguments have been checked.
+class Position:
+  """The step and the data cursor of a run.
 
   Attributes:
-    at: the position, advanced in place.
-    shown: the display.
-    recorder: of the metrics.
-    peak: the peak FLOP/s of a device, or None.
-    profile: the numbers of the first and the last step to trace, from 1; 0 for none.
-    finite: whether a number that is not finite is an error.
+    step: the number of updates so far.
+    samples: the data cursor: the number of examples consumed so far, on any mesh, in batches of any size.
+    replaces: saves up to this step replace saves that an earlier run made after the step it resumes from.
+    stop: `best` and `waited` of the run's `EarlyStop`.
+  """
 
-  The other attributes are arguments of `fit`.
+  step: int = 0
+  samples: int = 0
+  replaces: int = 0
+  stop: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Run:
+  """A live model in training; `train` trains it further. Other attributes are arguments of `nxp.fit`.
+
+  Attributes:
+    at: the position of the model, which training advances in place.
+    settings: JSON values that say how the run trains, to be saved with each step.
   """
 
   step: Callable[[Model, Optimizers, PyTree], AnyMetrics]
   model: Model
   optimizer: Optimizers
-  plan: Plan | None
-  at: Position
-  shown: StepProgress
-  recorder: Recorder
-  steps: int | None
-  evaluate: Callable[[], AnyMetrics] | None
-  eval_every: int | None
-  checkpointer: Checkpointer | None
-  save_every: int | None
-  only: Only | None
-  extra: Callable[[], Mapping[str, Any]] | None
-  log_every: int
-  tokens: Callable[[PyTree], int] | None
-  flops: float | None
-  peak: float | None
-  profile: tuple[int, int]
-  profile_dir: str | os.PathLike[str]
-  finite: bool
-  check_gradients: bool
+  batches: Source
+  at: Position = dataclasses.field(default_factory=Position)
+  settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+  plan: Plan | None = None
+  steps: int | None = None
+  evaluate: Callable[[], AnyMetrics] | None = None
+  eval_every: int | None = None
+  checkpointer: Checkpointer | None = None
+  save_every: int | None = None
+  only: Only | None = None
+  extra: Callable[[], Mapping[str, Any]] | None = None
+  early_stop: EarlyStop | None = None
+  trackers: Sequence[Tracker] = ()
+  log_every: int | None = None
+  progress: bool | StepProgress = True
+  tokens: Callable[[PyTree], int] | None = None
+  flops: float | None = None
+  peak_flops: float | None = None
+  profile: tuple[int, int] | None = None
+  profile_dir: str | os.PathLike[str] = "profile"
+  nonfinite: Literal["error", "continue"] = "error"
+  check_gradients: bool = False
 
   def __post_init__(self) -> None:
-    self._first = self.at.step + 1
+    _check_intervals(self)
     self._saved = self._evaluated = -1  # the last step that was saved, and the last that was evaluated
     self._metrics: AnyMetrics | None = None  # of the last step, which may still be running
     self._programs: list[str] = []  # one entry for each program that was compiled
     self._tracing = contextlib.ExitStack()
+    self._history: collections.deque[Record] = collections.deque(maxlen=KEPT)
+    self._newest: Record = {}
+    self._ended = False  # by the early stop
+    self._ideal_seconds = math.nan  # of a step at the peak of the chip
+    self._clock = StepClock(unit=self.unit)
+    self._compiled = False  # since the last tick of the clock
+    self._late: Callable[[], None] | None = None  # reports the pending record
+    self._before: Any = None  # the metrics of the step before
+    self._start_window()
 
-  def __call__(self, batches: Source, resumed: str) -> FitResult:
+  @property
+  def unit(self) -> str:
+    """The unit of the speed that the progress shows per second."""
+    return "samples" if self.tokens is None else "tokens"
+
+  def train(
+    self,
+    steps: int,
+    *,
+    evaluate: Callable[[], AnyMetrics] | None = None,
+    progress: bool | StepProgress = False,
+    **options: Any,
+  ) -> FitResult:
+    """Trains up to a step.
+
+    Args:
+      steps: the number of the last step. If the run has already reached it, the call does nothing.
+      evaluate: as for `nxp.fit`, such as the `evaluate` of this run.
+      progress: as for `nxp.fit`.
+      **options: other arguments of `nxp.fit`: `trackers`, `checkpointer`, `eval_every` and so on.
+
+    Returns:
+      The result of `nxp.fit`.
+
+    Raises:
+      TrainError: the batches end too early, or a loss is not finite.
+      CheckpointError: a step that cannot be saved.
+    """
+    if self.settings:
+      self.settings["steps"] = steps
+    return dataclasses.replace(self, steps=steps, evaluate=evaluate, progress=progress, **options)()
+
+  def save(self, checkpointer: Checkpointer, metrics: Record | None = None) -> None:
+    """Saves the model, the optimizer and the position as a step.
+
+    Args:
+      checkpointer: where to save; raises like `Checkpointer.save`.
+      metrics: the metrics of the step.
+    """
+    own = dict(self.extra()) if self.extra is not None else {}
+    if "data" in own:
+      raise TrainError(
+        "extra() returns a 'data', which is the name of fit's data cursor.", fix="another name for yours."
+      )
+    own |= {"settings": dict(self.settings)} if self.settings else {}
+    checkpointer.save(
+      self.at.step,
+      model=self.model,
+      optimizer=self.optimizer,
+      only=self.only,
+      plan=self.plan,
+      metrics=metrics,
+      extra={**own, "data": {"samples": self.at.samples, "stop": self.at.stop}},
+      overwrite=self.at.step <= self.at.replaces,
+    )
+
+  def __call__(self, resumed: str = "") -> FitResult:
     """Trains to the end; `resumed` is a line to show first."""
-    host = iter(batches(self.at.samples) if callable(batches) else batches)
+    self._first, self._shown = self.at.step + 1, self._display()
+    if self.early_stop is not None and self.at.stop:
+      self.early_stop.best, self.early_stop.waited = self.at.stop["best"], self.at.stop["waited"]
+    host = iter(self.batches(self.at.samples) if callable(self.batches) else self.batches)
     source = host if self.plan is None else placed(host, self.plan)
     mesh_of_caller = jax.sharding.get_mesh()
 
@@ -122,16 +209,27 @@ class Run:
       stack.enter_context(_compilations(self._programs))
       if self.plan is not None:
         stack.enter_context(default_scope(self.plan.activation_rules))
-      stack.enter_context(self.shown)
+      stack.enter_context(self._shown)
       stack.enter_context(self._tracing)
-      stack.push(self.recorder.fail)
+      stack.push(self._fail)
       if resumed:
-        self.shown.note(self.at.step, resumed)
-      self.recorder.clock.start()
+        self._shown.note(self.at.step, resumed)
+      self._clock.start()
       stopped = self._train(next_batch, stop)
       self._finish(stopped)
-    newest, history = self.recorder.newest, list(self.recorder.history)
-    return FitResult(self.at.step, newest, history, stopped)
+    return FitResult(self.at.step, self._newest, list(self._history), stopped)
+
+  def _display(self) -> StepProgress:
+    if not isinstance(self.progress, bool):
+      return self.progress
+    return StepProgress(
+      self.steps,
+      start=self.at.step,
+      unit=self.unit,
+      every_update=self.log_every is not None,
+      quiet=not self.progress,
+      console=None if self.progress else Console(quiet=True),
+    )
 
   def _train(self, next_batch: Callable[[], Any], stop: StopSignals) -> str:
     """Runs the steps; returns why they ended."""
@@ -142,9 +240,9 @@ class Run:
         return "data"
       number = self.at.step + 1
       self._prepare(number, batch)
-      compiled = self._update(number, batch)
+      self._update(number, batch)
       evaluating, saving = (n is not None and number % n == 0 for n in (self.eval_every, self.save_every))
-      self._report(number, batch, compiled=compiled, flush=evaluating or saving)
+      self._add(number, batch, flush=evaluating or saving)
       if stop.asked(number):
         return "signal"
       if evaluating:
@@ -152,8 +250,8 @@ class Run:
       if saving:
         self._save()
       if evaluating or saving:
-        self.recorder.clock.start()  # so that its time does not count for the steps
-      if self.recorder.ended:
+        self._clock.start()  # so that its time does not count for the steps
+      if self._ended:
         return "early"
     return "steps"
 
@@ -161,7 +259,7 @@ class Run:
     """Checks that no step is missing after the last batch."""
     if self.steps is None:
       return
-    self.recorder.finish(self.at.step)
+    self._report_all()
     raise TrainError(
       f"the batches ended after step {self.at.step} of {self.steps}.",
       fix=f"steps={self.at.step}, steps=None for all there are, or more batches.",
@@ -172,37 +270,112 @@ class Run:
     if self.check_gradients and number == self._first and isinstance(self.step, TrainStep):
       found = self.step.check_gradients(self.model, self.optimizer, batch)
       found.raise_if_wrong()
-      self.shown.note(self.at.step, found.summary)
-    if number == self.profile[0]:
+      self._shown.note(self.at.step, found.summary)
+    if self.profile is not None and number == self.profile[0]:
       jax.block_until_ready(self._metrics)
       self._tracing.enter_context(jax.profiler.trace(os.fspath(self.profile_dir)))
 
-  def _update(self, number: int, batch: PyTree) -> bool:
-    """Runs a step; returns whether it compiled a program."""
+  def _update(self, number: int, batch: PyTree) -> None:
+    """Runs a step."""
     before = len(self._programs)
     with jax.profiler.StepTraceAnnotation("train", step_num=number):
       self._metrics = _checked(self.step(self.model, self.optimizer, batch))
     self.at.step, self.at.samples = number, self.at.samples + examples_in(batch)
     compiled = len(self._programs) > before
-    if self.peak and (compiled or number == self._first):
-      flops = _flops(self.step, self.model, batch) if self.flops is None else self.flops
-      self.recorder.ideal_seconds = flops / self.peak
-    return compiled
+    self._compiled = self._compiled or compiled
+    if compiled or number == self._first:
+      self._ideal_seconds = self._seconds_at_peak(batch)
 
-  def _report(self, number: int, batch: PyTree, *, compiled: bool, flush: bool) -> None:
-    """Records the metrics of a step, immediately with `flush`; ends the profile after its last step."""
+  def _seconds_at_peak(self, batch: PyTree) -> float:
+    """The seconds of a step at the peak of the chip; nan if either is unknown."""
+    peak = peak_of_chip() if self.peak_flops is None else self.peak_flops
+    if not peak:
+      return math.nan
+    return (_flops(self.step, self.model, self.optimizer, batch) if self.flops is None else self.flops) / peak
+
+  # Metrics are read one step late: one step ahead keeps the devices busy.
+
+  def _start_window(self) -> None:
+    self._sums, self._window, self._arrays = MetricSums(), (0, 0), dict[str, Any]()
+
+  def _add(self, number: int, batch: PyTree, *, flush: bool) -> None:
+    """Adds the metrics of a step to its record, and reports the record before, or this one with `flush`."""
     assert self._metrics is not None
-    now = flush or number in (self._first, self.steps) or number % self.log_every == 0
-    self.recorder.add(number, self._metrics, batch, self.tokens or _rows, report=now, compiled=compiled)
+    scalars = {name: value for name, value in self._metrics.items() if is_scalar(value)}
+    self._sums.add(scalars, weight=examples_in(batch))
+    steps, tokens = self._window
+    self._window = steps + 1, tokens + (self.tokens or _rows)(batch)
+    jax.block_until_ready(self._before)  # bounds the work in flight
+    self._before = scalars
+    self._flush()
+    self._arrays = {name: value for name, value in self._metrics.items() if name not in scalars}
+    if flush or number in (self._first, self.steps) or number % (self.log_every or 1) == 0:
+      self._close_window(number)
     if flush:
-      self.recorder.flush()
-    if number == self.profile[1]:
+      self._flush()
+    if self.profile is not None and number == self.profile[1]:
       jax.block_until_ready(self._metrics)
       self._tracing.close()
 
+  def _close_window(self, number: int) -> None:
+    """Makes one record, to be reported later, of the steps since the last record."""
+    if self._window[0]:
+      self._late = functools.partial(self._report, number, self._sums, self._arrays, *self._window)
+      self._start_window()
+
+  def _flush(self) -> None:
+    """Reports the pending record, if there is one."""
+    late, self._late = self._late, None
+    if late is not None:
+      late()
+
+  def _report_all(self) -> None:
+    """Reports all steps so far."""
+    self._flush()
+    self._close_window(self.at.step)
+    self._flush()
+
+  def _fail(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """After a failure, reports the step before it, if that did not fail too."""
+    if error is not None:
+      with contextlib.suppress(TrainError, RuntimeError):
+        self._flush()
+
+  def _report(self, number: int, sums: MetricSums, arrays: dict[str, Any], steps: int, tokens: int) -> None:
+    # Reported one step late: the time since the last tick holds the compilation of the step after it.
+    compiled, self._compiled = self._compiled, False
+    values = sums.read() | self._clock.tick(tokens, steps=steps, compiled=compiled)
+    if math.isfinite(mfu := self._ideal_seconds / self._clock.step_seconds):
+      values["mfu"] = mfu
+    self._shown.update(number, values, compiled=compiled)
+    fetched = to_host(arrays) if arrays and self.trackers else {}
+    self._record(number, values, fetched, last=self.evaluate is None)
+    if self.nonfinite == "error" and not math.isfinite(values.get("loss", 0.0)):
+      raise TrainError(
+        f"the loss of step {number} is {values['loss']}: training further is of no use.",
+        details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
+        fix="a lower learning rate or clipped gradients in optimizer(); then resume from a checkpoint.",
+      )
+
+  def _record(
+    self, number: int, values: Record, arrays: Mapping[str, Any] | None = None, *, last: bool
+  ) -> None:
+    self._newest.update(values)
+    self._history.append({"step": number, **values})
+    if jax.process_index() == 0:
+      for track in self.trackers:
+        track(number, {**values, **(arrays or {})})
+    stop = self.early_stop
+    if stop is None:
+      return
+    self._ended = stop.update(values) or self._ended
+    self.at.stop = {"best": stop.best, "waited": stop.waited}
+    if last and stop.metric not in self._newest:
+      raise TrainError(f"no record has the metric {stop.metric!r}.", fix=f"one of {', '.join(self._newest)}.")
+
   def _finish(self, stopped: str) -> None:
     """Reports, evaluates and saves the last step."""
-    self.recorder.finish(self.at.step)
+    self._report_all()
     if stopped != "signal":
       self._evaluation()
     elif jax.process_index() == 0:
@@ -213,31 +386,41 @@ class Run:
       self.checkpointer.wait()  # its error must not be lost at exit
 
   def _evaluation(self) -> None:
-    if self.evaluate is not None and self._evaluated != self.at.step:
-      self.recorder.evaluation(self.at.step, self.evaluate())
-      self._evaluated = self.at.step
+    if self.evaluate is None or self._evaluated == self.at.step:
+      return
+    means = MetricSums()
+    means.add(self.evaluate())
+    found = {f"eval_{name}": value for name, value in means.read().items()}
+    self._shown.note(self.at.step, "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    self._record(self.at.step, found, last=True)
+    self._evaluated = self.at.step
 
   def _save(self) -> None:
     if self.checkpointer is None or self._saved == self.at.step or self.at.step < self._first:
       return
-    if self.finite:
+    if self.nonfinite == "error":
       _require_finite(saved_roots(self.model, self.optimizer, self.only), self.at.step)
-    own = self.extra() if self.extra is not None else {}
-    if "data" in own:
-      raise TrainError(
-        "extra() returns a 'data', which is the name of fit's data cursor.",
-        fix="another name for yours.",
-      )
-    self.checkpointer.save(
-      model=self.model,
-      optimizer=self.optimizer,
-      only=self.only,
-      plan=self.plan,
-      metrics=self.recorder.of_step(self.at.step),
-      **self.at.save_options(own),
-    )
-    self.shown.note(self.at.step, f"checkpoint in {self.checkpointer.directory}")
+    latest = [*itertools.islice(reversed(self._history), 2)][::-1]
+    records = (record for record in latest if record["step"] == self.at.step)
+    metrics = {name: value for record in records for name, value in record.items() if name != "step"}
+    self.save(self.checkpointer, metrics)
+    self._shown.note(self.at.step, f"checkpoint in {self.checkpointer.directory}")
     self._saved = self.at.step
+
+
+def _check_intervals(run: Run) -> None:
+  for name in ("steps", "eval_every", "save_every", "log_every"):
+    steps, least = getattr(run, name), 0 if name == "steps" else 1
+    if steps is not None and (not isinstance(steps, numbers.Integral) or steps < least):
+      raise TrainError(f"{name}={steps!r} is not a number of steps.", fix=f"{name}={least} or more.")
+  if run.profile is not None and not 0 < run.profile[0] <= run.profile[1]:
+    raise TrainError(
+      f"the profile of steps {run.profile[0]} to {run.profile[1]} holds no step.",
+      details="steps are counted from 1, and both ends are in",
+      fix="a few steps after the first, which compiles: (10, 12).",
+    )
+  if run.evaluate is None and run.eval_every is not None:
+    raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
 
 
 def _checked(metrics: object) -> AnyMetrics:
@@ -300,53 +483,22 @@ def _compilations(programs: list[str]) -> Generator[None]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-def _abstract(x: Any) -> Any:
-  """An array without values, and without types on Explicit axes."""
-  return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
-
-
 def peak_of_chip() -> float | None:
   """The bfloat16 peak of a device here, or None; simulated devices have none."""
   known = chip_of(jax.devices()[0].device_kind)
   return None if known is None or known.platform == "cpu" else known.peak("bfloat16")
 
 
-def _flops(step: Any, model: Model, batch: PyTree) -> float:
-  """FLOPs of a step on one device: three times the forward pass; nan if the step is not a `TrainStep`.
-
-  Counted from the trace: compilers rewrite matrix products beyond recognition.
-  """
+def _flops(step: Any, model: Model, optimizer: Optimizers, batch: PyTree) -> float:
+  """FLOPs of a step on one device after a call with these arguments; nan if it shows no program."""
   if not isinstance(step, TrainStep):
     return math.nan
-  losses = step.options.loss_fn
-  binding = Binding({"model": model})
-  arrays = binding.leaves()
-
-  def forward(arrays: list[jax.Array], batch: PyTree) -> list[jax.Array]:
-    several = losses.values() if isinstance(losses, Mapping) else [losses]
-    found = [call_loss(loss, binding.template.build(arrays)[0], batch) for loss in several]
-    return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
-
-  seen = Propagation()
-  try:
-    run = forward if binding.scope is None else on_fitting_axes(forward, binding.scope)
-    trace: Any = jax.make_jaxpr(run)(*jax.tree.map(_abstract, (arrays, batch)))
-    seen.run(trace, [Flow(((),) * len(x.shape), False) for x in trace.in_avals])
-  except Exception as error:  # noqa: BLE001 (a figure that is only shown must not end a run)
+  found = cost(step.compiled(model, optimizer, batch).as_text() or "")
+  if found.uncounted:
     warnings.warn(
-      f"no mfu is recorded: its loss cannot be counted ({type(error).__name__}: {error})."
+      f"the recorded mfu is too low. {not_counted(found.uncounted)}\n"
       "  Fix: fit(..., flops=...), for one device.",
       NnxParallelWarning,
       stacklevel=6,
     )
-    return math.nan
-  if seen.uncounted:
-    warnings.warn(
-      f"the recorded mfu is too low. {not_counted(seen.uncounted)}\n"
-      "  Fix: fit(..., flops=...), for one device.",
-      NnxParallelWarning,
-      stacklevel=6,
-    )
-  placed = [x for x in arrays if isinstance(x, jax.Array)]
-  devices = max((len(x.sharding.device_set) for x in placed), default=1)
-  return 3.0 * sum(product.flops * product.times for product in seen.products) / devices
+  return float(found.flops)

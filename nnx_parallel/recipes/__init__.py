@@ -7,11 +7,15 @@ A recipe is one Python file that defines `init()`, `optimizer()`, `loss(model, b
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
+  from nnx_parallel.loop.recipe import Resumed, plan_recipe, restore, start
+  from nnx_parallel.loop.run import Run
 
 __all__ = [
-  "Job",
+  "Resumed",
+  "Run",
   "load_recipe",
   "plan_recipe",
+  "restore",
+  "start",
 ]

@@ -8,11 +8,9 @@ shows; Google Cloud's "TPU system architecture" pages, and for one-way link band
 Model" (jax-ml.github.io/scaling-book), chapter 2. The 40 GB A100: NVIDIA A100 data sheet, SXM. `usable_bytes`
 of a TPU is the limit that its compiler enforces (libtpu 0.0.42 and 0.0.50); of a GPU, the 75 % that JAX takes
 by default, or the value of `XLA_CLIENT_MEM_FRACTION` (formerly `XLA_PYTHON_CLIENT_MEM_FRACTION`) in this
-process. `host_bandwidth`: PCIe generation 4 (A100) and 5 (H100 and later) with 16 lanes; for TPUs the scaling
-book's 15 GB/s per chip, 32 for v6e; for tpu7x no figure is published, so it has v6e's, halved like the rest
-of its row.
+process.
 
-The arithmetic of a matrix product has the same name in traces, compiled programs and `Chip.peak`:
+The arithmetic of a matrix product has the same name in compiled programs and `Chip.peak`:
 `"bfloat16"`, `"float8"`, `"float32"` (JAX's default precision), `"float32 high"`, `"float32 highest"`, or a
 type and its number of passes: `"bfloat16 x3"`. Float32 products follow the text of `jax.lax.Precision`. TPUs
 run them as one, three or six bfloat16 passes (`DEFAULT`, `HIGH`, `HIGHEST`), GPUs as TF32, and only at
@@ -26,9 +24,6 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import jax
 
 from nnx_parallel.errors import ReportError
 
@@ -63,13 +58,7 @@ class Chip:
     links: the number of ICI links that one mesh axis can use at a time (2 on a ring, one in each direction);
       1 for NVLink.
     network_bandwidth: bytes per second in one direction between hosts (GPU) or slices (TPU).
-    domain: the number of devices that the fast links join, or None if it depends on the topology.
     devices_per_chip: the number of JAX devices for each chip that the name of a topology counts.
-    host_bandwidth: bytes per second in one direction between a device and its host's memory.
-    efficiency: the share of the peak FLOPs that the matrix products of training reach. On TPUs, it is 0.78,
-      which is fitted to MaxText on v5e and v5p (`benchmarks/results/step_time.md`). On GPUs, it is 0.5, which
-      is a guess; the two H100 runs give 0.43. Other chips were not measured. The default for a chip of your
-      own, 0.7, is a guess too.
   """
 
   name: str
@@ -81,10 +70,7 @@ class Chip:
   link_bandwidth: float
   links: int
   network_bandwidth: float
-  domain: int | None
   devices_per_chip: int = 1
-  host_bandwidth: float = 16e9
-  efficiency: float = 0.7
 
   @property
   def usable_note(self) -> str:
@@ -130,11 +116,10 @@ def _gpu(
   flops: Mapping[str, float],
   nvlink: float,
   net: float,
-  pcie: float,
 ) -> Chip:
   memory = memory_mib * _MIB
   usable = int(memory * _GPU_SHARE)
-  return Chip(name, "gpu", memory, usable, bandwidth, flops, nvlink, 1, net, 8, 1, pcie, 0.5)
+  return Chip(name, "gpu", memory, usable, bandwidth, flops, nvlink, 1, net)
 
 
 def _tpu(
@@ -142,9 +127,8 @@ def _tpu(
 ) -> Chip:
   # Between slices: 6.25 GB/s of data-centre network per chip, the scaling book's planning figure.
   halves = 2 if name == "tpu7x" else 1
-  pcie = {"v6e": 32e9, "tpu7x": 16e9}.get(name, 15e9)
   memory, usable = int(gib * _GIB), int(usable_gib * _GIB)
-  return Chip(name, "tpu", memory, usable, bandwidth, flops, link, 2, 6.25e9, None, halves, pcie, 0.78)
+  return Chip(name, "tpu", memory, usable, bandwidth, flops, link, 2, 6.25e9, halves)
 
 
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "int8": 1979e12,
@@ -156,18 +140,18 @@ _BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "int8"
 CHIPS: Mapping[str, Chip] = {
   chip.name: chip
   for chip in (
-    _gpu("a100", 81920, 2.039e12, _AMPERE, 300e9, 25e9, 32e9),
-    _gpu("a100_40gb", 40960, 1.555e12, _AMPERE, 300e9, 25e9, 32e9),
-    _gpu("h100", 81559, 3.35e12, _HOPPER, 450e9, 50e9, 64e9),
-    _gpu("h200", 143771, 4.8e12, _HOPPER, 450e9, 50e9, 64e9),
-    _gpu("b200", 183359, 8.0e12, _BLACKWELL, 900e9, 50e9, 64e9),
+    _gpu("a100", 81920, 2.039e12, _AMPERE, 300e9, 25e9),
+    _gpu("a100_40gb", 40960, 1.555e12, _AMPERE, 300e9, 25e9),
+    _gpu("h100", 81559, 3.35e12, _HOPPER, 450e9, 50e9),
+    _gpu("h200", 143771, 4.8e12, _HOPPER, 450e9, 50e9),
+    _gpu("b200", 183359, 8.0e12, _BLACKWELL, 900e9, 50e9),
     _tpu("v4", 32, 30.75, 1.228e12, {"bfloat16": 275e12, "int8": 275e12}, 45e9),
     _tpu("v5e", 16, 15.75, 0.819e12, {"bfloat16": 197e12, "int8": 394e12}, 45e9),
     _tpu("v5p", 95.74, 95.73, 2.765e12, {"bfloat16": 459e12, "int8": 918e12}, 90e9),
     _tpu("v6e", 32, 31.24, 1.64e12, {"bfloat16": 918e12, "int8": 1836e12}, 90e9),
     _tpu("tpu7x", 96, 94.74, 3.69e12, {"bfloat16": 1153.5e12, "float8": 2307e12}, 100e9),
     # Round figures for simulated devices, not measured on any machine.
-    Chip("cpu", "cpu", 16 * _GIB, 16 * _GIB, 20e9, {"bfloat16": 50e9, "float32": 100e9}, 5e9, 1, 1e9, None),
+    Chip("cpu", "cpu", 16 * _GIB, 16 * _GIB, 20e9, {"bfloat16": 50e9, "float32": 100e9}, 5e9, 1, 1e9),
   )
 }  # fmt: skip
 
@@ -228,24 +212,6 @@ def _as_set(row: Chip) -> Chip:
       fix="XLA_CLIENT_MEM_FRACTION=0.75.",
     ) from error
   return dataclasses.replace(row, usable_bytes=usable)
-
-
-def traced_arithmetic(operands: Sequence[Any], precision: Any = None) -> str:
-  """The arithmetic of an operation of a trace: of the wider of its two operands, and of its `precision`.
-
-  JAX has put `jax_default_matmul_precision` into that parameter.
-
-  Example:
-    >>> x = jax.ShapeDtypeStruct((8, 8), jax.numpy.float32)
-    >>> traced_arithmetic((x, x)), traced_arithmetic((x, x), jax.lax.Precision.HIGHEST)
-    ('float32', 'float32 highest')
-  """
-  dtype = max((x.dtype for x in operands), key=lambda dtype: dtype.itemsize)
-  if isinstance(precision, jax.lax.DotAlgorithmPreset):
-    return _algorithm(precision.name) or _named(dtype.name)
-  asked = [p for p in (precision if isinstance(precision, tuple) else (precision,)) if p is not None]
-  level = max((p for p in asked if isinstance(p, jax.lax.Precision)), key=lambda p: p.value, default=None)
-  return _named(dtype.name, level.name.lower() if level else "default")
 
 
 def compiled_arithmetic(types: Sequence[str], attributes: str) -> str:

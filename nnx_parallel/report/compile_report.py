@@ -25,7 +25,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.report.chips import Chip, chip_of
 from nnx_parallel.report.chips import chip as chip_named
-from nnx_parallel.report.estimate.workload import batch_structs, check_batch
+from nnx_parallel.report.inputs import batch_structs, check_batch, state_categories
 from nnx_parallel.report.program import hlo
 from nnx_parallel.report.program.collectives import KINDS, Collective, collectives, totals
 from nnx_parallel.report.program.compiler import (
@@ -319,17 +319,6 @@ def abstract_batch(plan: Plan, batch: PyTree) -> PyTree:
     ),
     batch,
   )
-
-
-def state_categories(plan: Plan) -> dict[str, int]:
-  """Bytes per device of the planned state in device memory: parameters, other model state, optimizer."""
-  sums = {"parameters": 0, "other model state": 0, "optimizer": 0}
-  for leaf in plan.leaves:
-    if leaf.on_host:
-      continue
-    kind = "parameters" if leaf.is_parameter else "other model state"
-    sums["optimizer" if leaf.root == "optimizer" else kind] += leaf.bytes_per_device
-  return sums
 
 
 def _placed(plan: Plan, text: str | None) -> Plan:

@@ -13,8 +13,7 @@ from nnx_parallel.core.text import Table, format_array, format_bytes, format_spe
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.show.text import grouped
 from nnx_parallel.report.compile_report import CompileReport
-from nnx_parallel.report.estimate.memory import MemoryPlan
-from nnx_parallel.report.estimate.roofline import StepTime, compiled_time
+from nnx_parallel.report.memory import MemoryPlan
 from nnx_parallel.report.tables import (
   arguments_table,
   head,
@@ -51,7 +50,6 @@ th { white-space: nowrap; }
 def report_page(report: CompileReport) -> str:
   """The page of a compile report."""
   title, verdict, *facts = head(report)
-  time = compiled_time(report)
   sums, collectives = sent_tables(report, most=100)
   usable = report.available_bytes
   return _page(
@@ -63,28 +61,18 @@ def report_page(report: CompileReport) -> str:
     _table(reshards_table(report)),
     _table(peak_table(report, most=40)),
     _table(arguments_table(report, most=100)),
-    _table(time.table()) if time else "",
     _table(sums) if report.collectives else "<p>Nothing is sent.</p>",
     _table(collectives),
     data=report.to_json(),
   )
 
 
-def plan_page(
-  plan: Plan,
-  memory: MemoryPlan | None = None,
-  time: StepTime | None = None,
-  *,
-  title: str = "Plan",
-) -> str:
+def plan_page(plan: Plan, memory: MemoryPlan | None = None, *, title: str = "Plan") -> str:
   """Returns an HTML page of a plan: its notes and its leaves, largest first.
 
   Args:
     plan: a plan on any mesh.
-    memory: a `MemoryPlan`. The page then shows the planned memory by category and, if the `MemoryPlan` has a
-      chip, whether it fits.
-    time: a `StepTime`. The page then shows the predicted step time, and the communication time of each mesh
-      axis.
+    memory: a `MemoryPlan`. The page then shows its verdict, and the planned memory by category.
     title: the heading of the page, such as the name of the model.
 
   Returns:
@@ -100,22 +88,17 @@ def plan_page(
   """
   sizes = axis_sizes(plan.mesh)
   mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-  fits, chip = None, memory.chip if memory is not None else None
   planned = ""
   if memory is not None:
-    sentence = f"A step needs about {format_bytes(memory.need_bytes)} per device"
-    if chip is not None and memory.headroom_bytes is not None:
-      fits = memory.headroom_bytes >= 0
-      word = "FITS" if fits else "DOES NOT FIT"
-      sentence = f"{word}, as planned: {sentence}, {format_bytes(chip.usable_bytes)} usable on {chip.name}"
-    planned = _verdict(f"{sentence}.", fits)
-    planned += _memory("Planned memory per device", memory.categories, chip.usable_bytes if chip else None)
+    short = memory.headroom_bytes is not None and memory.headroom_bytes < 0
+    planned = _verdict(memory.verdict, False if short else None)
+    usable = memory.chip.usable_bytes if memory.chip else None
+    planned += _memory("Planned memory per device, at least", memory.at_peak, usable)
   held = f"{len(plan.leaves)} arrays, {format_bytes(plan.bytes_per_device())} per device."
   return _page(
     f"{title} on {mesh} = {math.prod(sizes.values())} devices",
     _notes([held, *(f"note: {note}" for note in plan.notes)]),
     planned,
-    _table(time.table()) if time is not None else "",
     _table(_leaves_table(plan)),
   )
 

@@ -235,9 +235,10 @@ def layers() -> PathRules:
 
   The projections of `MultiHeadAttention`, and others called `q`, `k_proj`, `wo` and the like, get `heads` or
   `kv_heads`, so that no rule shards the head dim, over which attention sums. `Embed` gets `vocab`; the last
-  (output) dim of any other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of LoRA's second factor
-  gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. If there is a table for
-  the family of the model (`llama`, `gpt`, `vit`, `t5`), it shards pairs of layers better.
+  (output) dim of any other kernel (`Linear`, `LinearGeneral`, `Einsum`, `Conv`, LSTM and GRU cells) and of
+  LoRA's second factor gets `features`. Biases, scales, statistics and LoRA's first factor are replicated. If
+  there is a table for the family of the model (`llama`, `gpt`, `vit`, `t5`), it shards pairs of layers
+  better.
 
   Returns:
     Path rules, to combine with a layout.

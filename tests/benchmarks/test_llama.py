@@ -11,7 +11,7 @@ from flax import nnx
 
 import nnx_parallel as nxp
 from benchmarks import llama
-from nnx_parallel.report.estimate.memory import memory_plan
+from nnx_parallel.report.memory import memory_plan
 from nnx_parallel.testing import assert_same_training, with_gradient_norms
 
 TINY = dataclasses.replace(llama.SIZES["tiny"], depth=2, compute=jnp.float32, batch=8, query_block=32)
@@ -65,7 +65,7 @@ def test_what_is_kept_between_layers_is_split_over_the_tensor_axis():
     plan = nxp.plan(
       init, nxp.abstract_mesh(data=1, fsdp=fsdp, tensor=tensor), llama.RULES, optimizer=optax.sgd(0.1)
     )
-    return memory_plan(plan, llama.loss, llama.batch_of(TINY)).categories["kept activations"]
+    return memory_plan(plan, llama.loss, llama.batch_of(TINY)).categories["saved activations"]
 
   whole = kept(8, 1)
   assert TINY.depth * TINY.sequence * TINY.width * 4 <= whole

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import manifest
-from nnx_parallel.checkpoint.catalog import Retention, newest_first, place_of
+from nnx_parallel.checkpoint.catalog import Retention, newest_first, place_of, policies
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manifest import Header
 from nnx_parallel.errors import CheckpointError
@@ -19,19 +19,21 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
   st.dictionaries(st.integers(0, 50), FLOATS),
   st.integers(1, 4),
   st.none() | st.integers(1, 10),
-  st.integers(1, 3),
   st.sampled_from(["min", "max"]),
 )
-def test_the_newest_and_the_best_always_stay(losses, newest, every, keep_best, mode):
-  keep = Retention(newest, every, "loss", mode, keep_best)
-  metrics = {step: {"loss": loss} for step, loss in losses.items()}
-  kept = sorted(metrics.keys() - keep.expired(metrics, sorted(metrics, reverse=True)))
-  assert set(sorted(metrics)[-newest:]) <= set(kept)
+def test_the_newest_and_the_best_always_stay(losses, newest, every, mode):
+  keep = newest
+  if every:
+    keep = policies.AnyPreservationPolicy([policies.LatestN(newest), policies.EveryNSteps(every)])
+  headers = {step: Header(step, float(step), {"loss": loss}, None) for step, loss in losses.items()}
+  kept = sorted(headers.keys() - Retention(keep, "loss", mode).expired(headers))
+  assert set(sorted(headers)[-newest:]) <= set(kept)
   best = [loss for loss in losses.values() if loss == loss]
   if best:
     wanted = min(best) if mode == "min" else max(best)
     assert any(losses[step] == wanted for step in kept)
-  assert all(step in kept for step in metrics if every and step % every == 0)
+  assert all(step in kept for step in headers if every and step % every == 0)
+  assert len(kept) <= newest + 1 or every
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=8))
@@ -48,7 +50,7 @@ def test_the_newest_step_ends_the_last_lineage(moves):
     found = newest_first(headers)
     assert found[: len(line)] == line[::-1]
     assert sorted(found) == sorted(headers)
-    assert step not in Retention(1).expired({step: {} for step in headers}, found)
+    assert step not in Retention(1).expired(headers)
 
 
 @pytest.fixture
@@ -160,7 +162,15 @@ def test_a_fallback_keeps_to_the_run_that_goes_on(tmp_path):
 def test_steps_on_disk(tmp_path):
   tree = {"w": arrays()["w"]}
   losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 3.0, 5: 4.0}
-  with Checkpointer(tmp_path, max_to_keep=1, keep_every=3, best="loss", keep_best=2) as checkpointer:
+  keep = policies.AnyPreservationPolicy(
+    [
+      policies.EveryNSteps(3),
+      policies.BestN(
+        get_metric_fn=lambda row: row["loss"], reverse=True, n=2, keep_checkpoints_without_metrics=False
+      ),
+    ]
+  )
+  with Checkpointer(tmp_path, max_to_keep=keep, best="loss") as checkpointer:
     for step, loss in losses.items():
       checkpointer.save(step, tree, metrics={"loss": loss})
     assert checkpointer.steps() == [2, 3, 4, 5]

@@ -375,17 +375,17 @@ def test_train_takes_the_way_that_search_prints(layered, capsys):
 
 def test_the_rules_of_a_run_reach_its_loss(layered):
   from nnx_parallel.cli import options
-  from nnx_parallel.loop.job import Job, plan_recipe
   from nnx_parallel.loop.loader import load_recipe
+  from nnx_parallel.loop.recipe import plan_recipe, start
 
   recipe = load_recipe(layered)
   mesh = nxp.make_mesh(data=4, tensor=2)
   texts = []
   for changes in ({}, {"width": ("tensor",)}):
     plan = plan_recipe(recipe, mesh, options.changed_rules(recipe, changes))
-    job = Job.start(recipe, plan)
+    run = start(recipe, plan)
     batch = nxp.shard_batch(next(iter(recipe.batches(0, split="train"))), plan)
-    texts.append(job._train_step.lower(plan, batch=batch).as_text())
+    texts.append(run.step.lower(plan, batch=batch).as_text())
   assert texts[0] != texts[1]
 
 

@@ -30,7 +30,6 @@ DECODER = {
   "head_dim": 8,
   "max_position_embeddings": 64,
 }
-ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA3_ROPE = {
   "rope_type": "llama3",
   "rope_theta": 500.0,
@@ -66,21 +65,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MixtralForCausalLM",
     {**DECODER, "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
   ),
-  "gpt2": (
-    "GPT2Config",
-    "GPT2LMHeadModel",
-    {
-      "vocab_size": 64,
-      "n_positions": 16,
-      "n_embd": 16,
-      "n_layer": 2,
-      "n_head": 4,
-      "n_inner": 24,
-      "bos_token_id": 1,
-      "eos_token_id": 2,
-    },
-  ),
-  "bert": ("BertConfig", "BertForMaskedLM", {**ENCODER, "vocab_size": 64, "max_position_embeddings": 16}),
   "t5": (
     "T5Config",
     "T5ForConditionalGeneration",
@@ -111,25 +95,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
       "decoder_start_token_id": 0,
     },
   ),
-  "vit": (
-    "ViTConfig",
-    "ViTForImageClassification",
-    {**ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 5},
-  ),
 }
 
 
 def inputs(family: str) -> dict[str, np.ndarray[Any, Any]]:
   """The arguments of a family's model."""
   rng = np.random.default_rng(1)
-  if family == "vit":
-    return {"pixel_values": rng.standard_normal((4, 3, 8, 8), np.float32)}
   found = {"input_ids": rng.integers(1, 64, (4, 10))}
-  if family == "bert" or family.startswith("t5"):
-    found["attention_mask"] = (np.arange(10)[None] < [[10], [7], [10], [1]]).astype(np.int64)
-  if family == "bert":
-    found["token_type_ids"] = np.tile(np.arange(10) // 6, (4, 1))
   if family.startswith("t5"):
+    found["attention_mask"] = (np.arange(10)[None] < [[10], [7], [10], [1]]).astype(np.int64)
     found["decoder_input_ids"] = rng.integers(1, 64, (4, 8))
   return found
 
@@ -161,14 +135,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rank_pattern": {"layers.1.mlp.down_proj": 2},
     "alpha_pattern": {"v_proj": 3},
   },
-  "gpt2": {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn"], "use_rslora": True},
 }
 
 
 def write_adapter(family: str, model: Any) -> None:
   """Writes a random adapter of a family beside it."""
-  fan_in_fan_out, model.name_or_path = family == "gpt2", family
-  config = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=fan_in_fan_out, **ADAPTERS[family])
+  model.name_or_path = family
+  config = peft.LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[family])
   adapted, folder = peft.get_peft_model(model, config), ROOT / family / "peft"
   with torch.no_grad():
     for name, weight in adapted.named_parameters():

@@ -9,8 +9,8 @@ import pytest
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import RecipeError
-from nnx_parallel.loop.job import Job, plan_recipe
 from nnx_parallel.loop.loader import load_recipe
+from nnx_parallel.loop.recipe import plan_recipe, start
 from nnx_parallel.recipes import digits
 
 
@@ -56,10 +56,10 @@ def test_an_unknown_split():
 def test_it_learns_to_read_digits():
   recipe = load_recipe("digits")
   plan = plan_recipe(recipe, nxp.make_mesh(recipe.mesh()))
-  job = Job.start(recipe, plan, microbatches=recipe.microbatches())
-  before = job.evaluate()
-  job.train(80)
-  after = job.evaluate()
+  run = start(recipe, plan, microbatches=recipe.microbatches())
+  before = run.evaluate()
+  run.train(80)
+  after = run.evaluate()
   assert before["accuracy"] < 0.3
   assert after["accuracy"] > 0.9
   assert after["loss"] < 0.5 < before["loss"]

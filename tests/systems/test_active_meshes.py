@@ -172,12 +172,12 @@ def fit(on):
 def job(on):
   recipe = nxp.recipes.load_recipe("starter")
   plan = nxp.recipes.plan_recipe(recipe, nxp.make_mesh(fsdp=8, explicit=on.kind == "explicit"))
-  job = nxp.recipes.Job.start(recipe, plan)
-  history = [record["loss"] for record in job.train(2).history]
+  run = nxp.recipes.start(recipe, plan)
+  history = [record["loss"] for record in run.train(2, check_gradients=True).history]
   with nxp.Checkpointer(on.folder / "ckpt") as checkpointer:
-    job.save(checkpointer)
-    again = nxp.recipes.Job.restore(recipe, plan, checkpointer)
-  return history, again.step, again.evaluate(), bool(again.check_gradients())
+    run.save(checkpointer)
+    again = nxp.recipes.restore(recipe, plan, checkpointer).run
+  return history, again.at.step, again.evaluate()
 
 
 def whole_task(on):
@@ -305,7 +305,6 @@ CALLS = {
   "lower": lambda on: STEP.lower(on.plan, batch=HOST).compile() and None,
   "compile_report": report,
   "memory_plan": lambda on: str(nxp.memory_plan(on.plan, loss, HOST, microbatches=2)),
-  "predict_time": lambda on: nxp.report.predict_time(on.plan, loss, HOST, chip="h100").seconds,
   "search": searched,
   "batches": lambda on: [*nxp.batches([HOST] * 3, on.plan), *nxp.batches([*HOST], on.plan, batch=8)],
   "shard_batch": lambda on: [nxp.shard_batch(x, on.plan) for x in (HOST, on.batch, jnp.asarray(HOST))],

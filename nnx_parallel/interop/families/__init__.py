@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -17,15 +16,12 @@ from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import path_str, variables
 from nnx_parallel.errors import RecipeError
 from nnx_parallel.interop.families.decoder import Config, Decoder
-from nnx_parallel.interop.families.encoder import Bert, ViT
-from nnx_parallel.interop.families.gpt2 import GPT2
 from nnx_parallel.interop.families.t5 import T5
-from nnx_parallel.interop.huggingface import has_own_head, read_config, weight_map_of
-from nnx_parallel.interop.safetensors import import_safetensors
+from nnx_parallel.interop.huggingface import Folder
+from nnx_parallel.interop.weights import import_arrays
 from nnx_parallel.layout.planning import plan as make_plan
 
 DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma3_text")
-OTHERS = {"gpt2": GPT2, "bert": Bert, "t5": T5, "vit": ViT}
 
 
 def from_config(
@@ -48,7 +44,7 @@ def from_config(
       no effect.
 
   Returns:
-    A plain module: a `Decoder`, `GPT2`, `T5`, `Bert` or `ViT`.
+    A plain module: a `Decoder` or a `T5`.
 
   Raises:
     CheckpointError: the files cannot be read.
@@ -58,23 +54,24 @@ def from_config(
     >>> import nnx_parallel as nxp
     >>> plan = nxp.plan(lambda: from_config("Qwen3-0.6B", nnx.Rngs(0)), mesh, nxp.fsdp())  # doctest: +SKIP
   """
-  found = {key: value for key, value in read_config(Path(folder)).items() if key not in ignore}
-  family = found.get("model_type")
-  if family == "t5":
-    own = has_own_head(folder)
-    found["scale_decoder_outputs"] = found.get(
-      "scale_decoder_outputs", found.get("tie_word_embeddings", True)
-    )
-    found["tie_word_embeddings"] = found.get("tie_word_embeddings", True) if own is None else not own
-  elif (family in DECODERS or family == "gpt2") and has_own_head(folder):
-    found["tie_word_embeddings"] = False
+  return _module_of(Folder(folder), rngs, param_dtype, ignore)
+
+
+def _module_of(folder: Folder, rngs: nnx.Rngs, param_dtype: str, ignore: Sequence[str]) -> nnx.Module:
+  """See `from_config`."""
+  found = {key: value for key, value in folder.config.items() if key not in ignore}
+  family, tied = found.get("model_type"), found.get("tie_word_embeddings", True)
   if family in DECODERS:
+    if folder.has_own_head:
+      found["tie_word_embeddings"] = False
     return Decoder(Config.from_json(found, param_dtype), rngs)
-  if family in OTHERS:
-    return OTHERS[family](found, rngs, param_dtype)
+  if family == "t5":
+    found["scale_decoder_outputs"] = found.get("scale_decoder_outputs", tied)
+    found["tie_word_embeddings"] = tied if folder.has_own_head is None else not folder.has_own_head
+    return T5(found, rngs, param_dtype)
   raise RecipeError(
-    f"there is no module here for the family {family!r}, which {folder} is of.",
-    fix=f"one of {', '.join([*DECODERS, *OTHERS])}, or your own module.",
+    f"there is no module here for the family {family!r}, which {folder.path} is of.",
+    fix=f"one of {', '.join([*DECODERS, 't5'])}, or your own module.",
   )
 
 
@@ -116,9 +113,10 @@ def load_huggingface(
     >>> mesh = nxp.make_mesh(fsdp=8)
     >>> model = nxp.interop.load_huggingface("Qwen3-0.6B", mesh, nxp.fsdp())  # doctest: +SKIP
   """
+  found = Folder(folder)
 
   def init() -> nnx.Module:
-    model = from_config(folder, nnx.Rngs(0), param_dtype=param_dtype, ignore=ignore)
+    model = _module_of(found, nnx.Rngs(0), param_dtype, ignore)
     if edit is not None:
       edit(model)
     return model
@@ -127,4 +125,4 @@ def load_huggingface(
   added = [
     path_str(path) for path, x in variables(plan.abstract_model).items() if isinstance(x, nnx.LoRAParam)
   ]
-  return import_safetensors(folder, plan, weight_map_of(folder), skip=[*skip, *added])
+  return import_arrays(folder, lambda: found.tensors, plan, found.weight_map(), [*skip, *added])

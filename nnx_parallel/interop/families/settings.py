@@ -58,15 +58,6 @@ _QWEN: dict[str, Any] = {
   "max_window_layers": 28,
   "layer_types": None,
 }
-_ENCODER: dict[str, Any] = {
-  "hidden_size": 768,
-  "num_hidden_layers": 12,
-  "num_attention_heads": 12,
-  "intermediate_size": 3072,
-  "hidden_act": "gelu",
-  "layer_norm_eps": 1e-12,
-}
-
 FOLLOWED: dict[str, dict[str, Any]] = {
   "llama": {
     **_DECODER,
@@ -122,26 +113,6 @@ FOLLOWED: dict[str, dict[str, Any]] = {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
   },
-  "gpt2": {
-    "vocab_size": 50_257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-  },
-  "bert": {**_ENCODER, "vocab_size": 30_522, "max_position_embeddings": 512, "type_vocab_size": 2},
-  "vit": {
-    **_ENCODER,
-    "image_size": 224,
-    "patch_size": 16,
-    "num_channels": 3,
-    "id2label": None,
-    "num_labels": None,
-  },
   "t5": {
     "vocab_size": 32_128,
     "d_model": 512,
@@ -164,22 +135,15 @@ FOLLOWED: dict[str, dict[str, Any]] = {
 # Keys that transformers follows and these modules do not, where the default is another than None or False.
 FIXED: dict[str, dict[str, Any]] = {
   "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
-  "gpt2": {"scale_attn_weights": True},
-  "bert": {"position_embedding_type": "absolute", "tie_word_embeddings": True},
-  "vit": {"qkv_bias": True},
   "t5": {"is_encoder_decoder": True},
 }
 WITHOUT_EFFECT_IN: dict[str, tuple[str, ...]] = {
-  "gpt2": ("summary_*", "n_ctx"),
-  "bert": ("pooler_*", "directionality"),
-  "vit": ("pooler_*", "encoder_stride"),
   "t5": ("is_decoder", "n_positions"),
 }
 _MAY_BE_NULL = ("sliding_window", "num_key_value_heads")
 _KINDS: dict[str, type[Any]] = {
   "rope_parameters": dict,
   "rope_scaling": dict,
-  "id2label": dict,
   "layer_types": list,
   "dense_act_fn": str,
   "is_gated_act": bool,
@@ -215,8 +179,6 @@ def _require_kind(family: str, key: str, value: Any, default: Any) -> None:
     return
   kind: type[Any] = _KINDS.get(key) or (int if default is None else type(default))
   kinds = (int, float) if kind is float else (kind,)
-  if key in ("image_size", "patch_size"):
-    kinds = (int, list)
   if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
     expected = " or ".join(kind.__name__ for kind in kinds)
     raise RecipeError(

@@ -1,7 +1,7 @@
-"""Finds a layout for a step on a machine: a dozen meshes, remat policies and numbers of microbatches.
+"""Finds a layout for a step on a machine: about a dozen meshes, with remat policies and microbatches.
 
-The memory plan rejects meshes that are too large, the step-time model ranks the others, and where a compiler
-is available, the first layout that it accepts wins.
+The memory plan drops what cannot fit. The compiler of the machine compiles the best of the others, and its
+counts rank them. Without a compiler, the bytes that the plan knows exactly do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
@@ -19,33 +19,37 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import abstract_mesh, axis_sizes, no_mesh
-from nnx_parallel.core.text import Shown, Table, format_bytes, hang, not_counted, page_width, render
+from nnx_parallel.core.text import (
+  Shown,
+  Table,
+  format_bytes,
+  format_count,
+  hang,
+  not_counted,
+  page_width,
+  render,
+)
 from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.errors import NnxParallelError, ReportError, SchemeError
-from nnx_parallel.layers.layers import MARK_LAYERS
-from nnx_parallel.layers.pipeline import Pipeline, Schedule
+from nnx_parallel.layers.layers import MARK_LAYERS, has_layers, with_marks
+from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layers.remat import Remat, RematName
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
+from nnx_parallel.report.chips import Chip
 from nnx_parallel.report.compile_report import CompileReport, compile_report
-from nnx_parallel.report.estimate.memory import BAND_TEXT, CASES, ERROR_BAND, memory_categories
-from nnx_parallel.report.estimate.roofline import StepTime, step_time
-from nnx_parallel.report.estimate.workload import (
-  StepTrace,
-  batch_structs,
-  check_batch,
-  finds_layers,
-  trace_step,
-  workload_of,
-)
+from nnx_parallel.report.inputs import batch_structs, check_batch
+from nnx_parallel.report.memory import MemoryPlan, Saved, flat_loss, planned, structs_of, trace_saved
 from nnx_parallel.report.topology import Machine, missing_compiler, read_machine
 from nnx_parallel.rules.ruleset import Rules, RuleSet
 from nnx_parallel.train.step import train_step
 
-Fit = Literal["likely", "borderline", "no"]
 Sizes = Mapping[str, int]
-SAME_TIME = 0.005
-"""Relative difference of predicted times below which less memory decides."""
+ROOM = 1.5
+"""How many times the least memory a compiler is expected to need; a refusal raises it.
+
+It needed 1.02 to 2.76 times as much in the cases of `benchmarks/results/report_figures.md`.
+"""
 INNER = 8
 """The most devices over which axes that do not split the batch, and pipeline stages, are tried."""
 
@@ -56,25 +60,15 @@ class Candidate:
 
   Attributes:
     plan: the layout.
-    microbatches: the number of microbatches of the batch.
-    remat: the activations that layers save; see `train_step`.
-    memory_bytes: the predicted need of one device.
-    time: the predicted time of the step.
-    fits: `"likely"` if the largest need that a compiler had for such a prediction fits too (`ERROR_BAND`,
-      from test cases of one model), `"borderline"` if only the prediction fits, else `"no"`.
+    memory: the least that one device needs, with the remat policy, the number of microbatches, and the
+      schedule of the pipeline.
     pipeline: the pipeline over the layers, or None.
-    schedule: the schedule of the pipeline: its stages, ticks and bubble.
     report: the compiler's figures, where this candidate was compiled.
   """
 
   plan: Plan
-  microbatches: int
-  remat: RematName | Remat
-  memory_bytes: int
-  time: StepTime
-  fits: Fit
+  memory: MemoryPlan
   pipeline: Pipeline | None = None
-  schedule: Schedule | None = None
   report: CompileReport | None = None
 
   @property
@@ -90,9 +84,9 @@ class Candidate:
   @property
   def refused(self) -> str:
     """Why the compiled program cannot run, or an empty string."""
-    if self.report is None:
+    if self.report is None or self.report.fits:
       return ""
-    return "" if self.report.fits else f"the compiler needs {format_bytes(self.report.need_bytes)}"
+    return f"the compiler needs {format_bytes(self.report.need_bytes)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +95,11 @@ class SearchResult(Shown):
 
   Attributes:
     machine: the target machine.
-    fitting: the candidates that fit according to the memory plan: first the likely candidates, then the
-      borderline candidates, and in each group the fastest first. If two times are almost equal, the candidate
-      that needs less memory comes first.
-    too_large: the candidates that do not fit, smallest first.
+    fitting: the candidates that may fit: first those that a compiler accepted, the least work first; then
+      those that were not compiled, the fewest exact bytes first; then those that a compiler refused.
+    too_large: the candidates that cannot fit, smallest first.
     refused: a dict: reason -> number of meshes that it excluded.
-    best: the winner: the first of `fitting` that no compiler rejected, or None.
+    best: the winner: the first of `fitting`, or None if no candidate can run.
     notes: remarks, for example on axes that shard nothing, the notes of the winner's plan, candidates that
       were not compiled, and operations that were not counted.
     layers: dotted paths of the layers, if they were given.
@@ -131,9 +124,9 @@ class SearchResult(Shown):
       raise ReportError(f"no layout fits on {self.machine.text}.", fix="more devices, or a smaller batch.")
     layout = f", zero={best.plan.zero}" if best.plan.zero else ""
     layout += ', optimizer_memory="pinned_host"' if is_offloaded(best.plan) else ""
-    step = f"microbatches={best.microbatches}"
-    if best.remat != "as written":
-      step += f', remat="{best.remat}"' if isinstance(best.remat, str) else f", remat=nxp.{best.remat!r}"
+    step, remat = f"microbatches={best.memory.microbatches}", best.memory.remat
+    if remat != "as written":
+      step += f', remat="{remat}"' if isinstance(remat, str) else f", remat=nxp.{remat!r}"
       step += f', layers="{self.layers}"' if self.layers else ""
     if best.pipeline is not None:
       step += f", pipeline=nxp.{best.pipeline!r}"
@@ -147,52 +140,44 @@ class SearchResult(Shown):
   def table(self) -> Table:
     """Returns the best candidate of each mesh; if nothing fits on a mesh, the smallest."""
     shown = _one_of_each_mesh(self.fitting or self.too_large)
-    fastest = min((c.time.seconds for c in shown), default=1.0)
-    compiled = any(c.report is not None for c in shown)
-    columns = ("mesh", "microbatches>", "remat", "memory>", "fits", "time>", "bound by")
-    columns += ("compiler needs>",) if compiled else ()
-    rows = [(*_cells(c, fastest), *(_compiled(c) if compiled else ())) for c in shown]
-    title = "Best layout of each mesh; times are relative to the fastest"
+    columns = ("mesh", "microbatches>", "remat", "exact>", "at least>")
+    if any(c.report is not None for c in shown):
+      columns += ("compiled>", "FLOPs>", "traffic>", "sent>")
+    rows = [_cells(c)[: len(columns)] for c in shown]
+    title = "Best layout of each mesh: bytes per device"
     if not self.fitting:
       title = "Nothing fits. The smallest layout of each mesh" if rows else "No layout can run; see the notes"
     return Table(title, columns, rows)
 
   def summary(self) -> str:
-    """Returns one sentence that says how many layouts were tried, and how many fit."""
+    """Returns one sentence that says how many layouts were tried, and how many may fit."""
     chip, tried = self.machine.chip, len(self.fitting) + len(self.too_large)
-    sure = sum(candidate.fits == "likely" for candidate in self.fitting)
     return (
       f"{tried} layouts for {self.machine.devices} x {chip.name}, {format_bytes(chip.usable_bytes)} usable"
-      f" each{chip.usable_note}: {len(self.fitting)} fit by the memory plan, {sure} of them likely."
+      f" each{chip.usable_note}: {len(self.fitting)} may fit, {len(self.too_large)} cannot."
     )
 
   def __str__(self) -> str:
     lines = [self.summary()]
     if self.best is not None:
-      report, how = self.best.report, ""
-      if report is not None:
-        how = f", compiled for {report.target}: it fits"
-      elif self.best.fits == "borderline":
-        how = ", a borderline fit; check it with search(..., compile_best=3)"
-      lines += ["", f"The winner{how}:", "", *(f"  {line}" for line in self.code().splitlines()), ""]
+      report = self.best.report
+      how = "by exact bytes, not compiled" if report is None else f"compiled for {report.target}: it fits"
+      lines += ["", f"The winner, {how}:", "", *(f"  {line}" for line in self.code().splitlines())]
     notes = [*self.notes]
-    if self.best is None or any(c.fits == "borderline" for c in self.fitting):
-      notes.append(f"In {CASES} test cases {BAND_TEXT}.")
     notes += [f"{count} meshes are left out: {why}" for why, count in [*self.refused.items()][:5]]
-    lines += [hang(f"note: {note}", page_width()) for note in notes]
+    lines += ["" for _ in notes[:1]] + [hang(f"note: {note}", page_width()) for note in notes]
     return "\n".join([*lines, "", render(*self.table())])
 
   def to_json(self) -> str:
     """Returns the winner, the best candidate of each mesh, the compiled candidates and the counts as JSON."""
-    fastest = min((c.time.seconds for c in self.fitting), default=1.0)
     body = {
       "topology": self.machine.text,
       "fitting": len(self.fitting),
       "too_large": len(self.too_large),
       "refused": dict(self.refused),
-      "best": _as_json(self.best, fastest) if self.best else None,
-      "meshes": [_as_json(candidate, fastest) for candidate in _one_of_each_mesh(self.fitting)],
-      "compiled": [_as_json(c, fastest) for c in self.fitting if c.report is not None],
+      "best": _as_json(self.best) if self.best else None,
+      "meshes": [_as_json(candidate) for candidate in _one_of_each_mesh(self.fitting)],
+      "compiled": [_as_json(c) for c in self.fitting if c.report is not None],
       "notes": list(self.notes),
     }
     return json.dumps(body, indent=2)
@@ -215,7 +200,7 @@ def search(
   pipeline: str | Pipeline | None = None,
   compile_best: int = 3,
 ) -> SearchResult:
-  """Finds a fast layout of a train step that fits in the memory of a machine.
+  """Finds a layout of a train step that fits in the memory of a machine, with little work.
 
   It tries about a dozen meshes with the axes that the rules name, each with several remat policies and
   numbers of microbatches. Axes that do not shard the batch (`tensor`) get at most 8 devices. Among the axes
@@ -228,7 +213,7 @@ def search(
     topology: the name of the machine, such as `"tpu:v5p:4x4x8"`.
     batch: a pytree of arrays or `ShapeDtypeStruct`s of the global batch.
     rules: as for `plan`.
-    optimizer: the Optax transformation; its state, FLOPs and collectives are counted.
+    optimizer: the Optax transformation.
     remat: a remat policy, or a list of policies to try; see `train_step`. If the loss has no layers to which
       they apply, it runs as it is written, and `notes` says so.
     layers: dotted paths of the layers, with `*` for any part; as in `train_step`.
@@ -238,16 +223,18 @@ def search(
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`, of which 2, 4 and 8 stages are tried too. The
       name of an axis means the order 1F1B, which saves the fewest activations. Stacked layers stay on their
       stages if the rules shard them over this axis.
-    compile_best: the maximum number of layouts to compile, in the order of their rank, with the compiler of
-      the machine; without it, for simulated CPU devices, if this process has enough of them. The first layout
-      that fits wins. Rejected layouts come last.
+    compile_best: the maximum number of layouts to compile, with the compiler of the machine; without it, for
+      simulated CPU devices, if this process has enough of them. The meshes with the fewest exact bytes come
+      first. Of each mesh, the layout with the least recomputation and the fewest microbatches that leaves
+      room is compiled, and another one where that does not fit. Of the layouts that fit, the one with the
+      least work wins: FLOPs, memory traffic and sent bytes, each at the published rate of the chip.
 
   Returns:
     A `SearchResult` with all candidates, ranked; print it.
 
   Raises:
-    ReportError: the topology or a policy is unknown, `max_microbatches` is not positive, the rules name no
-      axis, or the pipeline has the order `"1f1b-split"`, which no estimate covers.
+    ReportError: the topology or a policy is unknown, `max_microbatches` is not positive, or the rules name
+      no axis.
     TrainError: `layers` matches no module, or a pipeline finds no consecutive equal layers.
 
   Example:
@@ -275,9 +262,11 @@ def search(
   idle = [axis for axis in named if axis not in used]
   notes = [f"The axis {axis!r} splits nothing of this model: its size is 1." for axis in idle]
   remats = _policies(remat)
-  if not {"as written", "none"}.issuperset(remats) and not finds_layers(probe, loss, batch, layers):
-    notes.append(f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.")
-    remats = ("as written",)
+  if not {"as written", "none"}.issuperset(remats):
+    marked = flat_loss(probe, with_marks(loss, layers), batch)
+    if not has_layers(jax.make_jaxpr(marked)(*structs_of(probe, batch))):
+      notes.append(f"No remat policy was tried, since none finds a layer in the loss. Fix: {MARK_LAYERS}.")
+      remats = ("as written",)
   task = _Task(loss, machine, batch, remats, layers, max_microbatches, stages)
   found: list[Candidate] = []
   refused: dict[str, int] = {}
@@ -289,16 +278,19 @@ def search(
       refused[error.what] = refused.get(error.what, 0) + 1
       continue
     found += task.candidates(layout)
-  fitting = sorted((c for c in found if c.fits != "no"), key=lambda c: (c.fits != "likely", speed(c)))
-  too_large = sorted((c for c in found if c.fits == "no"), key=lambda c: c.memory_bytes)
+  usable = machine.chip.usable_bytes
+  too_large = sorted((c for c in found if c.memory.need_bytes > usable), key=lambda c: c.memory.need_bytes)
+  most = compile_best if optimizer is not None else 0
   if compile_best and optimizer is None:
-    notes.append("The layouts were not compiled: a train step needs search(..., optimizer=).")
-  tried, best, more = task.compiled(fitting, compile_best if optimizer is not None else 0)
+    notes.append(
+      "The layouts were not compiled, and are ranked by exact bytes: a step needs search(..., optimizer=)."
+    )
+  ranked, more = task.ranked([c for c in found if c.memory.need_bytes <= usable], most)
+  best = next((c for c in ranked if not c.refused), None)
   if best is not None:
     notes += [f"of the winner's plan: {note}" for note in best.plan.notes]
-    missed = not_counted(best.time.uncounted)
-    notes += [missed] if missed else []
-  return SearchResult(machine, tuple(tried), tuple(too_large), refused, best, (*notes, *more), layers)
+    notes += [line] if best.report and (line := not_counted(best.report.cost.uncounted)) else []
+  return SearchResult(machine, tuple(ranked), tuple(too_large), refused, best, (*notes, *more), layers)
 
 
 def searched_axes(rules: Rules) -> tuple[str, ...]:
@@ -373,7 +365,7 @@ class _Task:
   layers: str | None
   most: int
   pipeline: Pipeline | None
-  traces: dict[Hashable, StepTrace] = dataclasses.field(default_factory=dict[Any, StepTrace])
+  traces: dict[Hashable, Saved] = dataclasses.field(default_factory=dict[Any, Saved])
 
   def candidates(self, plan: Plan) -> Iterator[Candidate]:
     """The layout with each policy and number of microbatches."""
@@ -383,53 +375,69 @@ class _Task:
     stages = sizes.get(self.pipeline.axis, 1) if self.pipeline is not None else 1
     if stages > 1:
       counts = [stages * n for n in (2, 4, 8) if stages * n <= self.most]
-    counts = [count for count in counts if examples % (shards * count) == 0]
+    pipeline = self.pipeline if stages > 1 else None
     # A pipeline recomputes its layers, whatever the policy.
-    for remat in self.remats if stages == 1 else self.remats[:1]:
-      for some in [counts] if stages == 1 else [[count] for count in counts]:
-        yield from self._with_trace(plan, remat, some, self.pipeline if stages > 1 else None)
+    for remat in self.remats if pipeline is None else self.remats[:1]:
+      for count in (count for count in counts if examples % (shards * count) == 0):
+        try:
+          yield self._candidate(plan, remat, count, pipeline)
+        except SchemeError:  # fewer layers than stages
+          return
 
-  def _with_trace(
-    self, plan: Plan, remat: RematName | Remat, counts: Sequence[int], pipeline: Pipeline | None
-  ) -> Iterator[Candidate]:
-    if not counts:
-      return
-    sizes, chip = axis_sizes(plan.mesh), self.machine.chip
-    key = remat if pipeline is None else (sizes[pipeline.axis], *counts)
+  def _candidate(
+    self, plan: Plan, remat: RematName | Remat, count: int, pipeline: Pipeline | None
+  ) -> Candidate:
+    key = remat if pipeline is None else (axis_sizes(plan.mesh)[pipeline.axis], count)
     if key not in self.traces:
       options: Any = {"remat": remat, "layers": self.layers, "pipeline": pipeline}
-      try:
-        self.traces[key] = trace_step(plan, self.loss, self.batch, microbatches=counts[0], **options)
-      except SchemeError:  # fewer layers than stages
-        return
-    trace = self.traces[key]
-    work = workload_of(plan, trace, self.batch, pipeline=pipeline)
-    for count in counts:
-      memory = round(sum(memory_categories(work, sizes, count).values()))
-      time = step_time(work, sizes, chip, microbatches=count, slice_size=self.machine.slice_size)
-      fits = _fit(memory, chip.usable_bytes)
-      yield Candidate(plan, count, remat, memory, time, fits, pipeline, trace.schedule)
+      self.traces[key] = trace_saved(plan, self.loss, self.batch, microbatches=count, **options)
+    return Candidate(plan, planned(plan, self.traces[key], self.batch, count, remat), pipeline)
 
-  def compiled(
-    self, fitting: list[Candidate], most: int
-  ) -> tuple[list[Candidate], Candidate | None, list[str]]:
-    """Compiles the first `most` candidates until one is accepted.
+  def ranked(self, fitting: list[Candidate], most: int) -> tuple[list[Candidate], list[str]]:
+    """The candidates in the order of `SearchResult.fitting`, of which `most` are compiled, and notes."""
+    text, note = self._compiler() if most and fitting else (None, "")
+    room, usable = ROOM, self.machine.chip.usable_bytes
 
-    Returns all candidates, rejected candidates last; the winner; and notes.
-    """
-    text, note = self._compiler()
-    if not most or not fitting or text is None:
-      return fitting, next(iter(fitting), None), [note] if most and fitting else []
-    refused: list[Candidate] = []
-    for n, candidate in enumerate(fitting[:most]):
-      done = compile_candidate(candidate, self.loss, self.batch, text, self.machine, self.layers)
-      if not done.refused and done.report is not None:
-        return [done, *fitting[n + 1 :], *refused], done, [*map(_why, refused)]
-      refused.append(done)
-    rest = fitting[most:]
-    best = rest[0] if rest and rest[0].fits == "likely" else None
-    more = [f"None of the {len(refused)} compiled layouts fits; the winner was not compiled."] if best else []
-    return [*rest, *refused], best, [*map(_why, refused), *more]
+    def rank(c: Candidate) -> tuple[bool, int, int, int]:
+      memory = c.memory
+      order = self.remats.index(memory.remat)
+      return memory.need_bytes * room > usable, memory.exact_bytes, order, memory.microbatches
+
+    left, accepted, refused = sorted(fitting, key=rank), list[Candidate](), list[Candidate]()
+    while text is not None and len(accepted) + len(refused) < most:
+      known = {c.mesh_text for c in accepted}
+      candidate = next((c for c in left if c.mesh_text not in known), None)
+      if candidate is None:
+        break
+      left.remove(candidate)
+      done = self._compiled(candidate, text)
+      (refused if done.refused else accepted).append(done)
+      if done.report is not None:
+        room = max(room, done.report.need_bytes / candidate.memory.need_bytes)
+        left.sort(key=rank)
+    accepted.sort(key=self._work)
+    notes = [note] if note else []
+    notes += [
+      f"{c.mesh_text}, microbatches={c.memory.microbatches} is refused: {c.refused}." for c in refused
+    ]
+    if refused and not accepted:
+      # What would need as much more than its least as these did is no proposal.
+      refused += [c for c in left if rank(c)[0]]
+      left = [c for c in left if not rank(c)[0]]
+      notes.append(f"None of the compiled layouts fits.{' The winner was not compiled.' * bool(left)}")
+    return [*accepted, *left, *refused], notes
+
+  def _compiled(self, candidate: Candidate, topology: str) -> Candidate:
+    memory = candidate.memory
+    options: Any = {"remat": memory.remat, "layers": self.layers, "microbatches": memory.microbatches}
+    step = train_step(self.loss, pipeline=candidate.pipeline, **options)
+    report = compile_report(step, candidate.plan, batch=self.batch, topology=topology, chip=self.machine.chip)
+    return dataclasses.replace(candidate, report=report)
+
+  def _work(self, candidate: Candidate) -> tuple[float, int]:
+    """Orders compiled layouts by their work; of almost equal ones, the smaller one is first."""
+    assert candidate.report is not None
+    return float(f"{work_of(candidate.report, self.machine.chip):.3g}"), candidate.report.need_bytes
 
   def _compiler(self) -> tuple[str | None, str]:
     """The topology to compile for; None, and the reason, without a compiler."""
@@ -440,30 +448,10 @@ class _Task:
     if machine.devices <= here:
       return f"cpu:{machine.devices}", ""
     return None, (
-      f"The layouts were not compiled: {machine.devices} simulated devices are needed, and this process has"
-      f" {here} (JAX_NUM_CPU_DEVICES={machine.devices} JAX_PLATFORMS=cpu)"
+      f"The layouts were not compiled, and are ranked by exact bytes: {machine.devices} simulated devices are"
+      f" needed, and this process has {here} (JAX_NUM_CPU_DEVICES={machine.devices} JAX_PLATFORMS=cpu)"
       + (f"; {missing.what} {missing.fix}" if missing is not None else ".")
     )
-
-
-def compile_candidate(
-  candidate: Candidate,
-  loss: LossFn,
-  batch: PyTree,
-  topology: str,
-  machine: Machine,
-  layers: str | None = None,
-) -> Candidate:
-  """The candidate with the report of its compiled step."""
-  step = train_step(
-    loss,
-    remat=candidate.remat,
-    layers=layers,
-    microbatches=candidate.microbatches,
-    pipeline=candidate.pipeline,
-  )
-  report = compile_report(step, candidate.plan, batch=batch, topology=topology, chip=machine.chip)
-  return dataclasses.replace(candidate, report=report)
 
 
 def is_offloaded(plan: Plan) -> bool:
@@ -471,20 +459,18 @@ def is_offloaded(plan: Plan) -> bool:
   return any(leaf.on_host for leaf in plan.leaves)
 
 
-def speed(candidate: Candidate) -> tuple[int, int, float]:
-  """Orders by time; times within half a per cent count as equal, and memory decides."""
-  step = round(math.log(max(candidate.time.seconds, 1e-12)) / math.log(1 + SAME_TIME))
-  return step, candidate.memory_bytes, candidate.time.seconds
+def work_of(report: CompileReport, chip: Chip) -> float:
+  """The work of a step, to compare programs for a chip: the compiler's counts at the chip's published rates.
 
-
-def _fit(memory: int, usable: int) -> Fit:
-  if memory > usable:
-    return "no"
-  return "likely" if memory * ERROR_BAND[1] <= usable else "borderline"
-
-
-def _why(candidate: Candidate) -> str:
-  return f"{candidate.mesh_text}, microbatches={candidate.microbatches} is refused: {candidate.refused}."
+  Arithmetic, memory traffic, and what is sent beside computation go on at the same time; what is sent while
+  nothing is computed comes on top.
+  """
+  sent = {True: 0.0, False: 0.0}
+  for c in report.collectives:
+    rate = chip.link_bandwidth * chip.links if c.slices == 1 else chip.network_bandwidth
+    sent[c.overlapped] += c.sent_bytes / rate
+  arithmetic = sum(count / chip.peak(name) for name, count in report.cost.arithmetic.items())
+  return max(arithmetic, report.cost.hbm_bytes / chip.hbm_bandwidth, sent[True]) + sent[False]
 
 
 def _one_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -494,37 +480,33 @@ def _one_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
   return list(first.values())
 
 
-def _cells(candidate: Candidate, fastest: float) -> tuple[str, ...]:
-  bubble = candidate.schedule.bubble if candidate.schedule is not None else None
-  return (
-    candidate.mesh_text + ("" if bubble is None else f" (bubble {100 * bubble:.0f} %)"),
-    str(candidate.microbatches),
-    str(candidate.remat),
-    format_bytes(candidate.memory_bytes),
-    candidate.fits,
-    f"{candidate.time.seconds / fastest:.2f}",
-    candidate.time.binds,
-  )
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+  memory, report = candidate.memory, candidate.report
+  bubble = "" if memory.schedule is None else f" (bubble {100 * memory.schedule.bubble:.0f} %)"
+  known = [candidate.mesh_text + bubble, str(memory.microbatches), str(memory.remat)]
+  known += [format_bytes(memory.exact_bytes), format_bytes(memory.need_bytes)]
+  if report is None:
+    return (*known, "", "", "", "")
+  bytes_ = report.need_bytes, report.cost.hbm_bytes, report.sent().per_device
+  need, traffic, sent = map(format_bytes, bytes_)
+  return (*known, need, format_count(report.cost.flops), traffic, sent)
 
 
-def _compiled(candidate: Candidate) -> tuple[str]:
-  return (format_bytes(candidate.report.need_bytes) if candidate.report is not None else "",)
-
-
-def _as_json(candidate: Candidate, fastest: float) -> dict[str, Any]:
-  report, pipeline, schedule = candidate.report, candidate.pipeline, candidate.schedule
-  return {
+def _as_json(candidate: Candidate) -> dict[str, Any]:
+  memory, report, pipeline = candidate.memory, candidate.report, candidate.pipeline
+  found: dict[str, Any] = {
     "mesh": dict(candidate.sizes),
-    "microbatches": candidate.microbatches,
-    "remat": str(candidate.remat),
+    "microbatches": memory.microbatches,
+    "remat": str(memory.remat),
     "zero": candidate.plan.zero,
     "offload": is_offloaded(candidate.plan),
     "pipeline": dataclasses.asdict(pipeline) if pipeline is not None else None,
-    "bubble": schedule.bubble if schedule is not None else None,
-    "memory_bytes": candidate.memory_bytes,
-    "fits": candidate.fits,
-    "time": candidate.time.seconds / fastest,
-    "binds": candidate.time.binds,
-    "compiled_bytes": report.need_bytes if report is not None else None,
+    "bubble": memory.schedule.bubble if memory.schedule is not None else None,
+    "exact_bytes": memory.exact_bytes,
+    "least_bytes": memory.need_bytes,
     "refused": candidate.refused,
   }
+  if report is None:
+    return found
+  counts = {"flops": report.cost.flops, "hbm_bytes": report.cost.hbm_bytes}
+  return found | counts | {"compiled_bytes": report.need_bytes, "sent_bytes": report.sent().per_device}

@@ -1,4 +1,4 @@
-"""A job goes on where it stopped: on its own mesh bit for bit, on another within rounding."""
+"""A run goes on where it stopped: on its own mesh bit for bit, on another within rounding."""
 
 import dataclasses
 import hashlib
@@ -12,8 +12,8 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.core.nodes import value_of, variables
 from nnx_parallel.errors import CheckpointError, RecipeError, TrainError
-from nnx_parallel.loop.job import Job, plan_recipe
 from nnx_parallel.loop.loader import load_recipe
+from nnx_parallel.loop.recipe import plan_recipe, restore, start
 
 
 @pytest.fixture
@@ -26,33 +26,33 @@ def make_plan(recipe, **sizes):
   return plan_recipe(recipe, nxp.make_mesh(sizes, devices=devices))
 
 
-def losses(job, steps):
-  return {record["step"]: record["loss"] for record in job.train(steps).history}
+def losses(run, steps):
+  return {record["step"]: record["loss"] for record in run.train(steps).history}
 
 
 def test_each_step_is_reported_once_in_order(recipe):
-  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
+  run = start(recipe, make_plan(recipe, data=4, tensor=2))
   records = []
-  job.train(5, trackers=[lambda step, values: records.append((step, values))])
+  run.train(5, trackers=[lambda step, values: records.append((step, values))])
   assert [step for step, _ in records] == [1, 2, 3, 4, 5]
   assert list(records[0][1]) == ["loss", "close", "grad_norm", "seconds"]
   assert list(records[1][1]) == ["loss", "close", "grad_norm", "seconds", "samples_per_second"]
-  assert (job.step, job.samples, job.unit) == (5, 80, "samples")
+  assert (run.at.step, run.at.samples, run.unit) == (5, 80, "samples")
   assert 0.0 <= records[0][1]["close"] <= 1.0
 
 
 def test_training_to_a_step_that_is_reached_does_nothing(recipe):
-  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
-  job.train(2)
-  assert losses(job, 2) == {}
-  assert (job.step, job.samples) == (2, 32)
+  run = start(recipe, make_plan(recipe, data=4, tensor=2))
+  run.train(2)
+  assert losses(run, 2) == {}
+  assert (run.at.step, run.at.samples) == (2, 32)
 
 
 def test_scattered_gradients_train_alike(recipe):
   mesh = nxp.make_mesh(data=4, tensor=2)
-  whole = losses(Job.start(recipe, plan_recipe(recipe, mesh)), 3)
-  job = Job.start(recipe, plan_recipe(recipe, mesh, zero=2))
-  np.testing.assert_allclose(list(losses(job, 3).values()), list(whole.values()), rtol=1e-5)
+  whole = losses(start(recipe, plan_recipe(recipe, mesh)), 3)
+  run = start(recipe, plan_recipe(recipe, mesh, zero=2))
+  np.testing.assert_allclose(list(losses(run, 3).values()), list(whole.values()), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monk
   monkeypatch.setattr(nxp, "eval_step", eval_step)
   mesh = nxp.make_mesh(data=2, stage=2, tensor=2)
   found = [
-    Job.start(recipe, plan_recipe(recipe, mesh), microbatches=4, options={"pipeline": stage}).evaluate()
+    start(recipe, plan_recipe(recipe, mesh), microbatches=4, options={"pipeline": stage}).evaluate()
     for stage in (None, "stage")
   ]
   assert found[1] == pytest.approx(found[0], rel=1e-6)
@@ -87,13 +87,13 @@ def test_held_out_batches_go_through_the_pipeline_where_they_fit(tiny_file, monk
 
 def test_a_job_resumes_bit_for_bit(recipe, tmp_path):
   plan = make_plan(recipe, data=4, tensor=2)
-  straight = Job.start(recipe, plan)
+  straight = start(recipe, plan)
   straight.train(3)
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
     straight.save(checkpointer)
     expected = losses(straight, 7)
-    resumed = Job.restore(recipe, plan, checkpointer)
-  assert (resumed.step, resumed.samples) == (3, 48)
+    resumed = restore(recipe, plan, checkpointer).run
+  assert (resumed.at.step, resumed.at.samples) == (3, 48)
   assert losses(resumed, 7) == expected
 
 
@@ -105,17 +105,17 @@ def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(ti
     tiny_file.write_text(tiny_file.read_text().replace("nnx.Dropout(0.25, rngs=rngs)", "nnx.relu"))
   recipe = load_recipe(str(tiny_file))
   meshes = {devices: {"data": devices, "tensor": 1} for devices in (2, 4, 8)}
-  wanted = losses(Job.start(recipe, make_plan(recipe, **meshes[8])), 16)
-  job, found, parts = Job.start(recipe, make_plan(recipe, **meshes[8])), {}, []
+  wanted = losses(start(recipe, make_plan(recipe, **meshes[8])), 16)
+  run, found, parts = start(recipe, make_plan(recipe, **meshes[8])), {}, []
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
     for end, devices in ((4, 8), (8, 4), (12, 2), (16, 8)):
-      if before := job.step:
-        mesh = job.settings["mesh"]
-        job = Job.restore(recipe, make_plan(recipe, **meshes[devices]), checkpointer)
-        assert (job.step, job.relaid.mesh) == (before, (mesh, meshes[devices]))
-      found |= losses(job, end)
-      parts.append(job.microbatches)
-      job.save(checkpointer)
+      if before := run.at.step:
+        mesh = run.settings["mesh"]
+        run, _, relaid = restore(recipe, make_plan(recipe, **meshes[devices]), checkpointer)
+        assert (run.at.step, relaid.mesh) == (before, (mesh, meshes[devices]))
+      found |= losses(run, end)
+      parts.append(run.settings["microbatches"])
+      run.save(checkpointer)
   assert found == pytest.approx(wanted, rel=1e-5 if dropout else 1e-6)
   # Each microbatch draws its own dropout, so their number is part of what is computed.
   assert parts == ([1, 1, 1, 1] if dropout else [1, 2, 4, 1])
@@ -123,9 +123,9 @@ def test_a_job_goes_on_with_fewer_devices_and_more_as_if_nothing_had_happened(ti
 
 @pytest.mark.slow
 def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp_path):
-  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2), settings={"batch": 16, "zero": 0})
+  run = start(recipe, make_plan(recipe, data=4, tensor=2), settings={"batch": 16, "zero": 0})
   with nxp.Checkpointer(tmp_path / "ckpt") as checkpointer:
-    job.train(2, checkpointer=checkpointer)
+    run.train(2, checkpointer=checkpointer)
     saved = checkpointer.restore_extra("settings")
     digest = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
     assert saved == {
@@ -136,12 +136,13 @@ def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp
       "zero": 0,
       "steps": 2,
     }
-    assert Job.restore(recipe, job.plan, checkpointer, settings={"batch": 16, "zero": 0}).changes == []
+    assert restore(recipe, run.plan, checkpointer, settings={"batch": 16, "zero": 0}).changes == []
     tiny_file.write_text(tiny_file.read_text() + "\n")
     plan = make_plan(recipe, data=8, tensor=1)
-    other = Job.restore(recipe, plan, checkpointer, microbatches=2, settings={"zero": 1, "offload": False})
+    how = {"microbatches": 2, "settings": {"zero": 1, "offload": False}}
+    other, changes, _ = restore(recipe, plan, checkpointer, **how)
     now = hashlib.sha256(tiny_file.read_bytes()).hexdigest()
-    assert other.changes == [
+    assert changes == [
       "mesh data=4,tensor=2 -> data=8,tensor=1",
       "microbatches 1 -> 2",
       f"source_sha256 {digest[:12]} -> {now[:12]}",
@@ -153,7 +154,7 @@ def test_settings_are_kept_and_a_resume_says_which_differ(recipe, tiny_file, tmp
     checkpointer.save(
       4, other.model, other.optimizer, extra={"data": {"samples": 0}}
     )  # by a program without them
-    assert Job.restore(recipe, plan, checkpointer).changes == []
+    assert restore(recipe, plan, checkpointer).changes == []
 
 
 def test_nothing_to_restore_is_an_error(recipe, tmp_path):
@@ -161,34 +162,34 @@ def test_nothing_to_restore_is_an_error(recipe, tmp_path):
     nxp.Checkpointer(tmp_path / "none") as checkpointer,
     pytest.raises(CheckpointError, match="cannot find a checkpoint"),
   ):
-    Job.restore(recipe, make_plan(recipe, data=4, tensor=2), checkpointer)
+    restore(recipe, make_plan(recipe, data=4, tensor=2), checkpointer)
 
 
 @pytest.mark.slow
 def test_evaluation_is_without_dropout_and_changes_nothing(recipe):
   plan = make_plan(recipe, data=4, tensor=2)
-  job, other = Job.start(recipe, plan), Job.start(recipe, plan)
-  assert job.evaluate() == job.evaluate()
-  assert losses(job, 2) == losses(other, 2)
-  job.evaluate()
-  assert losses(job, 4) == losses(other, 4)
+  run, other = start(recipe, plan), start(recipe, plan)
+  assert run.evaluate() == run.evaluate()
+  assert losses(run, 2) == losses(other, 2)
+  run.evaluate()
+  assert losses(run, 4) == losses(other, 4)
 
 
 def test_training_and_evaluation_leave_the_layout_as_planned(recipe):
-  job = Job.start(recipe, make_plan(recipe, data=4, tensor=2))
-  job.evaluate()
-  job.train(2)
-  job.evaluate()
-  for root, owner in (("model", job.model), ("optimizer", job.optimizer)):
+  run = start(recipe, make_plan(recipe, data=4, tensor=2))
+  run.evaluate()
+  run.train(2)
+  run.evaluate()
+  for root, owner in (("model", run.model), ("optimizer", run.optimizer)):
     found = variables(owner)
-    for path, leaf in job.plan.of(root).items():
+    for path, leaf in run.plan.of(root).items():
       sharding = value_of(found[path]).sharding
       assert sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), leaf.name
 
 
 def test_without_held_out_batches_evaluation_is_empty(recipe):
   quiet = dataclasses.replace(recipe, batches=lambda start, split="train": iter(()))
-  assert Job.start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
+  assert start(quiet, make_plan(recipe, data=4, tensor=2)).evaluate() == {}
 
 
 @pytest.mark.slow
@@ -196,11 +197,11 @@ def test_batches_that_end_too_early(recipe):
   short = dataclasses.replace(
     recipe, batches=lambda start, split="train": recipe.batches(start, split=split, last=32)
   )
-  job = Job.start(short, make_plan(recipe, data=4, tensor=2))
+  run = start(short, make_plan(recipe, data=4, tensor=2))
   with pytest.raises(TrainError, match=r"the batches ended after step 2 of 5\.") as caught:
-    job.train(5)
+    run.train(5)
   assert "steps=2" in str(caught.value)
-  assert job.step == 2
+  assert run.at.step == 2
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(recipe):
@@ -209,17 +210,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe):
       yield {"x": batch["x"] * np.float32(np.nan if start >= 16 else 1.0)}
       start += 16
 
-  job = Job.start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
+  run = start(dataclasses.replace(recipe, batches=batches), make_plan(recipe, data=4, tensor=2))
   seen = []
   with pytest.raises(TrainError, match="the loss of step 2 is nan"):
-    job.train(5, trackers=[lambda step, values: seen.append(step)])
+    run.train(5, trackers=[lambda step, values: seen.append(step)])
   assert seen == [1, 2]
 
 
 def test_a_recipe_for_planning_only_cannot_be_trained(recipe):
   bare = dataclasses.replace(recipe, loss=None)
   with pytest.raises(RecipeError, match=r"the recipe tiny cannot be trained"):
-    Job.start(bare, make_plan(recipe, data=4, tensor=2))
+    start(bare, make_plan(recipe, data=4, tensor=2))
 
 
 def test_a_recipe_without_rules_is_planned_with_fsdp(recipe):

@@ -1,1 +1,0 @@
-"""Memory and time of a step, estimated without a compiler."""

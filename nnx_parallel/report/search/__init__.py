@@ -1,1 +1,0 @@
-"""A search for the best mesh, rules and options of a step."""
