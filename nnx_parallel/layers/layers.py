@@ -152,7 +152,7 @@ class LayerOptions:
     if not self.marks and not split:
       yield
       return
-    stacks = (self.how.needs_layers or split) and self.pattern is None
+    stacks = (self.how.needs_layers or bool(split)) and self.pattern is None
     with marked(model, found, self.how, stacks=stacks) as marking:
       yield
     if used is not None and split:

@@ -19,6 +19,7 @@ from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Model, Program, PyTre
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
+from nnx_parallel.layout.constrain import axes_of_positions
 from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
@@ -129,8 +130,11 @@ def differentiable(
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
 
-  ungathered = chosen
   plain = chosen is objective and not options.layers.marks and options.layers.pattern is None
+  plain &= not axes_of_positions()
+  ungathered = chosen
+  if gather is not None:
+    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
 
   def inspect(part: PyTree) -> Inspected:
     traced, shape = jax.make_jaxpr(ungathered, return_shape=True)(train, others, part)
@@ -153,9 +157,6 @@ def differentiable(
     traced, (_, (found, changed, _)) = jax.make_jaxpr(run, return_shape=True)(train, others, part)
     return traced, _kinds(found, changed)
 
-  if gather is not None:
-    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
-
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
     train=train,
@@ -170,6 +171,16 @@ def differentiable(
   )
 
 
+def _paths(
+  paths: Sequence[Path], rest: int, train: list[Any], others: list[Any], part: PyTree
+) -> list[Path | None]:
+  """The path of each array of the arguments of an objective; `paths`: of the others, then of the trained."""
+  named = [*zip(paths[rest:], train, strict=True), *zip(paths[:rest], others, strict=False)]
+  found: list[Path | None] = [path for path, x in named for _ in jax.tree.leaves(x)]
+  further = others[rest:], part  # the loss scale
+  return [*found, *(None for _ in jax.tree.leaves(further))]
+
+
 def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
   """How each result of an objective should follow from the results of parts: for `linearity.factors`."""
   wanted = {name: "mean" if count is None else "sum" for name, count in found.counts.items()}
@@ -179,16 +190,6 @@ def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
     jax.tree.map(lambda _: "rows", found.outputs),
   )
   return wanted["loss"], (means, jax.tree.map(lambda _: "same", dict(changed)), None)
-
-
-def _paths(
-  paths: Sequence[Path], rest: int, train: list[Any], others: list[Any], part: PyTree
-) -> list[Path | None]:
-  """The path of each array of the arguments of an objective; `paths`: of the others, then of the trained."""
-  named = [*zip(paths[rest:], train, strict=True), *zip(paths[:rest], others, strict=False)]
-  found: list[Path | None] = [path for path, x in named for _ in jax.tree.leaves(x)]
-  further = others[rest:], part  # the loss scale
-  return [*found, *(None for _ in jax.tree.leaves(further))]
 
 
 def _pipelined(
