@@ -276,7 +276,7 @@ def _require_flatbuffers() -> None:
     import flatbuffers  # noqa: F401  # pyright: ignore
   except ImportError as error:
     raise CheckpointError(
-      "jax.export needs the package flatbuffers.", fix="pip install 'nnx-parallel[export]'"
+      "jax.export needs the package flatbuffers.", fix="pip install flatbuffers"
     ) from error
 
 

@@ -451,7 +451,7 @@ def _open(file: Path) -> dict[str, Tensor]:
   except ImportError as error:
     raise CheckpointError(
       f"cannot read {file}: the package safetensors is not installed.",
-      fix="pip install 'nnx-parallel[safetensors]'.",
+      fix="pip install safetensors",
     ) from error
   try:
     with safe_open(file, "numpy") as opened:

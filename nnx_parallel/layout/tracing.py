@@ -210,7 +210,9 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
     raise PlanError(
       "init needs the value of an array, but planning and creating only trace init.",
       details=str(error).split("\n")[0],
-      fix="compute values that init needs as numbers with numpy, for example np.sqrt in place of jnp.sqrt.",
+      fix="compute values that init needs as numbers with numpy, for example np.sqrt in place of jnp.sqrt.\n"
+      "In the code of others: with jax.ensure_compile_time_eval(): ... around the call in init;\n"
+      "or build the module first: live = MyModule(...), then nxp.plan(lambda: nnx.clone(live), mesh, rules).",
     ) from error
   except (AssertionError, ValueError) as error:
     found, said = _STATIC.search(str(error)), str(error).split(". ")[0].split("\n")[0]

@@ -3,7 +3,7 @@
     nnx-parallel train digits --mesh data=8 --steps 300
 
 The model of the UvA data-parallel notebooks: 512 SiLU units, dropout 0.1, bfloat16 compute with
-float32 logits, AdamW 1e-3, batches of 128 in 4 microbatches. It needs `nnx-parallel[digits]`.
+float32 logits, AdamW 1e-3, batches of 128 in 4 microbatches. It needs scikit-learn.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
     raise RecipeError(
       "the recipe digits needs scikit-learn, which is not installed.",
       details="its images come with that package; nothing is downloaded",
-      fix="pip install 'nnx-parallel[digits]'",
+      fix="pip install scikit-learn",
     ) from error
   pixels, labels = load_digits(return_X_y=True)
   order = np.random.default_rng(SEED).permutation(len(labels))

@@ -106,17 +106,17 @@ def read_machine(text: str) -> Machine:
 
 def missing_compiler(named: Machine) -> ReportError | None:
   """The error to raise where the compiler of a machine is not installed here, or None."""
-  compiler, extra, modules = {
+  compiler, package, modules = {
     "cpu": ("", "", ["jax"]),
-    "tpu": ("TPU", "tpu-aot", ["libtpu"]),
-    "gpu": ("NVIDIA", "gpu-aot", ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]),
+    "tpu": ("TPU", "jax[tpu]", ["libtpu"]),
+    "gpu": ("NVIDIA", "jax[cuda12-local]", ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]),
   }[named.chip.platform]
   if any(_has(module) for module in modules):
     return None
   return ReportError(
     f"cannot compile for {named.text!r}: the {compiler} compiler is not installed.",
     details="it needs no accelerator and no driver, only the wheels of this jax version",
-    fix=f"pip install 'nnx-parallel[{extra}]'.",
+    fix=f"pip install '{package}'",
   )
 
 

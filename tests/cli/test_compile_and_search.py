@@ -122,7 +122,7 @@ def test_compile_says_which_package_is_missing(recipe, run):
   done = run("compile", recipe, "--topology", "tpu:v5e:4x4")
   assert done.code == 1
   assert "ReportError: cannot compile for 'tpu:v5e:4x4': the TPU compiler is not installed." in done.err
-  assert "Fix: pip install 'nnx-parallel[tpu-aot]'" in done.err
+  assert "Fix: pip install 'jax[tpu]'" in done.err
 
 
 def test_compile_takes_a_function_of_a_module(recipe, run):

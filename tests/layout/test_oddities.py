@@ -199,3 +199,26 @@ def test_a_parameter_may_be_called_like_an_array_of_the_optimizer():
   plan = nxp.plan(init, mesh, nxp.fsdp(min_size=0), optimizer=optax.lbfgs(memory_size=16))
   assert plan["optimizer/opt_state.0.weights_memory"].parameter is None
   assert plan["optimizer/opt_state.0.params.weights_memory"].parameter == ("weights_memory",)
+
+
+class NeedsNumbers(nnx.Module):
+  """A constructor that reads the value of an array."""
+
+  def __init__(self, rngs):
+    size = int(jnp.prod(jnp.array([4, 8])))
+    self.layer = nnx.Linear(size, size, rngs=rngs)
+
+
+def test_a_constructor_that_needs_values_is_created_in_the_two_ways_that_the_error_names():
+  def eager():
+    with jax.ensure_compile_time_eval():
+      return NeedsNumbers(nnx.Rngs(0))
+
+  mesh, live = nxp.make_mesh(fsdp=8), NeedsNumbers(nnx.Rngs(0))
+  with pytest.raises(nxp.errors.PlanError, match=r"ensure_compile_time_eval\(\)(.|\n)*nnx.clone\(live\)"):
+    nxp.plan(lambda: NeedsNumbers(nnx.Rngs(0)), mesh)
+  for init in (eager, lambda: nnx.clone(live)):
+    model = nxp.create_sharded_model(init, mesh, nxp.fsdp(min_size=0))
+    kernel = model.layer.kernel.get_value()
+    assert kernel.sharding.spec == Spec(None, "fsdp")
+    np.testing.assert_array_equal(kernel, live.layer.kernel[...])

@@ -43,7 +43,7 @@ def test_the_cursor_is_a_sample_index(start):
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
   digits.read_digits.cache_clear()
-  with pytest.raises(RecipeError, match=re.escape("Fix: pip install 'nnx-parallel[digits]'")):
+  with pytest.raises(RecipeError, match=re.escape("Fix: pip install scikit-learn")):
     next(digits.batches())
 
 

@@ -61,13 +61,13 @@ def test_axes_must_fill_the_machine():
 
 @pytest.mark.skipif(HAS_TPU, reason="the TPU compiler is installed")
 def test_a_missing_tpu_compiler_says_what_to_install():
-  with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[tpu-aot\]'"):
+  with pytest.raises(ReportError, match=r"pip install 'jax\[tpu\]'"):
     topology_mesh("tpu:v5e:4x4", data=-1)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the NVIDIA compiler is installed")
 def test_a_missing_gpu_compiler_says_what_to_install():
-  with pytest.raises(ReportError, match=r"pip install 'nnx-parallel\[gpu-aot\]'"):
+  with pytest.raises(ReportError, match=r"pip install 'jax\[cuda12-local\]'"):
     topology_mesh("gpu:h100:2x8", data=-1)
 
 
@@ -158,14 +158,14 @@ def compile_for(topology, rows=1024, **axes):
 FLOPS = 5 * 2 * 1024 * 64 * 128 // 8
 
 
-@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")
+@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install jax[tpu]")
 def test_the_tpu_compiler_reports_on_a_slice_that_is_not_here(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", ".:tests")
   line = compile_for("tpu:v5e:2x4", fsdp=8)
   assert f"8 x TPU v5 lite True {FLOPS}" in line
 
 
-@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")
+@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install jax[tpu]")
 def test_slices_and_tori_send_what_the_layout_says(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", ".:tests")
   # Without the wrap links of a real v5p the compiler writes every gather as an all-reduce.
@@ -175,7 +175,7 @@ def test_slices_and_tori_send_what_the_layout_says(monkeypatch):
   assert "BETWEEN ['data']" in line
 
 
-@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install nnx-parallel[tpu-aot]")
+@pytest.mark.skipif(not HAS_TPU, reason="needs the TPU compiler: pip install jax[tpu]")
 def test_a_step_that_does_not_fit_says_what_is_alive(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", ".:tests")
   rows = 1 << 29
@@ -187,7 +187,7 @@ def test_a_step_that_does_not_fit_says_what_is_alive(monkeypatch):
   assert need > 2 * rows // 8 * 64 * 4
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="needs the NVIDIA compiler: pip install nnx-parallel[gpu-aot]")
+@pytest.mark.skipif(not HAS_GPU, reason="needs the NVIDIA compiler: pip install jax[cuda12-local]")
 def test_the_gpu_compiler_reports_on_hosts_that_are_not_here(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", ".:tests")
   line = compile_for("gpu:h100:1x8", fsdp=8)
