@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from numbers import Integral
@@ -13,6 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from nnx_parallel.core.text import few
 from nnx_parallel.errors import MeshError
 
 AnyMesh = Mesh | AbstractMesh
@@ -21,6 +23,31 @@ Grid: TypeAlias = np.ndarray[Any, Any]
 Explicit = bool | Collection[str]
 """Which axes are Explicit: all, none, or the axes with these names (a string is one name)."""
 M = TypeVar("M", bound=AnyMesh)
+
+
+def _mesh_again(platform: str, ids: Grid, names: tuple[str, ...], kinds: tuple[AxisType, ...]) -> Mesh:
+  """A mesh in the process that reads its pickle, on the devices with the same ids."""
+  here = {device.id: device for device in jax.devices()}
+  found = jax.default_backend()
+  if found != platform or not set(ids.flat) <= here.keys():
+    raise MeshError(
+      f"what was pickled is on a mesh that this process lacks: {dict(zip(names, ids.shape, strict=True))}.",
+      details=f"it needs {platform} devices {few(sorted(map(str, ids.flat)))};"
+      f" here are {found} devices {few(sorted(map(str, here)))}",
+      fix="start this process with the same devices; or send numbers, nnx.to_pure_dict(nnx.state(model)), and"
+      " create the model here: nxp.from_arrays(arrays, plan).",
+    )
+  return Mesh(np.vectorize(here.get, otypes=[object])(ids), names, axis_types=kinds)
+
+
+def _reduced(mesh: Mesh) -> tuple[Any, ...]:
+  devices: Any = mesh.devices
+  ids = np.vectorize(lambda device: device.id, otypes=[int])(devices)
+  return _mesh_again, (devices.flat[0].platform, ids, mesh.axis_names, mesh.axis_types)
+
+
+# jax pickles arrays, but no mesh, and Variables, states and plans hold their mesh.
+copyreg.pickle(Mesh, _reduced)
 
 
 def make_mesh(
