@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -85,6 +86,71 @@ class Differentiable(NamedTuple):
     return self.order[len(self.order) - len(self.train) :]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pure:
+  """A loss function of modules as a function of their flat arrays.
+
+  Attributes:
+    options: the options of the step.
+    loss_fn: the loss function.
+    template: the structure of the modules.
+    order: as in `Differentiable`.
+    rest: the number of arrays that are not trained.
+    used: receives how layers are computed.
+  """
+
+  options: StepOptions
+  loss_fn: LossFn
+  template: Template
+  order: list[int]
+  rest: int
+  used: LayersUsed
+
+  def __call__(
+    self, train: list[Any], others: list[Any], part: PyTree, *, as_written: bool = False
+  ) -> PyTree:
+    """An `Objective`; without the options of layers if `as_written`."""
+    given = dict(zip(self.order, [*others, *train], strict=True))
+    inner = self.template.build([given[i] for i in range(len(self.order))])
+    before = plain_attributes(inner)
+    with contextlib.nullcontext() if as_written else self.options.layers.marking(inner, self.used):
+      found = self.options.terms(call_loss(self.loss_fn, inner, part))
+    if self.options.has_aux:
+      check_outputs(found, examples_in(part), self.options.microbatches)
+    after = self.template.arrays(inner)
+    check_plain_attributes(before, inner)
+    changed = {n: after[i] for n, i in enumerate(self.order) if after[i] is not given[i]}
+    loss = found.sums["loss"]
+    value = mean(loss, found.counts["loss"]) if self.options.in_one_piece else loss
+    return value, (found, changed, None)
+
+  def written(self, train: list[Any], others: list[Any], part: PyTree) -> tuple[ClosedJaxpr, PyTree]:
+    """As `Differentiable.written`."""
+    run = functools.partial(self, as_written=True)
+    traced, (_, (found, changed, _)) = jax.make_jaxpr(run, return_shape=True)(train, others, part)
+    return traced, _kinds(found, changed)
+
+  def inspect(self, run: Objective, train: list[Any], others: list[Any], part: PyTree) -> Inspected:
+    """The trace of this loss with its options."""
+    traced, shape = jax.make_jaxpr(run, return_shape=True)(train, others, part)
+    # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
+    positions = [*enumerate(train, len(others)), *enumerate(others)]
+    inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
+    sources = jax.tree.unflatten(jax.tree.structure(shape), forwarded(traced))[1][1]
+    changed = {n for n, i in sources.items() if i is None or inputs[i : i + 1] != [n]}
+    if not self.options.in_one_piece and max(changed, default=-1) >= self.rest:
+      name = path_str(self.template.paths[self.order[max(changed)]])
+      raise TrainError(
+        f"the loss function assigned to {name}, which the optimizer trains: the gradients of"
+        f" {self.options.microbatches} microbatches would belong to different models.",
+        fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
+      )
+    layers = self.options.layers
+    plain = run is self and not layers.marks and layers.pattern is None and not axes_of_positions()
+    _, (found, values, _) = shape
+    return Inspected(traced, changed, _kinds(found, values) if plain else None)
+
+
 def differentiable(
   options: StepOptions,
   loss_fn: LossFn,
@@ -105,60 +171,17 @@ def differentiable(
   )
   _check_trained(template, trained, wrt)
   rest = sorted({*range(len(arrays))} - {*trained})
-  order = [*rest, *trained]
-  used = LayersUsed()
-
-  def objective(
-    train: list[jax.Array], others: list[jax.Array], part: PyTree, as_written: bool = False
-  ) -> PyTree:
-    given = dict(zip(order, [*others, *train], strict=True))
-    inner = template.build([given[i] for i in range(len(order))])
-    before = plain_attributes(inner)
-    with contextlib.nullcontext() if as_written else options.layers.marking(inner, used):
-      found = options.terms(call_loss(loss_fn, inner, part))
-    if options.has_aux:
-      check_outputs(found, examples_in(part), options.microbatches)
-    after = template.arrays(inner)
-    check_plain_attributes(before, inner)
-    changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}
-    loss = found.sums["loss"]
-    return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
-
+  order, used = [*rest, *trained], LayersUsed()
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
-  chosen = with_options(objective, options.layers, used)
-  pipeline = options.layers.pipeline
+  pure = _Pure(options, loss_fn, template, order, len(rest), used)
+  chosen, pipeline = with_options(pure, options.layers, used), options.layers.pipeline
   if pipeline is not None:
-    chosen = _pipelined(objective, options, len(train), len(others), used)
+    chosen = _pipelined(pure, options, len(train), len(others), used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
-
-  plain = chosen is objective and not options.layers.marks and options.layers.pattern is None
-  plain &= not axes_of_positions()
-  ungathered = chosen
+  inspect = functools.partial(pure.inspect, chosen, train, others)
   if gather is not None:
     chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
-
-  def inspect(part: PyTree) -> Inspected:
-    traced, shape = jax.make_jaxpr(ungathered, return_shape=True)(train, others, part)
-    # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
-    positions = [*enumerate(train, len(others)), *enumerate(others)]
-    inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
-    sources = jax.tree.unflatten(jax.tree.structure(shape), forwarded(traced))[1][1]
-    changed = {n for n, i in sources.items() if i is None or inputs[i : i + 1] != [n]}
-    if not options.in_one_piece and max(changed, default=-1) >= len(rest):
-      raise TrainError(
-        f"the loss function assigned to {path_str(template.paths[order[max(changed)]])}, which the optimizer"
-        f" trains: the gradients of {options.microbatches} microbatches would belong to different models.",
-        fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
-      )
-    _, (found, values, _) = shape
-    return Inspected(traced, changed, _kinds(found, values) if plain else None)
-
-  def written(part: PyTree) -> tuple[ClosedJaxpr, PyTree]:
-    run = functools.partial(objective, as_written=True)
-    traced, (_, (found, changed, _)) = jax.make_jaxpr(run, return_shape=True)(train, others, part)
-    return traced, _kinds(found, changed)
-
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
     train=train,
@@ -167,7 +190,7 @@ def differentiable(
     template=template,
     order=order,
     inspect=inspect,
-    written=written,
+    written=functools.partial(pure.written, train, others),
     layers=used,
     parts=options.microbatches // options.turns,
   )
