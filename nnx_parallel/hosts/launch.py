@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import signal
 import socket
@@ -178,7 +179,9 @@ class _Attempt:
 
   def run(self) -> int:
     """Returns the exit code when all processes, and all processes that they started, have ended."""
-    watched, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
+    low, alive = os.pipe()  # `alive` is closed when this process ends, however it ends
+    watched = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)  # `low` is 0 if stdin is closed, which workers open
+    os.close(low)
     try:
       self._start(watched)
       while any(worker.code is None for worker in self.workers):

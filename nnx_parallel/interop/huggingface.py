@@ -79,7 +79,9 @@ class Folder:
     Files may hold a head although `config.json` ties it to the embedding. As in transformers, the values
     decide.
     """
-    return self._tied.get(_HEAD) is False if self.tensors else None
+    if not self.tensors:
+      return None
+    return self._tied.get(_HEAD) is False  # and not where there is no head
 
   def weight_map(self) -> WeightMap:
     """See `weight_map_of`."""

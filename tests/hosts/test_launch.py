@@ -105,6 +105,15 @@ def test_a_program_that_does_not_exist():
   assert lines[0] == "[0] /no/such/program: No such file or directory"
 
 
+def test_a_launcher_without_stdin():
+  """As under cron, or in a daemon."""
+  command = [sys.executable, "-m", "nnx_parallel", "launch", "-n", "1", "--", "echo", "hi"]
+  done = subprocess.run(
+    ["sh", "-c", 'exec "$@" <&-', "sh", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+  )
+  assert (done.returncode, done.stdout) == (0, "[0] hi\n"), done.stderr
+
+
 def test_children_of_a_process_that_ended_well_are_ended(tmp_path):
   file = tmp_path / "pid"
   body = f"""
