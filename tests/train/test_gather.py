@@ -257,6 +257,17 @@ def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
   )
 
 
+def test_weights_over_the_axis_of_the_positions_are_not_gathered():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  rules = [nxp.LogicalRules(batch="data", seq="tensor", fsdp=None), TENSOR]
+  plan = nxp.plan(decoder, mesh, rules, optimizer=optax.sgd(0.1))
+  batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
+  text = nxp.train_step(decoders.loss).lower(plan, batch=batch).compile().as_text()
+  gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text))
+  assert "4,64,64" in gathered  # activations
+  assert not gathered & {"64,128", "128,64", "64,4,16", "4,16,64", "64,64"}  # kernels
+
+
 def test_a_step_says_where_positions_are_split():
   def said(init, loss):
     plan = nxp.plan(
