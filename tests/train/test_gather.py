@@ -281,6 +281,6 @@ def test_a_step_says_where_positions_are_split():
     return str(step.layers)
 
   assert said(lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss) == (
-    "positions over tensor: between layers, at 2 calls\n2 x Block at layers.*"
+    "positions between layers over tensor: 2 calls\n2 x Block at layers.*"
   )
-  assert said(lambda: Words(False), words_loss) == "positions over tensor: nowhere: the loss calls no layer"
+  assert said(lambda: Words(False), words_loss) == "positions between layers over tensor: no layer is called"
