@@ -35,8 +35,8 @@ import nnx_parallel as nxp
 from benchmarks import parity
 from benchmarks.harness import RESULTS, Record, measure
 from nnx_parallel.layout.constrain import default_scope
-from nnx_parallel.loop.recipe import plan_recipe
 from nnx_parallel.loop.loader import load_recipe
+from nnx_parallel.loop.recipe import plan_recipe
 from nnx_parallel.verify.check_gradients import Looks, checked, subject_of
 from nnx_parallel.verify.subject import Subject
 from tests.layout.families import GPT, T5, Llama, ViT

@@ -5,6 +5,8 @@
 
 from etils import epy
 
+__version__ = "0.1.0.dev0"
+
 # A name is imported when it is first used: help and usage errors of the command line do not wait for jax.
 with epy.lazy_api_imports(globals()):
   from nnx_parallel import errors, hosts, interop, loop, parallel, recipes, report, testing, verify

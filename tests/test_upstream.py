@@ -3,6 +3,7 @@
 When one fails under a new version, its docstring names the file that has to change.
 """
 
+import datetime
 import inspect
 import logging
 import signal
@@ -32,6 +33,7 @@ from orbax.checkpoint import v1 as ocp
 
 import nnx_parallel as nxp
 from nnx_parallel.checkpoint import array_io
+from nnx_parallel.checkpoint.catalog import Saved
 from nnx_parallel.core import jaxprs
 from nnx_parallel.core.jaxprs import is_batched
 from nnx_parallel.report.program import hlo
@@ -491,6 +493,24 @@ def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):
   response = ocp.save_checkpointables_async(tmp_path / "run", {"model": {"w": jnp.ones(4)}})
   assert response._thread_runner._future.exception(60) is None
   response.result()
+
+
+def test_optax_skips_only_updates_of_the_dtype_of_their_gradients():
+  """`skip_nonfinite` in `train/wrappers.py` could be `optax.apply_if_finite` if it took others."""
+  params = {"w": jnp.ones(4, jnp.bfloat16)}
+  tx = optax.apply_if_finite(optax.adam(1e-3, mu_dtype=jnp.float32), 5)
+  with pytest.raises(TypeError, match="cond branches must have equal output types"):
+    tx.update(params, tx.init(params), params)
+
+
+def test_orbax_has_policies_for_what_to_keep():
+  """`checkpoint/catalog.py` gives them steps, times and metrics, the oldest first."""
+  policies = ocp.training.preservation_policies
+  steps = [Saved(step, datetime.datetime.now(datetime.UTC), {"loss": 1.0}) for step in (1, 2, 3)]
+  kept = policies.LatestN(2).should_preserve(steps, context=policies.PreservationContext())
+  assert [*kept] == [False, True, True]
+  assert isinstance(policies.LatestN(2), policies.PreservationPolicy)
+  assert not isinstance(2, policies.PreservationPolicy)
 
 
 def test_orbax_logs_through_absl():

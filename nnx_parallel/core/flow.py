@@ -2,15 +2,14 @@
 
 A dim keeps its axes, and an array uses each axis once. Two dims of a product may need the same axis: a batch
 axis stays with the data (the parameter is gathered: fsdp), any other axis stays with the parameter (the data
-is gathered: tensor parallelism, after a sequence-parallel part). Axis sizes do not matter. Reports count by
-these layouts.
+is gathered: tensor parallelism, after a sequence-parallel part). Axis sizes do not matter. The memory plan
+counts by these layouts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, without
-from nnx_parallel.core.dims import PRODUCTS, DimMap, dim_map, same_majors
+from nnx_parallel.core.dims import PRODUCTS, dim_map, same_majors
 from nnx_parallel.core.interpret import Facts
 from nnx_parallel.core.types import AnyArray, JaxprEqn
 
@@ -33,16 +32,10 @@ class Flow:
   Attributes:
     axes: mesh axes of each dim.
     data: whether its values depend on the batch.
-    weight: whether they depend on parameters.
-    parameter: position of the input with the same values, if that is a parameter.
-    value: a number for this value. Its variable is not enough: jax traces equal calls once, to one jaxpr.
   """
 
   axes: Axes
   data: bool
-  weight: bool = False
-  parameter: int | None = None
-  value: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
 
   @property
   def names(self) -> frozenset[str]:
@@ -79,7 +72,6 @@ class Meeting:
     summed: dims of the left and of the right operand that are summed over.
     shared: dims that both have and the result keeps.
     free: dims that only one operand has.
-    flops: the FLOPs of the full product.
     places: the dim of the result for each of the shared dims, the free dims of the left, and of the right
       operand. None for a plain product: in this order.
   """
@@ -87,7 +79,6 @@ class Meeting:
   summed: tuple[Sequence[int], Sequence[int]]
   shared: tuple[Sequence[int], Sequence[int]]
   free: tuple[Sequence[int], Sequence[int]]
-  flops: int
   places: Sequence[int] | None = None
 
   def meet(self, left: Flow, right: Flow, batch: frozenset[str]) -> Met:
@@ -129,19 +120,8 @@ def meeting(eqn: JaxprEqn) -> Meeting | None:
     summed=places(sorted(pairs.keys() - {*out})),
     shared=places(shared),
     free=([left.index(f) for f in free[0]], [right.index(f) for f in free[1]]),
-    flops=_flops(eqn, found),
     places=order if found.mixed else None,
   )
-
-
-def _flops(eqn: JaxprEqn, found: DimMap) -> int:
-  """Of a product; zeros from padding and dilation are not counted."""
-  (_, right, *_), (out,) = found.operands, found.results
-  result, size = math.prod(eqn.outvars[0].aval.shape), eqn.invars[1].aval.shape
-  if eqn.primitive.name == "conv_general_dilated":
-    kernel = math.prod(size) // max(1, size[eqn.params["dimension_numbers"].rhs_spec[0]])
-    return 2 * result * kernel // max(1, math.prod(eqn.params["lhs_dilation"]))
-  return 2 * result * math.prod(n for n, f in zip(size, right, strict=True) if f is not None and f not in out)
 
 
 class _Used:
@@ -228,8 +208,8 @@ def flow_facts(follow: Callable[[JaxprEqn, list[Flow]], Any]) -> Facts[Flow]:
     constant=unsplit,
     follow=follow,
     join=_either,
-    row=lambda _, flow: Flow(flow.axes[1:], flow.data, flow.weight, flow.parameter),
-    stack=lambda _, flow: Flow(((), *flow.axes), flow.data, flow.weight, flow.parameter),
+    row=lambda _, flow: Flow(flow.axes[1:], flow.data),
+    stack=lambda _, flow: Flow(((), *flow.axes), flow.data),
   )
 
 
@@ -237,9 +217,4 @@ def _either(one: Flow, other: Flow) -> Flow:
   """The common layout of two values: a carry that starts as zeros takes the layout of the body's result."""
   if one == other:
     return one
-  return Flow(
-    one.axes if one.names else other.axes,
-    one.data or other.data,
-    one.weight or other.weight,
-    one.parameter if one.parameter == other.parameter else None,
-  )
+  return Flow(one.axes if one.names else other.axes, one.data or other.data)

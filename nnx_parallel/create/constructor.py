@@ -11,8 +11,9 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_parallel.core.mesh import AnyMesh, auto_mesh, no_mesh, use_mesh
-from nnx_parallel.core.nodes import Path, array_leaves, value_of
+from nnx_parallel.core.jaxprs import as_function
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit, no_mesh, use_mesh
+from nnx_parallel.core.nodes import Path, array_leaves, merge, value_of
 from nnx_parallel.core.padding import pad
 from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import AnyArray
@@ -28,6 +29,7 @@ from nnx_parallel.layout.tracing import (
   Trace,
   make_optimizer,
   run_init,
+  states_shardings,
   trace_module,
   trace_optimizer,
   why_one_program,
@@ -252,7 +254,7 @@ def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) 
 
   @nnx.jit
   def constructor() -> Any:
-    module = run_init(plan.init, plan.mesh)
+    module = _traced_init(plan) if is_explicit(plan.mesh) else run_init(plan.init, plan.mesh)
     built: dict[Root, dict[Path, Any]] = {"model": array_leaves(module)}
     if plan.tx is not None:
       with nnx.use_eager_sharding(False):
@@ -264,6 +266,13 @@ def construct_whole(plan: Plan, shardings: Sequence[NamedSharding], mesh: Mesh) 
 
   with use_mesh(mesh):
     return constructor()
+
+
+def _traced_init(plan: Plan) -> Any:
+  """The module of a constructor whose arrays have shardings in their types, without these."""
+  found = trace_module(plan.init, plan.mesh)
+  arrays = as_function(found.program)()
+  return merge(found.made.graphdef, jax.tree.unflatten(jax.tree.structure(found.made.state), arrays))
 
 
 def real_mesh(plan: Plan) -> Mesh:
@@ -290,6 +299,9 @@ def unsharded(init: Callable[[], M]) -> M:
   Returns:
     The live module, not sharded.
 
+  Raises:
+    PlanError: the constructor states shardings where it makes arrays, which needs a mesh with Explicit axes.
+
   Example:
     >>> import nnx_parallel as nxp
     >>> from flax import nnx
@@ -298,5 +310,15 @@ def unsharded(init: Callable[[], M]) -> M:
     >>> model.kernel.out_sharding
     ('embed', 'mlp')
   """
-  with no_mesh(), nnx.use_eager_sharding(False):
-    return init()
+  try:
+    with no_mesh(), nnx.use_eager_sharding(False):
+      return init()
+  except ValueError as error:
+    if not states_shardings(error):
+      raise
+    raise PlanError(
+      "init states shardings, and there is no mesh without shardings to state them on.",
+      details=str(error).split(". ")[0],
+      fix="nxp.create_sharded_model(init, nxp.make_mesh(..., devices=jax.devices()[:1], explicit=True)), with"
+      " axes of size 1.",
+    ) from error

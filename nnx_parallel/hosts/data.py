@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
-from nnx_parallel.core.mesh import axis_sizes
+from nnx_parallel.core.mesh import axis_sizes, no_mesh
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.hosts.samples import Last, Sampler, Samples
@@ -21,6 +21,7 @@ from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.layout.resolve import shard_counts
 
 
+@no_mesh()  # another order of its devices would be refused (jax 0.10)
 def shard_batch(batch: PyTree, plan: Plan, *, global_batch: bool = False) -> PyTree:
   """Places one batch on the devices. The `batch` rule shards dim 0 of each array.
 

@@ -30,7 +30,7 @@ from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.known_faults import dilated_kernels
 from nnx_parallel.layout.leaf import Decision, LeafPlan, Root, Source
 from nnx_parallel.layout.resolve import Extended, Resolution, extend_spec, resolve_spec
-from nnx_parallel.layout.tracing import Abstract, Trace
+from nnx_parallel.layout.tracing import Trace
 from nnx_parallel.rules.fallback import Fallback
 from nnx_parallel.rules.logical import LogicalRules, Uneven
 from nnx_parallel.rules.paths import PathRule, PathRules, shifted, show_names
@@ -79,14 +79,15 @@ class Offered(NamedTuple):
   taps: int
 
 
-def model_rows(model: Abstract, given: Given) -> list[LeafPlan]:
-  """Decides every array of the abstract module, in flax's order."""
+def model_rows(traced: Trace, given: Given) -> list[LeafPlan]:
+  """Decides every array of a traced module, in flax's order."""
+  model = traced.made
   tied, embeddings, dilated = aliases(model.node), tables(model.node), dilated_kernels(model.node)
   rows: list[LeafPlan] = []
   for path, leaf in model.leaves.items():
     others = tied.get(path, ())
     offered = Offered(not embeddings.isdisjoint((path, *others)), dilated.get(path, 0))
-    row = _model_row((path, *others), leaf, offered, given)
+    row = _model_row((path, *others), leaf, offered, given, traced.stated.get(path))
     rows.append(dataclasses.replace(row, aliases=others))
   return rows
 
@@ -97,11 +98,17 @@ def tables(model: nnx.Module) -> set[Path]:
   return {(*path, "embedding") for path, module in found if len(module.embedding.shape) >= -ROWS}
 
 
-def _model_row(paths: tuple[Path, ...], leaf: Leaf, offered: Offered, given: Given) -> LeafPlan:
+def _model_row(
+  paths: tuple[Path, ...], leaf: Leaf, offered: Offered, given: Given, stated: PartitionSpec | None
+) -> LeafPlan:
   value = _array(leaf, path_str(paths[0]))
   if is_rng(leaf):
     own = names_of(leaf, where=path_str(paths[0]))
     return _row("model", paths[0], leaf, given, Decision("replicated", "RNG state"), own and own.names)
+  if stated is not None and names_of(leaf, where=path_str(paths[0])) is None:
+    why = f"stated by init: {stated}"
+    found = Resolution(stated, (0,) * len(stated), ())
+    return _row("model", paths[0], leaf, given, Decision("stated", why, (why,)), found=found)
   named = _named(paths, leaf, given)
   if named is None:
     return _fallback_row(paths[0], leaf, offered, given)

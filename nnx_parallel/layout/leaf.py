@@ -19,7 +19,7 @@ HOST_KINDS = ("pinned_host", "unpinned_host")
 """Memory kinds that are not the device's own."""
 
 Root = Literal["model", "optimizer"]
-Source = Literal["metadata", "path rule", "fallback", "parameter", "replicated"]
+Source = Literal["metadata", "stated", "path rule", "fallback", "parameter", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True)

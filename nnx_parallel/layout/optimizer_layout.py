@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,12 +42,6 @@ class PerMatrixState(NamedTuple):
 def group_name(rows: int, columns: int, dtype: DTypeLike) -> str:
   """The name of the matrices of one size and dtype: `64x128_float32`."""
   return f"{rows}x{columns}_{np.dtype(dtype).name}"
-
-
-def bytes_of_matrix(group: str) -> int:
-  """The bytes of each matrix of a group, by the name of the group."""
-  rows, columns, dtype = re.split("[x_]", group, maxsplit=2)
-  return int(rows) * int(columns) * np.dtype(dtype).itemsize
 
 
 def matrix_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:

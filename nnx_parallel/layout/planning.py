@@ -166,7 +166,7 @@ def plan_with_traces(
   model = traces["model"].made
   notes += variable_notes()
   notes += check_attention(model.node, given.sizes)  # says more than the error for wrong names
-  rows = model_rows(model, given)
+  rows = model_rows(traces["model"], given)
   check_complete(rows, ruleset)
   without_effect += check_rules(rows, model, given)
   state: list[LeafPlan] = []
@@ -249,7 +249,7 @@ def _notes(
     notes += check_depthwise(model.node, rows, batch, sizes)
     notes += check_tables(model.node, rows, batch, sizes)
     notes += own_step_note(rows, batch, sizes)
-  notes += _overridden(placements(traces["model"]), rows)
+  notes += _overridden({**placements(traces["model"]), **traces["model"].stated}, rows)
   if whole := why_one_program(traces.values()):
     notes.append(f"created as one program, which takes longer to compile: {whole}")
   return notes

@@ -17,9 +17,9 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.mesh import AnyMesh, axis_sizes
+from nnx_parallel.core.mesh import AnyMesh, is_explicit
 from nnx_parallel.core.nodes import (
   Path,
   is_rng,
@@ -35,6 +35,7 @@ from nnx_parallel.core.types import ClosedJaxpr, Leaf, Model, PyTree, State, Var
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import optimizer_layout
 from nnx_parallel.layout.sharded_optimizer import ShardedOptimizer, per_matrix_states
+from nnx_parallel.layout.stated import stated_specs, without_shardings
 
 NEEDS_VALUES = (
   jax.errors.ConcretizationTypeError,
@@ -93,6 +94,7 @@ class Trace:
     output_paths: for each output of `program`, its path in the state of the result.
     origins: of an optimizer, the paths of its arrays that optax made of a parameter -> the parameter's path.
     matrices: of an optimizer, the paths of its arrays whose dim 0 counts matrices (`PerMatrixState.groups`).
+    stated: of a module on Explicit axes, the paths of arrays whose type has a sharding -> its spec.
   """
 
   made: Abstract
@@ -101,6 +103,7 @@ class Trace:
   output_paths: tuple[Path, ...]
   origins: Mapping[Path, Path] = dataclasses.field(default_factory=dict[Path, Path])
   matrices: frozenset[Path] = frozenset()
+  stated: Mapping[Path, PartitionSpec] = dataclasses.field(default_factory=dict[Path, PartitionSpec])
 
 
 def why_one_program(traces: Iterable[Trace]) -> str:
@@ -183,19 +186,18 @@ def _quick_errors() -> Generator[None]:
 
 
 def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module:
-  """Runs a constructor under a trace; its constraints may name the axes of `mesh`, as Auto axes.
+  """Runs a constructor under a trace, in which it may name the axes of `mesh`, of their own types.
 
   flax (0.12) treats an array that was assigned to an attribute without `nnx.data` as static under a trace, so
   that the tracer leaks. Here it is data, as it is eagerly.
   """
-  sizes = axis_sizes(mesh) if mesh is not None else {}
-  auto = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+  active: Any = AbstractMesh((), ()) if mesh is None else getattr(mesh, "abstract_mesh", mesh)
   try:
     with (
       _quick_errors(),
       plain_variables(),
       nnx.use_eager_sharding(False),
-      jax.sharding.use_abstract_mesh(auto),
+      jax.sharding.use_abstract_mesh(active),
     ):
       module = init()
   except TraceContextError as error:
@@ -210,11 +212,17 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
       details=str(error).split("\n")[0],
       fix="compute values that init needs as numbers with numpy, for example np.sqrt in place of jnp.sqrt.",
     ) from error
-  except ValueError as error:
-    found = _STATIC.search(str(error))
-    if found is None:
-      raise
-    raise _of_static_attribute(str(error).split(". ")[0].split("\n")[0], *found.groups()) from error
+  except (AssertionError, ValueError) as error:
+    found, said = _STATIC.search(str(error)), str(error).split(". ")[0].split("\n")[0]
+    if found is not None:
+      raise _of_static_attribute(said, *found.groups()) from error
+    if states_shardings(error) and mesh is not None and not is_explicit(mesh):
+      raise PlanError(
+        "init states shardings, which only Explicit axes have, and this mesh has Auto axes.",
+        details=said,
+        fix="nxp.make_mesh(..., explicit=True); or metadata, out_sharding of a Variable, on any mesh.",
+      ) from error
+    raise
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
     loose = [
@@ -248,6 +256,18 @@ def variable_notes() -> list[str]:
   return [
     f"Variables are made without {', '.join(kinds)}, the default here, because flax cannot trace it in init"
   ]
+
+
+_NEEDS_EXPLICIT = re.compile(
+  r"(?s)axis names that are of type Auto|can only refer to Auto axes|context mesh .* should match the mesh"
+  r"|not under a mesh context"
+)
+"""JAX's errors for a sharding in the type of an array, without a mesh or on Auto axes."""
+
+
+def states_shardings(error: Exception) -> bool:
+  """Whether JAX refused a sharding because types have none: on Auto axes, or without a mesh."""
+  return _NEEDS_EXPLICIT.search(str(error)) is not None
 
 
 _STATIC = re.compile(
@@ -317,7 +337,7 @@ def _one_each(leaf: Leaf) -> PyTree:
 
 
 def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) -> Trace:
-  """Traces a constructor, keeping every annotation; its constraints may name the axes of `mesh`."""
+  """Traces a constructor, keeping every annotation; it may name the axes of `mesh`."""
   is_module = isinstance(init, nnx.Module)
   if is_module or not callable(init):
     shown = type(init).__name__
@@ -335,7 +355,19 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({given}{', '.join(values)})",
     )
-  return trace(lambda _: run_init(init, mesh), Abstract(*nnx.split(nnx.Dict())))
+  found = trace(lambda _: run_init(init, mesh), Abstract(*nnx.split(nnx.Dict())))
+  if mesh is None or not is_explicit(mesh):
+    return found
+  stated = zip(found.output_paths, stated_specs(found.program), strict=True)
+  with without_mesh():
+    program = without_shardings(found.program)
+  state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.made.state)
+  return dataclasses.replace(
+    found,
+    made=Abstract(found.made.graphdef, state),
+    program=program,
+    stated={path: spec for path, spec in stated if spec is not None},
+  )
 
 
 def _missing(init: functools.partial[Any]) -> list[str]:

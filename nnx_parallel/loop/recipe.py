@@ -100,8 +100,8 @@ def start(
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> recipe = nxp.recipes.load_recipe("digits")
-    >>> plan = nxp.recipes.plan_recipe(recipe, nxp.make_mesh(data=8))
+    >>> recipe = nxp.recipes.load_recipe("starter")
+    >>> plan = nxp.recipes.plan_recipe(recipe, nxp.make_mesh(fsdp=8))
     >>> run = nxp.recipes.start(recipe, plan)
     >>> run.train(2).step, run.at.step
     (2, 2)
@@ -139,6 +139,18 @@ def restore(
 
   Raises:
     CheckpointError: there is no step to restore, or the step does not fit the plan.
+
+  Example:
+    >>> import tempfile
+    >>> import jax, nnx_parallel as nxp
+    >>> recipe = nxp.recipes.load_recipe("starter")
+    >>> meshes = [nxp.make_mesh(fsdp=n, devices=jax.devices()[:n]) for n in (8, 2)]
+    >>> plans = [nxp.recipes.plan_recipe(recipe, mesh) for mesh in meshes]
+    >>> with nxp.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+    ...   nxp.recipes.start(recipe, plans[0]).save(checkpointer)
+    ...   found = nxp.recipes.restore(recipe, plans[1], checkpointer)
+    >>> found.changes
+    ['mesh fsdp=8 -> fsdp=2', 'microbatches 1 -> 4']
   """
   (model, optimizer), position = resume_from(checkpointer, plan, step)
   record = checkpointer.metadata(position.step)

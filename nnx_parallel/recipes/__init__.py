@@ -9,11 +9,9 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
   from nnx_parallel.loop.loader import load_recipe
   from nnx_parallel.loop.recipe import Resumed, plan_recipe, restore, start
-  from nnx_parallel.loop.run import Run
 
 __all__ = [
   "Resumed",
-  "Run",
   "load_recipe",
   "plan_recipe",
   "restore",

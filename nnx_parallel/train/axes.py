@@ -23,8 +23,7 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.layout.constrain import Scope, default_scope, scope_in_use, scoped
 from nnx_parallel.train.binding import Binding, Template
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import terms
-from nnx_parallel.train.options import LossFn
+from nnx_parallel.train.options import LossFn, StepOptions
 
 _REFUSED = "Auto"
 """A word of jax's errors for a sharding on Auto axes that only Explicit axes accept."""
@@ -72,13 +71,13 @@ class Places(NamedTuple):
 
 
 def places_of_losses(
-  binding: Binding, losses: Sequence[LossFn], batch: PyTree, outputs: Sequence[str] = ()
+  binding: Binding, losses: Sequence[LossFn], batch: PyTree, options: StepOptions
 ) -> Places:
   """The places in a program of some losses of these objects."""
 
   def forward(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     models = binding.template.build(arrays)[0]
-    return [terms(call_loss(loss_fn, models, batch), outputs) for loss_fn in losses]
+    return [options.terms(call_loss(loss_fn, models, batch)) for loss_fn in losses]
 
   return places_inside(places_outside(binding), forward, binding.leaves(), batch)
 

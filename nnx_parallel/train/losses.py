@@ -67,16 +67,22 @@ class Terms(NamedTuple):
   outputs: dict[str, jax.Array]
 
 
-def terms(result: PyTree, outputs: Sequence[str] = ()) -> Terms:
+AUX = "aux"
+
+
+def terms(result: PyTree, outputs: Sequence[str] = (), *, has_aux: bool = False) -> Terms:
   """Reads the result of a loss function.
 
   The result is a scalar or `weighted(sum, count)`, or either with a dict of metrics: `(loss, metrics)`. The
   sum of a metric may be an array (a summary: accuracy by class, a histogram), with one count or a count for
-  each element. `outputs` names metrics that are per-example arrays.
+  each element. `outputs` names metrics that are per-example arrays. With `has_aux`, it is `(loss, aux)` with
+  any pytree, whose leaves become metrics with names such as `aux` or `aux[0]`.
 
   Raises:
     TrainError: the result is anything else.
   """
+  if has_aux:
+    return _with_aux(result)
   loss, metrics = result, {}
   if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
     loss, metrics = result
@@ -101,6 +107,35 @@ def terms(result: PyTree, outputs: Sequence[str] = ()) -> Terms:
       fix=f"return loss, {{{missing[0]!r}: array}}",
     )
   return found
+
+
+def _with_aux(result: PyTree) -> Terms:
+  if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
+    raise TrainError(
+      f"has_aux=True takes a loss function that returns (loss, aux); it returned {_shown(result)}.",
+      fix="return loss, aux; or leave has_aux=True out.",
+    )
+  found = Terms({}, {}, {})
+  _add(found, "loss", result[0])
+  for path, leaf in jax.tree_util.tree_leaves_with_path(result[1]):
+    name = f"{AUX}{jax.tree_util.keystr(path)}"
+    if jnp.ndim(leaf):
+      found.outputs[name] = jnp.asarray(leaf)
+    else:
+      _add(found, name, leaf)
+  return found
+
+
+def check_outputs(found: Terms, examples: int, microbatches: int) -> None:
+  """Refuses arrays beside the loss that have no examples to join those of microbatches by."""
+  for name, value in found.outputs.items():
+    if microbatches > 1 and value.shape[0] != examples:
+      raise TrainError(
+        f"{name} does not have the examples on dim 0, so the arrays of {microbatches} microbatches cannot be"
+        " joined.",
+        details=f"shape {value.shape}, for {examples} examples in a microbatch",
+        fix="leave it out of what the loss function returns, or return its mean; or microbatches=1.",
+      )
 
 
 def _add(found: Terms, name: str, value: Value) -> None:
@@ -147,6 +182,7 @@ def _fix_of_loss(value: Value) -> str:
   if isinstance(value, tuple):
     return (
       'return loss, {"accuracy": accuracy} for a loss with a metric (outputs=(...) names arrays);\n'
+      "train_step(loss_fn, has_aux=True) for any other arrays beside the loss;\n"
       "return nxp.weighted(sum, count) for a mean by weights."
     )
   if jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating):

@@ -11,9 +11,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.text import with_article
-from nnx_parallel.core.types import LossFn
+from nnx_parallel.core.types import AnyArray, LossFn, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
+from nnx_parallel.train.losses import AUX, Terms, terms
 
 Gradients = Literal["like_parameters", "scattered"]
 CompilerOption = str | int | float | bool
@@ -28,6 +29,7 @@ class StepOptions:
     microbatches: the number of parts of each batch.
     layers: how the layers of the loss, its attention and its head are computed.
     outputs: names of metrics that are per-example arrays.
+    has_aux: whether the loss function returns any pytree beside the loss.
     gradients: the layout of gradients; see `train_step`.
     reduction: dtype in which replicas sum their gradients, or None.
     pairs: whether metrics come as `(sum, count)` pairs.
@@ -48,6 +50,7 @@ class StepOptions:
   pairs: bool = False
   diagnostics: bool = False
   compiler_options: Mapping[str, CompilerOption] | None = None
+  has_aux: bool = False
 
   def __post_init__(self) -> None:
     several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
@@ -59,6 +62,11 @@ class StepOptions:
         )
     if self.microbatches < 1:
       raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
+    if self.has_aux and (self.outputs or self.pairs):
+      raise TrainError(
+        "has_aux=True returns arrays beside the loss, and outputs= and pairs= are about a dict of metrics.",
+        fix="has_aux=True alone; or return loss, {name: value}, with outputs= and pairs=.",
+      )
     if self.compiler_options is not None and not isinstance(self.compiler_options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
       raise TrainError(
         f"compiler_options={self.compiler_options!r} is no dict of names and values.",
@@ -74,6 +82,15 @@ class StepOptions:
         f"reduction={jnp.dtype(self.reduction)} would round gradients to whole numbers.",
         fix="reduction=jnp.float32",
       )
+
+  def terms(self, result: PyTree) -> Terms:
+    """The terms of what the loss function returned."""
+    return terms(result, self.outputs, has_aux=self.has_aux)
+
+  def is_output(self, name: str, value: AnyArray) -> bool:
+    """Whether a metric of the step is an array with the examples on dim 0."""
+    name = name.split("/")[-1]
+    return name in self.outputs or (self.has_aux and name.startswith(AUX) and jnp.ndim(value) > 0)
 
   @property
   def in_one_piece(self) -> bool:

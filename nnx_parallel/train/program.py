@@ -26,7 +26,7 @@ from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides, examples_over
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Metrics, check_examples, means, pairs, terms
+from nnx_parallel.train.losses import Metrics, check_examples, means, pairs
 from nnx_parallel.train.mend import mended
 from nnx_parallel.train.options import CompilerOption, StepOptions, is_scattered
 from nnx_parallel.train.update import update
@@ -147,7 +147,7 @@ class Structure:
     self._settled = True
     losses: Any = self.options.loss_fn
     losses = [*losses.values()] if isinstance(losses, Mapping) else [losses]
-    self.places = places_of_losses(binding, losses, batch, self.options.outputs)
+    self.places = places_of_losses(binding, losses, batch, self.options)
 
   def _typed(self, run: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
     """A program on the axes that were decided, with the types of the mesh for its arguments and results."""
@@ -155,8 +155,8 @@ class Structure:
 
     def specs(results: PyTree) -> PyTree:
       *arrays, metrics = results if self.trains else [results]
-      outputs = self.options.outputs
-      found = {name: rows if name.split("/")[-1] in outputs else PartitionSpec() for name in metrics}
+      is_output = self.options.is_output
+      found = {name: rows if is_output(name, x) else PartitionSpec() for name, x in metrics.items()}
       if not self.trains:
         return found
       shardings = zip(arrays, self.variable_shardings, strict=True)
@@ -185,7 +185,7 @@ class Structure:
     def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
       (models,) = self.template.build(arrays)
       with options.marking(models, used):
-        return terms(call_loss(loss_fn, models, batch), self.options.outputs)
+        return self.options.terms(call_loss(loss_fn, models, batch))
 
     evaluate = with_options(run, options, used)
     if options.pipeline is not None:

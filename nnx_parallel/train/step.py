@@ -311,7 +311,8 @@ def train_step(
   attention: Attention = None,
   loss_chunks: int | None = None,
   pipeline: str | Pipeline | None = None,
-  outputs: Sequence[str] = (),
+  outputs: str | Sequence[str] = (),
+  has_aux: bool = False,
   gradients: Gradients | None = None,
   reduction: DTypeLike | None = None,
   pairs: bool = False,
@@ -372,8 +373,12 @@ def train_step(
       are; if logits reach several hundreds, an entropy loses digits. None computes the loss as it is written.
     pipeline: the mesh axis of pipeline stages, or a `Pipeline`: each stage computes some of the layers for
       one microbatch at a time, with equal results. `step.layers` describes the stages and their waiting time.
-    outputs: the names of metrics that are arrays with the examples on dim 0. They are returned as they are,
-      without a mean.
+    outputs: the names of metrics that are arrays with the examples on dim 0, or one name. They are returned
+      as they are, without a mean.
+    has_aux: whether the loss function returns `(loss, aux)`, with any pytree, as for `jax.value_and_grad`.
+      The leaves of `aux` are among the metrics, by their places: `aux` for a single array, `aux[0]` and
+      `aux[1]` for two. Scalars are averaged like the loss. If there are microbatches, arrays must have the
+      examples on dim 0.
     gradients: `"like_parameters"` keeps gradients in the layout of their parameters; `"scattered"` (ZeRO-2)
       keeps them in the layout of their optimizer state, which saves memory, and reduces them in each
       microbatch. None does what the plan of the optimizer says: `"scattered"` with `zero=2`.
@@ -416,12 +421,13 @@ def train_step(
     loss_fn,
     microbatches,
     LayerOptions(remat, scan_layers, layers, attention, loss_chunks, stages),
-    tuple(outputs),
+    _names(outputs),
     gradients,
     reduction,
     pairs,
     diagnostics,
     compiler_options,
+    has_aux,
   )
   return TrainStep(options)
 
@@ -435,7 +441,8 @@ def eval_step(
   attention: Attention = None,
   loss_chunks: int | None = None,
   pipeline: str | Pipeline | None = None,
-  outputs: Sequence[str] = (),
+  outputs: str | Sequence[str] = (),
+  has_aux: bool = False,
   pairs: bool = False,
   compiler_options: Mapping[str, CompilerOption] | None = None,
 ) -> EvalStep:
@@ -456,6 +463,7 @@ def eval_step(
       that draws random numbers draws the same numbers for all microbatches. Batch statistics are computed for
       each microbatch.
     outputs: as in `train_step`.
+    has_aux: as in `train_step`.
     pairs: as in `train_step`, for exact means over many batches.
     compiler_options: as in `train_step`.
 
@@ -483,9 +491,19 @@ def eval_step(
     stages = Pipeline(stages.axis, stages.virtual_stages)
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   options = StepOptions(
-    loss_fn, microbatches, chosen, tuple(outputs), pairs=pairs, compiler_options=compiler_options
+    loss_fn,
+    microbatches,
+    chosen,
+    _names(outputs),
+    pairs=pairs,
+    compiler_options=compiler_options,
+    has_aux=has_aux,
   )
   return EvalStep(options)
+
+
+def _names(outputs: str | Sequence[str]) -> tuple[str, ...]:
+  return (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
 
 _ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}

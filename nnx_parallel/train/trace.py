@@ -23,7 +23,7 @@ from nnx_parallel.layout.constrain import axes_of_positions
 from nnx_parallel.layout.gather import Gather
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Terms, mean, terms
+from nnx_parallel.train.losses import Terms, check_outputs, examples_in, mean
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import check_plain_attributes, plain_attributes
 
@@ -115,7 +115,9 @@ def differentiable(
     inner = template.build([given[i] for i in range(len(order))])
     before = plain_attributes(inner)
     with contextlib.nullcontext() if as_written else options.layers.marking(inner, used):
-      found = terms(call_loss(loss_fn, inner, part), options.outputs)
+      found = options.terms(call_loss(loss_fn, inner, part))
+    if options.has_aux:
+      check_outputs(found, examples_in(part), options.microbatches)
     after = template.arrays(inner)
     check_plain_attributes(before, inner)
     changed = {n: after[i] for n, i in enumerate(order) if after[i] is not given[i]}

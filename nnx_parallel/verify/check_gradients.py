@@ -119,11 +119,11 @@ def coarsest_dtype(
 
 def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.Filter) -> Subject:
   """A loss to check that `jax.grad` differentiates in a separate jit."""
-  binding = Binding({"model": model})
+  binding, options = Binding({"model": model}), StepOptions(loss_fn)
   with own_mesh(binding.mesh):
-    places = places_of_losses(binding, [loss_fn], batch)
+    places = places_of_losses(binding, [loss_fn], batch, options)
     layout, batch = Layout(places.mesh, {}), places.placed(batch)
-    return Subject(StepOptions(loss_fn), loss_fn, binding, batch, {None: wrt}, layout, places)
+    return Subject(options, loss_fn, binding, batch, {None: wrt}, layout, places)
 
 
 class Looks:

