@@ -135,6 +135,13 @@ class Gather:
     return None if found is None else axes_by_dim(found, jax.numpy.ndim(x))
 
 
+def gathered(
+  gather: Gather | None, run: Callable[..., PyTree], paths: Callable[..., Sequence[Path | None]]
+) -> Callable[..., PyTree]:
+  """`gather.on(run, paths)`, or `run` itself where nothing is gathered."""
+  return run if gather is None else gather.on(run, paths)
+
+
 class _Gather(Interpreter[Fact]):
   """Evaluates the trace of a loss once more, with a constraint on each parameter where it is read."""
 

@@ -20,7 +20,7 @@ from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
 from nnx_parallel.train.binding import Binding
@@ -187,12 +187,11 @@ class Structure:
       with options.marking(models, used):
         return self.options.terms(call_loss(loss_fn, models, batch))
 
-    evaluate = with_options(run, options, used)
+    evaluate = gathered(gather, with_options(run, options, used), self._paths)
     if options.pipeline is not None:
       check_divides(batch, parts)
-      evaluate = with_stages(run, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
-    if gather is not None:
-      evaluate = gather.on(evaluate, self._paths)
+      staged = gathered(gather, run, self._paths)
+      evaluate = with_stages(staged, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
     with default_scope(self.places.scope), queries_over(self._positions()):
       found = evaluate(self.template.join(arrays, raw), batch)
     self.layers, used.axes = used, self.places.note

@@ -20,7 +20,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import axes_of_positions
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, check_outputs, examples_in, mean
@@ -125,18 +125,17 @@ def differentiable(
     return mean(loss, found.counts["loss"]) if options.in_one_piece else loss, (found, changed, None)
 
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
-  chosen = with_options(objective, options.layers, used)
-  pipeline = options.layers.pipeline
-  if pipeline is not None:
-    chosen = _pipelined(objective, options, len(train), len(others), used)
+  paths = functools.partial(_paths, [template.paths[i] for i in order], len(rest))
+  gathering = functools.partial(gathered, gather, paths=paths)
+  ungathered = with_options(objective, options.layers, used)
+  chosen, pipeline = gathering(ungathered), options.layers.pipeline
+  if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
+    ungathered = chosen = _pipelined(gathering(objective), options, len(train), len(others), used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
 
-  plain = chosen is objective and not options.layers.marks and options.layers.pattern is None
+  plain = ungathered is objective and not options.layers.marks and options.layers.pattern is None
   plain &= not axes_of_positions()
-  ungathered = chosen
-  if gather is not None:
-    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
 
   def inspect(part: PyTree) -> Inspected:
     traced, shape = jax.make_jaxpr(ungathered, return_shape=True)(train, others, part)
