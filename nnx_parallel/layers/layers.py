@@ -157,8 +157,8 @@ class LayerOptions:
       yield
     if used is not None and split:
       calls = sum(marking.calls.values())
-      at = f"between layers, at {calls} calls" if calls else "nowhere: the loss calls no layer"
-      used.positions = f"positions over {', '.join(split)}: {at}"
+      at = f"{calls} calls" if calls else "no layer is called"
+      used.positions = f"positions between layers over {', '.join(split)}: {at}"
     if used is not None:  # parts of a stacked layer are no layers
       used.found = tuple(
         layers for layers in found if not any(layers.paths[0][: len(path)] == path for path in marking.stacks)

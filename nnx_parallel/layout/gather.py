@@ -18,6 +18,11 @@ tokens of all devices along the axis, and the devices exchange them; the gradien
     y = table[tokens]                            # table: P("tensor", "fsdp") or P(("tensor", "fsdp"))
     y = constrain(table, P("tensor", "fsdp"))[constrain(tokens, P("data"))]
     y = constrain(constrain(y, P("data", None, "fsdp")), P(("data", "fsdp")))
+
+If the axis of a parameter also splits the positions between layers (a rule for `seq`), the result of a
+product with it is split as the parameter is, not by positions. Else the partitioner may gather the parameter:
+
+    y = constrain(x @ w, P(UNCONSTRAINED, UNCONSTRAINED, "tensor"))    # x: P("data", "tensor")
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
-from nnx_parallel.core.dims import MOVES, dim_map
+from nnx_parallel.core.dims import MOVES, PRODUCTS, DimMap, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
 from nnx_parallel.core.jaxprs import HELD, bind, equations, has_rule, is_inexact, place_of
 from nnx_parallel.core.mesh import AnyMesh
@@ -54,6 +59,7 @@ class Tokens(NamedTuple):
 
 Fact = Dims | Tokens | None
 """What is known of a value: where a parameter is sharded, where tokens have their examples, or nothing."""
+FREE: Any = PartitionSpec.UNCONSTRAINED
 LOST: Any = "lost"
 """A value that is a parameter in one branch only."""
 _MOVES = MOVES | {"concatenate", "stack", "unstack"}
@@ -70,6 +76,7 @@ class Gather:
     reads: path -> the layout of an array that they shard.
     everywhere: whether each read gathers, and not only look-ups exchange columns.
     reverse: whether the loss may be differentiated in reverse mode only.
+    positions: the axes that split the positions of activations between layers.
   """
 
   axes: tuple[str, ...]
@@ -77,17 +84,29 @@ class Gather:
   reads: Mapping[Path, Dims]
   everywhere: bool
   reverse: bool = True
+  positions: frozenset[str] = frozenset()
 
   @classmethod
-  def of(cls, leaves: Mapping[Path, object], batch: Iterable[str], mesh: AnyMesh | None) -> Gather | None:
-    """What a loss gathers of arrays with these shardings, for examples over these axes; None for nothing."""
+  def of(
+    cls,
+    leaves: Mapping[Path, object],
+    batch: Iterable[str],
+    mesh: AnyMesh | None,
+    positions: Iterable[str] = (),
+  ) -> Gather | None:
+    """What a loss gathers of arrays with these shardings; None for nothing.
+
+    The axes are those of the examples, and of the positions between layers.
+    """
     if mesh is None or AxisType.Explicit in mesh.axis_types:  # there, the types of the operands decide
       return None
     axes = tuple(axis for axis in batch if mesh.shape.get(axis, 1) > 1)
     reads = {path: where.spec for path, where in leaves.items() if isinstance(where, NamedSharding)}
-    split = {path: tuple(map(axes_of, spec)) for path, spec in reads.items() if {*axes} & {*axes_in(spec)}}
+    over = frozenset(axis for axis in positions if mesh.shape.get(axis, 1) > 1)
+    split = {path: tuple(map(axes_of, x)) for path, x in reads.items() if {*axes, *over} & {*axes_in(x)}}
     others = any(size > 1 and axis not in axes for axis, size in mesh.shape.items())
-    return cls(axes, mesh, split, others) if split else None
+    everywhere = others and any({*axes} & {*axes_in(dims)} for dims in split.values())
+    return cls(axes, mesh, split, everywhere, positions=over) if split else None
 
   def on(
     self, run: Callable[..., PyTree], paths: Callable[..., Sequence[Path | None]]
@@ -100,7 +119,11 @@ class Gather:
     def gathered(*args: PyTree) -> PyTree:
       closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
       leaves = jax.tree.leaves(args)
-      if self.everywhere or any(eqn.primitive.name == "gather" for eqn in equations(closed.jaxpr)):
+      if (
+        self.everywhere
+        or self.positions
+        or any(eqn.primitive.name == "gather" for eqn in equations(closed.jaxpr))
+      ):
         known = [self._known(path, x) for path, x in zip(paths(*args), leaves, strict=True)]
         results, _ = _Gather(self)(closed, leaves, known)
       else:
@@ -116,17 +139,25 @@ class Gather:
     return None if found is None else axes_by_dim(found, jax.numpy.ndim(x))
 
 
+def gathered(
+  gather: Gather | None, run: Callable[..., PyTree], paths: Callable[..., Sequence[Path | None]]
+) -> Callable[..., PyTree]:
+  """`gather.on(run, paths)`, or `run` itself where nothing is gathered."""
+  return run if gather is None else gather.on(run, paths)
+
+
 class _Gather(Interpreter[Fact]):
   """Evaluates the trace of a loss once more, with a constraint on each parameter where it is read."""
 
   def __init__(self, what: Gather):
     # Along the axes of an enclosing `jax.vmap`, its own rule places the arrays.
     self._axes = tuple(axis for axis in what.axes if axis not in manual_too(what.mesh))
-    self._mesh, self._everywhere, self._reverse = what.mesh, what.everywhere, what.reverse
+    self._mesh, self._everywhere, self._positions = what.mesh, what.everywhere, what.positions
+    self._reverse = what.reverse
     facts: Facts[Fact] = Facts(
       constant=lambda _: None,
       follow=_followed,
-      join=_either,
+      join=self._either,
       row=lambda _, fact: _shifted(fact, -1),
       stack=lambda _, fact: _shifted(fact, 1),
     )
@@ -153,7 +184,24 @@ class _Gather(Interpreter[Fact]):
       return [found], _followed(eqn, facts)
     # The derivative of a custom rule stays as it is, so its parameters are gathered before it.
     inputs = [self._gathered(x, fact) for x, fact in zip(inputs, facts, strict=True)]
-    return bind(eqn, inputs), _followed(eqn, facts)
+    where = dim_map(eqn) if self._positions and eqn.primitive.name in PRODUCTS else None
+    if where is None:
+      return bind(eqn, inputs), _followed(eqn, facts)
+    rows = [*zip(inputs, where.operands, facts, strict=True)]
+    inputs = [x if _is_parameter(fact) else self._as_parameter(x, own, where, facts) for x, own, fact in rows]
+    (found,) = bind(eqn, inputs)
+    return [self._as_parameter(found, where.results[0], where, facts)], _followed(eqn, facts)
+
+  def _as_parameter(
+    self, x: jax.Array, own: Sequence[int | None], where: DimMap, facts: list[Fact]
+  ) -> jax.Array:
+    """An operand or the result of a product, with the axes of positions where a parameter has them."""
+    dims: dict[int, Any] = {}
+    for factors, fact in zip(where.operands, facts, strict=True):
+      for factor, axes in zip(factors, fact if _is_parameter(fact) else (), strict=False):
+        if factor is not None and factor in own and self._positions.intersection(axes):
+          dims[own.index(factor)] = without(axes, frozenset(self._axes))
+    return self._laid(x, {**dict.fromkeys(range(x.ndim), FREE), **dims}, x.ndim) if dims else x
 
   def _look_up(self, eqn: JaxprEqn, inputs: list[jax.Array], facts: list[Fact]) -> jax.Array | None:
     """The rows of a table for tokens, by columns; None if it cannot be looked up so.
@@ -187,19 +235,25 @@ class _Gather(Interpreter[Fact]):
     return self._laid(found, {examples: self._axes, to: without(column, frozenset(moved))}, rank)
 
   def _gathered(self, x: jax.Array, fact: Fact) -> jax.Array:
-    if not _is_parameter(fact) or not self._everywhere:
+    if not _is_parameter(fact) or not self._everywhere or not {*self._axes} & {*axes_in(fact)}:
       return x
     dims = {d: without(dim, frozenset(self._axes)) for d, dim in enumerate(fact)}
     if not self._reverse or not is_inexact(x):
       return self._laid(x, dims, x.ndim)
     return _read(x, self._where(dims, x.ndim), self._where(dict(enumerate(fact)), x.ndim))
 
-  def _where(self, dims: Mapping[int, tuple[str, ...]], rank: int) -> NamedSharding:
-    spec = PartitionSpec(*(entry_of(dims.get(d, ())) for d in range(rank)))
+  def _where(self, dims: Mapping[int, Any], rank: int) -> NamedSharding:
+    spec = PartitionSpec(*(own if (own := dims.get(d, ())) is FREE else entry_of(own) for d in range(rank)))
     return NamedSharding(self._mesh, spec)  # pyright: ignore[reportArgumentType]
 
-  def _laid(self, x: jax.Array, dims: Mapping[int, tuple[str, ...]], rank: int) -> jax.Array:
+  def _laid(self, x: jax.Array, dims: Mapping[int, Any], rank: int) -> jax.Array:
     return _constrained(x, self._where(dims, rank))
+
+  def _either(self, one: Fact, other: Fact) -> Fact:
+    if one == other:
+      return one
+    gathered = [x for x in (one, other) if _is_parameter(x) and {*self._axes} & {*axes_in(x)}]
+    return LOST if LOST in (one, other) or (gathered and self._everywhere) else None
 
 
 def _constrained(x: jax.Array, where: NamedSharding) -> jax.Array:
@@ -221,12 +275,6 @@ _read.defvjp(
 
 def _is_parameter(fact: Fact) -> TypeGuard[Dims]:
   return fact is not None and not isinstance(fact, Tokens)
-
-
-def _either(one: Fact, other: Fact) -> Fact:
-  if one == other:
-    return one
-  return LOST if _is_parameter(one) or _is_parameter(other) else None
 
 
 def _shifted(fact: Fact, by: int) -> Fact:

@@ -20,7 +20,7 @@ from nnx_parallel.layers.attention import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
 from nnx_parallel.train.binding import Binding
@@ -187,12 +187,11 @@ class Structure:
       with options.marking(models, used):
         return self.options.terms(call_loss(loss_fn, models, batch))
 
-    evaluate = with_options(run, options, used)
+    evaluate = gathered(gather, with_options(run, options, used), self._paths)
     if options.pipeline is not None:
       check_divides(batch, parts)
-      evaluate = with_stages(run, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
-    if gather is not None:
-      evaluate = gather.on(evaluate, self._paths)
+      staged = gathered(gather, run, self._paths)
+      evaluate = with_stages(staged, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
     with default_scope(self.places.scope), queries_over(self._positions()):
       found = evaluate(self.template.join(arrays, raw), batch)
     self.layers, used.axes = used, self.places.note
@@ -206,12 +205,15 @@ class Structure:
 
   def _positions(self) -> str | None:
     """The mesh axis that also splits queries in layers: from the rule for `seq`, and splitting no weight."""
+    used = {axis for where in self.places.shardings if where for axis in axes_in(where.spec)}
+    return next((axis for axis in self._over_positions() if axis not in used), None)
+
+  def _over_positions(self) -> tuple[str, ...]:
+    """The mesh axes larger than 1 that split positions between layers."""
     mesh, scope = self.places.mesh, self.places.scope
     if mesh is None or scope is None:
-      return None
-    named = position_axes(scope.ruleset, axis_sizes(mesh))
-    used = {axis for where in self.places.shardings if where for axis in axes_in(where.spec)}
-    return next((axis for axis in named if mesh.shape[axis] > 1 and axis not in used), None)
+      return ()
+    return tuple(axis for axis in position_axes(scope.ruleset, axis_sizes(mesh)) if mesh.shape[axis] > 1)
 
   def mended(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A program of these arrays with its wrong operations corrected."""
@@ -233,7 +235,8 @@ class Structure:
     used = {axis for where in own.values() if where for axis in axes_in(where.spec)}
     inside = zip(self.template.paths, self.places.shardings, strict=True)
     leaves = {path[1:]: where for path, where in inside if path[0] == 0}
-    gather = Gather.of(leaves, self._axes_of(batch, leaves.values()), self.places.mesh)
+    over, positions = self._axes_of(batch, leaves.values()), self._over_positions()
+    gather = Gather.of(leaves, over, self.places.mesh, positions)
     axes = batch_axes_of(batch)
     return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes, gather)
 

@@ -21,7 +21,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import axes_of_positions
-from nnx_parallel.layout.gather import Gather
+from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Terms, check_outputs, examples_in, mean
@@ -174,14 +174,15 @@ def differentiable(
   order, used = [*rest, *trained], LayersUsed()
   train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
   pure = _Pure(options, loss_fn, template, order, len(rest), used)
-  chosen, pipeline = with_options(pure, options.layers, used), options.layers.pipeline
-  if pipeline is not None:
-    chosen = _pipelined(pure, options, len(train), len(others), used)
+  paths = functools.partial(_paths, [template.paths[i] for i in order], len(rest))
+  ungathered, pipeline = with_options(pure, options.layers, used), options.layers.pipeline
+  chosen = gathered(gather, ungathered, paths=paths)
+  if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
+    inside = gather and dataclasses.replace(gather, reverse=False)  # whose trace is cut into layers
+    by_layer = gathered(inside, pure, paths=paths)
+    ungathered = chosen = _pipelined(by_layer, options, len(train), len(others), used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
-  inspect = functools.partial(pure.inspect, chosen, train, others)
-  if gather is not None:
-    chosen = gather.on(chosen, functools.partial(_paths, [template.paths[i] for i in order], len(rest)))
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
     train=train,
@@ -189,7 +190,7 @@ def differentiable(
     paths=[template.paths[i] for i in trained],
     template=template,
     order=order,
-    inspect=inspect,
+    inspect=functools.partial(pure.inspect, ungathered, train, others),
     written=functools.partial(pure.written, train, others),
     layers=used,
     parts=options.microbatches // options.turns,

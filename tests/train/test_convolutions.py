@@ -222,7 +222,7 @@ TABLE = jnp.linspace(0.5, 1.5, 4)
 
 @jax.jit
 def scaled(x: jax.Array) -> jax.Array:
-  return jnp.sin(x * TABLE)
+  return jnp.sin(x * TABLE[None, None])
 
 
 def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient() -> None:

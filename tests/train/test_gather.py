@@ -1,5 +1,6 @@
 """Parameters are gathered where a loss reads them, and tables looked up by columns; positions are split."""
 
+import math
 import re
 
 import jax
@@ -257,6 +258,33 @@ def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
   )
 
 
+def test_weights_over_the_axis_of_the_positions_are_not_gathered():
+  mesh = nxp.make_mesh(data=2, tensor=4)
+  rules = [nxp.LogicalRules(batch="data", seq="tensor", fsdp=None), TENSOR]
+  plan = nxp.plan(decoder, mesh, rules, optimizer=optax.sgd(0.1))
+  batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
+  text = nxp.train_step(decoders.loss).lower(plan, batch=batch).compile().as_text()
+  gathered = set(re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text))
+  assert "4,64,64" in gathered  # activations
+  assert not gathered & {"64,128", "128,64", "64,4,16", "4,16,64", "64,64"}  # kernels
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pipeline_gathers_one_layer_at_a_time():
+  sizes = decoders.Config(vocab=512, width=64, hidden=128, head_dim=16, depth=4)
+  plan = nxp.plan(
+    lambda: decoders.Decoder(sizes, nnx.Rngs(0)),
+    nxp.make_mesh(fsdp=4, stage=2),
+    nxp.presets.fsdp(min_size=0),
+    optimizer=optax.sgd(0.1),
+  )
+  step = nxp.train_step(decoders.loss, microbatches=4, pipeline="stage", remat="full")
+  text = step.lower(plan, batch=jax.ShapeDtypeStruct((16, 17), jnp.int32)).compile().as_text()
+  found = re.findall(r"= f32\[((?:\d+,)*)(?:64,128|128,64)\]\S* all-gather", text)  # gate, up or down
+  assert found
+  assert all(math.prod(map(int, dims.split(",")[:-1])) == 1 for dims in found)
+
+
 def test_a_step_says_where_positions_are_split():
   def said(init, loss):
     plan = nxp.plan(
@@ -270,6 +298,6 @@ def test_a_step_says_where_positions_are_split():
     return str(step.layers)
 
   assert said(lambda: decoders.Decoder(decoders.Config(depth=2), nnx.Rngs(0)), decoders.loss) == (
-    "positions over tensor: between layers, at 2 calls\n2 x Block at layers.*"
+    "positions between layers over tensor: 2 calls\n2 x Block at layers.*"
   )
-  assert said(lambda: Words(False), words_loss) == "positions over tensor: nowhere: the loss calls no layer"
+  assert said(lambda: Words(False), words_loss) == "positions between layers over tensor: no layer is called"
