@@ -9,8 +9,9 @@ parallelism means it, there is nothing to decide:
     y = x @ constrain(w.astype(bfloat16), P(None, "tensor"))
 
 The constraint comes after a cast, so that half the bytes are sent, and in the body of a scan or a checkpoint,
-so that the backward pass gathers again. Its gradient is summed straight into the shards of the parameter; the
-transpose of the constraint would let each device hold all of it first.
+so that the backward pass gathers again. Its transpose sums the gradient over the same axes. (A gradient that
+is summed straight into the shards needs 4 % less memory on TPUs, and leaves XLA a product that it gets
+wrong: tests/benchmarks/test_fuzz.py.)
 
 A table that tokens are looked up in is not gathered, on any mesh. Each device looks up its columns of the
 tokens of all devices along the axis, and the devices exchange them; the gradient goes the same way back:
@@ -28,7 +29,6 @@ product with it is split as the parameter is, not by positions. Else the partiti
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -40,7 +40,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
 from nnx_parallel.core.dims import MOVES, PRODUCTS, DimMap, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
-from nnx_parallel.core.jaxprs import HELD, bind, equations, has_rule, is_inexact, place_of
+from nnx_parallel.core.jaxprs import HELD, bind, equations, has_rule, place_of
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.types import JaxprEqn, PyTree, Value
@@ -75,7 +75,6 @@ class Gather:
     mesh: the mesh of the arrays.
     reads: path -> the layout of an array that they shard.
     everywhere: whether each read gathers, and not only look-ups exchange columns.
-    reverse: whether the loss may be differentiated in reverse mode only.
     positions: the axes that split the positions of activations between layers.
   """
 
@@ -83,7 +82,6 @@ class Gather:
   mesh: AnyMesh
   reads: Mapping[Path, Dims]
   everywhere: bool
-  reverse: bool = True
   positions: frozenset[str] = frozenset()
 
   @classmethod
@@ -153,7 +151,6 @@ class _Gather(Interpreter[Fact]):
     # Along the axes of an enclosing `jax.vmap`, its own rule places the arrays.
     self._axes = tuple(axis for axis in what.axes if axis not in manual_too(what.mesh))
     self._mesh, self._everywhere, self._positions = what.mesh, what.everywhere, what.positions
-    self._reverse = what.reverse
     facts: Facts[Fact] = Facts(
       constant=lambda _: None,
       follow=_followed,
@@ -238,39 +235,18 @@ class _Gather(Interpreter[Fact]):
     if not _is_parameter(fact) or not self._everywhere or not {*self._axes} & {*axes_in(fact)}:
       return x
     dims = {d: without(dim, frozenset(self._axes)) for d, dim in enumerate(fact)}
-    if not self._reverse or not is_inexact(x):
-      return self._laid(x, dims, x.ndim)
-    return _read(x, self._where(dims, x.ndim), self._where(dict(enumerate(fact)), x.ndim))
-
-  def _where(self, dims: Mapping[int, Any], rank: int) -> NamedSharding:
-    spec = PartitionSpec(*(own if (own := dims.get(d, ())) is FREE else entry_of(own) for d in range(rank)))
-    return NamedSharding(self._mesh, spec)  # pyright: ignore[reportArgumentType]
+    return self._laid(x, dims, x.ndim)
 
   def _laid(self, x: jax.Array, dims: Mapping[int, Any], rank: int) -> jax.Array:
-    return _constrained(x, self._where(dims, rank))
+    spec = PartitionSpec(*(own if (own := dims.get(d, ())) is FREE else entry_of(own) for d in range(rank)))
+    with jax.named_scope(HELD):
+      return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))  # pyright: ignore[reportArgumentType]
 
   def _either(self, one: Fact, other: Fact) -> Fact:
     if one == other:
       return one
     gathered = [x for x in (one, other) if _is_parameter(x) and {*self._axes} & {*axes_in(x)}]
     return LOST if LOST in (one, other) or (gathered and self._everywhere) else None
-
-
-def _constrained(x: jax.Array, where: NamedSharding) -> jax.Array:
-  with jax.named_scope(HELD):
-    return jax.lax.with_sharding_constraint(x, where)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _read(x: jax.Array, gathered: NamedSharding, own: NamedSharding) -> jax.Array:
-  """A gathered parameter, whose gradient is summed straight into its shards."""
-  return _constrained(x, gathered)
-
-
-_read.defvjp(
-  lambda x, gathered, own: (_constrained(x, gathered), None),
-  lambda gathered, own, _, g: (_constrained(g, own),),
-)
 
 
 def _is_parameter(fact: Fact) -> TypeGuard[Dims]:

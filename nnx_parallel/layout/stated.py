@@ -25,7 +25,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.interpret import interpret, wiring
-from nnx_parallel.core.jaxprs import called, changed_params, has_rule, is_call_or_checkpoint, opened
+from nnx_parallel.core.jaxprs import (
+  as_function,
+  called,
+  changed_params,
+  has_rule,
+  is_call,
+  is_checkpoint,
+  opened,
+)
 from nnx_parallel.core.mesh import auto_mesh
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Program, Value
 
@@ -53,7 +61,10 @@ def _operation(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
   """The results of an operation on arrays without shardings in their types."""
   if eqn.primitive.name in _PLACES:
     return inputs[: len(eqn.outvars)]
-  if is_call_or_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
+  if is_call(eqn):  # compiled as one, as outside of a trace: the same bits
+    jitted = as_function(without_shardings(called(eqn)))
+    return jax.jit(jitted, inline=eqn.params.get("inline", False))(*inputs)
+  if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
     return interpret(called(eqn), inputs, _operation)
   active: Any = jax.sharding.get_abstract_mesh()
   if eqn.primitive.name == "shard_map":

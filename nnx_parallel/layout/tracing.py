@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.mesh import AnyMesh, is_explicit
+from nnx_parallel.core.mesh import AnyMesh, auto_mesh, is_explicit
 from nnx_parallel.core.nodes import (
   Path,
   is_rng,
@@ -214,7 +214,7 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
       "In the code of others: with jax.ensure_compile_time_eval(): ... around the call in init;\n"
       "or build the module first: live = MyModule(...), then nxp.plan(lambda: nnx.clone(live), mesh, rules).",
     ) from error
-  except (AssertionError, ValueError) as error:
+  except ValueError as error:
     found, said = _STATIC.search(str(error)), str(error).split(". ")[0].split("\n")[0]
     if found is not None:
       raise _of_static_attribute(said, *found.groups()) from error
@@ -357,7 +357,13 @@ def trace_module(init: Callable[[], nnx.Module], mesh: AnyMesh | None = None) ->
       f"init must take no arguments, and {shown} needs {', '.join(missing)}.",
       fix=f"lambda: {shown}({given}{', '.join(values)})",
     )
-  found = trace(lambda _: run_init(init, mesh), Abstract(*nnx.split(nnx.Dict())))
+  nothing = Abstract(*nnx.split(nnx.Dict()))
+  try:
+    found = trace(lambda _: run_init(init, mesh), nothing)
+  except AssertionError as error:  # on Explicit axes, a constraint only asserts what the type says
+    if mesh is None or "with_sharding_constraint" not in str(error):
+      raise
+    return trace(lambda _: run_init(init, auto_mesh(mesh)), nothing)
   if mesh is None or not is_explicit(mesh):
     return found
   stated = zip(found.output_paths, stated_specs(found.program), strict=True)

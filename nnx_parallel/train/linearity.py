@@ -111,12 +111,12 @@ def factors(
   """
   pair = _Pair(parts)
   found: list[float] = []
-  for fact, how in zip(pair.walk(part, whole, [ROWS if x else SAME for x in splits]), wanted, strict=True):
+  facts = [*zip(pair.walk(part, whole, [ROWS if x else SAME for x in splits]), wanted, strict=True)]
+  if any(how == "same" and not fact.fixed for fact, how in facts):
+    return [], pair.draws, "the loss changes Variables by its examples (statistics)"
+  for fact, how in facts:
     if fact.kind == "mixed":
-      what = "a Variable that it changes depends on" if how == "same" else f"the loss is no {how} over"
-      return [], pair.draws, f"{what} its examples: {fact.reason}"
-    if how == "same" and not fact.fixed:
-      return [], pair.draws, "the loss changes Variables by its examples (statistics)"
+      return [], pair.draws, f"the loss is no {how} over its examples: {fact.reason}"
     if how == "rows" and not (fact.plain and fact.dim == 0 and fact.kind != "same"):
       return [], pair.draws, "an output does not have the examples on dim 0"
     if how in ("mean", "sum") and fact.kind == "rows":

@@ -35,8 +35,7 @@ def gather_on_read(loss_fn: F, model: Model | Plan, *, batch_axes: Sequence[str]
   devices exchange the rows that they find, also on a mesh with a single axis. On such a mesh, all else stays
   as it is. The gradients of grouped convolutions need `nxp.verify.with_correct_convolutions` too.
 
-  The shardings are read in this call, and nothing is stored on the model. The gradients are those of reverse
-  mode (`jax.grad`), which `jax.jvp` may differentiate again.
+  The shardings are read in this call, and nothing is stored on the model.
 
   Args:
     loss_fn: `(model, *args, **kwargs) -> results`, to be called inside of `jax.jit` or `nnx.jit`, also under

@@ -178,8 +178,7 @@ def differentiable(
   ungathered, pipeline = with_options(pure, options.layers, used), options.layers.pipeline
   chosen = gathered(gather, ungathered, paths=paths)
   if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
-    inside = gather and dataclasses.replace(gather, reverse=False)  # whose trace is cut into layers
-    by_layer = gathered(inside, pure, paths=paths)
+    by_layer = gathered(gather, pure, paths=paths)
     ungathered = chosen = _pipelined(by_layer, options, len(train), len(others), used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)

@@ -172,8 +172,7 @@ class Subject:
 
     def forward(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
-        gather = self._gather and dataclasses.replace(self._gather, reverse=False)
-        loss, scale = self._pieces(arrays, gather)
+        loss, scale = self._pieces(arrays, self._gather)
         tangents = self._direction(loss, seed, factors)
         plain = loss._replace(objective=self._plain(loss.objective))
         value, slope = slope_of(plain, tangents, batch, self._parts)
