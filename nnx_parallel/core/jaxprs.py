@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -100,6 +101,19 @@ def as_function(jaxpr: Program) -> Callable[..., Sequence[jax.Array]]:
   inner: Any = opened(jaxpr)
   closed = core.ClosedJaxpr(inner, constants(jaxpr))  # pyright: ignore[reportPrivateImportUsage]
   return core.jaxpr_as_fun(closed)
+
+
+def by_trace(
+  run: Callable[..., PyTree], evaluate: Callable[[ClosedJaxpr, tuple[PyTree, ...]], Sequence[jax.Array]]
+) -> Callable[..., PyTree]:
+  """A function of pytrees of arrays whose flat results come from `evaluate(its trace, its arguments)`."""
+
+  @functools.wraps(run)  # jax names the arguments of a program after the parameters of `run`
+  def other(*args: PyTree) -> PyTree:
+    traced, shape = jax.make_jaxpr(run, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shape), evaluate(traced, args))
+
+  return other
 
 
 def placed(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:

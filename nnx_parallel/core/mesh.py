@@ -27,13 +27,15 @@ M = TypeVar("M", bound=AnyMesh)
 
 def _mesh_again(platform: str, ids: Grid, names: tuple[str, ...], kinds: tuple[AxisType, ...]) -> Mesh:
   """A mesh in the process that reads its pickle, on the devices with the same ids."""
-  here = {device.id: device for device in jax.devices()}
-  found = jax.default_backend()
-  if found != platform or not set(ids.flat) <= here.keys():
+  try:
+    here = {device.id: device for device in jax.devices(platform)}
+  except RuntimeError:  # this process has no devices of this kind
+    here = {}
+  if not set(ids.flat) <= here.keys():
     raise MeshError(
       f"what was pickled is on a mesh that this process lacks: {dict(zip(names, ids.shape, strict=True))}.",
-      details=f"it needs {platform} devices {few(sorted(map(str, ids.flat)))};"
-      f" here are {found} devices {few(sorted(map(str, here)))}",
+      details=f"it needs the {platform} devices {few(sorted(map(str, ids.flat)))};"
+      f" this process has {few(sorted(map(str, here))) or 'none'}",
       fix="start this process with the same devices; or send numbers, nnx.to_pure_dict(nnx.state(model)), and"
       " create the model here: nxp.from_arrays(arrays, plan).",
     )

@@ -34,16 +34,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
-from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
 from nnx_parallel.core.dims import MOVES, PRODUCTS, DimMap, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
-from nnx_parallel.core.jaxprs import HELD, bind, equations, has_rule, place_of
+from nnx_parallel.core.jaxprs import HELD, as_function, bind, by_trace, equations, has_rule, place_of
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path
-from nnx_parallel.core.types import JaxprEqn, PyTree, Value
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import manual_too
 
@@ -114,21 +113,15 @@ class Gather:
     `paths`, called with the same arguments, gives the path of each of their arrays; None for the batch.
     """
 
-    def gathered(*args: PyTree) -> PyTree:
-      closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
+    def evaluate(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
       leaves = jax.tree.leaves(args)
-      if (
-        self.everywhere
-        or self.positions
-        or any(eqn.primitive.name == "gather" for eqn in equations(closed.jaxpr))
-      ):
-        known = [self._known(path, x) for path, x in zip(paths(*args), leaves, strict=True)]
-        results, _ = _Gather(self)(closed, leaves, known)
-      else:
-        results = core.jaxpr_as_fun(closed)(*leaves)
-      return jax.tree.unflatten(jax.tree.structure(shape), results)
+      looks_up = any(eqn.primitive.name == "gather" for eqn in equations(traced.jaxpr))
+      if not self.everywhere and not self.positions and not looks_up:
+        return as_function(traced)(*leaves)
+      known = [self._known(path, x) for path, x in zip(paths(*args), leaves, strict=True)]
+      return _Gather(self)(traced, leaves, known)[0]
 
-    return gathered
+    return by_trace(run, evaluate)
 
   def _known(self, path: Path | None, x: jax.Array) -> Fact:
     if path is None:

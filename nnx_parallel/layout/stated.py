@@ -16,7 +16,7 @@ compiles the same operations without shardings, since it decides by itself where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,45 +52,57 @@ def stated_specs(program: ClosedJaxpr) -> list[PartitionSpec | None]:
 
 def without_shardings(program: Program) -> ClosedJaxpr:
   """The same operations on arrays whose types have no sharding."""
-  avals = [var.aval for var in opened(program).invars]
-  plain = [ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
-  return jax.make_jaxpr(lambda *inputs: interpret(program, inputs, _operation))(*plain)
+  return _Plain().program(program)
 
 
-def _operation(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-  """The results of an operation on arrays without shardings in their types."""
-  if eqn.primitive.name in _PLACES:
-    return inputs[: len(eqn.outvars)]
-  if is_call(eqn):  # compiled as one, as outside of a trace: the same bits
-    jitted = as_function(without_shardings(called(eqn)))
-    return jax.jit(jitted, inline=eqn.params.get("inline", False))(*inputs)
-  if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
-    return interpret(called(eqn), inputs, _operation)
-  active: Any = jax.sharding.get_abstract_mesh()
-  if eqn.primitive.name == "shard_map":
-    return _mapped(eqn, inputs)
-  changed: dict[str, Any] = {key: None for key in _SAYS if key in eqn.params}
-  for inner in wiring(eqn).inner:
-    program = without_shardings(inner.program)
-    if inner.key == "branches":
-      changed["branches"] = (*changed.get("branches", ()), program)
-    else:
-      changed[inner.key] = program
-  # The operation was traced on Explicit axes.
-  with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active):
-    params = eqn.primitive.get_bind_params(changed_params(eqn, changed))
-    results = eqn.primitive.bind(*inputs, **params)
-  return results if eqn.primitive.multiple_results else [results]
+class _Plain:
+  """Traces programs anew without shardings; a program that several operations call, only once."""
 
+  def __init__(self) -> None:
+    # By the id of a program, with the program, so that its id stays.
+    self._done: dict[int, tuple[Program, ClosedJaxpr, Callable[..., Any]]] = {}
 
-def _mapped(eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
-  params: Any = eqn.params
-  function = jax.shard_map(
-    lambda *parts: interpret(params["jaxpr"], parts, _operation),
-    mesh=auto_mesh(params["mesh"]),
-    in_specs=tuple(params["in_specs"]),
-    out_specs=list(params["out_specs"]),
-    axis_names=params["newly_manual_axes"],
-    check_vma=params["check_vma"],
-  )
-  return function(*inputs)
+  def program(self, program: Program) -> ClosedJaxpr:
+    return self._traced(program)[1]
+
+  def _traced(self, program: Program) -> tuple[Program, ClosedJaxpr, Callable[..., Any]]:
+    if id(program) not in self._done:
+      avals = [var.aval for var in opened(program).invars]
+      plain = [ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+      made = jax.make_jaxpr(lambda *inputs: interpret(program, inputs, self._run))(*plain)
+      self._done[id(program)] = program, made, jax.jit(as_function(made))
+    return self._done[id(program)]
+
+  def _run(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+    """The results of an operation on arrays without shardings in their types."""
+    if eqn.primitive.name in _PLACES:
+      return inputs[: len(eqn.outvars)]
+    if is_call(eqn):  # compiled as one, as outside of a trace: the same bits
+      return self._traced(called(eqn))[2](*inputs)
+    if is_checkpoint(eqn) or has_rule(eqn):  # nobody differentiates a constructor
+      return interpret(called(eqn), inputs, self._run)
+    if eqn.primitive.name == "shard_map":
+      return self._mapped(eqn, inputs)
+    changed: dict[str, Any] = {key: None for key in _SAYS if key in eqn.params}
+    new = [(inner.key, self.program(inner.program)) for inner in wiring(eqn).inner]
+    changed |= dict(new)
+    if "branches" in changed:
+      changed["branches"] = tuple(program for _, program in new)
+    # The operation was traced on Explicit axes.
+    active: Any = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(active):
+      params = eqn.primitive.get_bind_params(changed_params(eqn, changed))
+      results = eqn.primitive.bind(*inputs, **params)
+    return results if eqn.primitive.multiple_results else [results]
+
+  def _mapped(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
+    params: Any = eqn.params
+    function = jax.shard_map(
+      lambda *parts: interpret(params["jaxpr"], parts, self._run),
+      mesh=auto_mesh(params["mesh"]),
+      in_specs=tuple(params["in_specs"]),
+      out_specs=list(params["out_specs"]),
+      axis_names=params["newly_manual_axes"],
+      check_vma=params["check_vma"],
+    )
+    return function(*inputs)

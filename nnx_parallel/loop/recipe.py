@@ -24,6 +24,7 @@ from nnx_parallel.loop.fit import resume_from
 from nnx_parallel.loop.loader import Recipe
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.loop.run import Position, Run
+from nnx_parallel.loop.sums import in_evaluation_mode
 
 
 def rules_of(recipe: Recipe) -> Any:
@@ -214,12 +215,11 @@ def _evaluation(
 ) -> Callable[[], Record]:
   """The mean metrics over the held-out batches, without dropout; through a pipeline, if they fit it."""
   kept = {name: x for name, x in options.items() if name not in ("remat", "pipeline")}
-  make = functools.partial(nxp.eval_step, recipe.loss, pairs=True, **kept)
+  assert recipe.loss is not None
+  make = functools.partial(nxp.eval_step, in_evaluation_mode(recipe.loss), pairs=True, **kept)
   whole = piped = make()
   if pipeline := options.get("pipeline"):
     piped = make(microbatches=microbatches, pipeline=pipeline)
-  # Made once: it shares the model's Variables, and for another object the step would be compiled again.
-  quiet = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
   def step(model: Model, batch: PyTree) -> AnyMetrics:
     fits = not any(x.shape[0] % microbatches for x in jax.tree.leaves(batch) if x.ndim)
@@ -229,7 +229,7 @@ def _evaluation(
     assert recipe.batches is not None
     held_out = nxp.batches(recipe.batches(0, split="held_out"), plan, global_batch=True)
     with default_scope(plan.activation_rules):
-      return nxp.evaluate(step, quiet, held_out)
+      return nxp.evaluate(step, model, held_out)
 
   return evaluate
 

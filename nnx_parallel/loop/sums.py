@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from nnx_parallel.core.mesh import no_mesh
-from nnx_parallel.core.types import AnyArray, AnyMetrics, Model, PyTree
+from nnx_parallel.core.types import AnyArray, AnyMetrics, LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.loop.metrics import Record
 from nnx_parallel.train.losses import weight_of, wide
@@ -73,6 +75,17 @@ class MetricSums:
 def is_scalar(value: AnyArray | tuple[AnyArray, AnyArray]) -> bool:
   """Whether a metric is a number, or a pair of two numbers."""
   return not any(map(np.ndim, value if isinstance(value, tuple) else (value,)))
+
+
+def in_evaluation_mode(loss_fn: LossFn) -> LossFn:
+  """A loss of the same arguments that sees a model without dropout and with running averages."""
+
+  @functools.wraps(loss_fn)
+  def loss(model: Model, *batch: PyTree) -> PyTree:
+    quiet = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
+    return loss_fn(quiet, *batch)
+
+  return loss
 
 
 def evaluate(step: Callable[[Model, PyTree], AnyMetrics], model: Model, batches: Iterable[PyTree]) -> Record:

@@ -14,27 +14,14 @@ from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.text import format_spec, text_table
-from nnx_parallel.core.types import LossFn, Model, PyTree
+from nnx_parallel.core.types import LossFn, PyTree
 from nnx_parallel.create.constructor import create_sharded_model
 from nnx_parallel.decode.generate import Generator
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.plan import Plan
 from nnx_parallel.layout.planning import plan as make_plan
-from nnx_parallel.train.losses import Metrics
+from nnx_parallel.loop.sums import in_evaluation_mode
 from nnx_parallel.train.step import EvalStep, TrainStep, eval_step, train_step
-
-
-class _Evaluation(EvalStep):
-  """An evaluation step that evaluates a model without dropout and with running averages."""
-
-  _model: Model = None
-  _view: Model = None
-
-  def __call__(self, model: Model, batch: PyTree, *more: PyTree) -> Metrics:
-    if model is not self._model:  # a new view would be compiled again
-      modes = {"deterministic": True, "use_running_average": True}
-      self._model, self._view = model, nnx.view(model, raise_if_not_found=False, **modes)
-    return super().__call__(self._view, batch, *more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +150,7 @@ def task(
   return Task(
     make_plan(init, mesh, rules, optimizer=optimizer, **(plan or {})),
     train_step(loss, **options),
-    _Evaluation(eval_step(loss, **shared).options),
+    eval_step(in_evaluation_mode(loss), **shared),
     generate,
     jax.tree.map(jax.typeof, batch) if batch is not None else None,
   )

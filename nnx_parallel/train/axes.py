@@ -77,7 +77,7 @@ def places_of_losses(
 
   def forward(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     models = binding.template.build(arrays)[0]
-    return [options.terms(call_loss(loss_fn, models, batch)) for loss_fn in losses]
+    return [options.terms(call_loss(loss_fn, models, batch), batch) for loss_fn in losses]
 
   return places_inside(places_outside(binding), forward, binding.leaves(), batch)
 

@@ -230,7 +230,8 @@ class _Pair:
     _check(all(eqn.params.get(key) == other.params.get(key) for key in _PLACES))
     assert dims is not None
     if name == "reshape" and inputs[0].kind == "rows":
-      (dim,) = changed or _fail()
+      _check(len(changed) == 1)
+      (dim,) = changed
       _check(math.prod(eqn.invars[0].aval.shape[: inputs[0].dim]) == math.prod(before[0][:dim]))
       return [dataclasses.replace(inputs[0], dim=dim)]
     if name in _SPREADS and changed and all(fact.kind in ("same", "zero") for fact in inputs):

@@ -68,6 +68,7 @@ class Terms(NamedTuple):
 
 
 AUX = "aux"
+"""The name of what a loss function returns beside the loss, with `has_aux`."""
 
 
 def terms(result: PyTree, outputs: Sequence[str] = (), *, has_aux: bool = False) -> Terms:

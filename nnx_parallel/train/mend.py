@@ -6,20 +6,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec
 
 from nnx_parallel.core.interpret import DEFAULT, NO_FACTS, Interpreter, is_walked
-from nnx_parallel.core.jaxprs import bind, equations, inner_equations, is_call_or_checkpoint
+from nnx_parallel.core.jaxprs import (
+  as_function,
+  bind,
+  by_trace,
+  equations,
+  inner_equations,
+  is_call_or_checkpoint,
+)
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.picks import is_pick, picked
 from nnx_parallel.core.shards import laid_out, on_shards
-from nnx_parallel.core.types import JaxprEqn, PyTree, Value
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
 from nnx_parallel.errors import TrainError
 
 
@@ -60,17 +65,13 @@ def mended(run: Callable[..., PyTree], mesh: AnyMesh | None, *, picks: bool) -> 
   def rule(eqn: JaxprEqn, inputs: list[Value], _: list[None]) -> object:
     return DEFAULT if _is_opened(eqn) else (_changed(eqn, inputs, mesh, compares), [None] * len(eqn.outvars))
 
-  @functools.wraps(run)  # jax names the program's arguments after the parameters of `run`
-  def changed(*args: PyTree) -> PyTree:
-    closed, shape = jax.make_jaxpr(run, return_shape=True)(*args)
+  def evaluate(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
     leaves = jax.tree.leaves(args)
-    if any(_is_faulty(eqn) or (compares and is_pick(eqn)) for eqn in equations(closed.jaxpr)):
-      results = Interpreter(rule, NO_FACTS)(closed, leaves, [None] * len(leaves))[0]
-    else:
-      results = core.jaxpr_as_fun(closed)(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(shape), results)
+    if any(_is_faulty(eqn) or (compares and is_pick(eqn)) for eqn in equations(traced.jaxpr)):
+      return Interpreter(rule, NO_FACTS)(traced, leaves, [None] * len(leaves))[0]
+    return as_function(traced)(*leaves)
 
-  return changed
+  return by_trace(run, evaluate)
 
 
 def _is_opened(eqn: JaxprEqn) -> bool:

@@ -14,7 +14,7 @@ from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, LossFn, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayerOptions
-from nnx_parallel.train.losses import AUX, Terms, terms
+from nnx_parallel.train.losses import AUX, Terms, check_outputs, examples_in, terms
 
 Gradients = Literal["like_parameters", "scattered"]
 CompilerOption = str | int | float | bool
@@ -83,13 +83,21 @@ class StepOptions:
         fix="reduction=jnp.float32",
       )
 
-  def terms(self, result: PyTree) -> Terms:
-    """The terms of what the loss function returned."""
-    return terms(result, self.outputs, has_aux=self.has_aux)
+  def terms(self, result: PyTree, batch: PyTree) -> Terms:
+    """The terms of what the loss function returned for a batch, or for a part of one."""
+    found = terms(result, self.outputs, has_aux=self.has_aux)
+    if self.has_aux:
+      check_outputs(found, examples_in(batch), self.microbatches)
+    return found
 
   def is_output(self, name: str, value: AnyArray) -> bool:
     """Whether a metric of the step is an array with the examples on dim 0."""
-    name = name.split("/")[-1]
+    if isinstance(self.loss_fn, Mapping):  # "key/name"; both may hold a slash
+      own = (name.removeprefix(f"{key}/") for key in self.loss_fn if name.startswith(f"{key}/"))
+      return any(self._is_output(part, value) for part in own)
+    return self._is_output(name, value)
+
+  def _is_output(self, name: str, value: AnyArray) -> bool:
     return name in self.outputs or (self.has_aux and name.startswith(AUX) and jnp.ndim(value) > 0)
 
   @property

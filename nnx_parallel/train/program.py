@@ -185,7 +185,7 @@ class Structure:
     def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
       (models,) = self.template.build(arrays)
       with options.marking(models, used):
-        return self.options.terms(call_loss(loss_fn, models, batch))
+        return self.options.terms(call_loss(loss_fn, models, batch), batch)
 
     evaluate = gathered(gather, with_options(run, options, used), self._paths)
     if options.pipeline is not None:

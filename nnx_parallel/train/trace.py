@@ -24,7 +24,7 @@ from nnx_parallel.layout.constrain import axes_of_positions
 from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
-from nnx_parallel.train.losses import Terms, check_outputs, examples_in, mean
+from nnx_parallel.train.losses import Terms, mean
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import check_plain_attributes, plain_attributes
 
@@ -114,9 +114,7 @@ class _Pure:
     inner = self.template.build([given[i] for i in range(len(self.order))])
     before = plain_attributes(inner)
     with contextlib.nullcontext() if as_written else self.options.layers.marking(inner, self.used):
-      found = self.options.terms(call_loss(self.loss_fn, inner, part))
-    if self.options.has_aux:
-      check_outputs(found, examples_in(part), self.options.microbatches)
+      found = self.options.terms(call_loss(self.loss_fn, inner, part), part)
     after = self.template.arrays(inner)
     check_plain_attributes(before, inner)
     changed = {n: after[i] for n, i in enumerate(self.order) if after[i] is not given[i]}

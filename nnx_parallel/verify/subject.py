@@ -18,6 +18,7 @@ from nnx_parallel.core.interpret import DEFAULT, rewritten
 from nnx_parallel.core.jaxprs import (
   as_function,
   bind,
+  by_trace,
   called,
   equations,
   has_reverse_rule,
@@ -339,13 +340,7 @@ def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def _changed(change: Callable[[Any], Any], objective: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """An objective whose trace is changed before it runs."""
-
-  def other(*args: PyTree) -> PyTree:
-    traced, shape = jax.make_jaxpr(objective, return_shape=True)(*args)
-    flat = as_function(change(traced))(*jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shape), flat)
-
-  return other
+  return by_trace(objective, lambda traced, args: as_function(change(traced))(*jax.tree.leaves(args)))
 
 
 def _abstract(x: AnyArray, parts: int = 0) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """Meshes, plans and created models, sent to another process as Ray and multiprocessing do."""
 
+import copyreg
 import functools
 import pickle
 
@@ -46,9 +47,15 @@ def test_a_mesh_comes_back_on_the_same_devices(explicit, order):
 
 def test_devices_that_are_not_here_are_named(monkeypatch):
   sent, here = pickle.dumps(nxp.make_mesh(fsdp=8)), jax.devices()[:4]
-  monkeypatch.setattr(jax, "devices", lambda: here)
+  monkeypatch.setattr(jax, "devices", lambda *_: here)
   with pytest.raises(nxp.errors.MeshError, match=r"'fsdp': 8(.|\n)*and 5 more(.|\n)*from_arrays"):
     pickle.loads(sent)
+
+
+def test_another_kind_of_devices_is_named():
+  make, (_, *rest) = copyreg.dispatch_table[jax.sharding.Mesh](nxp.make_mesh(fsdp=8))
+  with pytest.raises(nxp.errors.MeshError, match="the tpu devices 0, 1, 2 and 5 more; this process has none"):
+    make("tpu", *rest)
 
 
 def test_a_plan_and_a_model_come_back_and_train_on():

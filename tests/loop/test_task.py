@@ -90,6 +90,11 @@ def test_a_task_evaluates_in_evaluation_mode_and_keeps_the_mode_of_the_model():
     found = task.eval_step(task.model, batch)
     assert float(found["loss"]) == pytest.approx(float((wanted(x) ** 2).mean()), rel=1e-5)
   assert len(task.eval_step.compiles) == 1
+  task.model.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(7))
+  edited = nnx.merge(*nnx.split(task.model))
+  edited.eval()
+  found = task.eval_step(task.model, batch)
+  assert float(found["loss"]) == pytest.approx(float((edited(x) ** 2).mean()), rel=1e-5)
   assert not task.model.dropout.deterministic
   assert not task.model.norm.use_running_average
 

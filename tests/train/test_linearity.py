@@ -164,6 +164,15 @@ def test_other_losses_do_not_and_the_operation_is_named(loss, how, message):
   assert re.search(message, found)
 
 
+def test_a_reshape_that_changes_two_dims_has_no_relation():
+  def grid(p, b):
+    x = losses(p, b)[:, 0]
+    return x.reshape(int(len(x) ** 0.5), -1).max(0).mean()
+
+  assert difference(grid, "mean", rows=16) > 1e-4
+  assert "reshape" in read(grid, "mean", rows=16)[1]
+
+
 UNARY = {
   "tanh": jnp.tanh,
   "softmax": jax.nn.softmax,

@@ -973,6 +973,28 @@ def test_what_beside_the_loss_cannot_be_returned():
     nxp.train_step(weights, has_aux=True, outputs="a")
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_names_with_a_slash_are_those_of_one_loss_or_of_several(explicit):
+  mesh = nxp.make_mesh(data=8, explicit=explicit)
+  plan = nxp.plan(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh, optimizer=optax.sgd(0.1))
+  x = nxp.shard_batch(np.ones((16, 4), np.float32), plan)
+
+  def of(model):
+    return lambda y: ((model(y) ** 2).mean(), {"by/row": model(y).sum(-1), "by": model(y).mean()})
+
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda m, y: of(m)(y), outputs=["by/row"])
+  assert step(model, optimizer, x)["by/row"].sharding.spec[0] == "data"
+  several = {"a/b": lambda ms, y: of(ms["a/b"])(y), "a": lambda ms, y: of(ms["a"])(y)}
+  made = {key: nxp.create_sharded_model(plan) for key in several}
+  step = nxp.train_step(several, outputs="by/row")
+  found = step({k: m for k, (m, _) in made.items()}, {k: o for k, (_, o) in made.items()}, x)
+  for key in several:
+    assert found[f"{key}/by/row"].shape == (16,)
+    assert found[f"{key}/by/row"].sharding.spec[0] == "data"
+    assert found[f"{key}/by"].shape == ()
+
+
 def test_one_output_needs_no_tuple():
   step = nxp.eval_step(lambda model, x: (model(x).mean(), {"rows": model(x).sum(-1)}), outputs="rows")
   assert step(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), np.ones((8, 4), np.float32))["rows"].shape == (8,)
