@@ -176,6 +176,7 @@ class LayersUsed:
     schedule: the schedule of the pipeline, if there is one.
     axes: on a mesh with Explicit axes, the axes that the loss is computed on, and why.
     positions: with a rule for `seq`, where the positions of activations are split.
+    left: what the step leaves to XLA because it does not know it, and what to do.
   """
 
   found: tuple[Layers, ...] = ()
@@ -184,9 +185,10 @@ class LayersUsed:
   schedule: Schedule | None = None
   axes: str = ""
   positions: str = ""
+  left: str = ""
 
   def __str__(self) -> str:
-    lines = [line for line in (self.axes, self.positions) if line]
+    lines = [line for line in (self.axes, self.positions, self.left) if line]
     lines += [str(layers) for layers in self.found] + [f"  {line}" for line in self.done]
     reasons = [
       *self.reasons[:_SHOWN],

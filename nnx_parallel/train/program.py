@@ -109,7 +109,7 @@ class Structure:
     raw = self.template.raw
     self.argument_labels = [*binding.variable_labels, *(binding.labels[i] for i in raw)]
     self._placements = placements
-    self.reduction, self.layers = "", LayersUsed()
+    self.reduction, self.layers, self._left = "", LayersUsed(), ""
     self._programs: dict[Hashable, Program] = {}
     self._seen: list[Signature] = []
 
@@ -169,7 +169,7 @@ class Structure:
       objects = self.template.build(self.template.join(arrays, raw))
       with default_scope(self.places.scope), queries_over(self._positions()):
         metrics, self.reduction, self.layers = update(self.options, objects[0], objects[1], batch, layout)
-      self.layers.axes = self.places.note
+      self.layers.axes, self.layers.left = self.places.note, self._left
       after = self.template.arrays(objects)
       return [*(after[i] for i in self.template.variables), metrics]
 
@@ -194,7 +194,7 @@ class Structure:
       evaluate = with_stages(staged, options, parts, lambda found: ({}, {*found.outputs.values()}), used)
     with default_scope(self.places.scope), queries_over(self._positions()):
       found = evaluate(self.template.join(arrays, raw), batch)
-    self.layers, used.axes = used, self.places.note
+    self.layers, used.axes, used.left = used, self.places.note, self._left
     return pairs(found, batch, parts) if self.options.pairs else means(found, parts)
 
   def _paths(self, arrays: list[PyTree], batch: PyTree) -> list[Path | None]:
@@ -241,17 +241,22 @@ class Structure:
     return Layout(self.places.mesh, {**own, **scattered}, frozenset(scattered), frozenset(used), axes, gather)
 
   def _axes_of(self, batch: PyTree, leaves: Iterable[NamedSharding | None]) -> tuple[str, ...]:
-    """The mesh axes that split the examples; a warning if the batch is on no mesh, so that XLA decides it."""
+    """The mesh axes that split the examples; if the batch is on no mesh, the step says so."""
     arrays = [x for x in jax.tree.leaves(batch) if jax.numpy.ndim(x)]
     found = max((examples_over(x) for x in arrays), key=len, default=())
     mesh = self.places.mesh
     several = mesh is not None and sum(size > 1 for size in mesh.shape.values()) > 1
-    if several and not any(map(is_placed, arrays)) and any(where and axes_in(where.spec) for where in leaves):
-      logger.warning(
-        "the step leaves the layout of the batch to XLA, which can make gradients wrong on several mesh axes:"
-        " the models have no plan; put the batch on their mesh"
-      )
+    left = several and not any(map(is_placed, arrays))
+    self._left = _LEFT if left and any(where and axes_in(where.spec) for where in leaves) else ""
+    if self._left:
+      logger.warning("%s", self._left)
     return found
+
+
+_LEFT = (
+  "the step leaves the layout of the batch to XLA, which can make gradients wrong on several mesh axes: the"
+  " models have no plan; put the batch on their mesh"
+)
 
 
 def is_placed(x: AnyArray) -> bool:

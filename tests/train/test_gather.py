@@ -250,12 +250,30 @@ def test_a_model_that_was_sharded_by_hand_has_the_gradients_of_one_device():
   optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
   before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
   placed = batch | {"x": jax.device_put(batch["x"], NamedSharding(mesh, jax.P(("data", "fsdp"))))}
-  nxp.train_step(squares)(model, optimizer, placed)
+  step = nxp.train_step(squares)
+  step(model, optimizer, placed)
+  assert "leaves" not in str(step.layers)
   after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
   found = jax.tree.map(np.subtract, before, after)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, nnx.to_pure_dict(expected)
   )
+
+
+def test_a_batch_on_no_mesh_is_left_to_xla_and_the_step_says_so(caplog):
+  mesh, model = nxp.make_mesh(data=2, fsdp=2, tensor=2), Normed(nnx.Rngs(0))
+  for path, leaf in nnx.to_flat_state(nnx.state(model)):
+    spec = jax.P("fsdp", "tensor") if path[-1] == "kernel" else jax.P()
+    leaf.set_value(jax.device_put(leaf.get_value(), NamedSharding(mesh, spec)))
+  batch = {"x": np.ones((16, 16), np.float32), "factor": np.float32(2)}
+  optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+  train, evaluate = nxp.train_step(squares), nxp.eval_step(squares)
+  train(model, optimizer, batch)
+  evaluate(model, batch)
+  for step in (train, evaluate):
+    assert "leaves the layout of the batch to XLA" in str(step.layers)
+    assert "put the batch on their mesh" in str(step.layers)
+  assert "leaves the layout of the batch to XLA" in caplog.text
 
 
 def test_weights_over_the_axis_of_the_positions_are_not_gathered():
