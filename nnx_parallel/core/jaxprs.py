@@ -201,16 +201,25 @@ def gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
   return jax.make_jaxpr(gradient)([var.aval for var in eqn.invars])
 
 
-def rules(jaxpr: Program) -> Iterator[JaxprEqn]:
-  """The operations of a trace, and of its inner programs, that have a gradient by `jax.custom_vjp`.
+def rules(jaxpr: Program, wanted: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
+  """The operations of a trace, and of its inner programs, that have such a rule for their gradient.
 
   Rules inside a `shard_map` are left out: they cannot be traced without it.
   """
 
   def enters(eqn: JaxprEqn) -> bool:
-    return not has_reverse_rule(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
+    return not wanted(eqn) and eqn.primitive.name not in ("shard_map", "pallas_call")
 
-  return filter(has_reverse_rule, equations(jaxpr, enters))
+  return filter(wanted, equations(jaxpr, enters))
+
+
+def reads_tracers(jaxpr: Program, wanted: Callable[[JaxprEqn], bool]) -> JaxprEqn | None:
+  """The first operation whose own gradient reads an array of the trace directly, not by an argument.
+
+  A trace with such a rule of `jax.custom_jvp` or `jax.custom_vjp` cannot be evaluated again.
+  """
+  found = rules(jaxpr, wanted)
+  return next((eqn for eqn in found if any(map(is_tracer, constants(gradient_of(eqn))))), None)
 
 
 def has_reverse_rule(eqn: JaxprEqn) -> bool:

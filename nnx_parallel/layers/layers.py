@@ -20,16 +20,14 @@ from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
   bind,
   called,
-  constants,
   equations,
-  gradient_of,
+  has_reverse_rule,
   inner_equations,
   is_call,
   is_checkpoint,
-  is_tracer,
   opened,
   place_of,
-  rules,
+  reads_tracers,
   without_unused,
 )
 from nnx_parallel.core.jaxprs import traced as retraced
@@ -489,15 +487,14 @@ def _keeps_checkpoints(eqn: JaxprEqn, remat: Remat) -> bool:
 
 def _check_rules(traced: ClosedJaxpr) -> None:
   """Refuses a rule of `jax.custom_vjp` that reads an array of the trace directly, not by an argument."""
-  for eqn in rules(traced):
-    if any(is_tracer(x) for x in constants(gradient_of(eqn))):
-      raise TrainError(
-        "a rule of jax.custom_vjp reads an array that is not among its arguments, so the layers of this loss"
-        " can neither be scanned nor rematerialised.",
-        details=f"at {place_of(eqn)}",
-        fix="give the array to the function as an argument, with None as its gradient; or leave remat= and"
-        " scan_layers= out.",
-      )
+  if (eqn := reads_tracers(traced, has_reverse_rule)) is not None:
+    raise TrainError(
+      "a rule of jax.custom_vjp reads an array that is not among its arguments, so the layers of this loss"
+      " can neither be scanned nor rematerialised.",
+      details=f"at {place_of(eqn)}",
+      fix="give the array to the function as an argument, with None as its gradient; or leave remat= and"
+      " scan_layers= out.",
+    )
 
 
 def has_layers(jaxpr: Program) -> bool:

@@ -233,6 +233,11 @@ def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None
   return _MAPPED((*_MAPPED.value, *axes))
 
 
+def axes_of_maps() -> tuple[str, ...]:
+  """The axes of `mapped_axes`."""
+  return _MAPPED.value
+
+
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
   """The axes that a `jax.shard_map` over some other axes of the mesh must be manual over too.
 

@@ -20,6 +20,11 @@ tokens of all devices along the axis, and the devices exchange them; the gradien
     y = constrain(table, P("tensor", "fsdp"))[constrain(tokens, P("data"))]
     y = constrain(constrain(y, P("data", None, "fsdp")), P(("data", "fsdp")))
 
+The examples of a product with a parameter stay where they are, on any mesh. Else XLA moves the activations of
+some layers, which sends more on one axis, and keeps more in memory on two:
+
+    y = constrain(constrain(x, P("fsdp", ...)) @ w, P("fsdp", ...))    # ...: UNCONSTRAINED
+
 If the axis of a parameter also splits the positions between layers (a rule for `seq`), the result of a
 product with it is split as the parameter is, not by positions. Else the partitioner may gather the parameter:
 
@@ -39,7 +44,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx_parallel.core.axes import axes_by_dim, axes_in, axes_of, entry_of, without
 from nnx_parallel.core.dims import MOVES, PRODUCTS, DimMap, dim_map
 from nnx_parallel.core.interpret import DEFAULT, Facts, Interpreter, facts_after, is_walked, wiring
-from nnx_parallel.core.jaxprs import HELD, as_function, bind, by_trace, equations, has_rule, place_of
+from nnx_parallel.core.jaxprs import HELD, bind, by_trace, has_rule, place_of
 from nnx_parallel.core.mesh import AnyMesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Value
@@ -50,14 +55,14 @@ Dims = tuple[tuple[str, ...], ...]
 """The mesh axes of each dim of a parameter that nothing has read yet."""
 
 
-class Tokens(NamedTuple):
-  """Whole numbers of the batch, with their examples on one dim."""
+class Examples(NamedTuple):
+  """A value of the batch, with its examples on one dim."""
 
   dim: int
 
 
-Fact = Dims | Tokens | None
-"""What is known of a value: where a parameter is sharded, where tokens have their examples, or nothing."""
+Fact = Dims | Examples | None
+"""What is known of a value: where a parameter is sharded, where a value has its examples, or nothing."""
 FREE: Any = PartitionSpec.UNCONSTRAINED
 LOST: Any = "lost"
 """A value that is a parameter in one branch only."""
@@ -73,7 +78,7 @@ class Gather:
     axes: the axes of the examples that are larger than 1, major to minor.
     mesh: the mesh of the arrays.
     reads: path -> the layout of an array that they shard.
-    everywhere: whether each read gathers, and not only look-ups exchange columns.
+    everywhere: whether each read gathers. Look-ups exchange columns and products keep their examples anyway.
     positions: the axes that split the positions of activations between layers.
   """
 
@@ -115,9 +120,6 @@ class Gather:
 
     def evaluate(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
       leaves = jax.tree.leaves(args)
-      looks_up = any(eqn.primitive.name == "gather" for eqn in equations(traced.jaxpr))
-      if not self.everywhere and not self.positions and not looks_up:
-        return as_function(traced)(*leaves)
       known = [self._known(path, x) for path, x in zip(paths(*args), leaves, strict=True)]
       return _Gather(self)(traced, leaves, known)[0]
 
@@ -125,7 +127,7 @@ class Gather:
 
   def _known(self, path: Path | None, x: jax.Array) -> Fact:
     if path is None:
-      return Tokens(0) if jax.numpy.ndim(x) and jax.numpy.issubdtype(x.dtype, jax.numpy.integer) else None
+      return Examples(0) if jax.numpy.ndim(x) else None
     found = self.reads.get(path)
     return None if found is None else axes_by_dim(found, jax.numpy.ndim(x))
 
@@ -172,26 +174,36 @@ class _Gather(Interpreter[Fact]):
       return self.default(eqn, inputs, [None if here else fact for _, fact, here in rows])
     if eqn.primitive.name == "gather" and (found := self._look_up(eqn, inputs, facts)) is not None:
       return [found], _followed(eqn, facts)
+    if eqn.primitive.name in PRODUCTS and (where := dim_map(eqn)) is not None:
+      return self._multiplied(eqn, inputs, facts, where)
     # The derivative of a custom rule stays as it is, so its parameters are gathered before it.
     inputs = [self._gathered(x, fact) for x, fact in zip(inputs, facts, strict=True)]
-    where = dim_map(eqn) if self._positions and eqn.primitive.name in PRODUCTS else None
-    if where is None:
-      return bind(eqn, inputs), _followed(eqn, facts)
-    rows = [*zip(inputs, where.operands, facts, strict=True)]
-    inputs = [x if _is_parameter(fact) else self._as_parameter(x, own, where, facts) for x, own, fact in rows]
-    (found,) = bind(eqn, inputs)
-    return [self._as_parameter(found, where.results[0], where, facts)], _followed(eqn, facts)
+    return bind(eqn, inputs), _followed(eqn, facts)
 
-  def _as_parameter(
-    self, x: jax.Array, own: Sequence[int | None], where: DimMap, facts: list[Fact]
-  ) -> jax.Array:
-    """An operand or the result of a product, with the axes of positions where a parameter has them."""
-    dims: dict[int, Any] = {}
+  def _multiplied(
+    self, eqn: JaxprEqn, inputs: list[jax.Array], facts: list[Fact], where: DimMap
+  ) -> tuple[Sequence[jax.Array], list[Fact]]:
+    """A product with parameters, whose other operand and result keep their examples and positions."""
+    after = _followed(eqn, facts)
+    pinned: dict[int, Any] = {}
     for factors, fact in zip(where.operands, facts, strict=True):
       for factor, axes in zip(factors, fact if _is_parameter(fact) else (), strict=False):
-        if factor is not None and factor in own and self._positions.intersection(axes):
-          dims[own.index(factor)] = without(axes, frozenset(self._axes))
-    return self._laid(x, {**dict.fromkeys(range(x.ndim), FREE), **dims}, x.ndim) if dims else x
+        if factor is not None and self._positions.intersection(axes):
+          pinned[factor] = without(axes, frozenset(self._axes))
+    moves = any({*self._axes} & {*axes_in(fact)} for fact in facts if _is_parameter(fact))
+    if moves and isinstance(after[0], Examples) and eqn.primitive.name == "dot_general":
+      dim, shards = after[0].dim, math.prod(self._mesh.shape[axis] for axis in self._axes)
+      if (factor := where.results[0][dim]) is not None and not eqn.outvars[0].aval.shape[dim] % shards:
+        pinned[factor] = self._axes
+
+    def kept(x: jax.Array, own: Sequence[int | None]) -> jax.Array:
+      dims = {d: pinned[factor] for d, factor in enumerate(own) if factor in pinned}
+      return self._laid(x, {**dict.fromkeys(range(x.ndim), FREE), **dims}, x.ndim) if dims else x
+
+    rows = zip(inputs, where.operands, facts, strict=True)
+    inputs = [self._gathered(x, fact) if _is_parameter(fact) else kept(x, own) for x, own, fact in rows]
+    (found,) = bind(eqn, inputs)
+    return [kept(found, where.results[0])], after
 
   def _look_up(self, eqn: JaxprEqn, inputs: list[jax.Array], facts: list[Fact]) -> jax.Array | None:
     """The rows of a table for tokens, by columns; None if it cannot be looked up so.
@@ -199,7 +211,7 @@ class _Gather(Interpreter[Fact]):
     For several axes, or an axis that is not the minor one of the examples, XLA would replicate the rows.
     """
     table, tokens, where = facts[0], facts[1], dim_map(eqn)
-    if not _is_parameter(table) or not isinstance(tokens, Tokens) or where is None:
+    if not _is_parameter(table) or not isinstance(tokens, Examples) or where is None:
       return None
     moved = {*axes_in(table)} & {*self._axes}
     examples, rank = where.operands[1][tokens.dim], len(eqn.outvars[0].aval.shape)
@@ -243,13 +255,13 @@ class _Gather(Interpreter[Fact]):
 
 
 def _is_parameter(fact: Fact) -> TypeGuard[Dims]:
-  return fact is not None and not isinstance(fact, Tokens)
+  return fact is not None and not isinstance(fact, Examples)
 
 
 def _shifted(fact: Fact, by: int) -> Fact:
   """The fact of a row of a scan (`by` = -1), or of all rows (1)."""
-  if isinstance(fact, Tokens):
-    return Tokens(fact.dim + by) if fact.dim + by >= 0 else None
+  if isinstance(fact, Examples):
+    return Examples(fact.dim + by) if fact.dim + by >= 0 else None
   if fact is None or fact is LOST:
     return fact
   return fact[1:] if by < 0 else ((), *fact)
@@ -261,12 +273,12 @@ def _followed(eqn: JaxprEqn, facts: list[Fact]) -> Any:
   inside = is_walked(eqn) and not has_rule(eqn) and eqn.primitive.name != "shard_map"
   if inside and any(fact is not None for fact in facts):
     return DEFAULT
-  found = dim_map(eqn) if any(isinstance(fact, Tokens) for fact in facts) else None
+  found = dim_map(eqn) if any(isinstance(fact, Examples) for fact in facts) else None
   if found is None:
     return [None] * len(eqn.outvars)
   pairs = zip(found.operands, facts, strict=True)
-  places = {own[fact.dim] for own, fact in pairs if isinstance(fact, Tokens)} - {None}
-  return [next((Tokens(d) for d, f in enumerate(own) if f in places), None) for own in found.results]
+  places = {own[fact.dim] for own, fact in pairs if isinstance(fact, Examples)} - {None}
+  return [next((Examples(d) for d, f in enumerate(own) if f in places), None) for own in found.results]
 
 
 def _moved(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,11 @@ class Places(NamedTuple):
     shardings = [None if where is None else auto_sharding(where) for where in self.shardings]
     return Places(auto_mesh(self.mesh), shardings, scope, "computed on Auto axes: nothing states a sharding")
 
+  def as_stated(self, error: BaseException) -> Places:
+    """These places, for a program whose model states shardings: `error` says that Auto axes have none."""
+    said = str(error).split("\n")[0].split(" This error occurs at")[0]
+    return self._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
+
   def active(self) -> contextlib.AbstractContextManager[object]:
     """Makes the mesh of the program active, if another mesh is active."""
     return own_mesh(self.mesh)
@@ -70,14 +75,12 @@ class Places(NamedTuple):
     return tree if self.mesh is None or is_explicit(self.mesh) else jax.tree.map(moved, tree)
 
 
-def places_of_losses(
-  binding: Binding, losses: Sequence[LossFn], batch: PyTree, options: StepOptions
-) -> Places:
-  """The places in a program of some losses of these objects."""
+def places_of_loss(binding: Binding, loss_fn: LossFn, batch: PyTree, options: StepOptions) -> Places:
+  """The places in a program of a loss of these objects."""
 
   def forward(arrays: list[jax.Array], batch: PyTree) -> PyTree:
     models = binding.template.build(arrays)[0]
-    return [options.terms(call_loss(loss_fn, models, batch), batch) for loss_fn in losses]
+    return options.terms(call_loss(loss_fn, models, batch), batch)
 
   return places_inside(places_outside(binding), forward, binding.leaves(), batch)
 
@@ -98,9 +101,8 @@ def places_inside(outside: Places, run: Callable[..., PyTree], *args: Any) -> Pl
   try:
     jax.eval_shape(computed_on_auto_axes(run_in(inside, run), outside.mesh), *args)
   except (TypeError, ValueError) as error:
-    if _is_stated(error):
-      said = str(error).split("\n")[0].split(" This error occurs at")[0]
-      return outside._replace(note=f"computed on Explicit axes: the model states shardings ({said})")
+    if states_shardings(error):
+      return outside.as_stated(error)
   return inside
 
 
@@ -122,7 +124,7 @@ def on_fitting_axes(run: Callable[..., PyTree], scope: Scope) -> Callable[..., P
       with scoped(scope.on_auto_axes()):
         return run(*args)
     except (TypeError, ValueError) as error:
-      if not _is_stated(error):
+      if not states_shardings(error):
         raise
     with scoped(scope):
       return run(*args)
@@ -130,7 +132,8 @@ def on_fitting_axes(run: Callable[..., PyTree], scope: Scope) -> Callable[..., P
   return fitting
 
 
-def _is_stated(error: BaseException) -> bool:
+def states_shardings(error: BaseException) -> bool:
+  """Whether an error says that a program on Auto axes states shardings."""
   return _REFUSED in str(error)
 
 

@@ -19,13 +19,13 @@ from nnx_parallel.core.types import AnyArray, Model, PyTree
 from nnx_parallel.errors import ShardingError, TrainError
 from nnx_parallel.layout.batch import check_fits, check_split, input_spec
 from nnx_parallel.layout.resolve import shard_counts
-from nnx_parallel.layout.sharded_optimizer import placement_of
+from nnx_parallel.layout.sharded_optimizer import Placement, placement_of
 from nnx_parallel.train.binding import RESTORE, Binding, as_pinned, current_trace, inside_a_program
 from nnx_parallel.train.donation import owned, run, separate
 from nnx_parallel.train.losses import Metrics, check_examples
 from nnx_parallel.train.mistakes import explain
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.program import Program, Structure, inside, is_placed
+from nnx_parallel.train.program import Programs, inside, is_placed
 from nnx_parallel.train.update import keyed
 from nnx_parallel.train.watch import objects_in
 from nnx_parallel.verify.subject import Subject
@@ -34,14 +34,14 @@ News = tuple[str, ...] | None
 """Why a call compiled: empty for the first call of a structure; None where it did not."""
 
 
-class Bound:
-  """A step for some live objects: their binding, and the programs of their structure.
+class Bound(Binding):
+  """Live objects and the programs of a step for them, which equal objects share.
 
   Args:
     options: the options of the step.
     roots: as for `Binding`.
     reasons: why it was made.
-    structures: the structures that the step knows; a new structure is added.
+    known: the programs of the step, by structure; those of a new structure are added.
     forget: called when one of the objects is garbage-collected, so that its arrays are not kept alive.
   """
 
@@ -50,88 +50,85 @@ class Bound:
     options: StepOptions,
     roots: Mapping[str, Model],
     reasons: tuple[str, ...],
-    structures: dict[Hashable, Structure],
+    known: dict[Hashable, Programs],
     forget: Callable[[weakref.ref[Model]], object] | None = None,
   ):
-    self.options, self.reasons = options, reasons
     trains = "optimizer" in roots
     optimizers = keyed(roots["model"], roots["optimizer"]) if trains else {}
     self._placements = {key: placement_of(optimizer) for key, optimizer in optimizers.items()}
-    self.binding = Binding(roots, self._planned(), move=trains)
-    self.structure = self._structure(structures)
+    self._planned = _planned(self._placements)
+    super().__init__(roots, self._planned, move=trains)
+    self.options, self.reasons = options, reasons
+    self.programs = self._find_programs(known)
     self._objects = [weakref.ref(item, forget) for root in roots.values() for item in objects_in(root)]
     self._trace = current_trace()
     self._loss: Any = None
     if trains:
-      separate(self.binding.variable_labels, self.binding.variables)
+      separate(self.variable_labels, self.variables)
 
-  def _structure(self, known: dict[Hashable, Structure]) -> Structure:
-    """The structure of these objects, shared with all that are equal."""
-    template = self.binding.template
+  def _find_programs(self, known: dict[Hashable, Programs]) -> Programs:
+    """The programs of this structure, shared with all objects that are equal."""
+    template = self.template
     key: Hashable = (
       template.graphdef,
       tuple(template.paths),
-      tuple(self.binding.shardings),
+      tuple(self.shardings),
       tuple(template.raw),
       tuple((i, _comparable(x)) for i, x in template.constants.items()),
-      self.binding.watch.kinds(),
+      self.watch.kinds(),
     )
     try:
       found = known.get(key)
     except (TypeError, ValueError):  # a static attribute cannot be hashed or compared
-      return Structure(self.options, self.binding, self._placements)
+      return Programs(self.options, self, self._placements)
     if found is None:
-      found = known[key] = Structure(self.options, self.binding, self._placements)
+      found = known[key] = Programs(self.options, self, self._placements)
     return found
 
-  def update(self, batch: PyTree) -> tuple[Metrics, News]:
+  def train(self, batch: PyTree) -> tuple[Metrics, News]:
     """Runs a train step, and writes all or none of its arrays into the Variables."""
     if current_trace() != self._trace:
       raise inside_a_program()
     self._check_last()
-    binding, program = self.binding, self.structure.program(self.binding, batch)
     as_planned = True
     try:
-      arrays = owned(binding.variables)
-      if not binding.are_pinned(arrays):  # somebody wrote arrays of another layout
+      program = self.programs.find(self.read(), self.raw, batch)
+      arrays = owned(self.variables)
+      if not self.are_pinned(arrays):  # somebody wrote arrays of another layout
         del arrays
-        as_planned = binding.pin()
-        arrays = owned(binding.variables)
-      (metrics,) = run(program.jitted, binding.variables, arrays, binding.raw, batch)
+        as_planned = self.pin()
+        arrays = owned(self.variables)
+      (metrics,) = run(program, self.variables, arrays, self.raw, batch)
     except BaseException as error:
       self._explain(error, batch)
       raise
     self._loss = next(iter(metrics.values()))
-    return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
+    return metrics, None if as_planned and not self.programs.is_new else self._news(arrays, batch)
 
   def evaluate(self, batch: PyTree) -> tuple[Metrics, News]:
     """Runs an evaluation, which changes nothing."""
-    binding, program = self.binding, self.structure.program(self.binding, batch)
-    arrays = binding.read()
-    as_planned = binding.are_pinned(arrays)
+    arrays = self.read()
+    as_planned = self.are_pinned(arrays)
     if not as_planned:
-      arrays = [as_pinned(x, where) for x, where in zip(arrays, binding.variable_shardings, strict=True)]
+      arrays = [as_pinned(x, where) for x, where in zip(arrays, self.variable_shardings, strict=True)]
     try:
-      metrics = program.jitted(arrays, binding.raw, batch)
+      metrics = self.programs.find(arrays, self.raw, batch)(arrays, self.raw, batch)
     except (TypeError, ValueError, RuntimeError) as error:
       self._explain(error, batch)
       raise
-    return metrics, None if as_planned and program.is_known else self._news(program, arrays, batch)
+    return metrics, None if as_planned and not self.programs.is_new else self._news(arrays, batch)
 
-  def traced(self, batch: PyTree) -> jax.stages.Traced:
+  def trace(self, batch: PyTree) -> jax.stages.Traced:
     """The traced program for a batch, live or abstract."""
-    return self.structure.program(self.binding, batch).jitted.trace(
-      self.binding.read(), self.binding.raw, batch
-    )
+    arrays = self.read()
+    return self.programs.find(arrays, self.raw, batch).trace(arrays, self.raw, batch)
 
-  def _news(self, program: Program, arrays: list[jax.Array], batch: PyTree) -> News:
-    program.is_known = True
-    found = self.structure.news([*arrays, *self.binding.raw], batch)
+  def _news(self, arrays: list[jax.Array], batch: PyTree) -> News:
+    found = self.programs.compare([*arrays, *self.raw], batch)
     return found if found is None else found or self.reasons
 
   def _explain(self, error: BaseException, batch: PyTree) -> None:
-    arrays = [*self.binding.read(), *self.binding.raw]
-    explain(error, self.structure.argument_labels, arrays, batch)
+    explain(error, self.programs.argument_labels, [*self.read(), *self.raw], batch)
 
   def _check_last(self) -> None:
     """Raises a `TrainError` if the last step failed on the devices after it had returned."""
@@ -147,12 +144,12 @@ class Bound:
         fix=f"{RESTORE}.",
       ) from error
 
-  def placed(self, batch: PyTree, *, abstract: bool = False) -> PyTree:
+  def place(self, batch: PyTree, *, abstract: bool = False) -> PyTree:
     """The batch with host arrays laid out by the plan of the models, if the plan says how to split them.
 
     With `abstract`, they become `ShapeDtypeStruct`s, as do `ShapeDtypeStruct`s without shardings.
     """
-    mesh, scope = self.binding.mesh, self.binding.scope
+    mesh, scope = self.mesh, self.scope
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
       if isinstance(x, np.ndarray):
         check_fits(f"batch{jax.tree_util.keystr(path)}", x)
@@ -161,7 +158,7 @@ class Bound:
     check_examples(batch)
     sizes = axis_sizes(mesh)
 
-    def place(path: Any, x: AnyArray) -> PyTree:
+    def place_leaf(path: Any, x: AnyArray) -> PyTree:
       if not jnp.ndim(x):  # `jit` replicates it, which takes less time
         return x
       loose = isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm"
@@ -189,37 +186,36 @@ class Bound:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
       return jax.device_put(x, where)
 
-    return jax.tree_util.tree_map_with_path(place, batch)
+    return jax.tree_util.tree_map_with_path(place_leaf, batch)
 
   def subject(self, loss_fn: LossFn, wrt: Mapping[Hashable, nnx.filterlib.Filter], batch: PyTree) -> Subject:
     """The subject of `check_gradients`: one loss, differentiated as in this step."""
-    self.structure.settle(self.binding, batch)
-    layout, places = self.structure.layout(batch), self.structure.places
+    self.programs.find(self.read(), self.raw, batch)  # decides which axes they compute on
+    layout, places = self.programs.find_layout(batch), self.programs.places
     batch = places.placed(batch)
-    return Subject(self.options, loss_fn, self.binding, batch, wrt, layout, places, self.structure.mended)
-
-  def _planned(self) -> dict[Path, NamedSharding]:
-    """Where the plans of the optimizers put arrays, by path in the binding's template."""
-    found: dict[Path, NamedSharding] = {}
-    for key, placement in self._placements.items():
-      if placement is not None:
-        for root, shardings in enumerate((placement.model, placement.optimizer)):
-          found |= {(root, *inside(key), *path): where for path, where in shardings.items()}
-    return found
+    return Subject(self.options, loss_fn, self, batch, wrt, layout, places, self.programs.mend)
 
   def unplanned(self) -> list[str]:
     """The replicated arrays of planned models that are not in the plan, or not in this shape."""
-    planned, binding = self._planned(), self.binding
-    rows = zip(
-      binding.labels, binding.template.paths, binding.template.leaves, binding.shardings, strict=True
-    )
+    rows = zip(self.labels, self.template.paths, self.template.leaves, self.shardings, strict=True)
     return [
       label
       for label, path, leaf, where in rows
       if path[0] == 0 and self._placements.get(None if None in self._placements else path[1]) is not None
       if (ndim := getattr(value_of(leaf), "ndim", 0)) and where is not None and where.is_fully_replicated
-      if path not in planned or not where.is_equivalent_to(planned[path], ndim)
+      if path not in self._planned or not where.is_equivalent_to(self._planned[path], ndim)
     ]
+
+
+def _planned(placements: Mapping[Hashable, Placement | None]) -> dict[Path, NamedSharding]:
+  """Where the plans of the optimizers put arrays, by path in the binding's template."""
+  return {
+    (root, *inside(key), *path): where
+    for key, placement in placements.items()
+    if placement is not None
+    for root, shardings in enumerate((placement.model, placement.optimizer))
+    for path, where in shardings.items()
+  }
 
 
 def _comparable(x: AnyArray) -> AnyArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,10 +21,13 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.constrain import mapped_axes
 from nnx_parallel.layout.gather import Gather
-from nnx_parallel.train.draws import REPLICA, Draws, UnknownDraw, draw_rows
+from nnx_parallel.train.draws import DRAWS, REPLICA, Draws, UnknownDraw, draw_rows
 from nnx_parallel.train.linearity import factors
 from nnx_parallel.train.losses import Terms, mean, widen
-from nnx_parallel.train.trace import Differentiable, Objective, why_not_by_replica
+from nnx_parallel.train.trace import Arrays, Differentiable, Objective, why_not_by_replica
+
+_SLOPE = 0
+"""The place of the derivative along a direction, where gradients are by leaf."""
 
 
 class Layout(NamedTuple):
@@ -47,37 +51,35 @@ class Layout(NamedTuple):
   batch: tuple[str, ...] = ()
   gather: Gather | None = None
 
-  def of(self, paths: Sequence[Path]) -> Layout:
-    """The layout for a loss that trains the arrays at these paths only, in this order."""
-    chosen = {path: self.gradients.get(path) for path in paths}
-    return self._replace(gradients=chosen, scattered=self.scattered.intersection(paths))
+  def of(self, loss: Differentiable) -> Layout:
+    """The layout for a loss, which may train some of the arrays only."""
+    return self._replace(scattered=self.scattered.intersection(loss.paths.values()))
 
   @property
   def shards(self) -> int:
     """The number of shards of the batch; 1 if its arrays have different shards, or unknown ones."""
     return _replicas(self.mesh, self.batch) if self.batch else 1
 
-  @property
-  def trained(self) -> list[NamedSharding | None]:
-    """The sharding of each gradient, in order."""
-    return list(self.gradients.values())
+  def by_leaf(self, loss: Differentiable) -> dict[int, NamedSharding | None]:
+    """The sharding of each gradient of a loss."""
+    return {i: self.gradients.get(path) for i, path in loss.paths.items()}
 
 
 class Total(NamedTuple):
   """The results of a batch.
 
   Attributes:
-    grads: one array for each trained array; float32 sums, not yet divided, if there are several parts.
+    grads: for each trained array; float32 sums, not yet divided, if there are several parts.
     terms: the terms, summed over the parts.
     parts: the number of parts in the sum, local parts included.
-    rest: position -> new value, as in `Objective`.
+    rest: the arrays that the loss assigned.
     how: where the gradients of replicas are reduced, as a phrase.
   """
 
-  grads: list[jax.Array]
+  grads: Arrays
   terms: Terms
   parts: int
-  rest: dict[int, jax.Array]
+  rest: Arrays
   how: str
 
 
@@ -91,22 +93,22 @@ class Accumulation:
     rest: the other arrays.
     count: the number of microbatches.
     layouts: the layouts of the gradients.
-    changes: the positions of the arrays in `rest` that the objective changes.
+    changes: the arrays of `rest` that the objective changes.
     tangents: a direction; the derivative along it takes the place of the gradients.
   """
 
   objective: Objective
-  trained: list[jax.Array]
-  rest: list[jax.Array]
+  trained: Arrays
+  rest: Arrays
   count: int
-  layouts: Sequence[NamedSharding | None]
+  layouts: Mapping[int, NamedSharding | None]
   changes: Collection[int] = ()
-  tangents: list[jax.Array] | None = None
+  tangents: Arrays | None = None
 
-  def scan(self, batch: PyTree) -> tuple[list[jax.Array], Terms, dict[int, jax.Array]]:
+  def scan(self, batch: PyTree) -> tuple[Arrays, Terms, Arrays]:
     """Sums over the microbatches of this batch (local or global); also returns the changed arrays."""
-    like = self.trained if self.tangents is None else [jnp.zeros(())]
-    zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, self.layouts, strict=True)]
+    like = self.trained if self.tangents is None else {_SLOPE: jnp.zeros(())}
+    zeros = self._pinned({i: jnp.zeros_like(widen(x)) for i, x in like.items()})
     parts = jax.tree.map(lambda x: split_batch(x, self.count), batch)
     moving = {i: self.rest[i] for i in self.changes}
     (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts)
@@ -114,32 +116,33 @@ class Accumulation:
 
   def _add(self, carry: PyTree, part: PyTree) -> tuple[PyTree, Terms]:
     total, moving = carry
-    current = [moving.get(i, array) for i, array in enumerate(self.rest)]
+    current = {**self.rest, **moving}
     if self.tangents is None:
       grads, (found, changed, weight) = jax.grad(self.objective, has_aux=True)(self.trained, current, part)
     else:
       slope, (found, changed, weight) = _jvp(self.objective, self.trained, self.tangents, current, part)
-      grads = [slope]
+      grads = {_SLOPE: slope}
     # In float32: many small gradients are added, and summed over replicas.
-    grads = [pinned(_weighed(widen(g), weight), where) for g, where in zip(grads, self.layouts, strict=True)]
-    total = [pinned(a + b, where) for a, b, where in zip(total, grads, self.layouts, strict=True)]
+    grads = self._pinned({i: _weighed(widen(g), weight) for i, g in grads.items()})
+    total = self._pinned({i: x + grads[i] for i, x in total.items()})
     moving = {i: changed[i].astype(array.dtype) if i in changed else array for i, array in moving.items()}
     return (total, moving), found
 
+  def _pinned(self, grads: Arrays) -> Arrays:
+    return {i: pinned(x, self.layouts.get(i)) for i, x in grads.items()}
+
   def manual(
     self, batch: PyTree, mesh: Mesh, axes: tuple[str, ...], reduction: DTypeLike | None
-  ) -> tuple[list[jax.Array], Terms]:
+  ) -> tuple[Arrays, Terms]:
     """For replicas that hold the full model: each sums its own gradients in a `shard_map`."""
 
-    def local(
-      trained: list[jax.Array], rest: list[jax.Array], batch: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-      alone = dataclasses.replace(self, trained=trained, rest=rest, layouts=[None] * len(trained))
+    def local(trained: Arrays, rest: Arrays, batch: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+      alone = dataclasses.replace(self, trained=trained, rest=rest, layouts={})
       grads, found, _ = alone.scan(batch)
-      grads = grads if reduction is None else [g.astype(reduction) for g in grads]
+      grads = grads if reduction is None else {i: g.astype(reduction) for i, g in grads.items()}
       # One call for all arrays: XLA combines them into one all-reduce.
       grads, sums, counts = jax.lax.psum((grads, found.sums, found.counts), axes)
-      return [widen(g) for g in grads], sums, counts, found.outputs
+      return jax.tree.map(widen, grads), sums, counts, found.outputs
 
     split, everywhere = PartitionSpec(axes), PartitionSpec()
     grads, sums, counts, outputs = jax.shard_map(
@@ -152,9 +155,7 @@ class Accumulation:
     )(self.trained, self.rest, batch)
     return grads, Terms(sums, counts, outputs)
 
-  def mapped(
-    self, batch: PyTree, layout: Layout, axes: tuple[str, ...]
-  ) -> tuple[list[jax.Array], Terms, dict[int, jax.Array]]:
+  def mapped(self, batch: PyTree, layout: Layout, axes: tuple[str, ...]) -> tuple[Arrays, Terms, Arrays]:
     """For replicas that are sharded themselves: a replica dim, sharded over `axes`, is summed at the end.
 
     A `shard_map` over some axes of the mesh would do the same, but XLA aborts the process for some of them (a
@@ -172,7 +173,7 @@ class Accumulation:
     grads, found, moved = mapped
     # Each replica changes an array, such as the counter of a stream, to the same value.
     return (
-      [g.sum(0) for g in grads],
+      {i: g.sum(0) for i, g in grads.items()},
       _summed(found, lambda x: jax.lax.collapse(x, 0, 2)),
       {i: x[0] for i, x in moved.items()},
     )
@@ -187,11 +188,11 @@ def _summed(stacked: Terms, joined: Callable[[jax.Array], jax.Array]) -> Terms:
 def whole_batch(loss: Differentiable, batch: PyTree, layout: Layout) -> Total:
   """The gradients of the full batch at once."""
   (_, (found, changed, _)), grads = jax.value_and_grad(loss.objective, has_aux=True)(
-    loss.train, loss.others, batch
+    loss.train, loss.rest, batch
   )
   if not layout.scattered:
     return Total(grads, found, 1, changed, "once: one batch")
-  grads = [pinned(g, where) for g, where in zip(grads, layout.trained, strict=True)]
+  grads = {i: pinned(grads[i], where) for i, where in layout.by_leaf(loss).items()}
   return Total(grads, found, 1, changed, "once: one batch, into the layout of the optimizer state")
 
 
@@ -212,14 +213,10 @@ def in_microbatches(
   """
   check_divides(batch, count * loss.parts, layout.shards)
   axes, why = _replica_axes(batch, count * loss.parts, layout)
-  once: Once | None = None
-  changed: set[int] | None = None
-  if axes:
-    once, changed, why = _compare(loss, batch, count, layout, axes)
-  if changed is None:
-    changed = loss.inspect(_first(batch, count)).changed
+  once, why = _compare(loss, batch, count, layout, axes) if axes else (None, why)
+  changed = loss.write(_first(batch, count * loss.parts)).changed if once is None else once.changed
   _check_shards(batch, count * loss.parts, layout)
-  summed = Accumulation(loss.objective, loss.train, loss.others, count, layout.trained, changed)
+  summed = Accumulation(loss.objective, loss.train, loss.rest, count, layout.by_leaf(loss), changed)
   if once is not None and (once.alone or reduction is None):
     try:
       return once.total(summed, loss.parts, batch, layout, reduction)
@@ -247,6 +244,7 @@ class Once(NamedTuple):
     factors: for the loss, for the terms.
     draws: the random numbers for the examples.
     times: how many times the examples of a replica they were compared with.
+    changed: the leaves whose arrays the loss changes.
   """
 
   axes: tuple[str, ...]
@@ -254,6 +252,7 @@ class Once(NamedTuple):
   factors: tuple[float, Terms]
   draws: Draws
   times: int
+  changed: set[int]
 
   def total(
     self, summed: Accumulation, pieces: int, batch: PyTree, layout: Layout, reduction: DTypeLike | None
@@ -261,7 +260,7 @@ class Once(NamedTuple):
     """The results of a batch; `pieces` is the number of microbatches that one call of the loss takes."""
     how = f"once, after the {'last tick' if pieces > 1 else 'scan'}, over {', '.join(self.axes)}"
     replicas = _replicas(layout.mesh, self.axes)
-    moved: dict[int, jax.Array] = {}
+    moved: Arrays = {}
     if self.alone:
       how += f", in {jnp.dtype(reduction or jnp.float32)}"
       grads, found = summed.manual(batch, layout.mesh, self.axes, reduction)
@@ -272,7 +271,7 @@ class Once(NamedTuple):
         summed = dataclasses.replace(summed, objective=drawn)
       grads, found, moved = summed.mapped(batch, layout, self.axes)
     of_loss, of_terms = self.factors
-    grads = [g if of_loss == 1 else g * of_loss for g in grads]
+    grads = {i: g if of_loss == 1 else g * of_loss for i, g in grads.items()}
     terms = jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, found, of_terms)
     return Total(grads, terms, summed.count * replicas * pieces, moved, how)
 
@@ -283,57 +282,65 @@ def _first_line(error: Exception) -> str:
 
 def _compare(
   loss: Differentiable, batch: PyTree, count: int, layout: Layout, axes: tuple[str, ...]
-) -> tuple[Once | None, set[int] | None, str]:
-  """How replicas each sum their gradients, or why not; between them: which arrays the loss changes."""
+) -> tuple[Once | None, str]:
+  """How replicas each sum their gradients, or why not."""
   replicas = _replicas(layout.mesh, axes)
-  try:
-    with mapped_axes(axes):
-      traced, changed, kinds = loss.inspect(_first(batch, count * replicas))
-  except Exception as error:  # noqa: BLE001 (the loss is the user's code)
-    return None, None, f"the loss cannot be computed for the examples of one replica: {_first_line(error)}"
-  alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
-  why = why_not_by_replica(traced, axes)
-  # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
-  has_convolution = any(e.primitive.name == "conv_general_dilated" for e in equations(traced))
-  if changed and loss.parts > 1:
-    why = "the loss changes Variables in a pipeline"
-  if why:
-    return None, changed, why
   parts = count * loss.parts
   inputs, times = (_first(batch, parts * replicas), _first(batch, parts)), 1
   if any(jnp.shape(x)[:1] == (1,) for x in jax.tree.leaves(inputs[0])):
     # A dim of one example is broadcast or left out, so the traces would differ.
     times, inputs = 2, jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, inputs)
-  with mapped_axes(axes):
-    is_traced = kinds is not None and times == loss.parts == 1
-    part, kinds = (traced, kinds) if is_traced else loss.written(inputs[0])
-    whole, _ = loss.written(inputs[1])
+  whole = loss.write(inputs[1])
+  draws = any(eqn.primitive.name in DRAWS for eqn in equations(whole.trace))
+  alone = all(size == 1 for axis, size in layout.mesh.shape.items() if axis not in axes)
+  alone = alone and not draws and not whole.changed
+  if whole.changed and loss.parts > 1:
+    return None, "the loss changes Variables in a pipeline"
+  try:
+    with _as_replica(layout.mesh, axes, alone=alone):
+      loss.write(_first(batch, parts * replicas))
+      part, traced = loss.write(inputs[0]), loss.inspect(_first(batch, count * replicas))
+  except Exception as error:  # noqa: BLE001 (the loss is the user's code)
+    return None, f"the loss cannot be computed for the examples of one replica: {_first_line(error)}"
+  if why := why_not_by_replica(traced, axes):
+    return None, why
+  # A dim of replicas makes it a grouped convolution, whose kernel gradient XLA gets wrong.
+  if not alone and any(eqn.primitive.name == "conv_general_dilated" for eqn in equations(traced)):
+    return None, "the model has convolutions, and replicas that are split themselves"
   split = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
-  splits = [False] * (len(part.jaxpr.invars) - len(split)) + split
-  leaves, structure = jax.tree.flatten(kinds)
-  found, draws, why = factors(part, whole, replicas, splits, leaves)
+  splits = [False] * (len(part.trace.jaxpr.invars) - len(split)) + split
+  leaves, structure = jax.tree.flatten(part.kinds)
+  found, draws, why = factors(part.trace, whole.trace, replicas, splits, leaves)
   if why:
-    return None, changed, why
-  alone = alone and not draws and not changed
-  if has_convolution and not alone:
-    return None, changed, "the model has convolutions, and replicas that are split themselves"
+    return None, why
   of_loss, (of_terms, _, _) = jax.tree.unflatten(structure, found)
-  return Once(axes, alone, (of_loss, of_terms), draws, times), changed, ""
+  return Once(axes, alone, (of_loss, of_terms), draws, times, whole.changed), ""
+
+
+def _as_replica(
+  mesh: Mesh, axes: tuple[str, ...], *, alone: bool
+) -> contextlib.AbstractContextManager[object]:
+  """Traces as `Accumulation.manual` does if `alone`, else as `Accumulation.mapped` does."""
+  if not alone:
+    return mapped_axes(axes)
+  kinds = dict.fromkeys(mesh.axis_names, AxisType.Manual)
+  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(kinds))
 
 
 def slope_of(
-  loss: Differentiable, tangents: list[jax.Array], batch: PyTree, count: int | None
+  loss: Differentiable, tangents: Arrays, batch: PyTree, count: int | None
 ) -> tuple[PyTree, PyTree]:
   """The mean loss of a batch, and its derivative along `tangents` by forward mode.
 
   `count` as in `in_microbatches`, or None for the full batch at once.
   """
   if count is None:
-    slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.others, batch)
+    slope, (found, _, _) = _jvp(loss.objective, loss.train, tangents, loss.rest, batch)
     return mean(found.sums["loss"], found.counts["loss"]), slope
-  changed = loss.inspect(_first(batch, count)).changed
-  summed = Accumulation(loss.objective, loss.train, loss.others, count, [None], changed, tangents)
-  (slope,), found, _ = summed.scan(batch)
+  changed = loss.write(_first(batch, count * loss.parts)).changed
+  summed = Accumulation(loss.objective, loss.train, loss.rest, count, {}, changed, tangents)
+  found_by, found, _ = summed.scan(batch)
+  slope = found_by[_SLOPE]
   total, weight = found.sums["loss"], found.counts["loss"]
   if weight is None:
     return total / (count * loss.parts), slope / (count * loss.parts)
@@ -342,9 +349,9 @@ def slope_of(
 
 def _jvp(
   objective: Objective,
-  trained: list[jax.Array],
-  tangents: list[jax.Array],
-  rest: list[jax.Array],
+  trained: Arrays,
+  tangents: Arrays,
+  rest: Arrays,
   part: PyTree,
 ) -> tuple[PyTree, PyTree]:
   _, slope, found = jax.jvp(lambda train: objective(train, rest, part), (trained,), (tangents,), has_aux=True)
@@ -358,9 +365,10 @@ def loss_of(loss: Differentiable, batch: PyTree, count: int) -> PyTree:
   """
 
   def part_of(part: PyTree) -> tuple[PyTree, PyTree]:
-    found = loss.objective(loss.train, loss.others, part)[1][0]
+    found = loss.objective(loss.train, loss.rest, part)[1][0]
     return found.sums["loss"], found.counts["loss"]
 
+  loss.write(_first(batch, count * loss.parts))  # an optimizer evaluates it several times
   if count == 1:
     total, weight = part_of(batch)
     return total / loss.parts if weight is None else mean(total, weight)

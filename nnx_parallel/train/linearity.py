@@ -136,7 +136,8 @@ class _Pair:
   def walk(self, part: Program, whole: Program, given: Sequence[Fact]) -> list[Fact]:
     """The relations of the results, given the relations of the inputs."""
     one, all_ = opened(part), opened(whole)
-    if len(one.eqns) != len(all_.eqns) or len(one.constvars) != len(all_.constvars):
+    computing = [[eqn for eqn in jaxpr.eqns if not _only_places(eqn)] for jaxpr in (one, all_)]
+    if len(computing[0]) != len(computing[1]) or len(one.constvars) != len(all_.constvars):
       return [_mixed("its program depends on the number of examples")] * len(one.outvars)
     facts: dict[Var, Fact] = dict(zip(one.invars, given, strict=True))
     consts = zip(one.constvars, constants(part), constants(whole), strict=False)
@@ -147,7 +148,12 @@ class _Pair:
         return _mixed("its program depends on the number of examples")
       return self._constant(a.val, b.val) if is_literal(a) and is_literal(b) else facts[a]
 
-    for eqn, other in zip(one.eqns, all_.eqns, strict=True):
+    others = iter(computing[1])
+    for eqn in one.eqns:
+      if _only_places(eqn):
+        facts[eqn.outvars[0]] = read(eqn.invars[0], eqn.invars[0])
+        continue
+      other = next(others)
       inputs = [read(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
       facts.update(zip(eqn.outvars, self._results(eqn, other, inputs), strict=True))
     return [read(a, b) for a, b in zip(one.outvars, all_.outvars, strict=True)]
@@ -296,6 +302,11 @@ class _Pair:
       return SAME
     power = None if one.ndim or two.ndim else _power(one, two, self.parts)
     return Fact("same", power) if power else _mixed("a number in it depends on the number of examples")
+
+
+def _only_places(eqn: JaxprEqn) -> bool:
+  """Whether an operation only says where a value is, which differs for a part that has its own devices."""
+  return eqn.primitive.name == "sharding_constraint"
 
 
 def _power(one: np.ndarray, two: np.ndarray, parts: int) -> Fraction | None:

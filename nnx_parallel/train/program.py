@@ -22,13 +22,13 @@ from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope
 from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.layout.sharded_optimizer import Placement
-from nnx_parallel.train.axes import places_of_losses, places_outside, with_types
+from nnx_parallel.train.axes import places_outside, states_shardings, with_types
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of, check_divides, examples_over
 from nnx_parallel.train.loss_call import call_loss
 from nnx_parallel.train.losses import Metrics, check_examples, means, pairs
 from nnx_parallel.train.mend import mended
-from nnx_parallel.train.options import CompilerOption, StepOptions, is_scattered
+from nnx_parallel.train.options import StepOptions, is_scattered
 from nnx_parallel.train.update import update
 
 logger = logging.getLogger("nnx_parallel")
@@ -58,80 +58,79 @@ class Compile:
     return f"call {self.step}: {'; '.join(self.reasons)}"
 
 
-class Program:
-  """A jitted `run(arrays, raw arrays, batch)`.
+class Programs:
+  """The programs of a step for all live objects of one structure; it holds no arrays.
+
+  A program is a jitted `run(arrays, raw arrays, batch)`. That of a train step is donated the arrays, which
+  are its first results.
 
   Args:
-    run: the function to compile.
-    shardings: the shardings of the arrays, which are donated and are the first results; None for a function
-      that changes nothing.
-    compiler_options: options of XLA.
-
-  Attributes:
-    jitted: the jitted function.
-    is_known: whether its last trace was recorded: set by the step, and unset by a trace.
-  """
-
-  def __init__(
-    self,
-    run: Callable[..., PyTree],
-    shardings: Any,
-    compiler_options: Mapping[str, CompilerOption] | None,
-  ):
-    self.is_known = True
-    options: dict[str, Any] = {"compiler_options": compiler_options}
-    if shardings is not None:
-      options |= {"donate_argnums": 0, "out_shardings": [*shardings, None]}
-
-    @functools.wraps(run)
-    def traced(*args: PyTree) -> PyTree:
-      self.is_known = False
-      return run(*args)
-
-    self.jitted: Any = jax.jit(traced, **options)
-
-
-class Structure:
-  """The programs of a step for all live objects of one structure; it holds no arrays.
+    options: the options of the step.
+    binding: objects of this structure.
+    placements: where the plans of the optimizers put arrays, by the key of the model.
 
   Attributes:
     places: of the leaves, in the programs.
     reduction: how the last traced program reduces gradients between replicas.
     layers: how the last traced program computes the layers of the loss.
+    is_new: whether a program was traced since the last `compare`.
   """
 
   def __init__(self, options: StepOptions, binding: Binding, placements: Mapping[Hashable, Placement | None]):
     self.options, self.trains = options, len(binding.names) > 1
     self.template = binding.template.blank()
-    self._outside = self.places = places_outside(binding)
-    self._settled = False
+    self._outside = places_outside(binding)
+    self.places = self._outside.on_auto_axes()
+    self._tries = self.places is not self._outside
     self.variable_shardings = binding.variable_shardings
     raw = self.template.raw
     self.argument_labels = [*binding.variable_labels, *(binding.labels[i] for i in raw)]
     self._placements = placements
     self.reduction, self.layers, self._left = "", LayersUsed(), ""
-    self._programs: dict[Hashable, Program] = {}
+    self.is_new = False
+    self._programs: dict[Hashable, Any] = {}
     self._seen: list[Signature] = []
 
-  def program(self, binding: Binding, batch: PyTree) -> Program:
-    """The program of these objects for batches with the layout of this batch."""
+  def find(self, arrays: Sequence[AnyArray], raw: Sequence[AnyArray], batch: PyTree) -> Any:
+    """The program for these arrays, and for batches with the layout of this batch."""
     # One program for each layout: jax compiles again for a new layout, but may not trace again.
     layouts = tuple([_layout_of(x) for x in jax.tree.leaves(batch)])
     found = self._programs.get(layouts)
     if found is None:
-      self.settle(binding, batch)
-      layout = self.layout(batch)
-      run = self._train(layout) if self.trains else functools.partial(self._evaluate, layout.gather)
-      results = self.variable_shardings if self.trains else None
-      program = self._typed(self.mended(run), batch)
-      found = self._programs[layouts] = Program(program, results, self.options.compiler_options)
+      found = self._jit(batch)
+      if self._tries:  # the first program decides on which axes all of them compute
+        try:
+          found.trace(arrays, raw, batch)
+        except (TypeError, ValueError) as error:
+          if not states_shardings(error):
+            raise
+          self.places = self._outside.as_stated(error)
+          found = self._jit(batch)
+        self._tries = False
+      self._programs[layouts] = found
     return found
 
-  def news(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
+  def _jit(self, batch: PyTree) -> Any:
+    layout = self.find_layout(batch)
+    run = self._train(layout) if self.trains else functools.partial(self._evaluate, layout.gather)
+    program = self._typed(self.mend(run), batch)
+    options: dict[str, Any] = {"compiler_options": self.options.compiler_options}
+    if self.trains:
+      options |= {"donate_argnums": 0, "out_shardings": [*self.variable_shardings, None]}
+
+    @functools.wraps(program)
+    def traced(*args: PyTree) -> PyTree:
+      self.is_new = True
+      return program(*args)
+
+    return jax.jit(traced, **options)
+
+  def compare(self, arrays: Sequence[jax.Array], batch: PyTree) -> tuple[str, ...] | None:
     """What is new in the arguments of a call: empty for the first call, None if nothing is new.
 
     Donated arrays still have a type.
     """
+    self.is_new = False
     now = signature(self.argument_labels, arrays, batch)
     differences = [_difference(before, now) for before in self._seen]
     least = min(differences, key=len, default=[])
@@ -139,15 +138,6 @@ class Structure:
       return None
     self._seen.append(now)
     return tuple(least)
-
-  def settle(self, binding: Binding, batch: PyTree) -> None:
-    """Decides which axes the programs compute on."""
-    if self._settled:
-      return
-    self._settled = True
-    losses: Any = self.options.loss_fn
-    losses = [*losses.values()] if isinstance(losses, Mapping) else [losses]
-    self.places = places_of_losses(binding, losses, batch, self.options)
 
   def _typed(self, run: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
     """A program on the axes that were decided, with the types of the mesh for its arguments and results."""
@@ -215,12 +205,12 @@ class Structure:
       return ()
     return tuple(axis for axis in position_axes(scope.ruleset, axis_sizes(mesh)) if mesh.shape[axis] > 1)
 
-  def mended(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+  def mend(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A program of these arrays with its wrong operations corrected."""
     split = any(where is not None and axes_in(where.spec) for where in self.places.shardings)
     return mended(run, self.places.mesh, picks=split)
 
-  def layout(self, batch: PyTree) -> Layout:
+  def find_layout(self, batch: PyTree) -> Layout:
     """The layout of each gradient, and what losses gather, for batches with the layout of this batch."""
     pairs = zip(self.template.paths, self._outside.shardings, strict=True)
     own = {path[1:]: sharding for path, sharding in pairs if path[0] == 0}

@@ -32,7 +32,7 @@ from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import CompilerOption, Gradients, LossFn, StepOptions
-from nnx_parallel.train.program import Compile, Structure, is_placed, logger
+from nnx_parallel.train.program import Compile, Programs, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
 from nnx_parallel.verify.check_gradients import checked
@@ -51,7 +51,7 @@ class _Step:
     self.calls, self._takes_several = 0, False
     self.compiles: list[Compile] = []
     self._bounds: dict[Hashable, Bound] = {}
-    self._structures: dict[Hashable, Structure] = {}
+    self._programs: dict[Hashable, Programs] = {}
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
@@ -59,7 +59,7 @@ class _Step:
     """The step for these objects; made again where an attribute changed since the last call."""
     key = (_identity(model), _identity(optimizer))
     bound = self._bounds.get(key)
-    if bound is None or not bound.binding.watch.same():
+    if bound is None or not bound.watch.same():
       roots = {"model": model} if optimizer is _ABSENT else {"model": model, "optimizer": optimizer}
       with self._lock, no_mesh():
         bound = self._bind_again(key, roots, bound)
@@ -69,16 +69,16 @@ class _Step:
     reasons = ["other objects than before" if self.compiles else "first call"]
     if before is not None:
       now = Watch(roots)
-      reasons = before.binding.watch.changes(now)
+      reasons = before.watch.changes(now)
       if not reasons:  # other objects of equal value
-        before.binding.watch = now
+        before.watch = now
         return before
     _check_objects(roots)
     if "optimizer" in roots:
       check_outside(roots.values())
     bounds = self._bounds
     # A weak reference calls this while the identity of its object, which the key has, is still its own.
-    made = Bound(self.options, roots, tuple(reasons), self._structures, lambda _: bounds.pop(key, None))
+    made = Bound(self.options, roots, tuple(reasons), self._programs, lambda _: bounds.pop(key, None))
     bounds[key] = made
     return made
 
@@ -88,7 +88,7 @@ class _Step:
     For the edits that a step does not notice: metadata of a Variable, and changes inside an object that is
     neither a module nor a list or dict.
     """
-    self._bounds, self._structures = {}, {}
+    self._bounds, self._programs = {}, {}
 
   def _joined(self, batch: PyTree, more: Sequence[PyTree]) -> tuple[PyTree, ...]:
     """One batch of the arrays that a call gave separately."""
@@ -102,11 +102,11 @@ class _Step:
     """After a call: counts it, and adds a compilation to `compiles`, if there was one."""
     if news is not None:
       self._record(bound, Compile(self.calls, news))
-      _warn_unplaced(bound.binding.read(), batch)
+      _warn_unplaced(bound.read(), batch)
     self.calls += 1
 
   def _record(self, bound: Bound, compiled: Compile) -> None:
-    self.layers = bound.structure.layers
+    self.layers = bound.programs.layers
     self.compiles.append(compiled)
     if len(self.compiles) > 1:
       logger.info("the step was compiled again: %s", compiled)
@@ -162,15 +162,15 @@ class TrainStep(_Step):
     if more:
       batch = self._joined(batch, more)
     bound = self._bind(model, optimizer)
-    with own_mesh(bound.binding.mesh):
-      batch = bound.placed(batch)
-      metrics, news = bound.update(batch)
+    with own_mesh(bound.mesh):
+      batch = bound.place(batch)
+      metrics, news = bound.train(batch)
     self._done(bound, news, batch)
     return metrics
 
   def _record(self, bound: Bound, compiled: Compile) -> None:
     super()._record(bound, compiled)
-    self.reduction = bound.structure.reduction
+    self.reduction = bound.programs.reduction
     if unplanned := bound.unplanned():
       logger.warning(
         "%s: the plan has no such array, so each device holds all of it. Fix: plan the edited constructor,"
@@ -201,10 +201,10 @@ class TrainStep(_Step):
     roots = {"model": model, "optimizer": optimizer}
     with no_mesh():
       bound = Bound(self.options, roots, (), {})
-    with own_mesh(bound.binding.mesh), scope:
-      traced = bound.traced(bound.placed(batch, abstract=True))
-      self.layers = bound.structure.layers
-      if isinstance(bound.binding.mesh, AbstractMesh):
+    with own_mesh(bound.mesh), scope:
+      traced = bound.trace(bound.place(batch, abstract=True))
+      self.layers = bound.programs.layers
+      if isinstance(bound.mesh, AbstractMesh):
         return traced.lower(lowering_platforms=(jax.default_backend(),))
       return traced.lower()
 
@@ -220,9 +220,9 @@ class TrainStep(_Step):
       A `jax.stages.Compiled`: its text, memory and cost.
     """
     bound = self._bind(model, optimizer)
-    with own_mesh(bound.binding.mesh):
-      traced = bound.traced(bound.placed(batch, abstract=True))
-      self.layers = bound.structure.layers
+    with own_mesh(bound.mesh):
+      traced = bound.trace(bound.place(batch, abstract=True))
+      self.layers = bound.programs.layers
       return traced.lower().compile()
 
   def check_gradients(
@@ -261,11 +261,11 @@ class TrainStep(_Step):
     losses = self.options.loss_fn
     several: dict[Any, Any] = dict(losses) if isinstance(losses, Mapping) else {None: losses}
     found: dict[Hashable, GradientCheck] = {}
-    with own_mesh(bound.binding.mesh):
+    with own_mesh(bound.mesh):
       for key, loss_fn in several.items():
         wrt = filters if key is None else {key: of_loss(key, filters)}
         found[key] = checked(
-          bound.subject(loss_fn, wrt, bound.placed(batch)), seed, directions, by_group=by_group, tries=tries
+          bound.subject(loss_fn, wrt, bound.place(batch)), seed, directions, by_group=by_group, tries=tries
         )
     return merged(found)
 
@@ -294,8 +294,8 @@ class EvalStep(_Step):
     if more:
       batch = self._joined(batch, more)
     bound = self._bind(model)
-    with own_mesh(bound.binding.mesh):
-      batch = bound.placed(batch)
+    with own_mesh(bound.mesh):
+      batch = bound.place(batch)
       metrics, news = bound.evaluate(batch)
     self._done(bound, news, batch)
     return metrics

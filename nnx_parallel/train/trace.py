@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -14,13 +14,13 @@ from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.interpret import forwarded
-from nnx_parallel.core.jaxprs import equations, inner_equations
+from nnx_parallel.core.jaxprs import as_function, equations, has_rule, inner_equations, reads_tracers, struct
 from nnx_parallel.core.nodes import Path, path_str, variables
-from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Model, Program, PyTree
+from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Model, Program, PyTree, TreeDef
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layers.pipeline import Pipeline
-from nnx_parallel.layout.constrain import axes_of_positions
+from nnx_parallel.layout.constrain import axes_of_maps, mapped_axes
 from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.train.binding import Template
 from nnx_parallel.train.loss_call import call_loss
@@ -28,125 +28,140 @@ from nnx_parallel.train.losses import Terms, mean
 from nnx_parallel.train.options import LossFn, StepOptions
 from nnx_parallel.train.watch import check_plain_attributes, plain_attributes
 
-Objective = Callable[[list[Any], list[Any], Any], tuple[Any, tuple[Terms, dict[int, Any], Any]]]
-"""`(trained, rest, batch) -> (value to differentiate, (terms, assigned arrays by position, weight))`.
+Arrays = dict[int, Any]
+"""Arrays by their leaf in the template of the models."""
+SCALE = -1
+"""The place of the loss scale among the arrays that are not trained."""
+Objective = Callable[[Arrays, Arrays, Any], tuple[Any, tuple[Terms, Arrays, Any]]]
+"""`(trained, rest, part of the batch) -> (value to differentiate, (terms, assigned arrays, weight))`.
 
-Positions count the rest first, then the trained arrays. Some assigned arrays may be unchanged. Gradients are
-multiplied by the weight, unless it is None, before they are added to the gradients of other parts of the
-batch.
+Some assigned arrays may be unchanged. Gradients are multiplied by the weight, unless it is None, before they
+are added to the gradients of other parts of the batch.
 """
 
 
-class Inspected(NamedTuple):
-  """The trace of a loss for a part of a batch.
+class Written(NamedTuple):
+  """The trace of a loss for a part of a batch, as its author wrote it.
 
   Attributes:
     trace: its closed jaxpr.
-    changed: the positions of the arrays that it changes.
-    kinds: what `Differentiable.written` says, if that has the same trace; else None.
+    results: the structure of its results.
+    kinds: how each result should follow from those of parts, for `linearity.factors`.
+    changed: the leaves whose arrays it changes.
   """
 
   trace: ClosedJaxpr
-  changed: set[int]
+  results: TreeDef
   kinds: PyTree
+  changed: set[int]
 
 
 class Differentiable(NamedTuple):
   """The loss of traced models as a function of the trained arrays.
 
   Attributes:
-    objective: the function to differentiate; not its trace, since a rule of `jax.custom_vjp` may close over
-      an array of the trace in which it was made.
+    objective: the function to differentiate.
     train: the trained arrays.
-    others: the other arrays, and the loss scale if there is one.
-    paths: the path of each trained array inside the models.
+    rest: the other arrays, and the loss scale if there is one.
     template: the structure of the models.
-    order: the leaf of the template for each array of `others`, then for each array of `train`.
-    inspect: `(part of the batch) -> ` its trace.
-    written: `(part of the batch) -> (jaxpr of the loss without options of layers and without the loss scale,
-      how each of its results should follow from those of parts)`, for `linearity.factors`.
+    write: `(part of the batch) -> ` its trace without the options of layers and without the loss scale.
+      Further calls of the objective for such a part do not trace the loss again.
+    inspect: `(part of the batch) -> ` its trace with the options of layers.
     layers: how the layers of the loss were computed in its last trace.
     parts: the number of microbatches that one call of the loss takes: more than one in a pipeline.
   """
 
   objective: Objective
-  train: list[jax.Array]
-  others: list[jax.Array]
-  paths: list[Path]
+  train: Arrays
+  rest: Arrays
   template: Template
-  order: list[int]
-  inspect: Callable[[PyTree], Inspected]
-  written: Callable[[PyTree], tuple[ClosedJaxpr, PyTree]]
+  write: Callable[[PyTree], Written]
+  inspect: Callable[[PyTree], ClosedJaxpr]
   layers: LayersUsed
   parts: int = 1
 
   @property
-  def trained(self) -> list[int]:
-    """The leaf of the template for each trained array."""
-    return self.order[len(self.order) - len(self.train) :]
+  def paths(self) -> dict[int, Path]:
+    """The path of each trained array inside the models."""
+    return {i: self.template.paths[i] for i in self.train}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pure:
-  """A loss function of modules as a function of their flat arrays.
+  """An `Objective`: a loss function of modules as a function of their flat arrays.
+
+  Its layers are marked as the options say, and otherwise computed as written.
 
   Attributes:
     options: the options of the step.
     loss_fn: the loss function.
     template: the structure of the modules.
-    order: as in `Differentiable`.
-    rest: the number of arrays that are not trained.
     used: receives how layers are computed.
+    known: the traces so far, by the types of the arguments; None for a trace that cannot be evaluated.
   """
 
   options: StepOptions
   loss_fn: LossFn
   template: Template
-  order: list[int]
-  rest: int
   used: LayersUsed
+  known: dict[Hashable, Written | None] = dataclasses.field(default_factory=dict[Hashable, "Written | None"])
 
-  def __call__(
-    self, train: list[Any], others: list[Any], part: PyTree, *, as_written: bool = False
-  ) -> PyTree:
-    """An `Objective`; without the options of layers if `as_written`."""
-    given = dict(zip(self.order, [*others, *train], strict=True))
-    inner = self.template.build([given[i] for i in range(len(self.order))])
+  def __call__(self, train: Arrays, rest: Arrays, part: PyTree) -> PyTree:
+    found = self.known.get(_types_of(train, rest, part))
+    if found is None:
+      return self._run(train, rest, part)
+    return jax.tree.unflatten(found.results, as_function(found.trace)(*jax.tree.leaves((train, rest, part))))
+
+  def _run(self, train: Arrays, rest: Arrays, part: PyTree) -> PyTree:
+    given = {**rest, **train}
+    inner = self.template.build([given[i] for i in range(len(given))])
     before = plain_attributes(inner)
-    with contextlib.nullcontext() if as_written else self.options.layers.marking(inner, self.used):
+    with self.options.layers.marking(inner, self.used):
       found = self.options.terms(call_loss(self.loss_fn, inner, part), part)
     after = self.template.arrays(inner)
     check_plain_attributes(before, inner)
-    changed = {n: after[i] for n, i in enumerate(self.order) if after[i] is not given[i]}
+    changed = {i: x for i, x in enumerate(after) if x is not given[i]}
     loss = found.sums["loss"]
     value = mean(loss, found.counts["loss"]) if self.options.in_one_piece else loss
     return value, (found, changed, None)
 
-  def written(self, train: list[Any], others: list[Any], part: PyTree) -> tuple[ClosedJaxpr, PyTree]:
-    """As `Differentiable.written`."""
-    run = functools.partial(self, as_written=True)
-    traced, (_, (found, changed, _)) = jax.make_jaxpr(run, return_shape=True)(train, others, part)
-    return traced, _kinds(found, changed)
-
-  def inspect(self, run: Objective, train: list[Any], others: list[Any], part: PyTree) -> Inspected:
-    """The trace of this loss with its options."""
-    traced, shape = jax.make_jaxpr(run, return_shape=True)(train, others, part)
-    # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
-    positions = [*enumerate(train, len(others)), *enumerate(others)]
-    inputs = [position for position, x in positions for _ in jax.tree.leaves(x)]
-    sources = jax.tree.unflatten(jax.tree.structure(shape), forwarded(traced))[1][1]
-    changed = {n for n, i in sources.items() if i is None or inputs[i : i + 1] != [n]}
-    if not self.options.in_one_piece and max(changed, default=-1) >= self.rest:
-      name = path_str(self.template.paths[self.order[max(changed)]])
+  def write(self, train: Arrays, rest: Arrays, part: PyTree) -> Written:
+    """As `Differentiable.write`."""
+    pipeline = self.options.layers.pipeline
+    with contextlib.nullcontext() if pipeline is None else mapped_axes((pipeline.axis,)):
+      types = _types_of(train, rest, part)
+      found = self.known.get(types)
+      if found is None:
+        # Arrays of the program outside would be moved to the mesh of a `shard_map` one by one.
+        args = jax.tree.map(_type_of, (train, rest, part))
+        trace, shape = jax.make_jaxpr(self._run, return_shape=True)(*args)
+        _, (terms, after, _) = shape
+        # `nnx.remat` and `nnx.scan` return every Variable that they get, so that all seem to have changed.
+        inputs = [i for arrays in (train, rest) for i in arrays for _ in jax.tree.leaves(arrays[i])]
+        results = jax.tree.structure(shape)
+        sources = jax.tree.unflatten(results, forwarded(trace))[1][1]
+        changed = {i for i, n in sources.items() if n is None or inputs[n : n + 1] != [i]}
+        found = Written(trace, results, _kinds(terms, after), changed)
+        self.known[types] = None if reads_tracers(trace, has_rule) else found
+    trained = sorted(found.changed.intersection(train))
+    if trained and not self.options.in_one_piece:
       raise TrainError(
-        f"the loss function assigned to {name}, which the optimizer trains: the gradients of"
-        f" {self.options.microbatches} microbatches would belong to different models.",
+        f"the loss function assigned to {path_str(self.template.paths[trained[-1]])}, which the optimizer"
+        f" trains: the gradients of {self.options.microbatches} microbatches would belong to different"
+        " models.",
         fix="microbatches=1 without reduction=; or leave it out of the optimizer's wrt.",
       )
-    layers = self.options.layers
-    plain = run is self and not layers.marks and layers.pattern is None and not axes_of_positions()
-    _, (found, values, _) = shape
-    return Inspected(traced, changed, _kinds(found, values) if plain else None)
+    return found
+
+
+def _types_of(*args: PyTree) -> Hashable:
+  """What the trace of a loss depends on: the types of its arguments, and the axes that are not Auto there."""
+  leaves, structure = jax.tree.flatten(args)
+  return structure, tuple(map(_type_of, leaves)), frozenset(axes_of_maps()), jax.sharding.get_abstract_mesh()
+
+
+def _type_of(x: AnyArray) -> jax.ShapeDtypeStruct:
+  return x if isinstance(x, jax.ShapeDtypeStruct) else struct(jax.typeof(x))
 
 
 def differentiable(
@@ -163,45 +178,38 @@ def differentiable(
   The loss gathers arrays as `gather` says.
   """
   template = Template(models)
-  arrays = template.arrays(models)
-  trained = sorted(
-    {i for key, chosen in wrt.items() for i in trained_by(template, models, key, chosen).values()}
-  )
+  trained = {i for key, chosen in wrt.items() for i in trained_by(template, models, key, chosen).values()}
   _check_trained(template, trained, wrt)
-  rest = sorted({*range(len(arrays))} - {*trained})
-  order, used = [*rest, *trained], LayersUsed()
-  train, others = [arrays[i] for i in trained], [arrays[i] for i in rest]
-  pure = _Pure(options, loss_fn, template, order, len(rest), used)
-  paths = functools.partial(_paths, [template.paths[i] for i in order], len(rest))
-  ungathered, pipeline = with_options(pure, options.layers, used), options.layers.pipeline
+  arrays = dict(enumerate(template.arrays(models)))
+  train = {i: x for i, x in arrays.items() if i in trained}
+  rest = {i: x for i, x in arrays.items() if i not in trained}
+  pure = _Pure(options, loss_fn, template, LayersUsed())
+  paths = functools.partial(_paths, template.paths)
+  ungathered, pipeline = with_options(pure, options.layers, pure.used), options.layers.pipeline
   chosen = gathered(gather, ungathered, paths=paths)
   if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
     by_layer = gathered(gather, pure, paths=paths)
-    ungathered = chosen = _pipelined(by_layer, options, len(train), len(others), used)
+    ungathered = chosen = _pipelined(by_layer, options, pure.used)
     if pipeline.order != "gpipe":
       _check_unscaled(scale, pipeline)
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
     train=train,
-    others=others if scale is None else [*others, scale],
-    paths=[template.paths[i] for i in trained],
+    rest=rest if scale is None else {**rest, SCALE: scale},
     template=template,
-    order=order,
-    inspect=functools.partial(pure.inspect, ungathered, train, others),
-    written=functools.partial(pure.written, train, others),
-    layers=used,
+    write=functools.partial(pure.write, train, rest),
+    inspect=lambda part: jax.make_jaxpr(ungathered)(train, rest, part),
+    layers=pure.used,
     parts=options.microbatches // options.turns,
   )
 
 
-def _paths(
-  paths: Sequence[Path], rest: int, train: list[Any], others: list[Any], part: PyTree
-) -> list[Path | None]:
-  """The path of each array of the arguments of an objective; `paths`: of the others, then of the trained."""
-  named = [*zip(paths[rest:], train, strict=True), *zip(paths[:rest], others, strict=False)]
-  found: list[Path | None] = [path for path, x in named for _ in jax.tree.leaves(x)]
-  further = others[rest:], part  # the loss scale
-  return [*found, *(None for _ in jax.tree.leaves(further))]
+def _paths(paths: Sequence[Path], train: Arrays, rest: Arrays, part: PyTree) -> list[Path | None]:
+  """The path of each array of the arguments of an objective."""
+  named = [
+    None if i == SCALE else paths[i] for some in (train, rest) for i in some for _ in jax.tree.leaves(some[i])
+  ]
+  return [*named, *(None for _ in jax.tree.leaves(part))]
 
 
 def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
@@ -215,23 +223,23 @@ def _kinds(found: Terms, changed: Mapping[int, PyTree]) -> PyTree:
   return wanted["loss"], (means, jax.tree.map(lambda _: "same", dict(changed)), None)
 
 
-def _pipelined(
-  objective: Objective, options: StepOptions, trained: int, others: int, used: LayersUsed
-) -> Objective:
+def _pipelined(objective: Objective, options: StepOptions, used: LayersUsed) -> Objective:
   """The objective of the full batch, with its layers as a pipeline."""
 
-  def ends(places: PyTree) -> tuple[dict[int, int], set[int]]:
-    _, (found, changed, _) = places
-    # Positions count the other arrays first, inputs the trained arrays.
-    states = {out: n + trained if n < others else n - others for n, out in changed.items()}
-    return states, {*found.outputs.values()}
+  def pipelined(train: Arrays, rest: Arrays, batch: PyTree) -> PyTree:
+    places = {i: n for n, i in enumerate([*train, *rest])}
 
-  def of_model(model: Model, part: PyTree) -> PyTree:
-    train, others = model
-    return objective(train, others, part)
+    def ends(results: PyTree) -> tuple[dict[int, int], set[int]]:
+      _, (found, changed, _) = results
+      return {out: places[i] for i, out in changed.items()}, {*found.outputs.values()}
 
-  staged = with_stages(of_model, options.layers, options.microbatches, ends, used)
-  return lambda train, others, batch: staged((train, others), batch)
+    def of_model(model: Model, part: PyTree) -> PyTree:
+      own, other = model
+      return objective(own, other, part)
+
+    return with_stages(of_model, options.layers, options.microbatches, ends, used)((train, rest), batch)
+
+  return pipelined
 
 
 def _check_unscaled(scale: jax.Array | None, pipeline: Pipeline) -> None:
@@ -244,11 +252,11 @@ def _check_unscaled(scale: jax.Array | None, pipeline: Pipeline) -> None:
 
 
 def _scaled(objective: Objective) -> Objective:
-  """The objective times a scale, its last other array: a manual program closes over nothing."""
+  """The objective times a scale, one of its arguments: a manual program closes over nothing."""
 
-  def scaled(train: list[jax.Array], others: list[jax.Array], part: PyTree) -> PyTree:
-    *rest, scale = others
-    loss, (found, changed, _) = objective(train, rest, part)
+  def scaled(train: Arrays, rest: Arrays, part: PyTree) -> PyTree:
+    scale = rest[SCALE]
+    loss, (found, changed, _) = objective(train, {i: x for i, x in rest.items() if i != SCALE}, part)
     count = found.counts["loss"]
     if count is not None:
       loss = mean(found.sums["loss"], count)  # a scaled sum over many examples would overflow
@@ -272,7 +280,7 @@ def trained_by(
 
 
 def _check_trained(
-  template: Template, trained: list[int], wrt: Mapping[Hashable, nnx.filterlib.Filter]
+  template: Template, trained: Collection[int], wrt: Mapping[Hashable, nnx.filterlib.Filter]
 ) -> None:
   if not trained:
     raise TrainError(
@@ -280,7 +288,7 @@ def _check_trained(
       details=f"Variable types: {', '.join(sorted({type(leaf).__name__ for leaf in template.leaves}))}",
       fix="nnx.Optimizer(model, tx, wrt=nnx.Param)",
     )
-  for i in trained:
+  for i in sorted(trained):
     dtype = template.leaves[i].get_raw_value().dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
       raise TrainError(

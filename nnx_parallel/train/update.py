@@ -32,7 +32,7 @@ from nnx_parallel.train.losses import (
   pairs,
 )
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.trace import Differentiable, differentiable, trained_by
+from nnx_parallel.train.trace import Arrays, Differentiable, differentiable, trained_by
 
 T = TypeVar("T")
 
@@ -93,12 +93,12 @@ def keyed(models: Model, optimizers: Optimizers) -> dict[Hashable, Optimizer]:
 
 def gradients_of(
   options: StepOptions, loss: Differentiable, batch: PyTree, layout: Layout
-) -> tuple[Total, list[jax.Array]]:
+) -> tuple[Total, Arrays]:
   """The sums over the parts of a batch, and the gradient of the mean loss for each trained array.
 
   The gradients are multiplied by the loss scale, if there is one.
   """
-  layout = layout.of(loss.paths)
+  layout = layout.of(loss)
   if options.in_one_piece:
     total = whole_batch(loss, batch, layout)
   else:
@@ -119,15 +119,15 @@ def _update_once(
   loss = differentiable(options, loss_fn, models, wrt, scale, layout.gather)
   for key, optimizer in optimizers.items():
     _check_state(optimizer, models if key is None else models[key], key)
-  template, trained, train = loss.template, loss.trained, loss.train
+  template = loss.template
   total, grads = gradients_of(options, loss, batch, layout)
-  for n, value in total.rest.items():
-    leaf = template.leaves[loss.order[n]]
+  for i, value in total.rest.items():
+    leaf = template.leaves[i]
     if not isinstance(leaf, nnx.Variable):
-      if value is loss.others[n]:  # `nnx.jit` and `nnx.remat` return every array
+      if value is loss.rest[i]:  # `nnx.jit` and `nnx.remat` return every array
         continue
       raise TrainError(
-        f"the loss function replaced {path_str(template.paths[loss.order[n]])}, a raw array.",
+        f"the loss function replaced {path_str(template.paths[i])}, a raw array.",
         details="only Variables are written back after a step",
         fix="store it as nnx.Variable(...): then each step updates it.",
       )
@@ -136,15 +136,16 @@ def _update_once(
   noted: Metrics = {}
   for key, optimizer in optimizers.items():
     places = trained_by(template, models, key, wrt[key])
-    mine = [trained.index(i) for i in places.values()]
-    own = rescaled([grads[n] for n in mine], optimizer, scale)
-    leaves = [template.leaves[trained[n]].copy(grad) for n, grad in zip(mine, own, strict=True)]
+    mine = [*places.values()]
+    own = rescaled([grads[i] for i in mine], optimizer, scale)
+    leaves = [template.leaves[i].copy(grad) for i, grad in zip(mine, own, strict=True)]
     model = models if key is None else models[key]
 
     def value_fn(params: PyTree, mine: list[int] = mine) -> jax.Array:
-      replaced = [*train]
-      for n, value in zip(mine, jax.tree.leaves(params), strict=True):
-        replaced[n] = value if scale is None else scaled_in_backward(value, 1 / scale)
+      values = jax.tree.leaves(params)
+      if scale is not None:
+        values = [scaled_in_backward(value, 1 / scale) for value in values]
+      replaced = {**loss.train, **dict(zip(mine, values, strict=True))}
       value = loss_of(loss._replace(train=replaced), batch, options.turns)
       return value if scale is None else scaled_in_backward(value, scale)
 
@@ -203,12 +204,12 @@ def _shapes(state: PyTree) -> dict[Path, tuple[int, ...]]:
   return {plain_path(path): tuple(jnp.shape(leaf)) for path, leaf in flat}
 
 
-def _scaled(total: Total, train: list[jax.Array]) -> list[jax.Array]:
+def _scaled(total: Total, train: Arrays) -> Arrays:
   if total.parts == 1:
     return total.grads
   count = total.terms.counts["loss"]
   scale = mean(jnp.ones_like(total.terms.sums["loss"]), count) if count is not None else 1.0 / total.parts
-  return [(g * jnp.asarray(scale, g.dtype)).astype(x.dtype) for g, x in zip(total.grads, train, strict=True)]
+  return {i: (g * jnp.asarray(scale, g.dtype)).astype(train[i].dtype) for i, g in total.grads.items()}
 
 
 def apply(

@@ -22,7 +22,7 @@ from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.known_faults import Fault, possible_faults
 from nnx_parallel.layout.leaf import Decision, LeafPlan
 from nnx_parallel.rules.ruleset import RuleSet
-from nnx_parallel.train.axes import places_of_losses
+from nnx_parallel.train.axes import places_of_loss
 from nnx_parallel.train.binding import Binding
 from nnx_parallel.train.gradients import Layout, batch_axes_of
 from nnx_parallel.train.losses import check_examples
@@ -121,7 +121,7 @@ def subject_of(model: Model, batch: PyTree, loss_fn: LossFn, wrt: nnx.filterlib.
   """A loss to check that `jax.grad` differentiates in a separate jit."""
   binding, options = Binding({"model": model}), StepOptions(loss_fn)
   with own_mesh(binding.mesh):
-    places = places_of_losses(binding, [loss_fn], batch, options)
+    places = places_of_loss(binding, loss_fn, batch, options)
     layout, batch = Layout(places.mesh, {}), places.placed(batch)
     return Subject(options, loss_fn, binding, batch, {None: wrt}, layout, places)
 

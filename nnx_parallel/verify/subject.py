@@ -37,7 +37,7 @@ from nnx_parallel.train.gradients import Layout, loss_of, slope_of
 from nnx_parallel.train.loss_scale import common_scale
 from nnx_parallel.train.losses import mean, means
 from nnx_parallel.train.options import LossFn, StepOptions
-from nnx_parallel.train.trace import Differentiable, differentiable, why_not_by_replica
+from nnx_parallel.train.trace import Arrays, Differentiable, differentiable, why_not_by_replica
 from nnx_parallel.train.update import gradients_of, keyed
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
@@ -96,7 +96,7 @@ class Subject:
   def positions(self) -> list[int]:
     """The position of each trained array among all arrays."""
     loss, _ = self._pieces(self._abstract)
-    return [self.binding.template.index[(0, *path)] for path in loss.paths]
+    return [self.binding.template.index[(0, *path)] for path in loss.paths.values()]
 
   @property
   def _parts(self) -> int | None:
@@ -109,7 +109,7 @@ class Subject:
     own = self.places.shardings
     return [
       (path_str(path), self.relaid.get(n, own[self.positions[n]]), array)
-      for n, (path, array) in enumerate(zip(loss.paths, loss.train, strict=True))
+      for n, (path, array) in enumerate(zip(loss.paths.values(), loss.train.values(), strict=True))
     ]
 
   @property
@@ -147,17 +147,18 @@ class Subject:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays, self._gather)
         loss = loss._replace(objective=change(loss.objective))
-        relaid = {loss.paths[n]: where for n, where in self.relaid.items()}
+        paths = [*loss.paths.values()]
+        relaid = {paths[n]: where for n, where in self.relaid.items()}
         layout = self.layout._replace(gradients={**self.layout.gradients, **relaid})
-        total, grads = gradients_of(self.options, loss, batch, layout)
-      grads = [pinned(g, where) for g, (_, where, _) in zip(grads, self.leaves, strict=True)]
+        total, found = gradients_of(self.options, loss, batch, layout)
+      grads = [pinned(g, where) for g, (_, where, _) in zip(found.values(), self.leaves, strict=True)]
       norms = [jnp.sqrt(inner(g, jnp.conj(g))) for g in grads]
       products = [
         [inner(g, pinned(signs(seed, n, g), self.leaves[n][1])) for n, g in enumerate(grads)]
         for seed in seeds
       ]
-      found = jnp.stack([jnp.stack(row) for row in (norms, *products)])
-      return means(total.terms, total.parts)["loss"], _unscaled(found, scale)
+      rows = jnp.stack([jnp.stack(row) for row in (norms, *products)])
+      return means(total.terms, total.parts)["loss"], _unscaled(rows, scale)
 
     return self._compiled(reverse)
 
@@ -188,7 +189,7 @@ class Subject:
     def shifted(arrays: list[jax.Array], batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
       with default_scope(self.places.scope):
         loss, scale = self._pieces(arrays, self._gather)
-        train = [x + step for x, step in zip(loss.train, self._direction(loss, seed, factors), strict=True)]
+        train = jax.tree.map(jnp.add, loss.train, self._direction(loss, seed, factors))
         value = loss_of(loss._replace(train=train), batch, self.options.turns)
       return _unscaled(value, scale)
 
@@ -202,7 +203,7 @@ class Subject:
     """
 
     def local(loss: Differentiable, batch: PyTree, seed: jax.Array, factors: jax.Array) -> PyTree:
-      terms_of = functools.partial(_loss_terms, self._plain(loss.objective), loss.others, batch)
+      terms_of = functools.partial(_loss_terms, self._plain(loss.objective), loss.rest, batch)
       (total, count), change = terms_of(loss.train), jnp.zeros(())
       if slope:
         tangents = self._direction(loss, seed, factors, pin=False)
@@ -220,9 +221,11 @@ class Subject:
     """`(arrays, batch, seeds) -> rows`: the products of `reverse`, by a program without partitioning."""
 
     def local(loss: Differentiable, batch: PyTree, seeds: jax.Array) -> PyTree:
-      terms_of = functools.partial(_loss_terms, loss.objective, loss.others, batch)
+      terms_of = functools.partial(_loss_terms, loss.objective, loss.rest, batch)
       grads, count = jax.grad(terms_of, has_aux=True)(loss.train)
-      return [jnp.stack([inner(g, signs(seed, n, g)) for n, g in enumerate(grads)]) for seed in seeds], count
+      return [
+        jnp.stack([inner(g, signs(seed, n, g)) for n, g in enumerate(grads.values())]) for seed in seeds
+      ], count
 
     return self._manual(local, whole)
 
@@ -278,7 +281,7 @@ class Subject:
     with default_scope(self.places.scope), mapped_axes(axes):
       loss, _ = self._pieces(self._abstract)
       try:
-        traced, changed, _ = loss.inspect(part)
+        changed, traced = loss.write(part).changed, loss.inspect(part)
       except (TypeError, ValueError, NotImplementedError) as error:  # its shard_map, say, splits the batch
         return f"the loss takes all examples only: {str(error).strip().splitlines()[0]}"
       if changed:
@@ -290,9 +293,12 @@ class Subject:
 
   def _direction(
     self, loss: Differentiable, seed: jax.Array, factors: jax.Array, *, pin: bool = True
-  ) -> list[jax.Array]:
-    found = [signs(seed, n, x) * factors[n].astype(x.dtype) for n, x in enumerate(loss.train)]
-    return [pinned(x, self.leaves[n][1]) for n, x in enumerate(found)] if pin else found
+  ) -> Arrays:
+    found: Arrays = {}
+    for n, (i, x) in enumerate(loss.train.items()):
+      found[i] = signs(seed, n, x) * factors[n].astype(x.dtype)
+      found[i] = pinned(found[i], self.leaves[n][1]) if pin else found[i]
+    return found
 
   @functools.cached_property
   def trace(self) -> ClosedJaxpr:
@@ -302,7 +308,7 @@ class Subject:
 
       def run(arrays: list[jax.Array], batch: PyTree) -> PyTree:
         loss, _ = self._pieces(arrays)
-        return loss.objective(loss.train, loss.others, batch)[0]
+        return loss.objective(loss.train, loss.rest, batch)[0]
 
       return jax.make_jaxpr(run)(self._abstract, batch)
 
@@ -313,10 +319,10 @@ class Subject:
 
 
 def _loss_terms(
-  objective: Callable[..., PyTree], others: list[jax.Array], batch: PyTree, train: list[jax.Array]
+  objective: Callable[..., PyTree], rest: Arrays, batch: PyTree, train: Arrays
 ) -> tuple[jax.Array, jax.Array]:
   """Sum and count of the loss of some examples."""
-  found = objective(train, others, batch)[1][0]
+  found = objective(train, rest, batch)[1][0]
   total, count = found.sums["loss"], found.counts["loss"]
   return total, jnp.ones_like(total) if count is None else count
 

@@ -50,22 +50,6 @@ def gradient_exchanges(program, mesh, axis):
   return [(c.times, c.bytes) for c in found if c.kind in kinds and axis in c.axes and c.bytes > 4096]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
-def test_a_loss_runs_once_to_be_differentiated_and_twice_to_be_inspected(axes):
-  calls = []
-
-  def counted(model, batch):
-    calls.append(batch)
-    return loss_fn(model, batch)
-
-  _, model, optimizer, batch = step_on(axes)
-  nxp.train_step(counted, microbatches=PARTS).lower(model, optimizer, batch)
-  assert len(calls) == 3
-  nxp.train_step(counted).lower(model, optimizer, batch)
-  assert len(calls) == 4
-
-
 class Closing(nnx.Module):
   """A kernel, a statistic that is None, one that is copied, and rules that close over a traced array."""
 

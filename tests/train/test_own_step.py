@@ -221,14 +221,14 @@ def test_a_loss_that_gathers_on_read_is_right_in_a_step_of_ones_own(init, rules,
     np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-5, err_msg=str(path))
 
 
-def constraints(jaxpr, inside=()):
-  """The specs of the constraints of a program, with the operations that they are in, in order."""
+def gathers(jaxpr, shape=(64, 64), inside=()):
+  """The specs of the constraints on parameters of a shape, with the operations that they are in, in order."""
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    if eqn.primitive.name == "sharding_constraint":
+    if eqn.primitive.name == "sharding_constraint" and eqn.invars[0].aval.shape == shape:
       yield inside, eqn.invars[0].aval, eqn.params["sharding"].spec
     for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
       if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        yield from constraints(value, (*inside, eqn.primitive.name))
+        yield from gathers(value, shape, (*inside, eqn.primitive.name))
 
 
 def traced(loss, model, *args):
@@ -250,7 +250,7 @@ def test_a_parameter_is_gathered_behind_its_cast_and_inside_of_a_scan_and_a_chec
   rules = [nxp.PathRules([(r".*kernel", (None, "fsdp", "tensor"))], strict=False), nxp.replicate()]
   model = placed(nxp.plan(Stack, mesh, rules))
   loss = nxp.parallel.gather_on_read(lambda model, x: model(x).sum(), model)
-  ((inside, aval, spec),) = constraints(traced(loss, model, x))
+  ((inside, aval, spec),) = gathers(traced(loss, model, x))
   assert "scan" in inside
   assert {"checkpoint", "remat2", "remat"} & {*inside}
   assert (aval.dtype, aval.shape, tuple(spec)) == (jnp.bfloat16, (64, 64), (None, "tensor"))
@@ -260,7 +260,7 @@ def test_where_nothing_can_go_wrong_nothing_is_gathered():
   for axes, rules in (({"fsdp": 8}, nxp.fsdp(min_size=0)), ({"data": 2, "tensor": 4}, nxp.replicate())):
     model = placed(nxp.plan(lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nxp.make_mesh(axes), rules))
     loss = nxp.parallel.gather_on_read(lambda model, x: model(x).sum(), model)
-    assert not [*constraints(traced(loss, model, jnp.ones((8, 64))))]
+    assert not [*gathers(traced(loss, model, jnp.ones((8, 64))))]
 
 
 def by_hand(mesh):
@@ -276,7 +276,7 @@ def test_a_model_that_was_sharded_by_hand_needs_the_axes_of_the_batch():
     nxp.parallel.gather_on_read(loss, model)
   assert 'gather_on_read(loss, model, batch_axes=("a",))' in str(caught.value)
   gathered = nxp.parallel.gather_on_read(loss, model, batch_axes=("a",))
-  ((_, _, spec),) = constraints(traced(gathered, model, jnp.ones((8, 64))))
+  ((_, _, spec),) = gathers(traced(gathered, model, jnp.ones((8, 64))))
   assert tuple(spec) == (None, "b")
 
 
