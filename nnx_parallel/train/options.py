@@ -97,7 +97,7 @@ class StepOptions:
         raise TrainError(
           f"the loss function takes {inspect.signature(loss_fn)}, and the step got {', '.join(constants)}.",
           details=str(error),
-          fix="give the loss function such an argument; options of a step belong to train_step(loss_fn, ...).",
+          fix="give the loss function such an argument; options of a step belong to train_step(...).",
         ) from None
       except ValueError:  # no Python function
         continue
@@ -133,20 +133,20 @@ class StepOptions:
 
 
 def constants_key(constants: Constants) -> Hashable:
-  """Constants as a key of a dict, in which True, 1 and 1.0 differ; a `TrainError` for values that are none."""
+  """Constants as a key of a dict, in which True, 1 and 1.0 differ; a `TrainError` for others."""
   for name, value in constants.items():
     if isinstance(value, (nnx.Pytree, nnx.Variable)):
       raise TrainError(
         f"{name}= is {with_article(type(value).__name__)}, whose arrays a step would not read again.",
-        fix=f'step({{"model": model, "{name}": {name}}}, {{"model": optimizer}}, batch), with a loss function of'
+        fix=f'step({{"model": model, "{name}": {name}}}, {{"model": optimizer}}, batch), with a loss of'
         " that dict, which also writes its Variables back.",
       )
     try:
       hash(value)
     except TypeError:
       raise TrainError(
-        f"{name}= is {with_article(type(value).__name__)}, and keyword arguments are constants of the program.",
-        fix=f'arrays belong to the batch: step(model, optimizer, {{"x": x, "{name}": {name}}}); and lists can be'
+        f"{name}= is {with_article(type(value).__name__)}, and keywords are constants of the program.",
+        fix=f'arrays belong to the batch: step(model, optimizer, {{"x": x, "{name}": {name}}}); lists can be'
         " tuples.",
       ) from None
   return tuple(sorted((name, type(value).__name__, value) for name, value in constants.items()))

@@ -64,7 +64,7 @@ WRONG = {
   "unknown": ({"rleu": True}, r"takes \(model, x, relu, power=2\), and the step got rleu"),
   "an option of the step": ({"relu": True, "microbatches": 2}, r"options of a step belong to train_step"),
   "an array": ({"relu": jnp.ones(())}, r'constants of the program[\s\S]*"relu": relu\}'),
-  "a list": ({"relu": [1]}, r"relu= is a list, and keyword arguments are constants"),
+  "a list": ({"relu": [1]}, r"relu= is a list, and keywords are constants"),
   "a module": ({"relu": nnx.Rngs(0)}, r'relu= is an? Rngs[\s\S]*"relu": relu\}, \{"model": optimizer\}'),
 }
 
