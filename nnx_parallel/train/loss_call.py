@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
@@ -111,6 +112,8 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
       raise _on_explicit_axes(layer, error) from error
+    if isinstance(error, NameError) and (axis := _UNBOUND.search(str(error))):
+      raise _of_axis_name(layer, axis[1]) from error
     own = len(list(traceback.walk_tb(trace))) == 2  # of the loss function, and not of one that it calls
     if isinstance(error, TypeError) and str(error).endswith("object is not callable") and own:
       raise TrainError(
@@ -126,6 +129,17 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
     if module is not None and not isinstance(error, TrainError):
       error.add_note(_note(layer, module, batch))
     raise
+
+
+_UNBOUND = re.compile(r"unbound axis name: (\w+)")
+
+
+def _of_axis_name(layer: str, axis: str) -> TrainError:
+  return TrainError(
+    f"{layer} reduces over the axis name {axis!r}, which only jax.pmap, jax.vmap and jax.shard_map have.",
+    details="a step computes on global arrays: means and statistics are over the whole batch without it",
+    fix="leave out axis_name=, for example nnx.BatchNorm(features, rngs=rngs); or call jax.shard_map in the model.",
+  )
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""Changes single operations of a step's program: wrong kernel gradients, Fourier transforms, and reads of an element of a row.
+"""Changes single operations of a step's program.
 
 - The kernel gradient of a grouped convolution is summed by hand (`GROUPED` in `layout/known_faults.py`).
-- A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some layouts, and then fails.
+- A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some, and then fails.
 - An element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
 """
 
