@@ -138,7 +138,7 @@ def _of_axis_name(layer: str, axis: str) -> TrainError:
   return TrainError(
     f"{layer} reduces over the axis name {axis!r}, which only jax.pmap, jax.vmap and jax.shard_map have.",
     details="a step computes on global arrays: means and statistics are over the whole batch without it",
-    fix="leave out axis_name=, for example nnx.BatchNorm(features, rngs=rngs); or call jax.shard_map in the model.",
+    fix="leave out axis_name=, for example nnx.BatchNorm(n, rngs=rngs); or call jax.shard_map in the model.",
   )
 
 

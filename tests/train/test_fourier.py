@@ -48,7 +48,7 @@ RULES = {
 @pytest.mark.each_case
 @pytest.mark.parametrize("names", RULES.values(), ids=RULES)
 def test_a_fourier_operator_trains_as_on_one_device(names):
-  """As XLA partitions them, it cannot compile `channels` on a CPU, since a dim of examples comes second in memory: `fft_thunk.cc`."""
+  """As XLA lays out its arrays in memory, it cannot compile `channels` on a CPU (`fft_thunk.cc`)."""
   init, x = lambda: Operator(nnx.Rngs(0)), np.random.default_rng(0).normal(size=(8, 16, 16, 1)).astype("f")
   rules = [
     nxp.LogicalRules(batch=("data", "fsdp")),
