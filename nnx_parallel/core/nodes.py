@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.nnx import graphlib
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from nnx_parallel.core.axes import Entry
 from nnx_parallel.core.padding import PADDED, logical_kind
@@ -251,6 +251,14 @@ def names_of(leaf: Leaf, *, where: str) -> Annotation | None:
   short = len(names) < ndim and not isinstance(value, PartitionSpec)
   full = (*names, *[None] * (ndim - len(names)))
   return Annotation(full, names if short else (), _rules(own_rules(metadata), where))
+
+
+def mesh_of(leaf: Leaf) -> Mesh | AbstractMesh | None:
+  """The mesh that the author of a Variable wrote: `mesh=`, or in a `NamedSharding`."""
+  if not isinstance(leaf, nnx.Variable) or SCOPE in leaf.get_metadata():
+    return None
+  metadata = cast(Mapping[str, Any], leaf.get_metadata())
+  return metadata.get("mesh") or getattr(metadata.get("out_sharding"), "mesh", None)
 
 
 def own_rules(metadata: Mapping[str, Any]) -> Any:

@@ -44,7 +44,7 @@ from nnx_parallel.layers.pipeline import Order, Pipeline, Schedule
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
 from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
-from nnx_parallel.layers.stacks import Chain, Stacks, as_called, scan_of_layers
+from nnx_parallel.layers.stacks import Chain, Stacks, as_called, move_inside, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
 from nnx_parallel.layout.constrain import axes_of_positions, mapped_axes, surroundings
 
@@ -431,7 +431,7 @@ def _treated(
     raise TrainError(
       "scan_layers=True finds no consecutive equal layers.",
       details="\n".join([*reasons][:_SHOWN]) or layers,
-      fix='scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.',
+      fix=move_inside(reasons) + 'scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.',
     )
   used.done, used.reasons = (*lines, *used.done), tuple(reasons)
   return found

@@ -189,6 +189,16 @@ class Stack:
     return found
 
 
+_BETWEEN = "changes an input of the second"
+
+
+def move_inside(reasons: Iterable[str]) -> str:
+  """What to do about operations between layers, such as `x = x + block(x)`; empty without such a reason."""
+  if not any(reason.endswith(_BETWEEN) for reason in reasons):
+    return ""
+  return "move it into the layer, so that its __call__ returns x + self.inner(x), for example.\nOtherwise "
+
+
 class Stacks:
   """A program with its chains of layers.
 
@@ -285,7 +295,7 @@ class Stacks:
       raise TrainError(
         "a pipeline needs consecutive equal layers, and the loss has none.",
         details="\n".join([*dict.fromkeys(hidden), *self.reasons][:6]),
-        fix=fix,
+        fix=move_inside(self.reasons) + fix,
       )
     if found.scanned:
       _check_reached(self._remat, "offload")
@@ -421,7 +431,7 @@ class Stacks:
       return f"{layer_of(second)} reads no result of {layer_of(first)}"
     for eqn in reversed(between):
       if later & {*eqn.outvars} and any(among(var, eqn.outvars) for var in second.invars):
-        return f"{eqn.primitive.name} between {names} changes an input of the second"
+        return f"{eqn.primitive.name} between {names} {_BETWEEN}"
     return f"{names} read other results of earlier calls than their neighbours, or one layer is left over"
 
   def _inputs(self, unit: Sequence[int]) -> dict[Place, Var]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_parallel.core.axes import Entry, axes_of
+from nnx_parallel.core.axes import Entry, axes_in, axes_of
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes
 from nnx_parallel.core.nodes import (
   Names,
@@ -20,6 +20,7 @@ from nnx_parallel.core.nodes import (
   is_rng,
   iter_nodes,
   kind_of,
+  mesh_of,
   names_of,
   path_str,
   value_of,
@@ -82,6 +83,7 @@ class Offered(NamedTuple):
 def model_rows(traced: Trace, given: Given) -> list[LeafPlan]:
   """Decides every array of a traced module, in flax's order."""
   model = traced.made
+  _check_one_mesh(model.leaves)
   tied, embeddings, dilated = aliases(model.node), tables(model.node), dilated_kernels(model.node)
   rows: list[LeafPlan] = []
   for path, leaf in model.leaves.items():
@@ -119,6 +121,7 @@ def _model_row(
   try:
     found = resolve_spec(names, value.shape, given.sizes, logical, path=where, uneven=given.uneven)
   except ShardingError as error:
+    _check_mesh(leaf, where, given, error)
     if not short:
       raise
     rule = shifted([(where, short)], {where: len(value.shape)})
@@ -139,6 +142,37 @@ def _model_row(
     found = dataclasses.replace(found, spec=more.spec, padding=padding)
   decision = Decision(source, reason, tuple(steps), not missed)
   return _row("model", paths[0], leaf, given, decision, names, found)
+
+
+def _check_one_mesh(leaves: Mapping[Path, Leaf]) -> None:
+  """Refuses one axis with two sizes in the meshes that Variables name: the plan has one."""
+  seen: dict[str, tuple[Path, int]] = {}
+  for path, leaf in leaves.items():
+    own = mesh_of(leaf)
+    names = names_of(leaf, where=path_str(path)) if own is not None else None
+    sizes = axis_sizes(own) if own is not None and names is not None else {}
+    for axis in sizes.keys() & {*axes_in(names.names if names else ())}:
+      other, size = seen.setdefault(axis, (path, sizes[axis]))
+      if size != sizes[axis]:
+        raise ShardingError(
+          f"{path_str(other)} and {path_str(path)} name different meshes, and a plan has one for all arrays.",
+          details=f"{axis}={size} and {axis}={sizes[axis]}",
+          fix=f"give one of the axes another name, with a rule such as LogicalRules({axis}2=('x', 'y'));\n"
+          "or make one plan for each mesh, with the part of the model that is on it.",
+        )
+
+
+def _check_mesh(leaf: Leaf, where: str, given: Given, error: ShardingError) -> None:
+  """Says so if a Variable whose names do not fit was made for another mesh."""
+  own = mesh_of(leaf)
+  if own is None or axis_sizes(own) == given.sizes:
+    return
+  raise ShardingError(
+    f"{where} names another mesh than the mesh of the plan, and a plan has one mesh for all arrays.",
+    details=f"its mesh {axis_sizes(own)}, the plan's {given.sizes}\n{error.what}",
+    fix=f"{error.fix.splitlines()[0]}\nOr make one plan for each mesh, with its part of the model;"
+    " nxp.parallel.send moves arrays between meshes.",
+  ) from error
 
 
 def _named(paths: tuple[Path, ...], leaf: Leaf, given: Given) -> Named | None:

@@ -36,9 +36,6 @@ class Classes:
 
   Args:
     jaxpr: the closed jaxpr of the program.
-
-  Attributes:
-    inputs: for each input of the program, the class of each dim, as the number of its root.
   """
 
   def __init__(self, jaxpr: Program):
@@ -54,7 +51,12 @@ class Classes:
       stack=lambda eqn, dims: (*self._new([eqn.params["length"]]), *dims),
     )
     facts_of(jaxpr, inputs, facts)
-    self.inputs = [[self._forest.root(node) for node in dims] for dims in inputs]
+    self._inputs = inputs
+
+  @property
+  def inputs(self) -> list[list[int]]:
+    """For each input of the program, the class of each dim, as the number of its root."""
+    return [[self._forest.root(node) for node in dims] for dims in self._inputs]
 
   def __getitem__(self, root: int) -> Class:
     return self._classes[root]
@@ -65,7 +67,7 @@ class Classes:
     self._classes += [Class({size}) for size in sizes]
     return tuple(self._forest.new() for _ in sizes)
 
-  def _link(self, one: int, other: int) -> None:
+  def link(self, one: int, other: int) -> None:
     """Puts two dims into one class: a split of one dim carries over to the other."""
     first, second = self[self._forest.root(one)], self[self._forest.root(other)]
     # A dim of size 1 is broadcast, and so not the same dim.
@@ -77,7 +79,7 @@ class Classes:
 
   def _joined(self, one: Dims, other: Dims) -> Dims:
     for a, b in zip(one, other, strict=False):
-      self._link(a, b)
+      self.link(a, b)
     return one
 
   def _follow(self, eqn: JaxprEqn, inputs: list[Dims]) -> Sequence[Value]:
@@ -97,7 +99,7 @@ class Classes:
       first, *others = [node for other, node in pairs if other == factor]
       for node in others:
         if factor not in found.mixed or self._sizes[first] == self._sizes[node]:
-          self._link(first, node)
+          self.link(first, node)
       if is_product or factor in found.reduced:
         own = self[self._forest.root(first)]
         own.is_product |= is_product or factor in found.mixed
@@ -110,7 +112,7 @@ class Classes:
       if len(source) == len(result):
         for one, other in zip(source, result, strict=True):
           if self._sizes[one] == self._sizes[other]:
-            self._link(one, other)
+            self.link(one, other)
 
 
 def _shape(x: AnyArray) -> tuple[int, ...]:

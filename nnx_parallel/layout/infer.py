@@ -1,4 +1,4 @@
-"""Rules for a module without annotations, inferred from one abstract trace.
+"""Rules for a module, inferred from one abstract trace.
 
 The idea: dims with the same meaning share a class. Two dims are linked if an operation carries a split of one
 dim over to the other: elementwise, through a transpose, a reshape (the major dims), a batch or contracted
@@ -7,6 +7,9 @@ dim of `up` and the input dim of `down`; the heads of attention are one class wi
 value and output kernels. Splitting a class splits all of its dims at once, which gives Megatron's pair of a
 column-parallel and a row-parallel layer. It costs a collective wherever the class is summed over. So classes
 are taken in order of elements split per collective, at most one for a parameter.
+
+The dims with one logical name are linked too: the proposal has a rule for each name that the module uses, and
+path rules for the Variables without names.
 
 Source: Megatron-LM, arXiv:1909.08053; the propagation of splits follows GSPMD, arXiv:2105.04663.
 """
@@ -17,12 +20,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
 
+from nnx_parallel.core.axes import axes_in
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
-from nnx_parallel.core.nodes import Names, Path, path_str, value_of, variables
+from nnx_parallel.core.nodes import Names, Path, array_leaves, is_rng, names_of, path_str, value_of, variables
 from nnx_parallel.core.types import Leaf, PyTree
 from nnx_parallel.errors import ShardingError
 from nnx_parallel.layout.batch import AXES
@@ -47,14 +52,14 @@ def infer_rules(
   fsdp_axis: str | None = None,
   min_size: int = MIN_SIZE,
 ) -> RuleSet:
-  """Proposes rules for a module without annotations. Print the result, edit it, and paste it into your code.
+  """Proposes rules for a module. Print the result, edit it, and paste it into your code.
 
   The module is traced abstractly with `inputs`: no array is made. The function shards pairs of layers over
   the tensor axis: the first layer of a pair along its outputs, and the second layer along its inputs. It also
   shards embeddings and heads over the tensor axis, along the vocabulary. It shards large parameters over the
   fsdp axis along a remaining dim. A tied parameter is counted once. The proposal fits every mesh with these
   axes whose sizes divide the same dims. You may change any rule in it: rules never change results, only the
-  layout.
+  layout. Logical names that the module has get logical rules, and the rest gets path rules.
 
   Args:
     init: the constructor, or a live module.
@@ -100,14 +105,65 @@ def infer_rules(
       fix="infer_rules(init, mesh, jax.ShapeDtypeStruct((8, 128), 'int32')); arrays work too.",
     )
   batch = tuple(axis for axis in sizes if axis in AXES)
+  module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).made.node
+  named = _Named.of(module, sizes)
+  logical: dict[str, Any] = dict.fromkeys(named.logical)
   found: dict[Path, Names] = {}
   if tensor is not None:
-    module = init if isinstance(init, nnx.Module) else trace_module(init, mesh).made.node
-    found = _tensor_parallel(module, inputs, call, tensor, sizes, min_size)
+    found, split, used = _tensor_parallel(module, inputs, call, tensor, sizes, min_size, named)
+    logical = dict.fromkeys((*named.logical, *used)) | dict.fromkeys(split, tensor)
+  logical |= {"batch": batch} if batch else {}
   fallback: Fallback = replicate() if shard is None else fsdp(shard, min_size=min_size)
-  logical = LogicalRules(batch=batch) if batch else LogicalRules()
   paths = (_as_rules(found),) if any(map(any, found.values())) else ()
-  return RuleSet(logical, paths, fallback)
+  return RuleSet(LogicalRules(logical), paths, fallback)
+
+
+@dataclasses.dataclass
+class _Named:
+  """The Variables of a module that have names.
+
+  Attributes:
+    names: the names by path.
+    logical: all names that need a rule.
+    single: those that are always alone in their dim.
+    fixed: the paths of Variables that name mesh axes, bring rules, or have several names in one dim.
+  """
+
+  names: dict[Path, Names]
+  logical: list[str]
+  single: list[str]
+  fixed: set[Path]
+
+  @classmethod
+  def of(cls, module: nnx.Module, sizes: Mapping[str, int]) -> _Named:
+    found = {
+      path: own
+      for path, leaf in array_leaves(module).items()
+      if not is_rng(leaf) and (own := names_of(leaf, where=path_str(path))) is not None
+    }
+    ruled = {path: own.rules.keys() | sizes.keys() for path, own in found.items()}
+    fixed = {
+      path
+      for path, own in found.items()
+      if ruled[path] & {*axes_in(own.names)} or any(isinstance(entry, tuple) for entry in own.names)
+    }
+    names = [name for path, own in found.items() for name in axes_in(own.names) if name not in ruled[path]]
+    joint = {*axes_in(entry for own in found.values() for entry in own.names if isinstance(entry, tuple))}
+    logical = [*dict.fromkeys(names)]
+    single = [name for name in logical if name not in joint]
+    return cls({path: own.names for path, own in found.items()}, logical, single, fixed)
+
+
+class _Asked(LogicalRules):
+  """No rules; it keeps the names of the activations."""
+
+  def __init__(self) -> None:
+    super().__init__(unknown="replicate")
+    self.names: dict[str, None] = {}
+
+  def __contains__(self, name: object) -> bool:
+    self.names[str(name)] = None
+    return False
 
 
 def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str | None:
@@ -129,11 +185,14 @@ def _tensor_parallel(
   axis: str,
   sizes: Mapping[str, int],
   min_size: int,
-) -> dict[Path, Names]:
+  named: _Named,
+) -> tuple[dict[Path, Names], list[str], list[str]]:
+  """Names by path for Variables without names; the names to split; the names of activations."""
   leaves = variables(module)
   graphdef, state = nnx.split(module)
   # The module may lay out activations. No rules are known yet, and example inputs need not divide.
-  scope = Scope(LogicalRules(unknown="replicate"), abstract_mesh(dict.fromkeys(sizes, 1)))
+  asked = _Asked()
+  scope = Scope(asked, abstract_mesh(dict.fromkeys(sizes, 1)))
 
   def run(state: PyTree, *args: PyTree) -> PyTree:
     merged = nnx.merge(graphdef, state)
@@ -143,13 +202,25 @@ def _tensor_parallel(
   with without_mesh():
     traced = jax.make_jaxpr(run)(state, *inputs)
   classes = Classes(traced)
-  parameters = {  # the example inputs follow the arrays of the state
-    path: own
-    for path, own in zip(state_paths(state), classes.inputs, strict=False)
-    if isinstance(leaves[path], nnx.Param)
-  }
-  chosen = _choose(parameters, classes, leaves, sizes[axis], min_size)
-  return {path: tuple(axis if c in chosen else None for c in own) for path, own in parameters.items()}
+  paths = state_paths(state)
+  dims = [  # the example inputs follow the arrays of the state
+    (name, i, d)
+    for i, path in enumerate(paths)
+    for d, name in enumerate(named.names.get(path, ()))
+    if isinstance(name, str)
+  ]
+  nodes = classes.inputs
+  first = {name: nodes[i][d] for name, i, d in reversed(dims)}
+  for name, i, d in dims:
+    classes.link(first[name], nodes[i][d])
+  own = dict(zip(paths, classes.inputs, strict=False))
+  parameters = {p: own[p] for p in own if isinstance(leaves[p], nnx.Param) or p in named.names}
+  chosen = _choose(parameters, classes, leaves, sizes[axis], min_size, named.fixed)
+  found = {p: tuple(axis if c in chosen else None for c in own[p]) for p in parameters.keys() - named.names}
+  whole = {name for name, i, d in dims if own[paths[i]][d] not in chosen}
+  split = [name for name in named.single if name in first and name not in whole]
+  used = [name for name in asked.names if name not in sizes]
+  return {p: found[p] for p in parameters if p in found}, split, used
 
 
 @dataclasses.dataclass
@@ -164,6 +235,7 @@ def _choose(
   leaves: dict[Path, Leaf],
   shards: int,
   min_size: int,
+  fixed: set[Path],
 ) -> set[int]:
   candidates: dict[int, _Candidate] = {}
   for path, own in parameters.items():
@@ -176,7 +248,7 @@ def _choose(
     # A class that is never summed over leaves the trace split, and costs a collective there.
     return candidates[c].elements / max(1, classes[c].collectives)
 
-  taken: set[Path] = set()
+  taken = {*fixed}
   chosen: set[int] = set()
   # Equal gains are settled by path, so that the proposal is the same on every run.
   for c in sorted(candidates, key=lambda c: (-gain(c), path_str(candidates[c].users[0]))):

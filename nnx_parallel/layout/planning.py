@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar, Unpack, overload
 
 import optax
 from flax import nnx
+from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
@@ -18,7 +19,7 @@ from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit, no_mesh
 from nnx_parallel.core.nodes import Path
 from nnx_parallel.core.text import few
-from nnx_parallel.errors import PlanError
+from nnx_parallel.errors import PlanError, ShardingError
 from nnx_parallel.layout import offload, optimizer_layout
 from nnx_parallel.layout.batch import batch_axes, no_batch_axes
 from nnx_parallel.layout.checks import (
@@ -29,6 +30,7 @@ from nnx_parallel.layout.checks import (
   check_rules,
   check_tables,
 )
+from nnx_parallel.layout.constrain import scope_in_use
 from nnx_parallel.layout.decide import Given, model_rows, optimizer_rows, split_further
 from nnx_parallel.layout.known_faults import check_faults, fault_notes, own_step_note, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
@@ -42,7 +44,7 @@ from nnx_parallel.layout.tracing import (
   variable_notes,
   why_one_program,
 )
-from nnx_parallel.rules.logical import UNEVEN, Uneven, check_axes
+from nnx_parallel.rules.logical import UNEVEN, LogicalRules, Uneven, check_axes, show_candidates
 from nnx_parallel.rules.ruleset import Rules, RuleSet, on_mesh
 
 M = TypeVar("M", bound=nnx.Module)
@@ -105,7 +107,8 @@ def plan(
     init: a function without arguments that builds the module.
     mesh: a mesh of real devices (`make_mesh`), or an abstract mesh of any size (`abstract_mesh`).
     rules: `LogicalRules`, `PathRules`, a fallback such as `fsdp()`, a preset, or a sequence of these. If
-      None, annotations must name mesh axes, and arrays without annotations are replicated.
+      None, annotations must name mesh axes, and arrays without annotations are replicated. The rules of an
+      active `nnx.logical_axis_rules` are added.
     optimizer: an Optax transformation, whose state is planned too.
     wrt: which Variables the optimizer trains; a filter as in `nnx.Optimizer`.
     uneven: what to do with a dim that the mesh axes of its rule do not divide. `"error"` raises an error if
@@ -222,10 +225,25 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
 def _rules_on(mesh: AnyMesh, rules: Rules, uneven: Uneven) -> tuple[RuleSet, list[str]]:
   """The rules as they apply on a mesh, and notes on rules that were left out or added."""
   sizes = axis_sizes(mesh)
-  ruleset, left_out = on_mesh(RuleSet.of(rules), sizes)
+  ruleset, left_out = on_mesh(_with_context(RuleSet.of(rules)), sizes)
   if uneven != "error":  # later readers of the rules (`constrain`) then apply the plan's policy
     ruleset = ruleset.replace(uneven=dict.fromkeys(ruleset.logical, uneven) | ruleset.logical.uneven)
   return ruleset, left_out
+
+
+def _with_context(rules: RuleSet) -> RuleSet:
+  """The rules, with those of `nnx.logical_axis_rules` around the call; as in flax, they may not differ."""
+  if scope_in_use() is not None:
+    return rules  # `use_rules` has put its own there
+  around = LogicalRules(dict(get_logical_axis_rules()))
+  for name in around.keys() & rules.logical.keys():
+    if around[name] != rules.logical[name]:
+      raise ShardingError(
+        f"logical name {name!r} has two rules: in the plan, and in nnx.logical_axis_rules around it.",
+        details=f"{show_candidates(rules.logical[name])} and {show_candidates(around[name])}",
+        fix="keep one of them.",
+      )
+  return rules.replace({**around, **rules.logical}) if around else rules
 
 
 def _axes_of_zero(

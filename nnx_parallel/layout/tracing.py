@@ -133,6 +133,7 @@ def placements(one: Trace) -> dict[Path, PartitionSpec]:
 
 def trace(build: Callable[[Model], Model], given: Abstract) -> Trace:
   """Traces a function that builds a module or an optimizer from an abstract module, without a mesh."""
+  graphdefs: list[nnx.GraphDef[Any]] = []
 
   def run(state: PyTree) -> PyTree:
     node = build(nnx.merge(given.graphdef, state))
@@ -146,11 +147,12 @@ def trace(build: Callable[[Model], Model], given: Abstract) -> Trace:
         "init returned a module without values: it holds jax.ShapeDtypeStruct in place of arrays.",
         fix="return the module itself, not the result of nnx.eval_shape; planning makes no arrays anyway.",
       )
-    return structure, values
+    graphdefs.append(structure)  # not a result: jax compares those, and a static object may hold arrays
+    return values
 
   with without_mesh():
-    program, (graphdef, state) = jax.make_jaxpr(run, return_shape=True)(given.state)
-  return Trace(Abstract(graphdef, state), program, state_paths(given.state), state_paths(state))
+    program, state = jax.make_jaxpr(run, return_shape=True)(given.state)
+  return Trace(Abstract(graphdefs[-1], state), program, state_paths(given.state), state_paths(state))
 
 
 def state_paths(state: PyTree) -> tuple[Path, ...]:
@@ -227,13 +229,14 @@ def run_init(init: Callable[[], nnx.Module], mesh: AnyMesh | None) -> nnx.Module
     raise
   graph: Any = module
   if isinstance(graph, nnx.Pytree):  # the caller refuses anything else
-    loose = [
-      (path, node, name)
-      for path, node in iter_nodes(graph)
-      if isinstance(node, nnx.Pytree)
-      for name, value in vars(node).items()
-      if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value))
-    ]
+    loose: list[tuple[Path, nnx.Pytree, str]] = []
+    for path, node in iter_nodes(graph):
+      if not isinstance(node, nnx.Pytree):
+        continue
+      for name, value in vars(node).items():
+        _check_static(path, name, value)
+        if any(isinstance(leaf, Tracer) for leaf in _arrays_in(value)):
+          loose.append((path, node, name))
     if loose:  # rare, and reading the state of a large module takes a while
       data = {id(leaf) for leaf in jax.tree.leaves(nnx.state(graph))}
       for path, node, name in loose:
@@ -296,7 +299,12 @@ def _of_static_attribute(said: str, kind: str, name: str, owner: str) -> PlanErr
 
 
 def _arrays_in(value: object) -> list[object]:
-  return jax.tree.leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+  """The arrays of an attribute; what modules and Variables inside of it hold is their own."""
+
+  def is_node(part: object) -> bool:
+    return isinstance(part, (nnx.Pytree, nnx.Variable))
+
+  return jax.tree.leaves(value, is_leaf=is_node) if isinstance(value, (list, tuple, dict)) else [value]
 
 
 def _adopt_array(path: Path, node: nnx.Pytree, name: str, data: set[int]) -> None:
@@ -311,6 +319,21 @@ def _adopt_array(path: Path, node: nnx.Pytree, name: str, data: set[int]) -> Non
     f"{where} is a {type(value).__name__} that holds arrays, which flax takes for a static attribute.",
     fix=f"self.{name} = nnx.data(...), or nnx.List / nnx.Dict of nnx.Variable, in {type(node).__name__}.",
   )
+
+
+def _check_static(path: Path, name: str, value: object) -> None:
+  """Refuses an object that flax takes for static, such as a dataclass, with an array made by `init`."""
+  if isinstance(value, (nnx.Pytree, nnx.Variable, type)) or callable(value):
+    return
+  for key, held in getattr(value, "__dict__", {}).items():
+    if any(isinstance(leaf, Tracer) for leaf in _arrays_in(held)):
+      kind = type(value).__name__
+      raise PlanError(
+        f"{path_str((*path, name))} is {with_article(kind)}, static for flax, and its {key} is an array.",
+        details="planning and creating only trace init, so this array never exists",
+        fix=f"compute {key} by numpy, or with jax.ensure_compile_time_eval(): ... around it;\n"
+        f"or keep the array in the module: self.{key} = nnx.Variable(...).",
+      )
 
 
 def make_optimizer(

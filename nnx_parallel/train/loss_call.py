@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
@@ -12,10 +13,11 @@ from typing import Any, cast
 import jax.numpy as jnp
 from flax import errors, nnx
 
-from nnx_parallel.core.nodes import named_leaves, path_str, value_of, variables
+from nnx_parallel.core.nodes import named_leaves, parts_of_type, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
 from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
+from nnx_parallel.layout.tracing import NEEDS_VALUES
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -102,7 +104,7 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
   try:
     yield
   except errors.TraceContextError as error:
-    raise _of_another_module(loss_fn, error) from error
+    raise _of_another_module(loss_fn, batch, error) from error
   except Exception as error:
     # From the frame of the body on: the first frame is this function, the second is `call_loss`.
     trace = error.__traceback__ and error.__traceback__.tb_next
@@ -110,6 +112,8 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
     # jax does not export this class.
     if type(error).__name__ == "ShardingTypeError":
       raise _on_explicit_axes(layer, error) from error
+    if isinstance(error, NameError) and (axis := _UNBOUND.search(str(error))):
+      raise _of_axis_name(layer, axis[1]) from error
     own = len(list(traceback.walk_tb(trace))) == 2  # of the loss function, and not of one that it calls
     if isinstance(error, TypeError) and str(error).endswith("object is not callable") and own:
       raise TrainError(
@@ -117,16 +121,39 @@ def _explained(loss_fn: LossFn, models: Model, batch: PyTree) -> Generator[None]
         details=_first_line(error),
         fix="def loss_fn(model, batch): ..., in this order.",
       ) from error
+    if isinstance(error, NEEDS_VALUES) and (flags := [x for x in named_leaves(batch) if jnp.ndim(x[1]) == 0]):
+      error.add_note(
+        f"{flags[0][0]} is an array of the compiled step. A flag is a keyword: step(model, optimizer, batch,"
+        " train=True), for def loss_fn(model, batch, train): ..."
+      )
     if module is not None and not isinstance(error, TrainError):
       error.add_note(_note(layer, module, batch))
     raise
+
+
+_UNBOUND = re.compile(r"unbound axis name: (\w+)")
+
+
+def _of_axis_name(layer: str, axis: str) -> TrainError:
+  return TrainError(
+    f"{layer} reduces over the axis name {axis!r}, which only jax.pmap, jax.vmap and jax.shard_map have.",
+    details="a step computes on global arrays: means and statistics are over the whole batch without it",
+    fix="leave out axis_name=, for example nnx.BatchNorm(n, rngs=rngs); or call jax.shard_map in the model.",
+  )
 
 
 def _first_line(error: BaseException) -> str:
   return str(error).split("\n")[0].split(" (https://")[0]
 
 
-def _of_another_module(loss_fn: LossFn, error: BaseException) -> TrainError:
+def _of_another_module(loss_fn: LossFn, batch: PyTree, error: BaseException) -> TrainError:
+  for kind in (type(part).__name__ for part in parts_of_type(batch, nnx.Pytree)):
+    return TrainError(
+      f"the loss function changes a Variable of {with_article(kind)} that is a part of the batch.",
+      details=_first_line(error),
+      fix='step({"model": model, "rngs": rngs}, {"model": optimizer}, batch), with a loss function of that'
+      " dict, whose Variables the step writes back.",
+    )
   try:
     found = inspect.getclosurevars(inspect.unwrap(loss_fn))
     outside = {**found.nonlocals, **found.globals}

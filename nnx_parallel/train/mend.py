@@ -1,6 +1,7 @@
-"""Changes single operations of a step's program: wrong kernel gradients, and reads of an element of each row.
+"""Changes single operations of a step's program.
 
 - The kernel gradient of a grouped convolution is summed by hand (`GROUPED` in `layout/known_faults.py`).
+- A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some, and then fails.
 - An element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
 """
 
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
 from nnx_parallel.core.interpret import DEFAULT, NO_FACTS, Interpreter, is_walked
@@ -67,7 +69,8 @@ def mended(run: Callable[..., PyTree], mesh: AnyMesh | None, *, picks: bool) -> 
 
   def evaluate(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
     leaves = jax.tree.leaves(args)
-    if any(_is_faulty(eqn) or (compares and is_pick(eqn)) for eqn in equations(traced.jaxpr)):
+    wanted = (lambda eqn: _is_fourier(eqn) or is_pick(eqn)) if compares else _is_faulty
+    if any(_is_faulty(eqn) or wanted(eqn) for eqn in equations(traced.jaxpr)):
       return Interpreter(rule, NO_FACTS)(traced, leaves, [None] * len(leaves))[0]
     return as_function(traced)(*leaves)
 
@@ -93,7 +96,17 @@ def _changed(eqn: JaxprEqn, inputs: list[Value], mesh: AnyMesh, compares: bool) 
         details="XLA would compute a wrong kernel gradient, and the program cannot be traced anew",
         fix="take the convolution out of it, or give it arrays as arguments.",
       )
+  if compares and _is_fourier(eqn):
+    return [*map(_row_major, bind(eqn, [*map(_row_major, inputs)]))]
   return picked(*inputs) if compares and is_pick(eqn) else bind(eqn, inputs)
+
+
+def _is_fourier(eqn: JaxprEqn) -> bool:
+  return eqn.primitive.name == "fft" and jax.default_backend() == "cpu"
+
+
+def _row_major(x: Value) -> jax.Array:
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _is_faulty(eqn: JaxprEqn) -> bool:

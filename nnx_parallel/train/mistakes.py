@@ -34,7 +34,7 @@ def explain(error: BaseException, labels: Sequence[str], arrays: Sequence[AnyArr
   if _DELETED.search(str(error)):
     problem = deleted(gone, len(labels)) if gone else _deleted_in(batch)
   elif isinstance(error, (TypeError, ValueError)) and not isinstance(error, TrainError) and not gone:
-    problem = _misplaced(labels, arrays, batch) or _no_array(batch)
+    problem = _misplaced(labels, arrays, batch) or _no_array(batch) or _constrained_elsewhere(error)
   if problem is not None:
     raise problem from error
   if gone:
@@ -68,6 +68,20 @@ def _misplaced(labels: Sequence[str], arrays: Sequence[AnyArray], batch: PyTree)
         fix="nxp.shard_batch(batch, plan) with the plan of this model.",
       )
   return None
+
+
+def _constrained_elsewhere(error: BaseException) -> TrainError | None:
+  """The error for a sharding inside the program that is on other devices than its arguments."""
+  said = str(error)
+  if "incompatible devices" not in said or " inside jit " not in said:
+    return None
+  at = re.findall(r" at (\S+:\d+\S* \(.*?\))", said)
+  return TrainError(
+    f"the model states a sharding on other devices than its own{', at ' + at[-1] if at else ''}.",
+    details=said.split("\n")[0],
+    fix="jax.lax.with_sharding_constraint(x, PartitionSpec(...)), without a mesh, or nxp.constrain(x, ...):\n"
+    "both take the mesh of the plan.",
+  )
 
 
 def _deleted_in(batch: PyTree) -> TrainError | None:

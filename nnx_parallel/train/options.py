@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from nnx_parallel.layers.layers import LayerOptions
 from nnx_parallel.train.losses import AUX, Terms, check_outputs, examples_in, terms
 
 Gradients = Literal["like_parameters", "scattered"]
+Constants = Mapping[str, Hashable]
+"""Arguments of a loss function that are no arrays, by name."""
 CompilerOption = str | int | float | bool
 
 
@@ -83,6 +87,23 @@ class StepOptions:
         fix="reduction=jnp.float32",
       )
 
+  def with_constants(self, constants: Constants) -> StepOptions:
+    """The options with a loss function to which these arguments are bound."""
+    losses = self.loss_fn if isinstance(self.loss_fn, Mapping) else {None: self.loss_fn}
+    for loss_fn in losses.values():
+      try:
+        inspect.signature(loss_fn).bind_partial(**constants)
+      except TypeError as error:
+        raise TrainError(
+          f"the loss function takes {inspect.signature(loss_fn)}, and the step got {', '.join(constants)}.",
+          details=str(error),
+          fix="give the loss function such an argument; options of a step belong to train_step(...).",
+        ) from None
+      except ValueError:  # no Python function
+        continue
+    bound = {key: functools.partial(loss_fn, **constants) for key, loss_fn in losses.items()}
+    return dataclasses.replace(self, loss_fn=bound if isinstance(self.loss_fn, Mapping) else bound[None])
+
   def terms(self, result: PyTree, batch: PyTree) -> Terms:
     """The terms of what the loss function returned for a batch, or for a part of one."""
     found = terms(result, self.outputs, has_aux=self.has_aux)
@@ -109,6 +130,26 @@ class StepOptions:
   def turns(self) -> int:
     """How often the loss is called for a batch: a pipeline takes all microbatches at once."""
     return 1 if self.layers.pipeline is not None else self.microbatches
+
+
+def constants_key(constants: Constants) -> Hashable:
+  """Constants as a key of a dict, in which True, 1 and 1.0 differ; a `TrainError` for others."""
+  for name, value in constants.items():
+    if isinstance(value, (nnx.Pytree, nnx.Variable)):
+      raise TrainError(
+        f"{name}= is {with_article(type(value).__name__)}, whose arrays a step would not read again.",
+        fix=f'step({{"model": model, "{name}": {name}}}, {{"model": optimizer}}, batch), with a loss of'
+        " that dict, which also writes its Variables back.",
+      )
+    try:
+      hash(value)
+    except TypeError:
+      raise TrainError(
+        f"{name}= is {with_article(type(value).__name__)}, and keywords are constants of the program.",
+        fix=f'arrays belong to the batch: step(model, optimizer, {{"x": x, "{name}": {name}}}); lists can be'
+        " tuples.",
+      ) from None
+  return tuple(sorted((name, type(value).__name__, value) for name, value in constants.items()))
 
 
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:

@@ -31,7 +31,14 @@ from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
 from nnx_parallel.train.loss_call import check_several
 from nnx_parallel.train.losses import Metrics
-from nnx_parallel.train.options import CompilerOption, Gradients, LossFn, StepOptions
+from nnx_parallel.train.options import (
+  CompilerOption,
+  Constants,
+  Gradients,
+  LossFn,
+  StepOptions,
+  constants_key,
+)
 from nnx_parallel.train.program import Compile, Programs, is_placed, logger
 from nnx_parallel.train.update import keyed, of_loss
 from nnx_parallel.train.watch import Watch, objects_in
@@ -51,22 +58,33 @@ class _Step:
     self.calls, self._takes_several = 0, False
     self.compiles: list[Compile] = []
     self._bounds: dict[Hashable, Bound] = {}
-    self._programs: dict[Hashable, Programs] = {}
+    self._programs: dict[Hashable, dict[Hashable, Programs]] = {}  # by the constants
     # Two threads may train two models. A signal handler may run a step inside another's.
     self._lock = threading.RLock()
 
-  def _bind(self, model: Model, optimizer: Optimizers = _ABSENT) -> Bound:
+  def _bind(self, model: Model, optimizer: Optimizers = _ABSENT, constants: Constants | None = None) -> Bound:
     """The step for these objects; made again where an attribute changed since the last call."""
-    key = (_identity(model), _identity(optimizer))
+    kept = constants_key(constants) if constants else ()
+    key = (_identity(model), _identity(optimizer), kept)
     bound = self._bounds.get(key)
     if bound is None or not bound.watch.same():
       roots = {"model": model} if optimizer is _ABSENT else {"model": model, "optimizer": optimizer}
       with self._lock, no_mesh():
-        bound = self._bind_again(key, roots, bound)
+        bound = self._bind_again(key, roots, bound, kept, constants or {})
     return bound
 
-  def _bind_again(self, key: Hashable, roots: dict[str, Model], before: Bound | None) -> Bound:
+  def _bind_again(
+    self,
+    key: Hashable,
+    roots: dict[str, Model],
+    before: Bound | None,
+    kept: Hashable,
+    constants: Constants,
+  ) -> Bound:
+    known = self._programs.setdefault(kept, {})
     reasons = ["other objects than before" if self.compiles else "first call"]
+    if self.compiles and not known:
+      reasons = [", ".join(f"{name}={value!r}" for name, value in constants.items()) or "no constants"]
     if before is not None:
       now = Watch(roots)
       reasons = before.watch.changes(now)
@@ -78,7 +96,8 @@ class _Step:
       check_outside(roots.values())
     bounds = self._bounds
     # A weak reference calls this while the identity of its object, which the key has, is still its own.
-    made = Bound(self.options, roots, tuple(reasons), self._programs, lambda _: bounds.pop(key, None))
+    options = self.options.with_constants(constants) if constants else self.options
+    made = Bound(options, roots, tuple(reasons), known, lambda _: bounds.pop(key, None))
     bounds[key] = made
     return made
 
@@ -132,7 +151,12 @@ class TrainStep(_Step):
     self.reduction = ""
 
   def __call__(
-    self, model: Model, optimizer: Optimizers = _ABSENT, batch: PyTree = _ABSENT, *more: object
+    self,
+    model: Model,
+    optimizer: Optimizers = _ABSENT,
+    batch: PyTree = _ABSENT,
+    *more: object,
+    **constants: Hashable,
   ) -> Metrics:
     """Updates `model` and `optimizer` in place with the gradients of a batch.
 
@@ -144,6 +168,8 @@ class TrainStep(_Step):
         host arrays by the plan of the models, as `shard_batch` does.
       *more: more arrays of the batch, for a loss function that takes each array as an argument:
         `step(model, optimizer, x, y)` equals `step(model, optimizer, (x, y))`.
+      **constants: arguments of the loss function that are no arrays, such as `train=True`. They are constants
+        of the program: other values compile another program.
 
     Returns:
       The metrics, on the devices; the call does not wait for them. They are `loss` and the metrics of the
@@ -161,7 +187,7 @@ class TrainStep(_Step):
       )
     if more:
       batch = self._joined(batch, more)
-    bound = self._bind(model, optimizer)
+    bound = self._bind(model, optimizer, constants)
     with own_mesh(bound.mesh):
       batch = bound.place(batch)
       metrics, news = bound.train(batch)
@@ -280,20 +306,21 @@ class EvalStep(_Step):
     layers: as for a train step.
   """
 
-  def __call__(self, model: Model, batch: PyTree, *more: PyTree) -> Metrics:
+  def __call__(self, model: Model, batch: PyTree, *more: PyTree, **constants: Hashable) -> Metrics:
     """Evaluates one batch. The module does not change, even if the loss function edits it.
 
     Args:
       model: a live module, or a tuple or dict of modules.
       batch: a pytree of global arrays with the examples on dim 0.
       *more: as for a train step: `evaluate(model, x, y)` equals `evaluate(model, (x, y))`.
+      **constants: as for a train step.
 
     Returns:
       The metrics, on the devices: means, or pairs `(sum, count)` if the step was made with `pairs=True`.
     """
     if more:
       batch = self._joined(batch, more)
-    bound = self._bind(model)
+    bound = self._bind(model, constants=constants)
     with own_mesh(bound.mesh):
       batch = bound.place(batch)
       metrics, news = bound.evaluate(batch)
@@ -558,6 +585,12 @@ def _check_objects(roots: Mapping[str, Model]) -> None:
     for item in objects_in(root):
       # An optimizer may be part of the arguments of a loss, but a step does not train it.
       swapped = name == "model" and "optimizer" in roots and isinstance(root, nnx.Optimizer)
+      if isinstance(item, nnx.ModelAndOptimizer):
+        raise TrainError(
+          "the step got an nnx.ModelAndOptimizer, which holds a model too.",
+          details="its update takes the gradients alone, and updates the model that it holds",
+          fix="optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)\nstep(model, optimizer, batch)",
+        )
       if swapped or not isinstance(item, kinds[name]):
         raise TrainError(
           f"the step's {name} is a {type(item).__name__}, not a live {kind}.",

@@ -103,7 +103,8 @@ def test_a_scan_needs_equal_layers():
   assert str(error.value) == (
     "scan_layers=True finds no consecutive equal layers.\n"
     "  mul between layers.0 and layers.1 changes an input of the second\n"
-    '  Fix: scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.'
+    "  Fix: move it into the layer, so that its __call__ returns x + self.inner(x), for example.\n"
+    '       Otherwise scan_layers="auto", or False; layers="decoder.blocks.*" names the layers.'
   )
 
 

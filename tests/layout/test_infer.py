@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -14,7 +15,7 @@ import nnx_parallel as nxp
 from layout.families import GPT, T5, Llama, ViT
 from nnx_parallel import infer_rules, presets
 from nnx_parallel.errors import ShardingError
-from training import other_notes
+from training import other_notes, run_steps
 
 TOKENS = jax.ShapeDtypeStruct((8, 8), "int32")
 IMAGES = jax.ShapeDtypeStruct((8, 4, 4, 3), "float32")
@@ -308,3 +309,61 @@ def test_a_variable_without_an_array_shifts_nothing():
   found = specs(Late, FLOATS)
   assert found["up.kernel"] == P(None, "tensor")
   assert found["down.kernel"] == P("tensor", None)
+
+
+class Annotated(nnx.Module):
+  """Names of both kinds on kernels; an activation has a name that no parameter has."""
+
+  def __init__(self, rngs, names=("embed", "mlp"), **metadata):
+    def linear(n, m, names):
+      init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names, **metadata)
+      return nnx.Linear(n, m, kernel_init=init, rngs=rngs)
+
+    self.up, self.down = linear(16, 64, names), linear(64, 16, names[::-1])
+
+  def __call__(self, x):
+    x = nxp.constrain(nnx.relu(self.up(x)), "batch", "hidden")
+    return self.down(x)
+
+
+NAMED = {
+  "all kernels": ({}, {"mlp": "tensor", "embed": None}),
+  "a mesh axis": ({"names": ("embed", "fsdp")}, {"embed": None}),
+  "own rules": ({"sharding_rules": (("mlp", "tensor"),)}, {"embed": None}),
+  "two in one dim": ({"names": ("embed", ("mlp", "heads"))}, {"mlp": None, "heads": None, "embed": None}),
+  "one name twice": ({"names": ("embed", "embed")}, {"embed": None}),
+  "fewer names than dims": ({"names": ("embed",)}, {"embed": None}),
+}
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize(("options", "logical"), NAMED.values(), ids=NAMED)
+def test_a_proposal_for_a_model_with_names_is_always_accepted(options, logical):
+  init = lambda: Annotated(nnx.Rngs(0), **options)
+  for mesh in (MESH, {"tensor": 2, "fsdp": 1}, {"data": 4, "fsdp": 2, "tensor": 2}):
+    rules = infer_rules(init, nxp.abstract_mesh(**mesh), FLOATS, min_size=0)
+    nxp.plan(init, nxp.abstract_mesh(**mesh), rules, optimizer=optax.adam(1e-3))
+    assert rules.logical == nxp.LogicalRules(logical, batch=rules.logical["batch"], hidden=None)
+
+
+def test_a_proposal_without_an_axis_for_pairs_has_a_rule_for_each_name():
+  init, mesh = lambda: Annotated(nnx.Rngs(0)), nxp.abstract_mesh(data=4)
+  rules = infer_rules(init, mesh, FLOATS, min_size=0)
+  assert repr(rules.logical) == "LogicalRules(mlp=None, embed=None, batch='data')"
+  assert nxp.plan(init, mesh, rules)["up.kernel"].spec == P(None, "data")
+
+
+def test_names_and_the_rest_of_a_model_are_split_together():
+  """Kernels have names, and their biases have none: one split carries over to both."""
+  plan = nxp.plan(
+    lambda: Annotated(nnx.Rngs(0)),
+    mesh := nxp.make_mesh(**MESH, data=2),
+    infer_rules(lambda: Annotated(nnx.Rngs(0)), mesh, FLOATS, min_size=0),
+    optimizer=optax.sgd(0.1),
+  )
+  found = {leaf.name: leaf.spec for leaf in plan.leaves}
+  assert found["up.kernel"] == P("fsdp", "tensor")
+  assert (found["up.bias"], found["down.kernel"]) == (P(("tensor", "fsdp")), P("tensor", "fsdp"))
+  run = run_steps(plan, lambda model, x: (model(x) ** 2).mean(), [np.ones((8, 16), np.float32)])
+  plain = (nxp.unsharded(lambda: Annotated(nnx.Rngs(0)))(np.ones((8, 16), np.float32)) ** 2).mean()
+  assert run.losses == pytest.approx([float(plain)])

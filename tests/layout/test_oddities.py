@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import nnx_parallel as nxp
 from nnx_parallel.create.constructor import unsharded
+from nnx_parallel.errors import PlanError
 
 
 class Mine(nnx.Variable):
@@ -222,3 +223,75 @@ def test_a_constructor_that_needs_values_is_created_in_the_two_ways_that_the_err
     kernel = model.layer.kernel.get_value()
     assert kernel.sharding.spec == Spec(None, "fsdp")
     np.testing.assert_array_equal(kernel, live.layer.kernel[...])
+
+
+class Block(nnx.Module):
+  def __init__(self, drawn=False):
+    self.scale = jax.random.normal(jax.random.key(0), (4,)) if drawn else jnp.arange(4.0)
+    self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.linear(x) * self.scale[None]
+
+
+BOXES = {
+  "list": lambda: [Block(), Block(True)],
+  "dict": lambda: {"b": Block(), "a": Block(True)},
+  "tuple in a list": lambda: [Block(), (Block(True),)],
+}
+
+
+@pytest.mark.parametrize("make", BOXES.values(), ids=BOXES)
+def test_plain_containers_of_a_module_that_is_no_pytree(make):
+  class Stack(nnx.Module, pytree=False):
+    def __init__(self):
+      self.blocks = make()
+
+    def __call__(self, x):
+      for block in jax.tree.leaves(self.blocks, is_leaf=lambda node: isinstance(node, Block)):
+        x = block(x)
+      return x
+
+  plan = nxp.plan(Stack, nxp.make_mesh(fsdp=4, data=2), nxp.fsdp(min_size=4), optimizer=optax.sgd(0.1))
+  assert sum(leaf.root == "model" for leaf in plan.leaves) == 6
+  step, loss = nxp.train_step(lambda model, x: (model(x) ** 2).mean()), (Stack()(np.ones((8, 4))) ** 2).mean()
+  metrics = step(*nxp.create_sharded_model(plan), np.ones((8, 4), np.float32))
+  assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+
+
+class Table:
+  """A static object: neither a module nor a pytree."""
+
+  def __init__(self, cos):
+    self.cos = cos
+
+
+class Rotary(nnx.Module):
+  def __init__(self, make, box=lambda table: table):
+    self.linear, self.table = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), box(Table(make()))
+
+  def __call__(self, x):
+    return self.linear(x) * self.table.cos[None]
+
+
+def evaluated():
+  with jax.ensure_compile_time_eval():
+    return jnp.cos(jnp.arange(4.0))
+
+
+@pytest.mark.parametrize("make", [lambda: np.cos(np.arange(4.0, dtype=np.float32)), evaluated])
+def test_static_objects_that_hold_arrays(make):
+  """jax may not compare them: each trace of the constructor makes another."""
+  init = lambda: Rotary(make)
+  plan = nxp.plan(init, nxp.make_mesh(fsdp=4, data=2), nxp.fsdp(min_size=4), optimizer=optax.sgd(0.1))
+  step = nxp.train_step(lambda model, x: (model(x) ** 2).mean())
+  loss = (init()(np.ones((8, 4), np.float32)) ** 2).mean()
+  for _ in range(2):
+    metrics = step(*nxp.create_sharded_model(plan), np.ones((8, 4), np.float32))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+  assert nxp.plan(init, plan.mesh)["linear.kernel"].spec == Spec(None, None)
+
+
+def test_a_static_object_with_an_array_that_only_a_trace_has():
+  with pytest.raises(PlanError, match=r"table is a Table, static for flax, and its cos is an array"):
+    nxp.plan(lambda: Rotary(lambda: jnp.cos(jnp.arange(4.0))), nxp.abstract_mesh(fsdp=4))

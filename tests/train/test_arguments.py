@@ -1,0 +1,115 @@
+"""What a call of a step may be given besides the model, the optimizer and the batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnx_parallel as nxp
+from nnx_parallel.errors import TrainError
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+
+
+def made():
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  return model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+
+
+def loss_fn(model, x, relu, power=2):
+  y = model(x)
+  return ((nnx.relu(y) if relu else y) ** power).mean()
+
+
+def plain(**options):
+  return float(loss_fn(made()[0], X, **options))
+
+
+def test_keyword_arguments_are_constants_of_the_program():
+  model, optimizer = made()
+  step, evaluate = nxp.train_step(loss_fn), nxp.eval_step(loss_fn)
+  for options in ({"relu": True}, {"relu": False}, {"relu": True, "power": 4}, {"relu": True}):
+    expected = pytest.approx(plain(**options), rel=1e-5)
+    assert float(step(model, optimizer, X, **options)["loss"]) == expected
+    assert float(evaluate(model, X, **options)["loss"]) == expected
+  reasons = [list(compiled.reasons) for compiled in step.compiles]
+  assert reasons == [["first call"], ["relu=False"], ["relu=True, power=4"]]
+  assert step.calls == 4
+
+
+def test_true_and_one_are_two_constants():
+  def loss_fn(model, x, scale):
+    return (model(x) ** 2).mean() * (5 if scale is True else scale)
+
+  model, optimizer = made()
+  step = nxp.train_step(loss_fn, microbatches=2)
+  losses = [float(step(model, optimizer, X, scale=scale)["loss"]) for scale in (1, True, 1.0)]
+  assert losses[1] == pytest.approx(5 * losses[0])
+  assert losses[2] == losses[0]
+  assert len(step.compiles) == 3
+
+
+def test_several_arrays_and_a_constant():
+  model, optimizer = made()
+  step = nxp.train_step(lambda model, x, y, train: ((model(x) - y) ** 2).mean() * (1 if train else 3))
+  losses = [float(step(model, optimizer, X, X, train=train)["loss"]) for train in (True, False)]
+  assert losses[1] == pytest.approx(3 * losses[0])
+
+
+WRONG = {
+  "unknown": ({"rleu": True}, r"takes \(model, x, relu, power=2\), and the step got rleu"),
+  "an option of the step": ({"relu": True, "microbatches": 2}, r"options of a step belong to train_step"),
+  "an array": ({"relu": jnp.ones(())}, r'constants of the program[\s\S]*"relu": relu\}'),
+  "a list": ({"relu": [1]}, r"relu= is a list, and keywords are constants"),
+  "a module": ({"relu": nnx.Rngs(0)}, r'relu= is an? Rngs[\s\S]*"relu": relu\}, \{"model": optimizer\}'),
+}
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize(("constants", "text"), WRONG.values(), ids=WRONG)
+def test_other_keyword_arguments_are_errors(constants, text):
+  with pytest.raises(TrainError, match=text):
+    nxp.train_step(loss_fn)(*made(), X, **constants)
+
+
+@pytest.mark.parametrize("batch", [(X, True), {"x": X, "relu": True}], ids=["tuple", "dict"])
+def test_a_flag_in_the_batch_is_an_array_and_the_error_says_where_it_belongs(batch):
+  loss = loss_fn if isinstance(batch, tuple) else lambda model, b: loss_fn(model, b["x"], b["relu"])
+  if isinstance(batch, tuple):
+    loss = lambda model, x, relu: loss_fn(model, x, relu)
+  with pytest.raises(jax.errors.TracerBoolConversionError) as found:
+    nxp.train_step(loss)(*made(), batch)
+  assert "step(model, optimizer, batch, train=True)" in "".join(found.value.__notes__)
+
+
+class Noisy(nnx.Module):
+  def __init__(self, rngs):
+    self.linear, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5)
+
+  def __call__(self, x, rngs):
+    return self.dropout(self.linear(x), rngs=rngs)
+
+
+def test_random_state_as_an_argument_goes_beside_the_model():
+  """Its counters change, and a step writes the Variables of its models back."""
+  model, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(1)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+  with pytest.raises(TrainError, match=r"Rngs that is a part of the batch[\s\S]*\"rngs\": rngs\}"):
+    nxp.train_step(lambda model, x, rngs: model(x, rngs).mean())(model, optimizer, X, rngs)
+  step = nxp.train_step(lambda models, x: (models["model"](x, models["rngs"]) ** 2).mean())
+  losses = [float(step({"model": model, "rngs": rngs}, {"model": optimizer}, X)["loss"]) for _ in range(2)]
+  own = nnx.Rngs(1)
+  assert losses == pytest.approx([float((Noisy(nnx.Rngs(0))(X, own) ** 2).mean()) for _ in range(2)])
+  assert losses[0] != losses[1]
+
+
+def test_a_model_and_optimizer_is_an_error_with_the_lines_that_work():
+  model, _ = made()
+  both = nnx.ModelAndOptimizer(model, optax.sgd(0.1))
+  step = nxp.train_step(functools.partial(loss_fn, relu=True))
+  with pytest.raises(TrainError, match=r"nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)\n\s*step\(model, opt"):
+    step(model, both, X)
