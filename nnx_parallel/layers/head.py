@@ -59,9 +59,9 @@ from nnx_parallel.core.types import (
   Var,
 )
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import is_opened
+from nnx_parallel.layers.attention.find import is_opened
+from nnx_parallel.layers.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.layers.cuts import with_cut_weights
-from nnx_parallel.layers.softmaxes import Softmaxes, named_dims
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import rules_in_scope
 from nnx_parallel.rules.logical import LogicalRules

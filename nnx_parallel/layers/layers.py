@@ -39,7 +39,7 @@ from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Program, PyTree, TreeDef, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
+from nnx_parallel.layers.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import calls_layers, is_marked, layer_of, marked, repeats_layers
 from nnx_parallel.layers.pipeline import Order, Pipeline, Schedule

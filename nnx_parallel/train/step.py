@@ -21,7 +21,7 @@ from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import Attention
+from nnx_parallel.layers.attention.find import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, ScanLayers
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layers.remat import Policy
