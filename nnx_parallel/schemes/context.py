@@ -245,14 +245,8 @@ class ContextAttention:
 class _Sequence:
   """Attention over sequences of one length: which positions see each other, and the part of each device.
 
-  Attributes:
-    options: the user's options.
-    shards: the size of the mesh axis.
-    rings: the size of `heads_axis`, which is the number of rings; each ring computes some of the heads.
-    length: the number of queries.
-    precision: of the products.
-    mapped: mesh axes of an enclosing `jax.vmap`.
-    examples: the mesh axes that split the examples, as far as they are known.
+  `shards` and `rings` are the sizes of `axis` and `heads_axis`; `mapped`, axes of an enclosing `jax.vmap`;
+  `examples`, the mesh axes that split the examples, as far as they are known.
   """
 
   options: ContextAttention
@@ -463,13 +457,7 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
 def _by_position(
   given: Mapping[str, AnyArray | None], query: Sequence[int], key: Sequence[int]
 ) -> dict[str, AnyArray]:
-  """Integers `[batch, length]` of the queries and of the keys, by name.
-
-  Args:
-    given: integers `[batch..., length]` by name; None for missing arrays.
-    query: the shape of the queries.
-    key: the shape of the keys.
-  """
+  """Integers `[batch, length]` of the queries and of the keys, by name; `given` may have None."""
   found: dict[str, AnyArray] = {}
   for name, x in given.items():
     if x is None:

@@ -53,7 +53,7 @@ OVER_AXIS = ("ring", "ulysses")
 _JUMPS = ("eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil", "round")
 """Operations whose result jumps."""
 Needed = Callable[[Mapping[int, jax.Array], Grid, DimName, DimName], jax.Array]
-"""`TileAttention.needed` of inputs `[examples, length]` by their position, the blocks, and names of their dims."""
+"""`TileAttention.needed` of inputs `[examples, length]` by position, blocks, and names of their dims."""
 
 
 class NotAttention(Exception):
@@ -62,18 +62,12 @@ class NotAttention(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-  """How an attention is computed.
+  """How an attention is computed: the option, by a kernel or in blocks, over a mesh axis of a size, or None.
 
   Attributes:
-    asked: the option.
-    block: the length of the blocks.
-    kernel: the fused kernel, if it is used.
-    axis: the mesh axis whose devices share the attention; None: the rewrite assumes one device.
-    size: the size of the axis.
     mapped: mesh axes of an enclosing `jax.vmap`.
     row: the dim of the scores that is queries; None: the longest.
-    parts: the number of parts of queries and of keys that are cut into blocks separately; None: one for each
-      device.
+    parts: of queries and of keys, each cut into blocks separately; None: one for each device.
     examples, needed: as in `Share` and `TileAttention`, for a program whose arrays all have examples first.
     zeros: whether a row whose scores are all `-inf` has the result 0; as written, it is NaN.
   """
@@ -102,11 +96,7 @@ class Way:
 
 
 def blocked(body: Jaxpr, match: Softmax, way: Way) -> JaxprEqn | None:
-  """The operation that computes an attention blockwise; None if one block holds the attention.
-
-  Raises:
-    NotAttention: the match is not an attention, or the devices cannot share it.
-  """
+  """The operation that computes an attention blockwise; None if one block holds the attention."""
   weights, product = match.product.invars[match.side], match.product
   scores = match.exp.outvars[0]
   lengths, _ = named_dims(scores.aval.shape)
@@ -169,11 +159,7 @@ def _is_leaf(tiles: Tiles, var: Var, own: Labels, share: Share) -> bool:
 
 
 def _shared(match: Softmax, way: Way, lengths: Mapping[DimName, int], row: int, column: int) -> Share:
-  """The part of an attention that each device computes; all of it, unless devices share it evenly.
-
-  Raises:
-    NotByBlocks: they cannot, and must.
-  """
+  """The part of an attention that each device computes; all of it, unless devices share it evenly."""
   is_ring, axis, n, dim = way.asked == "ring", way.axis, way.size, row
   if way.asked == "ulysses":
     dim = _heads(match, way, lengths)
@@ -196,11 +182,7 @@ def _shared(match: Softmax, way: Way, lengths: Mapping[DimName, int], row: int, 
 
 
 def _heads(match: Softmax, way: Way, lengths: Mapping[DimName, int]) -> int:
-  """The heads' dim of the scores: the last dim that weights and values share, after the examples' dim.
-
-  Raises:
-    NotByBlocks: there is no such dim, or devices cannot share it evenly.
-  """
+  """The heads' dim of the scores: the last dim that weights and values share, after the examples' dim."""
   shape = match.exp.outvars[0].aval.shape
   shared = meeting(match.product).shared[match.side]  # pyright: ignore[reportOptionalMemberAccess]
   names = wholes(match.labels[0], shared)
@@ -250,15 +232,8 @@ def _check_leaves(body: Jaxpr, match: Softmax, tiles: Tiles, names: set[int]) ->
 class _Program:
   """The computation of one tile of an attention, from tiles of its leaves.
 
-  Attributes:
-    body: the program that contains the attention.
-    match: the attention.
-    tiles: its operations.
-    ends: the nodes to evaluate: the input of the maximum, the exponentials, the input of the sum, the
-      weights.
-    values: the node of the values.
-    share: the part that each device computes.
-    way: how it is computed.
+  `ends` are the nodes to evaluate: the input of the maximum, the exponentials, the input of the sum, and the
+  weights; `values` is the node of the values.
   """
 
   body: Jaxpr
@@ -291,7 +266,7 @@ class _Program:
     return _order(self.match, {name: None for name, _, _ in self.match.labels[1]})
 
   def attention(self, seen: np.ndarray | None, *, fills: bool = False) -> TileAttention:
-    """The attention as a function of its leaves."""
+    """The dims of a sum over the keys, or their factors, as far as the result of the product has them."""
     return TileAttention(
       share=self.share,
       inputs=[labels for _, labels in self.nodes],

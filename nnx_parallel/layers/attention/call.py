@@ -93,7 +93,7 @@ def attend(
 
   It is written out and rewritten as a way says, as an attention that is found in a model is.
 
-  `scores` is a function of the scaled scores `[batch, *heads, group, queries, keys]` and of `more`, arrays that
+  `scores` is of the scaled scores `[batch, *heads, group, queries, keys]` and of `more`, arrays that
   follow query, key and value in the program.
   """
   dims = "hn"[: query.ndim - 4]

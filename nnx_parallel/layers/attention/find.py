@@ -55,14 +55,9 @@ _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("axis of the 
 
 @dataclasses.dataclass
 class Found:
-  """The attentions of a program that was rewritten.
+  """The attentions of a program: the rewritten ones, by why they use no kernel; and those as written.
 
-  Attributes:
-    taken: for each attention that is rewritten, why it does not use a fused kernel.
-    left: for each attention that stays as written, why.
-    kept: the rewritten attentions whose weights are also read elsewhere, so that the full weights still
-      exist.
-    reasons: why some softmaxes are not attentions.
+  `kept` are rewritten, but their weights are read elsewhere too; `reasons` are of what is no attention.
   """
 
   taken: list[str | None] = dataclasses.field(default_factory=list[str | None])
@@ -226,9 +221,6 @@ def _replaced(body: Jaxpr, match: Softmax, way: Way) -> tuple[JaxprEqn | None, s
   """The blockwise or fused operation of an attention, or None for a single block; and why it has no kernel.
 
   The reason is None where the fused kernel is used.
-
-  Raises:
-    NotAttention: the match is not an attention, or it cannot be computed blockwise.
   """
   if way.kernel is None:
     return blocked(body, match, way), ""

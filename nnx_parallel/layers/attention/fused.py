@@ -42,13 +42,10 @@ Condition = tuple[Var, Labels, bool]
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-  """The scores of an attention: a product of queries and keys, scaled, capped, masked, plus a bias.
+  """A product of queries and keys, scaled, capped by `cap * tanh(x / cap)`, masked, plus a bias.
 
   Attributes:
     dims: for each dim of the scores, the dim of the product.
-    scale: the factor of the product.
-    cap: `cap * tanh(x / cap)` of the scaled product, or None.
-    masks: what all must hold where a product is kept.
     fills: the values of what is not kept.
     bias: what is added, its dim for each dim of the scores, and its factor.
     is_open: whether something is added to the number that a mask puts, so that it has a gradient.
@@ -82,12 +79,8 @@ class _Form:
   """An attention as the kernel computes it.
 
   Attributes:
-    scores: the scores.
-    inputs: query, key and value.
-    orders: for each input, its dims: first the batch dims, then other dims of the query, then length and
-      features.
-    names: the dims of the scores: batch dims, heads included, other dims of the query, queries, keys.
-    shared: the number of batch dims, heads included.
+    inputs, orders: query, key and value, and their dims in the order of `names`, then features.
+    names: the dims of the scores: `shared` dims (examples, heads), other dims of the query, queries, keys.
     order: the dims of the result, in terms of the dims of the kernels' results.
   """
 
@@ -113,9 +106,7 @@ class _Given(NamedTuple):
 
 
 def by_kernel(body: Jaxpr, match: Softmax, kernel: Kernel, *, zeros: bool = False) -> JaxprEqn:
-  """The operation that computes an attention by a kernel, given its softmax.
-
-  With `zeros`, a row whose scores are all `-inf` has the result 0, not NaN.
+  """The operation that computes an attention by a kernel; with `zeros`, a row of `-inf` is 0, not NaN.
 
   Raises:
     NotFused: it has not the form that the kernel computes.

@@ -163,15 +163,7 @@ def seen_by(
   row: DimName,
   column: DimName,
 ) -> Seen | None:
-  """The rule of the masks of an attention, proved for each query and key; None if they follow another rule.
-
-  Args:
-    body: the program.
-    masks: booleans, the labels of their dims, and whether a score is kept where they are true.
-    lengths: the lengths of the named dims.
-    row: the name of the dim of the queries.
-    column: the name of the dim of the keys.
-  """
+  """The rule of the masks of an attention, proved for each query and key; None if they have another rule."""
   rows, columns = lengths[row], lengths[column]
 
   def kept(tiles: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -203,11 +195,9 @@ def seen_by(
 
 
 def _tiles(seen: Seen, rows: int, columns: int) -> np.ndarray:
-  """Cuts the scores into tiles, so that a rule keeps either all or none of the scores of a tile.
+  """Cuts the scores into tiles, of each of which a rule keeps all or none.
 
-  Returns:
-    For each tile, where its queries start and end, where its keys start and end, and whether the rule keeps
-    its scores.
+  Returns where the queries and the keys of each start and end, and whether the rule keeps its scores.
   """
   least, most = 0 if seen.causal else 1 - (seen.window or columns + 1), seen.window or rows
   found, todo = list[np.ndarray](), np.array([[0], [rows], [0], [columns]])

@@ -49,14 +49,10 @@ class NotFused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-  """An attention in a flat program.
+  """An attention in a flat program: its exponential, maximum, sum, and product of weights and values.
 
   Attributes:
-    exp: the exponential.
-    largest: the maximum over the keys.
     order: for each dim of the scores, the matching dim of the array that `largest` reduces.
-    total: the sum over the keys.
-    product: of the weights and the values.
     side: which operand of the product the weights are.
     labels: the dims of the weights and of the product's result, as dims of the scores.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
@@ -95,11 +91,7 @@ class Softmaxes:
   """The products of normalised exponentials and values in a flat program.
 
   An exponential is normalised if it, or its argument, depends on a sum of exponentials over a dim that the
-  product sums over. Its scores are a product too, and the later product keeps one of their other dims: the
-  queries.
-
-  Args:
-    body: the program.
+  product sums over. Its scores are a product too, and the later product keeps one of their other dims.
   """
 
   def __init__(self, body: Jaxpr):
@@ -114,13 +106,7 @@ class Softmaxes:
     self._made = makers(self.body)
 
   def products(self, exp: JaxprEqn, lengths: Lengths, named: Labels) -> list[JaxprEqn]:
-    """The products that sum weights of an exponential, normalised, over its keys.
-
-    Args:
-      exp: the operation.
-      lengths: of the dims of its result, and of their factors.
-      named: the labels of its result.
-    """
+    """The products that sum weights of an exponential, with named dims, normalised, over its keys."""
     if isinstance(exp.invars[0], core.Literal) or exp.invars[0] not in self._of_products:
       return []
     labels: dict[Var, Labels] = dict.fromkeys(self._scores(exp), named)
@@ -177,11 +163,7 @@ class Softmaxes:
         todo += made.invars
 
   def match(self, exp: JaxprEqn, product: JaxprEqn) -> Softmax:
-    """The softmax that a product of `products` has for weights.
-
-    Raises:
-      NotByBlocks: the weights are not the exponentials of scores minus their maximum, over their sum.
-    """
+    """The softmax that a product of `products` has for weights; `NotByBlocks` if it is another form."""
     text, top = named_softmax(exp), _top(exp, self._made)
     if top is None:
       raise NotByBlocks(
@@ -345,11 +327,7 @@ def is_cast(eqn: JaxprEqn) -> bool:
 def _joined(
   eqn: JaxprEqn, operands: Sequence[int], labels: Mapping[Var, Labels], lengths: Mapping[DimName, int]
 ) -> Labels:
-  """The labels of a result of exponentials and their sums, which must lie along the same dims.
-
-  Raises:
-    Untiled: the dims differ, or the operation does not say where they go.
-  """
+  """The labels of a result of exponentials and sums, which must lie along the same dims; or `Untiled`."""
   found: dict[DimName, tuple[int, int]] = {}
   for n in operands:
     for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):

@@ -63,18 +63,14 @@ def is_first(hop: AnyArray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """One device's part of an attention that the devices of a mesh axis share.
+  """One device's part of an attention that the devices of a mesh axis share; None: one device has all of it.
 
   Attributes:
-    axis: the mesh axis; None: one device computes the attention.
-    size: the size of the axis.
-    row, column: the names of the dims of queries and of keys.
-    dim: the name of the dim of the scores that is split: queries, or heads.
+    row, column, dim: the names of the dims of queries, of keys, and of what is split: queries or heads.
     moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
     grid: the blocks of the scores, of all devices.
     mapped: mesh axes of an enclosing `jax.vmap`.
-    examples: mesh axes that shard dim 0 of the scores, and of each array that has it, so that a device leaves
-      out the tiles that its own examples do not need.
+    examples: mesh axes that shard dim 0 of the scores, and of each array that has it.
   """
 
   axis: str | None
@@ -196,10 +192,7 @@ class Share:
   def visits(self, seen: np.ndarray) -> np.ndarray:
     """Which visible tiles each device computes at each visit to a shard of keys; its own shard comes first.
 
-    The visits end with the last visit at which any device sees a tile.
-
-    Returns:
-      `[visits, devices, blocks of the device's queries, blocks of the shard's keys]`.
+    `[visits, devices, blocks of its queries, blocks of the shard's keys]`, up to the last that is seen.
     """
     rows, columns = (self.own.count(name) for name in (self.row, self.column))
     by_shard = seen.reshape(-1, rows, seen.shape[1] // columns, columns).transpose(0, 2, 1, 3)
@@ -215,20 +208,14 @@ class TileAttention:
   """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles.
 
   Attributes:
-    share: the blocks, and the part that each device computes.
-    inputs: the labels of the arrays.
+    inputs, row, result: the labels of the arrays, of one number per row of the scores, and of the result.
     slopes: the number of leading arrays that have gradients.
-    row: the labels of an array with one number per row of the scores, such as their maximum.
-    result: the labels of the result.
-    dtype: the dtype of the result.
     largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
     weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
       and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
-    seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
-      None: all tiles.
-    needed: `arrays -> [blocks of queries, blocks of keys]`: which tiles are not hidden completely by the
-      values (such as document ids) of the arrays that a device holds during a visit; None: all tiles.
+    seen: which tiles `[blocks of queries, blocks of keys]` a mask does not hide completely; None: all tiles.
+    needed: `arrays -> tiles` that the values that a device holds during a visit do not hide; None: all tiles.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
