@@ -646,6 +646,17 @@ def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
   assert names.count("dot_general") == 4
 
 
+def test_the_parts_of_an_entropy_are_functions_with_names():
+  """`layers/head.py` opens them: their rules are the gradients of their operations."""
+  program = jax.make_jaxpr(jax.scipy.special.entr)(jnp.ones(3))
+  names = [
+    jaxprs.called(eqn).jaxpr.debug_info.func_name
+    for eqn in jaxprs.equations(program)
+    if eqn.primitive.name.startswith("custom_jvp_call")
+  ]
+  assert names == ["_xlogx", "xlogy"]
+
+
 def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
   # benchmarks/seams.py leaves such models out; a flax that stacks it makes them right
   class Layer(nnx.Module):
