@@ -5,7 +5,7 @@ a step is the work of all stages, bubbles included. By theory, this time is
 `ticks / (microbatches * virtual_stages)`
 times the time of the step on data alone. The bytes sent between stages are printed beside the bytes that must
 be sent. The record also has the temporaries of a small decoder as the number of microbatches grows, in the
-order of GPipe, in 1F1B, and in 1F1B with split backward passes.
+order of GPipe, in 1F1B, and in 1F1B without recomputation.
 
   python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
 """
@@ -38,7 +38,8 @@ WAYS = {
   )
   for stages, virtual_stages in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
 }
-ORDERS = {"gpipe": "GPipe", "1f1b": "1F1B", "1f1b-split": "1F1B, split"}
+ORDERS = {("gpipe", True): "GPipe", ("1f1b", True): "1F1B", ("1f1b", False): "1F1B, saving"}
+"""An order, and whether layers are recomputed."""
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
   f"Temporaries by microbatches: a decoder of {LAYERS} such layers, {TOKENS} tokens and microbatches of 4 x"
@@ -114,10 +115,10 @@ def plan_for(way: nxp.parallel.Schedule | None, mesh: Any) -> nxp.Plan:
   return plan_of(mesh, stacks=1 if way is None else way.virtual_stages)
 
 
-def step_of(way: nxp.parallel.Schedule | None, order: Any = "gpipe") -> Any:
+def step_of(way: nxp.parallel.Schedule | None, *order: Any) -> Any:
   if way is None:
     return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
-  pipeline = nxp.Pipeline("stage", way.virtual_stages, order)
+  pipeline = nxp.Pipeline("stage", way.virtual_stages, *(order or ("gpipe",)))
   return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=pipeline)
 
 
@@ -131,10 +132,10 @@ def analytic(way: nxp.parallel.Schedule) -> int:
   return 2 * (2 * way.ticks + 1 + way.groups + 1) * microbatch
 
 
-def temporaries(mesh: Any, microbatches: int, order: Any) -> float:
+def temporaries(mesh: Any, microbatches: int, *order: Any) -> float:
   """MiB of temporaries of a device, for microbatches of 4 sequences."""
   step = nxp.train_step(
-    next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", order=order)
+    next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", 1, *order)
   )
   batch = jax.ShapeDtypeStruct((4 * microbatches, LENGTH), jnp.int32)
   return nxp.compile_report(step, plan_of(mesh, Decoder), batch=batch).memory.temporaries / 2**20
@@ -161,8 +162,8 @@ def main() -> None:
   plan = plan_of(nxp.make_mesh(sizes_of(way)))
   model, optimizer = nxp.create_sharded_model(plan)
   batch = nxp.shard_batch(x, plan)
-  for order in ("1f1b", "1f1b-split"):
-    cases[f"4 stages, {ORDERS[order]}"] = functools.partial(step_of(way, order), model, optimizer, batch)
+  for order, label in [*ORDERS.items()][1:]:
+    cases[f"4 stages, {label}"] = functools.partial(step_of(way, *order), model, optimizer, batch)
   record.compare(measure(cases, rounds=15, warmup=2), baseline="no pipeline")
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
@@ -170,8 +171,8 @@ def main() -> None:
     mesh = nxp.report.topology_mesh(text, data=2, stage=4)
     for microbatches in (4, 16, 64):
       for order, label in ORDERS.items():
-        found = temporaries(mesh, microbatches, order)
-        print(f"{text}: {microbatches} microbatches, {order}: {found:.2f} MiB", flush=True)
+        found = temporaries(mesh, microbatches, *order)
+        print(f"{text}: {microbatches} microbatches, {label}: {found:.2f} MiB", flush=True)
         group = f"temporaries on {text}"
         record.value(f"{microbatches} microbatches: {label}", found, "MiB", group=group)
   for text in MACHINES:

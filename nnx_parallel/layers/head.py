@@ -2,10 +2,9 @@
 
 The head is the last product in the trace of a loss whose result goes through a softmax. Its columns, the
 logits, may be summed, compared or looked up row by row: such statistics are computed one chunk of columns at
-a time (`row_statistics`), so that the full logits never exist. An example: in `x - x.max(-1)`, the maximum is a
-statistic, which is kept beside x as a number per row, so that `exp(...).sum(-1)` and the pick of a target are
-statistics of the same pass over the weights. A value that mixes statistics and columns in another way, such
-as an entropy, takes a second pass.
+a time (`row_statistics`), so that the full logits never exist. An example: in `x - x.max(-1)`, the maximum is
+a statistic, kept beside x as a number per row, so that `exp(...).sum(-1)` and the pick of a target belong to
+the same pass over the weights. A value that mixes statistics and columns otherwise takes a second pass.
 """
 
 from __future__ import annotations
@@ -316,7 +315,7 @@ class _Rewriting:
   def _kept(self, eqn: JaxprEqn, x: _Logits, side: int, inputs: list[Value]) -> _Logits | None:
     """The form of a result, if the operation has a rule; else the columns need another pass."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
-    other: Any = _array(inputs[1 - side]) if len(inputs) == 2 else None
+    other: Any = _array(inputs[1 - side]) if len(inputs) == 2 else jnp.zeros(())
     if name == "stop_gradient":
       return x.mapped(jax.lax.stop_gradient)
     if name == "convert_element_type" and is_inexact(out):
@@ -331,10 +330,9 @@ class _Rewriting:
       return None
     if name == "exp":
       return dataclasses.replace(x, is_exponential=True)
-    is_row = other is not None and (not jnp.ndim(other) or other.shape[x.dim] == 1)
-    if name in ("add", "add_any", "sub") and side == 0 and is_row:
-      return dataclasses.replace(x, shift=_both(jnp.add, x.shift, -other if name == "sub" else other))
-    return None
+    if name not in ("add", "add_any", "sub") or side or (jnp.ndim(other) and other.shape[x.dim] > 1):
+      return None
+    return dataclasses.replace(x, shift=_both(jnp.add, x.shift, -other if name == "sub" else other))
 
   def _is_pick(self, eqn: JaxprEqn) -> bool:
     return is_pick(eqn) or is_row_pick(eqn, self._flat)

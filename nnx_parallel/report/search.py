@@ -253,7 +253,7 @@ def search(
       fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
-  stages = Pipeline(pipeline, order="1f1b") if isinstance(pipeline, str) else pipeline
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   named = searched_axes(rules)
   place: Any = {"optimizer": optimizer, "zero": zero, "optimizer_memory": optimizer_memory}
   probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate", **place)

@@ -488,7 +488,7 @@ def eval_step(
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   if isinstance(stages, Pipeline):  # there is no backward pass to order
-    stages = Pipeline(stages.axis, stages.virtual_stages)
+    stages = Pipeline(stages.axis, stages.virtual_stages, "gpipe")
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   options = StepOptions(
     loss_fn,

@@ -19,7 +19,6 @@ from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Model, Program, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
-from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import axes_of_positions
 from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.train.binding import Template
@@ -177,9 +176,12 @@ def differentiable(
   chosen = gathered(gather, ungathered, paths=paths)
   if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
     by_layer = gathered(gather, pure, paths=paths)
+    if pipeline.order is None and scale is not None and pipeline.recompute:  # 1F1B has no loss scale
+      gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
+      options = dataclasses.replace(options, layers=gpipe)
+    elif pipeline.order != "gpipe":
+      _check_unscaled(scale)
     ungathered = chosen = _pipelined(by_layer, options, len(train), len(others), used)
-    if pipeline.order != "gpipe":
-      _check_unscaled(scale, pipeline)
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
     train=train,
@@ -234,12 +236,12 @@ def _pipelined(
   return lambda train, others, batch: staged((train, others), batch)
 
 
-def _check_unscaled(scale: jax.Array | None, pipeline: Pipeline) -> None:
+def _check_unscaled(scale: jax.Array | None) -> None:
   if scale is not None:
     raise TrainError(
-      f'Pipeline(order="{pipeline.order}") computes gradients before the loss scale multiplies the loss, so'
+      "a pipeline in the order 1F1B computes gradients before the loss scale multiplies the loss, so"
       " they would underflow.",
-      fix='nxp.Pipeline("stage"), which is GPipe; or bfloat16, which needs no loss scale.',
+      fix='nxp.Pipeline("stage", order="gpipe"); or bfloat16, which needs no loss scale.',
     )
 
 
