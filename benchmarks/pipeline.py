@@ -50,7 +50,7 @@ NOTES = [
   " up the gradients of all layers, in each microbatch; in a pipeline those of its stage.",
   "Sent between stages, payload of a device, forward and backward: one microbatch from stage to stage in each"
   " tick, and one in the buffer from which stage 0 takes its input; after the last tick, one, and the results"
-  " of all groups. The layers have a stack for each virtual stage, so no weights are sent.",
+  " of all groups. With virtual stages, weights and their gradients are sent too, once in a step.",
 ]
 
 
@@ -66,17 +66,15 @@ class Layer(nnx.Module):
 
 
 class Stacked(nnx.Module):
-  """Layers in a stack for each virtual stage, so that they lie on their stages all the time."""
+  """Layers in a stack."""
 
-  def __init__(self, rngs: nnx.Rngs, stacks: int = 1):
+  def __init__(self, rngs: nnx.Rngs):
     make = nnx.vmap(Layer, in_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    self.stacks = nnx.List([make(rngs.split(LAYERS // stacks)) for _ in range(stacks)])
+    self.stack = make(rngs.split(LAYERS))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     through = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    for stack in self.stacks:
-      x = through(x, stack)
-    return x
+    return through(x, self.stack)
 
 
 class Decoder(nnx.Module):
@@ -100,19 +98,14 @@ def loss(model: Stacked, x: jax.Array) -> jax.Array:
   return (model(x) ** 2).mean()
 
 
-def plan_of(mesh: Any, kind: Any = Stacked, **options: int) -> nxp.Plan:
+def plan_of(mesh: Any, kind: Any = Stacked) -> nxp.Plan:
   stage = "stage" if "stage" in mesh.shape else None
   rules = [
     nxp.LogicalRules(batch="data"),
-    nxp.PathRules({r"(body\.)?stacks\..*": (stage, None, None)}),
+    nxp.PathRules({r"(body\.)?stack\..*": (stage, None, None)}),
     nxp.replicate(),
   ]
-  return nxp.plan(lambda: kind(nnx.Rngs(0), **options), mesh, rules, optimizer=optax.sgd(1e-3))
-
-
-def plan_for(way: nxp.parallel.Schedule | None, mesh: Any) -> nxp.Plan:
-  """The plan of the layers for a schedule."""
-  return plan_of(mesh, stacks=1 if way is None else way.virtual_stages)
+  return nxp.plan(lambda: kind(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
 
 
 def step_of(way: nxp.parallel.Schedule | None, *order: Any) -> Any:
@@ -134,9 +127,7 @@ def analytic(way: nxp.parallel.Schedule) -> int:
 
 def temporaries(mesh: Any, microbatches: int, *order: Any) -> float:
   """MiB of temporaries of a device, for microbatches of 4 sequences."""
-  step = nxp.train_step(
-    next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", 1, *order)
-  )
+  step = nxp.train_step(next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", 1, *order))
   batch = jax.ShapeDtypeStruct((4 * microbatches, LENGTH), jnp.int32)
   return nxp.compile_report(step, plan_of(mesh, Decoder), batch=batch).memory.temporaries / 2**20
 
@@ -148,7 +139,7 @@ def main() -> None:
   x = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
   cases: dict[str, Any] = {}
   for name, way in {"no pipeline": None, **WAYS}.items():
-    plan = plan_for(way, nxp.make_mesh(sizes_of(way)))
+    plan = plan_of(nxp.make_mesh(sizes_of(way)))
     model, optimizer = nxp.create_sharded_model(plan)
     batch, step = nxp.shard_batch(x, plan), step_of(way)
     cases[name] = functools.partial(step, model, optimizer, batch)
@@ -179,7 +170,7 @@ def main() -> None:
     if missing_compiler(read_machine(text)):
       continue
     for name, way in WAYS.items():
-      plan = plan_for(way, nxp.report.topology_mesh(text, **sizes_of(way)))
+      plan = plan_of(nxp.report.topology_mesh(text, **sizes_of(way)))
       batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
       report = nxp.compile_report(step_of(way), plan, batch=batch)
       found = [item for item in report.collectives if item.axes == ("stage",) and item.bytes > 4]

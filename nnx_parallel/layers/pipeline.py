@@ -21,7 +21,7 @@ from it one by one, and the last stage writes its results into the free slots.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -369,12 +369,6 @@ class PipelineLoop:
       return staged(staged(x, self.mesh, None, 1) if replicated else x, self.mesh, self.axis, 1)
 
     return jax.tree.map(split, stacked)
-
-  def split_chunks(self, stacks: Sequence[jax.Array]) -> jax.Array:
-    """As `split_layers`, for one stack for each virtual stage: a stage keeps its part of each stack."""
-    plan = self.schedule
-    chunks = [x.reshape(plan.stages, plan.chunk, *x.shape[1:]) for x in stacks]
-    return jnp.stack([staged(x, self.mesh, self.axis) for x in chunks])
 
   def joined_layers(self, split: PyTree) -> PyTree:
     """The arrays that `split_layers` split."""
