@@ -1,10 +1,10 @@
 """1F1B without recomputation: a tick forward saves what the tick backward reads; no layer is computed again.
 
 A tick backward of `pipeline_1f1b` computes a chunk again from its saved inputs. Here, the trace of a layer
-and of its backward pass is cut in two: the operations that do not read gradients run in the tick forward, the
-others in the tick backward. Values of weights alone are not saved: both ticks compute them. If forward passes,
-gradients of inputs and those of weights take equal times, both ticks take 3 of these times instead of 4;
-in return, each stage saves the activations of three groups of microbatches.
+and of its backward pass is cut in two: the operations that do not read gradients run in the tick forward, and
+the others in the tick backward. Values of weights alone are not saved: both ticks compute them. Where a
+forward pass, the gradients of inputs and those of weights take equal times, a chunk takes 3 of these times,
+not 4; in return, each stage saves the activations of three groups of microbatches.
 """
 
 from __future__ import annotations
