@@ -148,7 +148,7 @@ def main() -> None:
     record.value(f"{name}: temporaries of a device", memory.temporaries / 2**20, "MiB")
     if way is not None:
       record.value(f"{name}: time by theory", way.ticks / (MICROBATCHES * way.virtual_stages), "x")
-      record.value(f"{name}: bubble", 100 * way.bubble, "%")
+      record.value(f"{name}: bubble", 100 * way.bubble_ratio, "%")
   way = WAYS["4 stages"]
   plan = plan_of(nxp.make_mesh(sizes_of(way)))
   model, optimizer = nxp.create_sharded_model(plan)

@@ -169,7 +169,7 @@ class Schedule:
     return self.microbatches * self.virtual_stages + self.stages - 1
 
   @property
-  def bubble(self) -> float:
+  def bubble_ratio(self) -> float:
     """The fraction of the time in which a stage does nothing useful."""
     return (self.stages - 1) / self.ticks
 
@@ -193,7 +193,7 @@ class Schedule:
     idle = f" ({self.missing} of them empty)" if self.missing else ""
     return (
       f"{self.stages} stages of {each} layers{idle}, {self.microbatches} microbatches, {self.ticks} ticks,"
-      f" bubble {self.bubble:.1%}".replace("%", " %")
+      f" bubble {self.bubble_ratio:.1%}".replace("%", " %")
     )
 
 

@@ -103,10 +103,60 @@ def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> 
   close(found, value_and_gradients(one_by_one, *args))
 
 
+ORDERS = [("gpipe", 1, True), ("1f1b", 1, True), (None, 2, True), (None, 1, False)]
+
+
+@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "virtual_stages", "recompute"), ORDERS)
+def test_a_loss_of_a_layer_function_in_each_order(order: Any, virtual_stages: int, recompute: bool) -> None:
+  weights, x, seen, other = given(8, 32)
+  model = {"layers": weights, "table": other[:3], "head": jnp.linspace(-1, 1, 12).reshape(6, 2)}
+  batch = {"tokens": seen, "wanted": jnp.stack([x[:, 0], x[:, 1]], -1)}
+
+  def whole(model: Any) -> Any:
+    y = one_by_one(model["layers"], model["table"][seen], seen, other)
+    return (((y @ model["head"]) - batch["wanted"]) ** 2).mean()
+
+  def piped(model: Any) -> Any:
+    return nxp.parallel.pipeline(
+      layer,
+      model["layers"],
+      batch,
+      seen,
+      other,
+      microbatches=8,
+      before=lambda x: model["table"][x["tokens"]],
+      after=lambda y, x: ((y @ model["head"] - x["wanted"]) ** 2).mean(),
+      order=order,
+      virtual_stages=virtual_stages,
+      recompute=recompute,
+    )
+
+  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
+    found = jax.jit(jax.value_and_grad(piped))(model)
+  close(found, jax.value_and_grad(whole)(model))
+  if recompute and order != "1f1b":
+    close(jax.jit(jax.value_and_grad(piped))(model), found)  # on one device
+
+
+def test_a_batch_of_a_loss_has_no_gradient_and_options_need_a_loss() -> None:
+  weights, x, seen, other = given(4, 8)
+  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
+    with pytest.raises(SchemeError, match="has no gradient"):
+      jax.grad(
+        lambda x: nxp.parallel.pipeline(
+          layer, weights, x, seen, other, microbatches=4, after=lambda y, x: (y * x).mean()
+        )
+      )(x)
+    with pytest.raises(SchemeError, match="before=, order= and recompute= are of"):
+      nxp.parallel.pipeline(layer, weights, x, seen, other, microbatches=4, order="1f1b")
+
+
 def test_the_schedule_is_the_one_of_theory() -> None:
   plan = nxp.parallel.Schedule(stages=4, microbatches=8, layers=16)
-  assert plan.bubble == pytest.approx(3 / (8 + 3))
-  assert nxp.parallel.Schedule(4, 8, 16, 2).bubble == pytest.approx(3 / (2 * 8 + 3))
+  assert plan.bubble_ratio == pytest.approx(3 / (8 + 3))
+  assert nxp.parallel.Schedule(4, 8, 16, 2).bubble_ratio == pytest.approx(3 / (2 * 8 + 3))
   for some in (plan, nxp.parallel.Schedule(4, 8, 16, 2), nxp.parallel.Schedule(2, 4, 9, 3)):
     ticks, stages = np.ix_(range(some.ticks), range(some.stages))
     works, microbatch, repeat = some.item(ticks, stages)
@@ -115,7 +165,7 @@ def test_the_schedule_is_the_one_of_theory() -> None:
     )
     assert {*done.values()} == {1}
     assert len(done) == some.stages * some.microbatches * some.virtual_stages
-    assert 1 - works.mean() == pytest.approx(some.bubble)
+    assert 1 - works.mean() == pytest.approx(some.bubble_ratio)
 
 
 def in_loops(text: str) -> set[str]:
