@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from benchmarks.harness import Record, measure
-from nnx_parallel.layers.attention import queries_over
+from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.topology import missing_compiler, read_machine
 
@@ -64,7 +64,6 @@ WAYS = {
   "whole": whole,
 }
 KERNELS = {  # for TPUs only
-  "ring, zigzag, by kernel": nxp.parallel.context_attention(causal=True, zigzag=True, fused=True),
   "all to all, by kernel": nxp.parallel.context_attention(how="ulysses", causal=True, fused=True),
 }
 
@@ -166,7 +165,7 @@ def compiled(record: Record, group: str, length: int) -> None:
       print(f"{group}: {name}: does not fit: {str(error)[:200]}", flush=True)
       record.value(f"{name}: does not fit in a chip's memory of", 16, "GiB", group=group)
   shard = 2 * length // CHIPS * KEY_HEADS * WIDTH * 2
-  for name in ("ring, zigzag", "ring, zigzag, by kernel", "found, ring"):
+  for name in ("ring, zigzag", "found, ring"):
     for gradient, moved in ((False, (CHIPS - 1) * shard), (True, None)):
       moves = sent(program({**WAYS, **KERNELS}[name], length, mesh, gradient))
       way = "forward and backward" if gradient else "forward"

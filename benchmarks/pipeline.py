@@ -5,7 +5,7 @@ a step is the work of all stages, bubbles included. By theory, this time is
 `ticks / (microbatches * virtual_stages)`
 times the time of the step on data alone. The bytes sent between stages are printed beside the bytes that must
 be sent. The record also has the temporaries of a small decoder as the number of microbatches grows, in the
-order of GPipe, in 1F1B, and in 1F1B with split backward passes.
+order of GPipe, in 1F1B, and in 1F1B without recomputation.
 
   python -m benchmarks pipeline           bytes for TPU and GPU where their compilers are installed
 """
@@ -38,7 +38,8 @@ WAYS = {
   )
   for stages, virtual_stages in ((2, 1), (4, 1), (8, 1), (2, 4), (4, 2), (4, 4), (8, 2))
 }
-ORDERS = {"gpipe": "GPipe", "1f1b": "1F1B", "1f1b-split": "1F1B, split"}
+ORDERS = {("gpipe", True): "GPipe", ("1f1b", True): "1F1B", ("1f1b", False): "1F1B, saving"}
+"""An order, and whether layers are recomputed."""
 MACHINES = ("cpu:8", "tpu:v5e:2x4", "gpu:h100:1x8")
 NOTES = [
   f"Temporaries by microbatches: a decoder of {LAYERS} such layers, {TOKENS} tokens and microbatches of 4 x"
@@ -49,7 +50,7 @@ NOTES = [
   " up the gradients of all layers, in each microbatch; in a pipeline those of its stage.",
   "Sent between stages, payload of a device, forward and backward: one microbatch from stage to stage in each"
   " tick, and one in the buffer from which stage 0 takes its input; after the last tick, one, and the results"
-  " of all groups. The layers have a stack for each virtual stage, so no weights are sent.",
+  " of all groups. With virtual stages, weights and their gradients are sent too, once in a step.",
 ]
 
 
@@ -65,17 +66,15 @@ class Layer(nnx.Module):
 
 
 class Stacked(nnx.Module):
-  """Layers in a stack for each virtual stage, so that they lie on their stages all the time."""
+  """Layers in a stack."""
 
-  def __init__(self, rngs: nnx.Rngs, stacks: int = 1):
+  def __init__(self, rngs: nnx.Rngs):
     make = nnx.vmap(Layer, in_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    self.stacks = nnx.List([make(rngs.split(LAYERS // stacks)) for _ in range(stacks)])
+    self.stack = make(rngs.split(LAYERS))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     through = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    for stack in self.stacks:
-      x = through(x, stack)
-    return x
+    return through(x, self.stack)
 
 
 class Decoder(nnx.Module):
@@ -99,25 +98,20 @@ def loss(model: Stacked, x: jax.Array) -> jax.Array:
   return (model(x) ** 2).mean()
 
 
-def plan_of(mesh: Any, kind: Any = Stacked, **options: int) -> nxp.Plan:
+def plan_of(mesh: Any, kind: Any = Stacked) -> nxp.Plan:
   stage = "stage" if "stage" in mesh.shape else None
   rules = [
     nxp.LogicalRules(batch="data"),
-    nxp.PathRules({r"(body\.)?stacks\..*": (stage, None, None)}),
+    nxp.PathRules({r"(body\.)?stack\..*": (stage, None, None)}),
     nxp.replicate(),
   ]
-  return nxp.plan(lambda: kind(nnx.Rngs(0), **options), mesh, rules, optimizer=optax.sgd(1e-3))
+  return nxp.plan(lambda: kind(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(1e-3))
 
 
-def plan_for(way: nxp.parallel.Schedule | None, mesh: Any) -> nxp.Plan:
-  """The plan of the layers for a schedule."""
-  return plan_of(mesh, stacks=1 if way is None else way.virtual_stages)
-
-
-def step_of(way: nxp.parallel.Schedule | None, order: Any = "gpipe") -> Any:
+def step_of(way: nxp.parallel.Schedule | None, *order: Any) -> Any:
   if way is None:
     return nxp.train_step(loss, microbatches=MICROBATCHES, remat="full")
-  pipeline = nxp.Pipeline("stage", way.virtual_stages, order)
+  pipeline = nxp.Pipeline("stage", way.virtual_stages, *(order or ("gpipe",)))
   return nxp.train_step(loss, microbatches=MICROBATCHES, pipeline=pipeline)
 
 
@@ -131,11 +125,9 @@ def analytic(way: nxp.parallel.Schedule) -> int:
   return 2 * (2 * way.ticks + 1 + way.groups + 1) * microbatch
 
 
-def temporaries(mesh: Any, microbatches: int, order: Any) -> float:
+def temporaries(mesh: Any, microbatches: int, *order: Any) -> float:
   """MiB of temporaries of a device, for microbatches of 4 sequences."""
-  step = nxp.train_step(
-    next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", order=order)
-  )
+  step = nxp.train_step(next_token_loss, microbatches=microbatches, pipeline=nxp.Pipeline("stage", 1, *order))
   batch = jax.ShapeDtypeStruct((4 * microbatches, LENGTH), jnp.int32)
   return nxp.compile_report(step, plan_of(mesh, Decoder), batch=batch).memory.temporaries / 2**20
 
@@ -147,7 +139,7 @@ def main() -> None:
   x = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32)
   cases: dict[str, Any] = {}
   for name, way in {"no pipeline": None, **WAYS}.items():
-    plan = plan_for(way, nxp.make_mesh(sizes_of(way)))
+    plan = plan_of(nxp.make_mesh(sizes_of(way)))
     model, optimizer = nxp.create_sharded_model(plan)
     batch, step = nxp.shard_batch(x, plan), step_of(way)
     cases[name] = functools.partial(step, model, optimizer, batch)
@@ -156,13 +148,13 @@ def main() -> None:
     record.value(f"{name}: temporaries of a device", memory.temporaries / 2**20, "MiB")
     if way is not None:
       record.value(f"{name}: time by theory", way.ticks / (MICROBATCHES * way.virtual_stages), "x")
-      record.value(f"{name}: bubble", 100 * way.bubble, "%")
+      record.value(f"{name}: bubble", 100 * way.bubble_ratio, "%")
   way = WAYS["4 stages"]
   plan = plan_of(nxp.make_mesh(sizes_of(way)))
   model, optimizer = nxp.create_sharded_model(plan)
   batch = nxp.shard_batch(x, plan)
-  for order in ("1f1b", "1f1b-split"):
-    cases[f"4 stages, {ORDERS[order]}"] = functools.partial(step_of(way, order), model, optimizer, batch)
+  for order, label in [*ORDERS.items()][1:]:
+    cases[f"4 stages, {label}"] = functools.partial(step_of(way, *order), model, optimizer, batch)
   record.compare(measure(cases, rounds=15, warmup=2), baseline="no pipeline")
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
@@ -170,15 +162,15 @@ def main() -> None:
     mesh = nxp.report.topology_mesh(text, data=2, stage=4)
     for microbatches in (4, 16, 64):
       for order, label in ORDERS.items():
-        found = temporaries(mesh, microbatches, order)
-        print(f"{text}: {microbatches} microbatches, {order}: {found:.2f} MiB", flush=True)
+        found = temporaries(mesh, microbatches, *order)
+        print(f"{text}: {microbatches} microbatches, {label}: {found:.2f} MiB", flush=True)
         group = f"temporaries on {text}"
         record.value(f"{microbatches} microbatches: {label}", found, "MiB", group=group)
   for text in MACHINES:
     if missing_compiler(read_machine(text)):
       continue
     for name, way in WAYS.items():
-      plan = plan_for(way, nxp.report.topology_mesh(text, **sizes_of(way)))
+      plan = plan_of(nxp.report.topology_mesh(text, **sizes_of(way)))
       batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
       report = nxp.compile_report(step_of(way), plan, batch=batch)
       found = [item for item in report.collectives if item.axes == ("stage",) and item.bytes > 4]

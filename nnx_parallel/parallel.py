@@ -4,6 +4,7 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from nnx_parallel.hosts.send import Sent, send
+  from nnx_parallel.layers.attention.call import attention
   from nnx_parallel.layers.pipeline import Schedule
   from nnx_parallel.schemes.collectives import (
     all_gather_matmul,
@@ -28,6 +29,7 @@ __all__ = [
   "Schedule",
   "Sent",
   "all_gather_matmul",
+  "attention",
   "auto_axes",
   "balanced_bias",
   "context_attention",

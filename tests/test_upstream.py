@@ -634,7 +634,7 @@ def test_the_text_of_a_trace_hides_rules_and_constants():
 
 
 def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
-  """`layers/attention.py` finds attention by these, whoever writes it; calls are opened before."""
+  """`layers/attention/find.py` finds attention by these, whoever writes it; calls are opened before."""
 
   def attend(q):
     return jax.nn.dot_product_attention(q, q, q), nnx.dot_product_attention(q, q, q), jax.nn.softmax(q)
@@ -644,6 +644,17 @@ def test_a_softmax_is_a_maximum_an_exponential_and_a_sum():
   for name in ("reduce_max", "exp"):
     assert names.count(name) == 3
   assert names.count("dot_general") == 4
+
+
+def test_the_parts_of_an_entropy_are_functions_with_names():
+  """`layers/head.py` opens them: their rules are the gradients of their operations."""
+  program = jax.make_jaxpr(jax.scipy.special.entr)(jnp.ones(3))
+  names = [
+    jaxprs.called(eqn).jaxpr.debug_info.func_name
+    for eqn in jaxprs.equations(program)
+    if eqn.primitive.name.startswith("custom_jvp_call")
+  ]
+  assert names == ["_xlogx", "xlogy"]
 
 
 def test_vmap_under_jit_does_not_stack_a_plain_array_of_a_layer():
@@ -686,27 +697,6 @@ def test_a_splash_kernel_of_a_traced_mask_holds_a_flag_that_can_be_replaced():
 
   x = jnp.ones((128, 128))
   np.testing.assert_allclose(jax.jit(run)(jnp.tri(128, dtype=bool), x), x)
-
-
-def test_the_backward_pass_of_a_splash_kernel_takes_its_options_and_what_the_forward_pass_saved():
-  """`layers/splash.py` calls it with the result and the sums of several shards of keys."""
-  from jax.experimental.pallas.ops.tpu import splash_attention
-  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-  mask = splash_attention.MultiHeadMask([splash_attention.FullMask((128, 128))])
-  kernel = splash_attention.make_splash_mqa_single_device(mask, save_residuals=True, interpret=True)
-  names = [*inspect.signature(splash_attention_kernel._splash_attention_bwd).parameters]
-  assert {*names} - {*kernel.kwargs} == {"res", "do"}
-  q, k = np.ones((1, 128, 128), np.float32), np.ones((128, 128), np.float32)
-  _, saved = jax.eval_shape(
-    lambda: splash_attention_kernel._splash_attention_fwd(
-      kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info, q, k, k, None, None,
-      **kernel.kwargs | {"save_residuals": False},
-    )
-  )  # fmt: skip
-  assert [getattr(x, "shape", x) for x in saved[:7]] == [
-    (1, 128, 128), (128, 128), (128, 128), None, None, (1, 128, 128), (1, 128)
-  ]  # fmt: skip
 
 
 ONE_GATHERS = """

@@ -52,14 +52,14 @@ def pipeline(text: str) -> Pipeline:
 
   Example:
     >>> pipeline("stage"), pipeline("stage:2").virtual_stages
-    (Pipeline(axis='stage', virtual_stages=1, order='gpipe', recompute=True), 2)
+    (Pipeline(axis='stage', virtual_stages=1, order=None, recompute=True), 2)
     >>> pipeline("stage:2:1f1b")
     Pipeline(axis='stage', virtual_stages=2, order='1f1b', recompute=True)
   """
   from nnx_parallel.layers.pipeline import Order, Pipeline
 
   axis, *rest = text.split(":")
-  order = cast(Order, rest.pop()) if rest and not rest[-1].isdecimal() else "gpipe"
+  order = cast(Order | None, rest.pop()) if rest and not rest[-1].isdecimal() else None
   try:
     return Pipeline(axis, *map(positive, rest), order=order)
   except (SchemeError, TypeError, ValueError) as error:
@@ -72,7 +72,7 @@ def pipeline(text: str) -> Pipeline:
 def format_pipeline(found: Pipeline) -> str:
   """The inverse of `pipeline`."""
   stages = f":{found.virtual_stages}" * (found.virtual_stages > 1)
-  return f"{found.axis}{stages}" + f":{found.order}" * (found.order != "gpipe")
+  return f"{found.axis}{stages}" + (f":{found.order}" if found.order is not None else "")
 
 
 def axis_or_pipeline(text: str) -> Pipeline | str:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 from jax.lax import GatherScatterMode
 
-from nnx_parallel.core.jaxprs import struct
-from nnx_parallel.core.types import JaxprEqn
+from nnx_parallel.core.jaxprs import bind, is_tracer, maker, makers, operations_behind, struct
+from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, Var
 
 Results = list[jax.Array]
 
@@ -40,6 +43,38 @@ def is_pick(eqn: JaxprEqn) -> bool:
     and params["mode"] == GatherScatterMode.FILL_OR_DROP
     and (name != "gather" or params["fill_value"] is None or math.isnan(params["fill_value"]))
   )
+
+
+def is_row_pick(eqn: JaxprEqn, program: ClosedJaxpr) -> bool:
+  """Whether an operation of a flat program reads `x[arange(n), ..., index]`: one element of each row."""
+  numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+  made, dims = makers(program), tuple(range(len(shape)))
+  join = maker(eqn.invars[1], made)
+  fits = not numbers.offset_dims and tuple(numbers.collapsed_slice_dims) == dims
+  fits &= tuple(numbers.start_index_map) == dims and eqn.outvars[0].aval.shape == shape[:-1]
+  if not fits or join is None or join.primitive.name != "concatenate" or len(join.invars) != len(shape):
+    return False
+  if eqn.params["mode"] not in (GatherScatterMode.PROMISE_IN_BOUNDS, GatherScatterMode.CLIP):
+    return False
+  for d, var in enumerate(join.invars[:-1]):
+    found = _constant(var, program)
+    rows = np.arange(shape[d]).reshape([-1 if d == e else 1 for e in dims])
+    if found is None or not np.array_equal(found, np.broadcast_to(rows, (*shape[:-1], 1))):
+      return False
+  return True
+
+
+def _constant(var: Var, program: ClosedJaxpr) -> np.ndarray | None:
+  """A value of a flat program that depends on no input of it; None: it does."""
+  known: dict[Var, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+  with jax.ensure_compile_time_eval():
+    for eqn in operations_behind(program.jaxpr.eqns, [var]):
+      inputs = [x.val if isinstance(x, core.Literal) else known.get(x) for x in eqn.invars]
+      if any(x is None or is_tracer(x) for x in inputs):
+        return None
+      known.update(zip(eqn.outvars, bind(eqn, inputs), strict=True))
+  found = known.get(var)
+  return None if found is None or is_tracer(found) else np.asarray(found)
 
 
 _sum_of_row = functools.partial(jnp.sum, axis=-1, keepdims=True)

@@ -1,24 +1,22 @@
 """Chunked cross-entropy: computes a model's head and its loss in chunks of columns, without an edit.
 
-The head is the last product in the trace of a loss whose result goes through a softmax. The operations on its
-columns, the logits, are rewritten so that they only sum, compare or look up values row by row: `exp(x - max)`
-is `exp(x)` times a number per row, and so are a log-softmax and its products with targets. These statistics
-are computed one chunk of columns at a time, forward and backward, so that the full logits never exist. Each
-chunk of the weights is read once in each direction.
+The head is the last product in the trace of a loss whose result goes through a softmax. Its columns, the
+logits, may be summed, compared or looked up row by row: such statistics are computed one chunk of columns at
+a time (`row_statistics`), so that the full logits never exist. An example: in `x - x.max(-1)`, the maximum is
+a statistic, kept beside x as a number per row, so that `exp(...).sum(-1)` and the pick of a target belong to
+the same pass over the weights. A value that mixes statistics and columns otherwise takes a second pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.typing import DTypeLike
 
 from nnx_parallel.core.flow import meeting
 from nnx_parallel.core.interpret import flattened, interpret
@@ -26,48 +24,41 @@ from nnx_parallel.core.jaxprs import (
   among,
   bind,
   call_equation,
+  called,
   dependents,
+  has_reverse_rule,
+  has_rule,
   is_inexact,
+  opened,
   operations_behind,
   traced,
   without_unused,
 )
-from nnx_parallel.core.picks import is_pick, picked
-from nnx_parallel.core.tiles import (
-  Grid,
-  Labels,
-  Node,
-  Places,
-  Tiles,
-  Untiled,
-  described,
-  filled,
-  finite,
-  pushed,
-  tied,
-)
-from nnx_parallel.core.types import (
-  AnyArray,
-  Aval,
-  ClosedJaxpr,
-  Jaxpr,
-  JaxprEqn,
-  Program,
-  PyTree,
-  TreeDef,
-  Value,
-  Var,
-)
+from nnx_parallel.core.picks import is_pick, is_row_pick, picked
+from nnx_parallel.core.tiles import Grid, Labels, Tiles, Untiled, described, finite, pushed
+from nnx_parallel.core.types import AnyArray, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Program, Value, Var
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import is_opened
+from nnx_parallel.layers.attention.find import is_opened
+from nnx_parallel.layers.attention.softmaxes import Softmaxes, named_dims
 from nnx_parallel.layers.cuts import with_cut_weights
-from nnx_parallel.layers.softmaxes import Softmaxes, named_dims
+from nnx_parallel.layers.row_statistics import (
+  COLUMNS,
+  EXPONENTIALS,
+  LARGEST,
+  LARGEST_FIXED,
+  SUM,
+  Kind,
+  Statistics,
+  apart_of,
+  best,
+)
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import rules_in_scope
 from nnx_parallel.rules.logical import LogicalRules
 from nnx_parallel.rules.ruleset import RuleSet
 
-_COLUMNS = "columns"
+_OPENED = ("_xlogx", "xlogy")
+"""Functions of `jax.scipy.special.entr`, whose rules give the gradients of their operations."""
 _NAME = "of columns: "
 """Starts the name of each call that computes a statistic."""
 
@@ -83,10 +74,9 @@ def check_chunks(chunks: int | None) -> None:
 def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
   """The closed trace of a loss with its head computed in chunks, and a line that says so.
 
-  Raises:
-    TrainError: the loss has no head, or operations on its logits cannot be computed in chunks.
+  Raises a `TrainError` if the loss has no head, or operations on its logits cannot be computed in chunks.
   """
-  flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, is_opened))
+  flat: ClosedJaxpr = with_cut_weights(flattened(jaxpr, _is_opened))
   product, others = _head(flat.jaxpr, chunks)
   logits = product.outvars[0].aval
   try:
@@ -94,16 +84,16 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
     length = logits.shape[dim]
     shards, apart = _shards(length)
     whole = length // shards
-    grid = Grid({_COLUMNS: whole}, {_COLUMNS: -(-whole // min(chunks, whole))})
-    body = _Rewriting(flat, product, ((_COLUMNS, dim, shards),), grid, apart).body()
+    grid = Grid({COLUMNS: whole}, {COLUMNS: -(-whole // min(chunks, whole))})
+    body = _Rewriting(flat, product, ((COLUMNS, dim, shards),), grid, apart).body()
   except Untiled as problem:
     raise TrainError(
       f"loss_chunks={chunks} cannot be honoured: {problem} needs all columns of the logits at once.",
       details=f"logits {logits.str_short()}; their columns may go through elementwise operations, sums,"
-      " maxima, argmax, top_k, and take_along_axis",
+      " maxima, minima, argmax, top_k, take_along_axis, and logits[arange, labels]",
       fix="take such values of the logits out of the loss; or leave loss_chunks out.",
     ) from None
-  count = -(-whole // grid.blocks[_COLUMNS])
+  count = -(-whole // grid.blocks[COLUMNS])
   line = f"the head and the loss of each token in {count} chunks of the {length} columns"
   if count < chunks:
     why = f"{shards} devices share the columns, {whole} each" if shards > 1 else "chunks are of equal length"
@@ -112,6 +102,12 @@ def in_chunks(jaxpr: Program, chunks: int) -> tuple[ClosedJaxpr, str]:
     whole_heads = ", ".join(map(described, others))
     line += f"; the last of {1 + len(others)} heads only, as written: {whole_heads}"
   return without_unused(body), line
+
+
+def _is_opened(eqn: JaxprEqn) -> bool:
+  if is_opened(eqn) or not has_rule(eqn) or has_reverse_rule(eqn):
+    return is_opened(eqn)
+  return str(opened(called(eqn)).debug_info.func_name) in _OPENED
 
 
 def _shards(length: int) -> tuple[int, int]:
@@ -162,14 +158,14 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
   problems: list[JaxprEqn | None] = []
   for dim in reversed([d for d, size in enumerate(shape) if size > 1]):
     problem: JaxprEqn | None = None
-    labels: dict[Var, Labels] = {logits: ((_COLUMNS, dim, 1),)}
+    labels: dict[Var, Labels] = {logits: ((COLUMNS, dim, 1),)}
     exponentials: set[Var] = set()
     for eqn in body.eqns:
       side = next((n for n, var in enumerate(eqn.invars) if among(var, labels)), None)
       if side is None:
         continue
       try:
-        own = pushed(eqn, side, labels[eqn.invars[side]], {_COLUMNS: shape[dim]})
+        own = pushed(eqn, side, labels[eqn.invars[side]], {COLUMNS: shape[dim]})
       except Untiled:
         problem = problem or eqn
         continue
@@ -189,168 +185,51 @@ def _columns(body: Jaxpr, product: JaxprEqn) -> int:
   raise Untiled(next(filter(None, problems), product))
 
 
-# A statistic of the columns is one number, or a few, per row. The statistics of the chunks combine to the
-# statistic of all columns. The columns are the last dim, which stays, with size 1.
-
-
-def _wide(x: jax.Array) -> DTypeLike:
-  return jnp.promote_types(x.dtype, jnp.float32) if is_inexact(x) else x.dtype
-
-
 @dataclasses.dataclass(frozen=True)
-class _Sum:
-  """The sum of an array."""
+class _Logits:
+  """A value with columns, `weight * (base + shift)`, or `weight * exp(base + shift)` if it is exponential.
 
-  stale = (0,)
-  start = (0,)
-  derived = 0
-
-  def of(self, x: jax.Array) -> list[jax.Array]:
-    return [x.sum(-1, keepdims=True, dtype=_wide(x))]
-
-  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-    return [a[0] + b[0]]
-
-  def part(self, _: Sequence[jax.Array], x: jax.Array) -> list[jax.Array]:
-    return self.of(x)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exponentials:
-  """The maximum of an array, and the sum of `exp(it - maximum)`, optionally times another array."""
-
-  stale = (-math.inf, 0)
-  start = (-math.inf, 0)
-  derived = 1
-
-  def of(self, power: jax.Array, *factor: jax.Array) -> list[jax.Array]:
-    # The derivative by the maximum is 0 in all, and `part` leaves it out too.
-    largest = jax.lax.stop_gradient(power.astype(_wide(power)).max(-1, keepdims=True))
-    return [largest, *self.part([largest], power, *factor)]
-
-  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-    largest = jnp.maximum(a[0], b[0])
-    base = finite(largest)
-    return [largest, a[1] * jnp.exp(a[0] - base) + b[1] * jnp.exp(b[0] - base)]
-
-  def part(self, known: Sequence[jax.Array], power: jax.Array, *factor: jax.Array) -> list[jax.Array]:
-    found = jnp.exp(power.astype(_wide(power)) - finite(known[0]))
-    return [math.prod((x.astype(found.dtype) for x in factor), start=found).sum(-1, keepdims=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Largest:
-  """The maximum of an array; where it has a gradient, also how many elements equal it: each has its share."""
-
-  derived: int | None
-  stale = (-math.inf,)
-  start = (-math.inf, 0)
-
-  def of(self, x: jax.Array) -> list[jax.Array]:
-    largest = x.max(-1, keepdims=True)
-    if self.derived is None:
-      return [largest]
-    return [largest, (x == largest).sum(-1, keepdims=True, dtype=x.dtype)]
-
-  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-    largest = jnp.maximum(a[0], b[0])
-    counts = [jnp.where(x[0] == largest, x[1], jnp.zeros_like(x[1])) for x in (a, b) if len(x) > 1]
-    total: Any = sum(counts)
-    return [largest, total] if counts else [largest]
-
-  def part(self, known: Sequence[jax.Array], x: jax.Array) -> list[jax.Array]:
-    if self.derived is None:
-      return []
-    equal = jnp.where(x == known[0], x / known[1], jnp.zeros_like(x))
-    return [equal.sum(-1, keepdims=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Best:
-  """The largest elements, and their columns."""
-
-  count: int
-  stale = (-math.inf, None)
-  start = (-math.inf, 0)
-  derived = 0
-
-  def of(self, x: jax.Array, columns: jax.Array) -> list[jax.Array]:
-    if self.count == 1:
-      best, places = x.max(-1, keepdims=True), x.argmax(-1, keepdims=True)
-    else:
-      best, places = jax.lax.top_k(x, self.count)
-    columns = columns + jnp.zeros_like(x, dtype=columns.dtype)
-    return [best, jnp.take_along_axis(columns, places, -1)]
-
-  def combined(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-    pairs = [jnp.concatenate(pair, -1) for pair in zip(a, b, strict=True)]
-    ordered = jax.lax.sort((-pairs[0], pairs[1]), num_keys=2)  # of equal elements, the first column
-    return [-ordered[0][..., : self.count], ordered[1][..., : self.count]]
-
-  def part(self, known: Sequence[jax.Array], x: jax.Array, columns: jax.Array) -> list[jax.Array]:
-    chosen = (jnp.where(columns == known[1][..., n : n + 1], x, jnp.zeros_like(x)) for n in range(self.count))
-    return [jnp.concatenate([row.sum(-1, keepdims=True) for row in chosen], -1)]
-
-
-_Kind = _Sum | _Exponentials | _Largest | _Best
-
-
-@dataclasses.dataclass(frozen=True)
-class _Term:
-  """A product of terms with and without columns: `exp(power + shift) * factor * share`.
-
-  Attributes:
-    power: an array with columns; None: there is no exponential.
-    shift: a number per row.
-    factor: an array with columns; None: 1.
-    share: a number per row; None: 1.
+  `shift` is a number per row; `weight` has no logits in it, or is a number per row. None: 0 and 1.
   """
 
-  power: jax.Array | None = None
-  shift: jax.Array | float | None = None
-  factor: jax.Array | None = None
-  share: jax.Array | float | None = None
+  base: jax.Array
+  labels: Labels
+  shift: jax.Array | None = None
+  weight: jax.Array | None = None
+  is_exponential: bool = False
 
-  def times(self, other: _Term) -> _Term:
-    return _Term(
-      _both(jnp.add, self.power, other.power),
-      _both(jnp.add, self.shift, other.shift),
-      _both(jnp.multiply, self.factor, other.factor),
-      _both(jnp.multiply, self.share, other.share),
-    )
+  @property
+  def dim(self) -> int:
+    """The dim of the columns."""
+    return self.labels[0][1]
 
-  def mapped(self, change: Callable[[jax.Array], jax.Array], *names: str) -> _Term:
-    """With some of its parts changed."""
-    parts = {name: getattr(self, name) for name in names}
-    return dataclasses.replace(self, **{name: None if x is None else change(x) for name, x in parts.items()})
+  @property
+  def is_plain(self) -> bool:
+    """Whether it is just the base."""
+    return self.shift is None is self.weight and not self.is_exponential
 
-  def value(self) -> AnyArray:
+  @property
+  def has_weights(self) -> bool:
+    """Whether its weight has columns."""
+    return self.weight is not None and jnp.ndim(self.weight) > 0 and self.weight.shape[self.dim] > 1
+
+  def value(self, aval: Aval) -> jax.Array:
     """As one array."""
-    power = None if self.power is None else jnp.exp(_both(jnp.add, self.power, self.shift))
-    return _both(jnp.multiply, _both(jnp.multiply, power, self.factor), self.share)
+    found = _both(jnp.add, self.base, self.shift)
+    found = _both(jnp.multiply, jnp.exp(found) if self.is_exponential else found, self.weight)
+    return jnp.broadcast_to(found, aval.shape).astype(aval.dtype)
+
+  def mapped(self, change: Callable[[jax.Array], jax.Array]) -> _Logits:
+    """With each of its parts changed."""
+    parts = {name: getattr(self, name) for name in ("base", "shift", "weight")}
+    return dataclasses.replace(self, **{n: None if x is None else change(x) for n, x in parts.items()})
+
+  def times(self, weight: AnyArray) -> _Logits:
+    return dataclasses.replace(self, weight=_both(jnp.multiply, self.weight, weight))
 
 
 def _both(operation: Callable[[jax.Array, jax.Array], jax.Array], a: AnyArray, b: AnyArray) -> AnyArray:
   return b if a is None else a if b is None else operation(a, b)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Logits:
-  """A value with columns that depends on the logits: a sum of terms."""
-
-  terms: list[_Term]
-  labels: Labels
-
-  @property
-  def plain(self) -> bool:
-    """Whether no statistic is in it."""
-    (first, *more) = self.terms
-    return not more and first.factor is not None and first.power is None and first.share is None
-
-  def value(self, aval: Aval) -> jax.Array:
-    """As one array."""
-    found = functools.reduce(jnp.add, [term.value() for term in self.terms])
-    return jnp.broadcast_to(found, aval.shape).astype(aval.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,12 +246,7 @@ def _array(x: Value) -> jax.Array:
 class _Rewriting:
   """Evaluates a loss once more, with all that sums or compares columns as calls of statistics.
 
-  Args:
-    flat: the closed trace of the loss.
-    product: the head.
-    labels: of its result.
-    grid: of the chunks.
-    apart: how many groups of columns have an own gradient of the head's input, until the last chunk.
+  `apart` is how many groups of columns have an own gradient of the head's input, until the last chunk.
   """
 
   def __init__(self, flat: ClosedJaxpr, product: JaxprEqn, labels: Labels, grid: Grid, apart: int):
@@ -381,19 +255,14 @@ class _Rewriting:
     passing = [eqn for eqn in flat.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     behind = operations_behind(passing, flat.jaxpr.outvars)
     self._derived = {out for eqn in behind for out in eqn.outvars}
-    self._kinds: dict[str, _Kind] = {}
+    self._kinds: dict[str, Kind] = {}
     self._made: dict[Hashable, tuple[tuple[jax.Array, ...], list[jax.Array]]] = {}
 
   def body(self) -> ClosedJaxpr:
-    """The closed trace of the loss with its statistics computed by chunks.
-
-    Raises:
-      TrainError: a result of the loss has columns.
-      Untiled: an operation that needs them all.
-    """
+    """The closed trace of the loss with its statistics computed by chunks; `Untiled` if all are needed."""
 
     def is_call(eqn: JaxprEqn) -> bool:
-      return is_opened(eqn) and eqn.params.get("name") not in self._kinds
+      return _is_opened(eqn) and eqn.params.get("name") not in self._kinds
 
     def products(body: Jaxpr) -> list[JaxprEqn]:
       return [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
@@ -417,60 +286,68 @@ class _Rewriting:
 
   def _run(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     if eqn is self._product:
-      return [_Logits([_Term(factor=bind(eqn, inputs)[0])], self._labels)]
+      return [_Logits(bind(eqn, inputs)[0], self._labels)]
     logits = [n for n, x in enumerate(inputs) if isinstance(x, _Logits)]
     if not logits:
       found = bind(eqn, [_array(x) for x in inputs])
       return [_Statistic(x) for x in found] if any(isinstance(x, _Statistic) for x in inputs) else found
-    if eqn.primitive.name in ("argmax", "top_k"):
-      return self._best(eqn, inputs[0])
+    name, x = eqn.primitive.name, inputs[logits[0]]
+    if name in ("argmax", "top_k"):
+      return self._best(eqn, x)
+    if name == "gather" and isinstance(inputs[0], _Logits) and self._is_pick(eqn):
+      return [_Statistic(self._picked(eqn, x, _array(inputs[1])))]
     labels = {pushed(eqn, n, inputs[n].labels, self._grid.lengths) for n in logits}
     if len(labels) > 1:
       raise Untiled(eqn)
     own = labels.pop()
     if not own:
       return [_Statistic(self._reduced(eqn, inputs))]
-    plain = all(inputs[n].plain for n in logits) and not any(isinstance(x, _Statistic) for x in inputs)
-    terms = None if plain else self._terms(eqn, inputs, own)
-    if terms is not None:
-      return [_Logits(terms, own)]
+    is_plain = all(inputs[n].is_plain for n in logits) and not any(isinstance(x, _Statistic) for x in inputs)
+    form = None if is_plain or len(logits) > 1 else self._kept(eqn, x, logits[0], inputs)
+    if form is not None:
+      return [dataclasses.replace(form, labels=own)]
     values = [
       x.value(var.aval) if isinstance(x, _Logits) else _array(x)
       for x, var in zip(inputs, eqn.invars, strict=True)
     ]
-    return [_Logits([_Term(factor=x)], own) for x in bind(eqn, values)]
+    return [_Logits(x, own) for x in bind(eqn, values)]
 
-  def _terms(self, eqn: JaxprEqn, inputs: list[Value], labels: Labels) -> list[_Term] | None:
-    """The terms of a result, of an operation that keeps such a form."""
-    name, dim = eqn.primitive.name, labels[0][1]
-
-    def of(x: Value) -> list[_Term]:
-      if isinstance(x, _Logits):
-        return x.terms
-      x = _array(x)
-      return [_Term(factor=x) if jnp.ndim(x) and x.shape[dim] > 1 else _Term(share=x)]
-
-    out = eqn.outvars[0].aval
-    minus = _Term(share=-1.0)
-    if name == "convert_element_type" and is_inexact(out):
-      return [term.mapped(lambda x: x.astype(out.dtype), "factor", "share") for term in of(inputs[0])]
+  def _kept(self, eqn: JaxprEqn, x: _Logits, side: int, inputs: list[Value]) -> _Logits | None:
+    """The form of a result, if the operation has a rule; else the columns need another pass."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    other: Any = _array(inputs[1 - side]) if len(inputs) == 2 else jnp.zeros(())
     if name == "stop_gradient":
-      fields = [field.name for field in dataclasses.fields(_Term)]
-      return [term.mapped(jax.lax.stop_gradient, *fields) for term in of(inputs[0])]
+      return x.mapped(jax.lax.stop_gradient)
+    if name == "convert_element_type" and is_inexact(out):
+      return x.mapped(lambda x: x.astype(out.dtype))
     if name == "neg":
-      return [term.times(minus) for term in of(inputs[0])]
-    if name in ("add", "add_any", "sub"):
-      return [*of(inputs[0]), *(term.times(minus) if name == "sub" else term for term in of(inputs[1]))]
+      return x.times(jnp.array(-1, out.dtype))
     if name == "mul":
-      return [a.times(b) for a in of(inputs[0]) for b in of(inputs[1])]
-    if name == "div" and not isinstance(inputs[1], _Logits):
-      (by,) = of(inputs[1])
-      return [term.times(by.mapped(lambda x: 1 / x, "factor", "share")) for term in of(inputs[0])]
-    if name == "exp" and all(
-      term.power is None and (term.factor is None) != (term.share is None) for term in of(inputs[0])
-    ):
-      return [functools.reduce(_Term.times, (_Term(term.factor, term.share) for term in of(inputs[0])))]
-    return None
+      return x.times(other)
+    if name == "div" and side == 0:
+      return x.times(1 / other)
+    if x.weight is not None or x.is_exponential:
+      return None
+    if name == "exp":
+      return dataclasses.replace(x, is_exponential=True)
+    if name not in ("add", "add_any", "sub") or side or (jnp.ndim(other) and other.shape[x.dim] > 1):
+      return None
+    return dataclasses.replace(x, shift=_both(jnp.add, x.shift, -other if name == "sub" else other))
+
+  def _is_pick(self, eqn: JaxprEqn) -> bool:
+    return is_pick(eqn) or is_row_pick(eqn, self._flat)
+
+  def _picked(self, eqn: JaxprEqn, x: _Logits, indices: jax.Array) -> jax.Array:
+    """An element of each row."""
+    given, out, dim = eqn.invars[0].aval, eqn.outvars[0].aval, x.dim
+    if x.has_weights:
+      x = _Logits(x.value(given), x.labels)
+    if not is_pick(eqn):  # an index beyond the columns reads the last, as in the gather
+      indices = jnp.clip(indices[..., -1:], 0, given.shape[-1] - 1)
+    whole = jnp.broadcast_to(x.base, given.shape)
+    found = picked(whole, indices, total=lambda x: self._of(SUM, dim, x)[0].astype(x.dtype))[0]
+    found = dataclasses.replace(x, base=found).value(out.update(shape=found.shape))
+    return jnp.broadcast_to(found.reshape(found.shape[: len(out.shape)]), out.shape)
 
   def _reduced(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
     """A result without columns."""
@@ -479,46 +356,39 @@ class _Rewriting:
       return self._product_over_columns(eqn, inputs)
     if not isinstance(x, _Logits):
       raise Untiled(eqn)
-    given, dim = eqn.invars[0].aval, x.labels[0][1]
-    if is_pick(eqn) and not isinstance(inputs[1], _Logits):
-      indices = _array(inputs[1])
-
-      def pick(x: jax.Array) -> jax.Array:
-        whole = jnp.broadcast_to(x, given.shape)
-        return picked(whole, indices, total=lambda x: self._of(_Sum(), dim, x)[0].astype(x.dtype))[0]
-
-      terms = [term.mapped(pick, "power", "factor").value() for term in x.terms]
-      out = eqn.outvars[0].aval
-      return jnp.broadcast_to(functools.reduce(jnp.add, terms), out.shape).astype(out.dtype)
+    given = eqn.invars[0].aval
     if name == "reduce_sum":
-      return bind(eqn, [self._total(x.terms, given, dim)])[0]
-    if name == "reduce_max" and is_inexact(given):
-      kind = _Largest(0 if eqn.outvars[0] in self._derived else None)
-      return bind(eqn, [self._of(kind, dim, x.value(given))[0]])[0]
+      return bind(eqn, [self._total(x, given)])[0]
+    if name in ("reduce_max", "reduce_min") and is_inexact(given):
+      sign = 1 if name == "reduce_max" else -1
+      kind = LARGEST if eqn.outvars[0] in self._derived else LARGEST_FIXED
+      return bind(eqn, [sign * self._of(kind, x.dim, sign * x.value(given))[0]])[0]
     raise Untiled(eqn)
 
-  def _total(self, terms: list[_Term], aval: Aval, dim: int) -> jax.Array:
-    """The sum of terms over the columns, which stay with size 1."""
-    found: list[jax.Array] = []
-    for term in terms:
-      if term.power is not None:
-        factors = () if term.factor is None else (term.factor,)
-        largest, total = self._of(_Exponentials(), dim, term.power, *factors)
-        shift = _both(jnp.add, jax.lax.stop_gradient(finite(largest)), term.shift)
-        found.append(_both(jnp.multiply, jnp.exp(shift) * total, term.share))
-      elif term.factor is None:
-        found.append(term.share * aval.shape[dim])
-      else:
-        found.append(_both(jnp.multiply, self._of(_Sum(), dim, term.factor)[0], term.share))
-    shape = [1 if d == dim else size for d, size in enumerate(aval.shape)]
-    return jnp.broadcast_to(functools.reduce(jnp.add, found), shape).astype(aval.dtype)
+  def _total(self, x: _Logits, aval: Aval) -> jax.Array:
+    """The sum over the columns, which stay with size 1."""
+    shape = [1 if d == x.dim else size for d, size in enumerate(aval.shape)]
+    if x.is_exponential and not x.has_weights:
+      largest, total = self._of(EXPONENTIALS, x.dim, x.base)
+      power = _both(jnp.add, jax.lax.stop_gradient(finite(largest)), x.shift)
+      found = _both(jnp.multiply, jnp.exp(power) * total, x.weight)
+    elif x.is_exponential:
+      found = self._of(SUM, x.dim, x.value(aval))[0]
+    else:
+      inside, outside = (x.weight, None) if x.has_weights else (None, x.weight)
+      found = self._of(SUM, x.dim, _both(jnp.multiply, x.base, inside))[0]
+      if x.shift is not None:
+        weights = aval.shape[x.dim] if inside is None else self._of(SUM, x.dim, inside)[0]
+        found += x.shift * weights
+      found = _both(jnp.multiply, found, outside)
+    return jnp.broadcast_to(found, shape).astype(aval.dtype)
 
   def _product_over_columns(self, eqn: JaxprEqn, inputs: list[Value]) -> jax.Array:
     """A product that sums over the columns, such as targets times a log-softmax, as a sum."""
     met: Any = meeting(eqn)
     side = next(n for n, x in enumerate(inputs) if isinstance(x, _Logits))
     x, other, aval = inputs[side], inputs[1 - side], eqn.invars[side].aval
-    dim = x.labels[0][1]
+    dim = x.dim
     if isinstance(other, _Logits) or met.free[1 - side] or tuple(met.summed[side]) != (dim,):
       raise Untiled(eqn)
     place = {(*met.shared[1 - side], *met.summed[1 - side])[n]: d
@@ -526,26 +396,25 @@ class _Rewriting:
     other = _array(other)
     order = sorted(place, key=place.__getitem__)
     sizes = [aval.shape[d] if d in place.values() else 1 for d in range(aval.ndim)]
-    times = _Term(factor=other.transpose(order).reshape(sizes).astype(aval.dtype))
-    found = self._total([term.times(times) for term in x.terms], aval, dim)
+    found = self._total(x.times(other.transpose(order).reshape(sizes).astype(aval.dtype)), aval)
     kept = [*met.shared[side], *met.free[side]]
     return found.transpose([*kept, dim])[..., 0].astype(eqn.outvars[0].aval.dtype)
 
   def _best(self, eqn: JaxprEqn, x: _Logits) -> list[_Statistic]:
     """The largest elements and their columns, or the column of the largest element."""
-    aval, dim = eqn.invars[0].aval, x.labels[0][1]
+    aval, dim = eqn.invars[0].aval, x.dim
     alone = eqn.primitive.name == "argmax"
-    best = _Best(1 if alone else eqn.params["k"])
+    count = 1 if alone else eqn.params["k"]
     along = tuple(eqn.params["axes"]) if alone else (eqn.params.get("axis", aval.ndim - 1),)
-    if along != (dim,) or best.count > self._grid.blocks[_COLUMNS] * self._labels[0][2]:
+    if along != (dim,) or count > self._grid.blocks[COLUMNS] * self._labels[0][2]:
       raise Untiled(eqn)
     numbers = [size if d == dim else 1 for d, size in enumerate(aval.shape)]
     numbers = jax.lax.broadcasted_iota(jnp.int32, numbers, dim)
-    values, places = self._of(best, dim, x.value(aval), numbers)
+    values, places = self._of(best(count), dim, x.value(aval), numbers)
     places = places.astype(eqn.outvars[-1].aval.dtype)
     return [_Statistic(places.squeeze(dim))] if alone else [_Statistic(values), _Statistic(places)]
 
-  def _of(self, kind: _Kind, dim: int, *xs: jax.Array) -> list[jax.Array]:
+  def _of(self, kind: Kind, dim: int, *xs: jax.Array) -> list[jax.Array]:
     """A statistic, as a call that is found again in the trace."""
     key = kind, dim, *map(id, xs)
     if key not in self._made:
@@ -573,11 +442,11 @@ class _Rewriting:
       now = [eqn for eqn in calls if not any(among(var, later) for var in eqn.invars)]
       calls = [eqn for eqn in calls if eqn not in now]
       tiles, factor = Tiles(body, self._grid, leaf), self._labels[0][2]
-      ends = [[(var, ((_COLUMNS, var.aval.ndim - 1, factor),)) for var in eqn.invars] for eqn in now]
+      ends = [[(var, ((COLUMNS, var.aval.ndim - 1, factor),)) for var in eqn.invars] for eqn in now]
       for node in (node for nodes in ends for node in nodes):
         tiles.need(*node, depends.__contains__)
       kinds = [self._kinds[eqn.params["name"]] for eqn in now]
-      statistics = _Statistics(tiles, kinds, ends, now, _apart(tiles, product, self._apart))
+      statistics = Statistics(tiles, kinds, ends, now, apart_of(tiles, product, self._apart))
       made = [out for eqn in now for out in eqn.outvars]
       new = call_equation(statistics.function(), [var for var, _ in statistics.leaves], made, product)
       after = dependents(body, {*made})
@@ -588,160 +457,3 @@ class _Rewriting:
           (rest if any(among(var, after) for var in eqn.invars) else ahead).append(eqn)
       body = body.replace(eqns=[*ahead, new, *rest])
     return body
-
-
-@dataclasses.dataclass(frozen=True)
-class _Apart:
-  """The head for groups of its columns, each with a copy of its input.
-
-  Attributes:
-    product: the head.
-    count: of the groups.
-    out: its result.
-    given: its operands.
-    side: which of them is its input.
-  """
-
-  product: JaxprEqn
-  count: int
-  out: Node
-  given: list[Node]
-  side: int
-
-  def value(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The result for copies of the input and all columns of a part."""
-    ((_, dim, _),) = self.given[1 - self.side][1]
-    groups = weights.reshape(*weights.shape[:dim], self.count, -1, *weights.shape[dim + 1 :])
-    pair = [x, jnp.moveaxis(groups, dim, 0)]
-    found = jax.vmap(lambda *xs: bind(self.product, xs)[0])(*(pair if self.side == 0 else pair[::-1]))
-    ((_, dim, _),) = self.out[1]
-    return jax.lax.collapse(jnp.moveaxis(found, 0, dim), dim, dim + 2)
-
-
-def _apart(tiles: Tiles, product: JaxprEqn, count: int) -> _Apart | None:
-  """None for one group, for groups of one column, or if the input has no gradient."""
-  out, wanted = next((node, own) for node, (eqn, own) in tiles.parts.items() if eqn is product)
-  given = list(zip(product.invars, wanted, strict=True))
-  side = next((n for n, (_, own) in enumerate(given) if not own), None)
-  if count == 1 or side is None or not is_inexact(given[side][0].aval) or not given[1 - side][1]:
-    return None
-  return _Apart(product, count, out, given, side)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Statistics:
-  """Some statistics, computed in chunks of the columns, as a function of flat arrays.
-
-  Attributes:
-    tiles: the operations that the statistics are computed from.
-    kinds: the kind of each statistic.
-    ends: the inputs of each statistic.
-    calls: the operations that the statistics replace.
-    apart: the head, if each device has its own gradient of the head's input.
-  """
-
-  tiles: Tiles
-  kinds: Sequence[_Kind]
-  ends: Sequence[Sequence[Node]]
-  calls: Sequence[JaxprEqn]
-  apart: _Apart | None
-
-  @functools.cached_property
-  def leaves(self) -> list[Node]:
-    """The arguments of the function; arguments with gradients come first."""
-    return sorted(self.tiles.leaves, key=lambda node: not is_inexact(node[0].aval))
-
-  @property
-  def _blocks(self) -> jax.Array:
-    """The numbers of the chunks."""
-    return jnp.arange(self.tiles.grid.count(_COLUMNS), dtype=jnp.int32)
-
-  @property
-  def _floats(self) -> int:
-    return sum(is_inexact(var.aval) for var, _ in self.leaves)
-
-  def function(self) -> Callable[..., Sequence[jax.Array]]:
-    """The function, with a gradient that computes the tiles again."""
-
-    @jax.custom_vjp
-    def statistics(*given: jax.Array) -> list[list[jax.Array]]:
-      return self._forward(*given)
-
-    def with_kept(*given: jax.Array) -> tuple[list[list[jax.Array]], PyTree]:
-      found = self._forward(*given)
-      return found, (given, found)
-
-    statistics.defvjp(with_kept, self._backward)
-
-    def loss_in_chunks(*given: jax.Array) -> list[jax.Array]:
-      return jax.tree.leaves(statistics(*given))
-
-    return loss_in_chunks
-
-  def _taken(self, known: dict[Node, jax.Array], places: Places) -> Iterator[tuple[_Kind, list[jax.Array]]]:
-    """Each kind, with the tiles that it takes."""
-    for kind, wanted in zip(self.kinds, self.ends, strict=True):
-      xs = [self.tiles.value(var, own, known, places) for var, own in wanted]
-      rows = zip(xs, wanted, kind.stale, strict=False)
-      yield (
-        kind,
-        [x if stale is None else self.tiles.grid.fresh(x, own, places, stale) for x, (_, own), stale in rows],
-      )
-
-  def _forward(self, *arrays: jax.Array) -> list[list[jax.Array]]:
-    *given, row = tied([*arrays, self._blocks])
-
-    def body(state: list[list[jax.Array]], places: Places) -> tuple[list[list[jax.Array]], None]:
-      pairs = zip(self.leaves, given, strict=True)
-      known = {node: self.tiles.grid.take(x, node[1], places) for node, x in pairs}
-      taken = zip(self._taken(known, places), state, strict=True)
-      return [kind.combined(before, kind.of(*xs)) for (kind, xs), before in taken], None
-
-    start = [
-      [filled(out.aval, x, out.aval.dtype) for out, x in zip(eqn.outvars, kind.start, strict=False)]
-      for kind, eqn in zip(self.kinds, self.calls, strict=True)
-    ]
-    return jax.lax.scan(body, start, {_COLUMNS: row})[0]
-
-  def _backward(self, kept: PyTree, cotangent: PyTree) -> tuple[jax.Array | None, ...]:
-    given, found = kept
-    kinds = zip(self.kinds, cotangent, strict=True)
-    arriving = [g[kind.derived] for kind, g in kinds if kind.derived is not None]
-    pairs = [(x, own) for x, (_, own) in zip(given, self.leaves, strict=True)]
-    first, rest = pairs[: self._floats], pairs[self._floats :]
-    fixed = [*rest, *((x, ()) for x in jax.tree.leaves(found))]
-    apart, copied, grid = self.apart, 0, self.tiles.grid
-    if apart is not None:
-      copied = self.leaves.index(apart.given[apart.side])
-      x = first[copied][0]
-      first[copied] = jnp.broadcast_to(x[None], (apart.count, *x.shape)), ()
-    part = functools.partial(self._part, jax.tree.structure(found))
-    owns = [own for _, own in first]
-
-    def body(totals: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
-      places = {_COLUMNS: block}
-      tiles, others = ([grid.take(x, own, places) for x, own in some] for some in (first, fixed))
-      _, pull = jax.vjp(lambda *xs: part(places, others, *xs), *tiles)
-      triples = zip(totals, pull(arriving), owns, strict=True)
-      news = [grid.take(x, own, places) + new.astype(x.dtype) for x, new, own in triples]
-      return [grid.put(x, new, own, places) for x, new, own in zip(totals, news, owns, strict=True)], None
-
-    # What all chunks read has a sum over them, in float32.
-    zeros = [jnp.zeros_like(x if own else x.astype(_wide(x))) for x, own in first]
-    sums, _ = jax.lax.scan(body, zeros, self._blocks)
-    results = [total.astype(x.dtype) for total, (x, _) in zip(sums, first, strict=True)]
-    if apart is not None:
-      results[copied] = results[copied].sum(0)
-    return (*results, *[None] * len(rest))
-
-  def _part(
-    self, form: TreeDef, places: Places, fixed: Sequence[jax.Array], *inputs: jax.Array
-  ) -> list[jax.Array]:
-    """The contribution of a chunk of columns to the statistics, given the statistics of all columns."""
-    apart, count = self.apart, len(self.leaves) - self._floats
-    known = dict(zip(self.leaves, (*inputs, *fixed[:count]), strict=True))
-    if apart is not None:
-      known[apart.out] = apart.value(*(known[apart.given[n]] for n in (apart.side, 1 - apart.side)))
-    totals = jax.tree.unflatten(form, fixed[count:])
-    pairs = zip(self._taken(known, places), totals, strict=True)
-    return [x for (kind, xs), total in pairs for x in kind.part(total, *xs)]

@@ -37,12 +37,12 @@ from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, LossFn, Model, Program, PyTree, TreeDef, Value
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import Attention, by_blocks, check_attention
+from nnx_parallel.layers.attention.find import Attention, by_blocks, check_attention
 from nnx_parallel.layers.head import check_chunks, in_chunks
 from nnx_parallel.layers.mark import calls_layers, is_marked, layer_of, marked, repeats_layers
-from nnx_parallel.layers.pipeline import Order, Pipeline, Schedule
+from nnx_parallel.layers.pipeline import Pipeline, Schedule, in_order
 from nnx_parallel.layers.pipeline_1f1b import Pipeline1F1B
-from nnx_parallel.layers.pipeline_split import SplitPipeline1F1B
+from nnx_parallel.layers.pipeline_saving import SavingPipeline1F1B
 from nnx_parallel.layers.remat import Policy, Remat
 from nnx_parallel.layers.stacks import Chain, Stacks, as_called, move_inside, scan_of_layers
 from nnx_parallel.layers.stages import Signature, TrainPipeline
@@ -60,11 +60,6 @@ _WHAT_IS_A_LAYER = (
   " scans, and parts under nnx.remat, stay as written"
 )
 _SHOWN = 6
-_ORDERS: dict[Order, type[TrainPipeline]] = {
-  "gpipe": TrainPipeline,
-  "1f1b": Pipeline1F1B,
-  "1f1b-split": SplitPipeline1F1B,
-}
 
 
 ScanLayers = Literal["auto"] | bool
@@ -105,11 +100,11 @@ class LayerOptions:
       raise TrainError(
         f"pipeline={self.pipeline!r} is not an axis.", fix='pipeline="stage", or nxp.Pipeline("stage")'
       )
-    if self.pipeline is not None and self.pipeline.order == "1f1b-split" and self.how.needs_layers:
+    if self.pipeline is not None and not self.pipeline.recompute and self.how.needs_layers:
       raise TrainError(
-        f"remat={str(self.how)!r} has no effect on layers whose backward passes are split.",
-        details='order="1f1b-split" saves what the gradients of weights read',
-        fix='leave remat out; or order="1f1b".',
+        f"remat={str(self.how)!r} has no effect on layers that are not computed again.",
+        details="Pipeline(recompute=False) saves what their backward passes read",
+        fix="leave remat out; or recompute=True.",
       )
     check_attention(self.attention)
     check_chunks(self.loss_chunks)
@@ -318,14 +313,17 @@ def with_stages(
     used: receives how they were computed.
   """
   assert options.pipeline is not None
-  pipeline = options.pipeline
+  asked = options.pipeline
 
   def changed(model: Model, batch: PyTree) -> PyTree:
     parts = jax.tree.map(lambda x: split_batch(x, microbatches), batch)
     arrays, first = jax.tree.leaves(model), jax.tree.map(lambda x: x[0], parts)
     program, signature, tree = program_of(objective, (model, first), options, ends, used)
     mesh = surroundings(*arrays).mesh
-    piped = _ORDERS[pipeline.order](program, signature, pipeline, microbatches, mesh)
+    pipeline = in_order(asked, mesh)
+    of_order = Pipeline1F1B if pipeline.recompute else SavingPipeline1F1B
+    kind = TrainPipeline if pipeline.order == "gpipe" else of_order
+    piped = kind(program, signature, pipeline, microbatches, mesh)
     used.done, used.schedule = (str(piped), *used.done), piped.schedule
     found = piped(arrays, jax.tree.leaves(parts))
     for n in piped.kept:  # not as a result of the rule of 1F1B, so that it is seen to be unchanged

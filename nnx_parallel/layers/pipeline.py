@@ -4,8 +4,8 @@ A *tick* is one scan step, in which each stage computes one *chunk* of its layer
 have a stage dim, sharded over the axis; `jax.vmap` over it makes each device compute its own stage. Then
 every result moves to the next stage: one collective-permute of one microbatch. For the backward pass a tick
 saves only the inputs of its stages and recomputes the rest. The inputs of all ticks are saved, so memory
-grows with the number of microbatches. In the orders of `pipeline_1f1b.py` and `pipeline_split.py`, memory
-does not grow with it.
+grows with the number of microbatches. In the order of `pipeline_1f1b.py`, memory does not grow
+with it.
 
 Chunk `c` of the `stages * virtual_stages` chunks lies on stage `c % stages`. Microbatches come in groups, one
 microbatch for each stage. A group goes through all chunks before the next group starts, so the result of the
@@ -21,7 +21,7 @@ from it one by one, and the last stage writes its results into the free slots.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -36,7 +36,7 @@ from nnx_parallel.core.types import AnyArray, PyTree
 from nnx_parallel.errors import SchemeError
 from nnx_parallel.layout.constrain import manual_too
 
-Order: TypeAlias = Literal["gpipe", "1f1b", "1f1b-split"]
+Order: TypeAlias = Literal["gpipe", "1f1b"]
 """The order of the forward and backward passes in a train step; see `Pipeline`."""
 GROUPS = 3
 """The number of groups under way in 1F1B: one forward, one backward, and the start of the next group."""
@@ -56,40 +56,37 @@ class Pipeline:
       forward before the first one passes backward, so a stage saves one input for each microbatch and chunk.
       With `"1f1b"`, groups of microbatches (one for each stage) pass forward and backward in turn, so a stage
       saves the inputs of at most `3 * stages * virtual_stages` chunks, however many microbatches there are.
-      Both orders have the same bubble. `"1f1b-split"` is 1F1B with split backward passes: the gradients of
-      the weights are computed apart from the gradients of the inputs, when no stage waits. Its bubble is
-      smaller, and each stage also saves what the gradients of the weights of two groups read; `remat` and
-      `jax.checkpoint` inside of the layers have no effect.
-    recompute: whether the backward pass computes the layers again, from their saved inputs. Without it, a
-      stage saves the activations of its layers for three groups of microbatches; only in the order
-      `"1f1b-split"`.
+      Both orders have the same bubble. None is `"1f1b"` where it can run: it needs two stages, and no loss
+      scale; else `"gpipe"`.
+    recompute: whether the backward pass computes the layers again, from their saved inputs. Without it, in
+      the order 1F1B, a stage saves the activations of its layers for three groups of microbatches, and a step
+      takes about 3/4 of the time; `remat` and `jax.checkpoint` inside of the layers have no effect.
 
   Raises:
-    SchemeError: the order is unknown, or another order without recomputation.
+    SchemeError: the order is unknown, or GPipe without recomputation.
 
-  Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473; split backward
-  passes, arXiv:2401.10241.
+  Source: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaved, arXiv:2104.04473.
 
   Example:
     >>> import nnx_parallel as nxp
-    >>> stages = nxp.Pipeline("stage", order="1f1b")
+    >>> stages = nxp.Pipeline("stage", virtual_stages=2)
     >>> step = nxp.train_step(lambda model, x: model(x).sum(), microbatches=32, pipeline=stages)
   """
 
   axis: str = "stage"
   virtual_stages: int = 1
-  order: Order = "gpipe"
+  order: Order | None = None
   recompute: bool = True
 
   def __post_init__(self) -> None:
-    if self.order not in get_args(Order):
+    if self.order not in (None, *get_args(Order)):
       raise SchemeError(
         f"order={self.order!r} is not an order of a pipeline.", fix=f"one of {get_args(Order)}."
       )
-    if not self.recompute and self.order != "1f1b-split":
+    if not self.recompute and self.order == "gpipe":
       raise SchemeError(
         f"order={self.order!r} computes the layers again in the backward pass.",
-        fix='order="1f1b-split" with recompute=False.',
+        fix='order="1f1b" with recompute=False.',
       )
 
   def saved_inputs(self, schedule: Schedule) -> int:
@@ -104,10 +101,10 @@ class Pipeline:
     Example:
       >>> import nnx_parallel as nxp
       >>> schedule = nxp.parallel.Schedule(stages=4, microbatches=64, layers=8)
-      >>> nxp.Pipeline().saved_inputs(schedule), nxp.Pipeline(order="1f1b").saved_inputs(schedule)
+      >>> nxp.Pipeline(order="gpipe").saved_inputs(schedule), nxp.Pipeline().saved_inputs(schedule)
       (67, 12)
     """
-    if self.order != "gpipe":
+    if self.order != "gpipe" and schedule.stages > 1:
       return min(GROUPS, schedule.groups) * schedule.stages * schedule.virtual_stages
     return schedule.ticks
 
@@ -172,7 +169,7 @@ class Schedule:
     return self.microbatches * self.virtual_stages + self.stages - 1
 
   @property
-  def bubble(self) -> float:
+  def bubble_ratio(self) -> float:
     """The fraction of the time in which a stage does nothing useful."""
     return (self.stages - 1) / self.ticks
 
@@ -196,7 +193,7 @@ class Schedule:
     idle = f" ({self.missing} of them empty)" if self.missing else ""
     return (
       f"{self.stages} stages of {each} layers{idle}, {self.microbatches} microbatches, {self.ticks} ticks,"
-      f" bubble {self.bubble:.1%}".replace("%", " %")
+      f" bubble {self.bubble_ratio:.1%}".replace("%", " %")
     )
 
 
@@ -373,12 +370,6 @@ class PipelineLoop:
 
     return jax.tree.map(split, stacked)
 
-  def split_chunks(self, stacks: Sequence[jax.Array]) -> jax.Array:
-    """As `split_layers`, for one stack for each virtual stage: a stage keeps its part of each stack."""
-    plan = self.schedule
-    chunks = [x.reshape(plan.stages, plan.chunk, *x.shape[1:]) for x in stacks]
-    return jnp.stack([staged(x, self.mesh, self.axis) for x in chunks])
-
   def joined_layers(self, split: PyTree) -> PyTree:
     """The arrays that `split_layers` split."""
 
@@ -486,6 +477,14 @@ class PipelineLoop:
       return x.reshape(plan.microbatches, -1, *x.shape[4:])[:, : plan.layers]
 
     return jax.tree.map(ordered, picked)
+
+
+def in_order(pipeline: Pipeline, mesh: AnyMesh | None) -> Pipeline:
+  """The pipeline with an order: by default 1F1B, or GPipe on one stage."""
+  if pipeline.order is not None:
+    return pipeline
+  alone = size_along(mesh, pipeline.axis) == 1 and pipeline.recompute
+  return dataclasses.replace(pipeline, order="gpipe" if alone else "1f1b")
 
 
 def size_along(mesh: AnyMesh | None, axis: str) -> int:

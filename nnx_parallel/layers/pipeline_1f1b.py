@@ -8,7 +8,7 @@ of them. Here, forward and backward alternate, group by group (a group has one m
                  the head and the loss of group `g`, and their gradients, each microbatch on its stage
                  as many ticks backward, from the last stage to the first
                  the gradients of the embedding, for group `g - 1`, which has left the first stage backward
-                 (`Gradients._add_left`; in `pipeline_split.py`, the gradients of the layers' weights too)
+                 (`Gradients._add_left`)
     drain:       the last `stages - 1` ticks backward
 
 At most three groups are under way, so a stage saves the inputs of `3 * stages * virtual_stages` chunks,
@@ -20,7 +20,6 @@ sum over microbatches, so the gradients wait only for a factor.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -75,13 +74,12 @@ class Under(NamedTuple):
     backward: gradients of activations that are under way.
     state: the arrays that the layers change.
     saved: what the backward passes of the chunks under way need: their inputs, or residuals
-      (`pipeline_split.py`); dim 1 is the slot of `Gradients._slot`.
+      (`pipeline_saving.py`); dim 1 is the slot of `Gradients._slot`.
     made: the results of their layers that are read outside of the layers, with the same dims.
     made_gradients: the gradients of these results.
     bridge: values that are computed before the layers and read after them, for the group that leaves next.
     bridge_gradients: the gradients of these values, for the group that left.
     gradients: sums of the gradients of the weights, in float32 or wider; each stage has its own.
-    operands: what is saved for gradients of weights that are computed later (`pipeline_split.py`).
   """
 
   forward: Belt
@@ -93,7 +91,6 @@ class Under(NamedTuple):
   bridge: PyTree
   bridge_gradients: PyTree
   gradients: Weights
-  operands: PyTree = ()
 
 
 class Pipeline1F1B(TrainPipeline):
@@ -251,15 +248,14 @@ class Gradients:
     stages = np.arange(plan.stages)
     first = loop.by_stage(at)(self.state, 0 * stages)
     _, _, made = jax.eval_shape(self._chunks, weights, idle, first, 0 * stages)
-    in_slots = functools.partial(self._in_slots, groups=self.groups)
-    made = jax.tree.map(lambda x: in_slots(zeros_of(x)), made)
+    made = jax.tree.map(lambda x: self._in_slots(zeros_of(x)), made)
     zeros = jax.tree.map(jnp.zeros_like, (floats_of(idle), floats_of(made), floats_of(bridge)))
     none = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), weights)
     return Under(
       forward=Belt(idle, idle, idle, idle),
       backward=Belt(*[zeros[0]] * 4),
       state=self.state,
-      saved=jax.tree.map(in_slots, (idle, first)),
+      saved=jax.tree.map(self._in_slots, (idle, first)),
       made=made,
       made_gradients=zeros[1],
       bridge=bridge,
@@ -267,16 +263,16 @@ class Gradients:
       gradients=none,
     )
 
-  def _in_slots(self, x: jax.Array, groups: int) -> jax.Array:
-    """An array `[stages, ...]` in each slot of some groups, `[stages, slots, ...]`."""
-    slots = groups * self.of.schedule.stages * self.of.schedule.virtual_stages
+  def _in_slots(self, x: jax.Array) -> jax.Array:
+    """An array `[stages, ...]` in each slot of the groups under way, `[stages, slots, ...]`."""
+    slots = self.groups * self.of.schedule.stages * self.of.schedule.virtual_stages
     return jnp.swapaxes(jnp.broadcast_to(x, (slots, *x.shape)), 0, 1)
 
-  def _slot(self, microbatch: AnyArray, repeat: AnyArray, groups: int) -> AnyArray:
+  def _slot(self, microbatch: AnyArray, repeat: AnyArray) -> AnyArray:
     """Where a chunk's arrays are saved, for a microbatch: by group, chunk and microbatch of the group."""
     plan = self.of.schedule
     group, place = microbatch // plan.stages, microbatch % plan.stages
-    return (group % groups * plan.virtual_stages + repeat) * plan.stages + place
+    return (group % self.groups * plan.virtual_stages + repeat) * plan.stages + place
 
   def _forward(
     self, under: Under, weights: Weights, ticks: AnyArray, entering: PyTree, idle: PyTree
@@ -290,7 +286,7 @@ class Gradients:
       def compute(
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
       ) -> tuple[PyTree, PyTree]:
-        slot, before = self._slot(microbatch, repeat, self.groups), loop.by_stage(at)(state, repeat)
+        slot, before = self._slot(microbatch, repeat), loop.by_stage(at)(state, repeat)
         result, changed, results, for_back = self._chunks_forward(weights, given, before, repeat)
         keep = loop.by_stage(put_where)
         return result, (
@@ -318,46 +314,25 @@ class Gradients:
     idle = jax.tree.map(jnp.zeros_like, entering)
 
     def tick(carry: PyTree, t: AnyArray) -> tuple[PyTree, None]:
-      backward, gradients, operands = carry
+      backward, sums = carry
 
       def compute(
         given: PyTree, works: AnyArray, microbatch: AnyArray, repeat: AnyArray
-      ) -> tuple[PyTree, PyTree]:
-        slot = self._slot(microbatch, repeat, self.groups)
+      ) -> tuple[PyTree, Weights]:
+        slot, inputs = self._slot(microbatch, repeat), self._inputs(weights, repeat)
         saved, of_made = loop.by_stage(at)((under.saved, under.made_gradients), slot)
-        now, inputs = under._replace(gradients=gradients, operands=operands), self._inputs(weights, repeat)
-        return self._chunks_back(now, (given, of_made), saved, inputs, works, microbatch)
+        result, rows, outer = loop.by_stage(self._chunk_back)((given, of_made), saved, inputs)
+        outer = added(sums, loop.by_stage(_where_else_zero)(works, outer)).outer
+        return result, Weights(loop.by_stage(_add_where)(sums.rows, repeat, works, rows), outer)
 
-      backward, others = loop.tick(backward, t, entering, idle, compute, backwards=True)
-      return (backward, *others), None
+      return loop.tick(backward, t, entering, idle, compute, backwards=True), None
 
-    carry = (under.backward, under.gradients, under.operands)
-    (backward, gradients, operands), _ = jax.lax.scan(tick, carry, ticks)
-    return under._replace(backward=backward, gradients=gradients, operands=operands)
+    (backward, gradients), _ = jax.lax.scan(tick, (under.backward, under.gradients), ticks)
+    return under._replace(backward=backward, gradients=gradients)
 
   def _inputs(self, weights: Weights, repeat: AnyArray) -> LayerInputs:
     """What the layers of all stages read, `[stages, ...]`."""
     return LayerInputs(weights, self.rows, self.active, repeat)
-
-  def _chunks_back(
-    self,
-    under: Under,
-    slopes: PyTree,
-    saved: PyTree,
-    inputs: LayerInputs,
-    works: AnyArray,
-    microbatch: AnyArray,
-  ) -> tuple[PyTree, tuple[Weights, PyTree]]:
-    """The gradients of the inputs of the stages' chunks; the new gradients of weights, and operands.
-
-    A chunk is computed again from its saved inputs, and differentiated.
-    """
-    del microbatch
-    by_stage, sums = self.loop.by_stage, under.gradients
-    result, rows, outer = by_stage(self._chunk_back)(slopes, saved, inputs)
-    outer = added(sums, by_stage(_where_else_zero)(works, outer)).outer
-    rows = by_stage(_add_where)(sums.rows, inputs.repeat, works, rows)
-    return result, (Weights(rows, outer), under.operands)
 
   def _add_left(self, under: Under, weights: Weights, group: AnyArray) -> Weights:
     """The sums, with the gradients that wait until a group has left backward; none before the first group."""
@@ -415,7 +390,7 @@ class Gradients:
     return results, pull(jnp.ones_like(loss))
 
   def _chunk_back(
-    self, slopes: PyTree, saved: tuple[PyTree, PyTree], inputs: LayerInputs
+    self, slopes: PyTree, saved: PyTree, inputs: LayerInputs
   ) -> tuple[list[jax.Array], PyTree, PyTree]:
     """The gradients of a chunk, which is computed again: of its input, its rows and the outer weights.
 

@@ -46,8 +46,6 @@ from nnx_parallel.core.jaxprs import (
   called,
   dependents,
   equations,
-  inner_equations,
-  is_call_or_checkpoint,
   is_checkpoint,
   is_inexact,
   nbytes,
@@ -112,7 +110,7 @@ class Stack:
     made: a result of each layer -> its variables.
     step: `(values of same) -> Body`, of rows and results in the order of `rows` and `made`.
     used: the variables that are read outside of the layers.
-    scanned: the number of layers on dim 0 of each variable; 0: each layer has variables of its own.
+    scanned: whether it is a scan of the model, whose variables have all layers on dim 0.
     size: how many layers of the model each layer is.
     narrow: rows that the layers only read cast -> the narrower dtype.
   """
@@ -127,7 +125,7 @@ class Stack:
   made: dict[Key, EachLayer]
   step: Callable[[Mapping[Key, jax.Array]], Body]
   used: set[Var]
-  scanned: int = 0
+  scanned: bool = False
   size: int = 1
   narrow: Mapping[Key, DTypeLike | None] = dataclasses.field(default_factory=dict[Key, DTypeLike | None])
 
@@ -153,18 +151,16 @@ class Stack:
     carry, made = self.step(given)(carry, [given[key] for key in self.rows])
     return carry, dict(zip(self.made, made, strict=True))
 
-  def stacks(self, key: Key, values: Values, *, narrow: bool = True) -> list[jax.Array]:
-    """A row of all layers, or of each scan, `[layers, ...]`; narrower where they only read it cast."""
+  def stacked(self, key: Key, values: Values, *, narrow: bool = True) -> jax.Array:
+    """A row of all layers, `[layers, ...]`; narrower where they only read it cast."""
     found = [read(var, values) for var in self.rows[key]]
-    if self.scanned:
-      return found
     dtype = self.narrow.get(key) if narrow else None
-    return [jnp.stack([jnp.asarray(x, dtype) for x in found])]
+    return found[0] if self.scanned else jnp.stack([jnp.asarray(x, dtype) for x in found])
 
   def places(self, key: Key) -> Iterator[tuple[Var, int | slice]]:
-    """Each variable of a result, and its place in the results of all layers: a layer, or some layers."""
+    """Each variable of a result, and its place in the results of all layers: a layer, or all of them."""
     for n, var in enumerate(self.made[key]):
-      yield var, slice(n * self.scanned, (n + 1) * self.scanned) if self.scanned else n
+      yield var, slice(None) if self.scanned else n
 
   def by_variable(self, key: Key, x: jax.Array) -> Values:
     """A result of all layers, `[layers, ...]`, as the values of its variables."""
@@ -175,7 +171,7 @@ class Stack:
     step = self.step({key: read(var, values) for key, var in self.same.items()})
     carry: list[jax.Array] = [read(var, values) for var in self.carried]
     if scan:
-      rows = [self.stacks(key, values)[0] for key in self.rows]
+      rows = [self.stacked(key, values) for key in self.rows]
       carry, made = jax.lax.scan(step, carry, rows, length=self.length)
     else:
       of_layers: list[list[jax.Array]] = []
@@ -211,7 +207,6 @@ class Stacks:
   Attributes:
     chains: by the position of their first operation.
     reasons: why neighbouring layers are not in one chain.
-    unjoined: why a scan is not one stack with the scan before it.
   """
 
   def __init__(self, jaxpr: Program, scan_from: int | None = 2, remat: Remat = AS_WRITTEN):
@@ -226,7 +221,6 @@ class Stacks:
     group, loops = max(remat.every, remat.group), is_joint(remat)
     self.chains: dict[int, Chain] = {}
     self.reasons: list[str] = []
-    self.unjoined: list[str] = []
     periods = range(group, group * MAX_PERIOD + 1, group)
     short = 0  # up to this call, the layers belong to a chain that is too short
     while marks:
@@ -282,7 +276,7 @@ class Stacks:
       TrainError: there are no equal layers.
     """
     stacks = [self.stack(chain) for chain in self.chains.values() if len(chain.units) > 1]
-    stacks += [self._of_scans(numbers) for numbers in self._consecutive_scans()]
+    stacks += [self._of_scan(n) for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
     found = max(stacks, key=lambda stack: stack.nbytes, default=None)
     if found is None:
       inside = [eqn for eqn in self.eqns if is_or_has_layers(eqn) and not is_marked(eqn)]
@@ -341,63 +335,24 @@ class Stacks:
       narrow={place: self._read_as(chain.units[0][place[0]], place[1]) for place in rows},
     )
 
-  def _consecutive_scans(self) -> list[list[int]]:
-    """The scans over layers of the model, in groups: a scan joins the group of the scan that it continues."""
-    runs: list[list[int]] = []
-    self.unjoined.clear()
-    scans = [n for n, eqn in enumerate(self.eqns) if _is_stack(eqn)]
-    for count, n in enumerate(scans, 1):
-      why = self._why_not_joined(runs[-1][-1], n) if runs else ""
-      if why:
-        self.unjoined.append(f"scan {count} over layers is not joined with scan {count - 1}: {why}")
-      if runs and not why:
-        runs[-1].append(n)
-      else:
-        runs.append([n])
-    return runs
-
-  def _why_not_joined(self, before: int, number: int) -> str:
-    """Why a scan does not continue an earlier scan: its body, and what it reads; empty if it does."""
-    first, second = self.eqns[before], self.eqns[number]
-    if first.params["length"] != second.params["length"]:
-      return f"{second.params['length']} layers, not {first.params['length']}"
-    # Without calls, also inside of checkpoints: the name of a marked call is the path of its layer.
-    bodies = [identity(flattened(eqn.params["jaxpr"], is_call_or_checkpoint)) for eqn in (first, second)]
-    recomputed = [sum(map(is_checkpoint, inner_equations(eqn))) for eqn in (first, second)]
-    if bodies[0] != bodies[1] or recomputed[0] != recomputed[1]:
-      return "another body (a dtype, or a Python number in the first carry, is enough)"
-    counts = scan_counts(first)
-    (same, _, _), (fixed, carried, rows) = counts.split(first.invars), counts.split(second.invars)
-    passed = first.outvars[: counts.carried]
-    if not all(map(_is_same, same, fixed)):
-      return "other arrays that all layers share (computed anew, for example)"
-    if not all(map(_is_same, passed, carried)):
-      return "it does not start from the result of that scan"
-    later = dependents(self.eqns[before:number], first.outvars)
-    if self.used((before, number)) & {*passed} or any(among(var, later) for var in rows):
-      return "the result of that scan is read elsewhere too"
-    return ""
-
-  def _of_scans(self, numbers: Sequence[int]) -> Stack:
-    """The layers of consecutive scans."""
-    eqns = [self.eqns[n] for n in numbers]
-    counts, length = scan_counts(eqns[0]), eqns[0].params["length"]
-    inputs = [counts.split(eqn.invars) for eqn in eqns]
-    keys = counts.split(range(len(eqns[0].invars)))
-    made = zip(*[eqn.outvars[counts.carried :] for eqn in eqns], strict=True)
-    run = as_function(eqns[0].params["jaxpr"])
+  def _of_scan(self, number: int) -> Stack:
+    """The layers of a scan of the model."""
+    eqn = self.eqns[number]
+    counts, length = scan_counts(eqn), eqn.params["length"]
+    same, carried, rows = counts.split(eqn.invars)
+    keys, run = counts.split(range(len(eqn.invars))), as_function(eqn.params["jaxpr"])
     return Stack(
-      numbers=frozenset(numbers),
-      length=length * len(eqns),
-      name=f"a scan of {length}" if len(eqns) == 1 else f"{len(eqns)} scans of {length}",
-      same=dict(zip(keys[0], inputs[0][0], strict=True)),
-      carried=inputs[0][1],
-      final={var: n for n, var in enumerate(eqns[-1].outvars[: counts.carried])},
-      rows={key: [rows[n] for _, _, rows in inputs] for n, key in enumerate(keys[2])},
-      made={n: [*some] for n, some in enumerate(made)},
-      step=lambda same: step_of_scan(eqns[0], [same[key] for key in keys[0]], run),
-      used=self.used(numbers),
-      scanned=length,
+      numbers=frozenset((number,)),
+      length=length,
+      name=f"a scan of {length}",
+      same=dict(zip(keys[0], same, strict=True)),
+      carried=carried,
+      final={var: n for n, var in enumerate(eqn.outvars[: counts.carried])},
+      rows={key: [row] for key, row in zip(keys[2], rows, strict=True)},
+      made={n: [var] for n, var in enumerate(eqn.outvars[counts.carried :])},
+      step=lambda same: step_of_scan(eqn, [same[key] for key in keys[0]], run),
+      used=self.used((number,)),
+      scanned=True,
     )
 
   def _is_passed_on(self, chain: Chain) -> bool:

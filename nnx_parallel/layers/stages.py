@@ -28,7 +28,7 @@ from nnx_parallel.core.text import few, format_bytes
 from nnx_parallel.core.types import ClosedJaxpr, JaxprEqn, PyTree, Var
 from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers.mark import is_marked, is_or_has_layers, layer_of
-from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along, staged
+from nnx_parallel.layers.pipeline import Layer, Pipeline, PipelineLoop, Schedule, size_along
 from nnx_parallel.layers.stacks import Key, Stacks, as_called, variables
 
 
@@ -145,12 +145,8 @@ class AroundLayers:
 
   def split_row(self, piped: PipelineLoop, key: Key, values: Values) -> jax.Array:
     """A row of all layers, on their stages."""
-    stacks, plan = self.stack.stacks(key, values, narrow=key not in self.of_layers), piped.schedule
-    if self.stack.scanned and len(stacks) == plan.virtual_stages and not plan.missing:
-      return piped.split_chunks(stacks)
-    if len(stacks) > 1:
-      stacks = [jnp.concatenate([staged(x, piped.mesh, None) for x in stacks])]
-    return piped.split_layers(stacks[0], replicated=not self.stack.scanned)
+    stacked = self.stack.stacked(key, values, narrow=key not in self.of_layers)
+    return piped.split_layers(stacked, replicated=not self.stack.scanned)
 
   def _of_layers(self) -> tuple[dict[Key, Key], set[Var]]:
     """Inputs that each layer changes -> results that are the new values; and the variables of the inputs."""
@@ -193,12 +189,7 @@ class TrainPipeline(AroundLayers):
         details=f"the mesh axis {options.axis!r} has size 1",
         fix="microbatches= without pipeline=, which saves the activations of one microbatch.",
       )
-    try:
-      self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
-    except SchemeError as error:
-      for why in program.unjoined:
-        error.add_note(why)
-      raise
+    self.schedule = Schedule(stages, microbatches, self.stack.length, options.virtual_stages)
     self._steps = self._count_steps()
     self.sort((*self.inputs[signature.model :], *(self.inputs[i] for i in self.alone.values())))
     same = self.same
@@ -216,7 +207,7 @@ class TrainPipeline(AroundLayers):
     return (
       f"{stack.name}: a{way} pipeline over {options.axis}, {plan}; keeps {self.keeps}; weights of"
       f" {format_bytes(stack.nbytes)}, {format_bytes(stack.nbytes // plan.stages)} on each stage{each}"
-      f"{self._outside()}{''.join(f'; {why}' for why in self.program.unjoined[:1])}"
+      f"{self._outside()}"
     )
 
   @property

@@ -253,7 +253,7 @@ def search(
       fix="max_microbatches=1 for one microbatch only.",
     )
   machine, batch = read_machine(topology), batch_structs(batch)
-  stages = Pipeline(pipeline, order="1f1b") if isinstance(pipeline, str) else pipeline
+  stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   named = searched_axes(rules)
   place: Any = {"optimizer": optimizer, "zero": zero, "optimizer_memory": optimizer_memory}
   probe = make_plan(init, abstract_mesh(dict.fromkeys(named, 2)), rules, uneven="replicate", **place)
@@ -482,7 +482,7 @@ def _one_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
   memory, report = candidate.memory, candidate.report
-  bubble = "" if memory.schedule is None else f" (bubble {100 * memory.schedule.bubble:.0f} %)"
+  bubble = "" if memory.schedule is None else f" (bubble {100 * memory.schedule.bubble_ratio:.0f} %)"
   known = [candidate.mesh_text + bubble, str(memory.microbatches), str(memory.remat)]
   known += [format_bytes(memory.exact_bytes), format_bytes(memory.need_bytes)]
   if report is None:
@@ -501,7 +501,7 @@ def _as_json(candidate: Candidate) -> dict[str, Any]:
     "zero": candidate.plan.zero,
     "offload": is_offloaded(candidate.plan),
     "pipeline": dataclasses.asdict(pipeline) if pipeline is not None else None,
-    "bubble": memory.schedule.bubble if memory.schedule is not None else None,
+    "bubble": memory.schedule.bubble_ratio if memory.schedule is not None else None,
     "exact_bytes": memory.exact_bytes,
     "least_bytes": memory.need_bytes,
     "refused": candidate.refused,

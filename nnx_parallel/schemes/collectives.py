@@ -22,7 +22,7 @@ from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.text import few
 from nnx_parallel.core.types import PyTree
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.tile_attention import sent
+from nnx_parallel.layers.attention.tiles import sent
 from nnx_parallel.layout.constrain import surroundings
 from nnx_parallel.layout.plan import Plan, check_plan
 

@@ -2,8 +2,8 @@
 
 In a ring (arXiv:2310.01889), each device keeps its queries, and the keys and values travel around the ring.
 With all-to-all (arXiv:2309.14509), each device gets all positions of some heads instead. With two mesh axes,
-a ring and all-to-alls can be combined (arXiv:2405.07719). This module has the masks, the scores of a tile,
-and the layouts; `layers.tile_attention` has the loops over the tiles.
+a ring and all-to-alls can be combined (arXiv:2405.07719). This module has the masks and the layouts; the rest
+is `layers.attention`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,19 +25,18 @@ from jax.lax import PrecisionLike
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.axes import axes_by_dim, entry_of, without
+from nnx_parallel.core.axes import axes_by_dim
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit_here
-from nnx_parallel.core.shards import on_shards
-from nnx_parallel.core.tiles import DimName, Grid, Labels, Places
+from nnx_parallel.core.tiles import DimName, Grid
 from nnx_parallel.core.types import AnyArray
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.kernels import KERNELS, RINGS, kernel_in_use
-from nnx_parallel.layers.softmaxes import NotFused
-from nnx_parallel.layers.tile_attention import Share, TileAttention
+from nnx_parallel.layers.attention.blocks import Way
+from nnx_parallel.layers.attention.call import attend, check_shapes
+from nnx_parallel.layers.attention.kernels import kernel_in_use
+from nnx_parallel.layers.attention.tiles import Share
 from nnx_parallel.layout.batch import batch_axes
 from nnx_parallel.layout.constrain import manual_too, scope_in_use, surroundings
 from nnx_parallel.schemes.tokens import check_not_mapped
-from nnx_parallel.schemes.zigzag import zigzag
 
 How = Literal["ring", "ulysses"]
 
@@ -86,11 +86,10 @@ def context_attention(
     zigzag: whether the positions are in the order of `nxp.parallel.zigzag`, so that a causal ring gives all
       devices equal work.
     block: the number of queries, and of keys, for which scores are computed at a time.
-    fused: compute with the fused kernel of the chip, if JAX has a suitable kernel and the other mesh axes are
-      batch axes; else blockwise. The kernel of TPUs needs a length that is a multiple of 128 (in a ring: the
-      length of each shard, and with `zigzag` half of it), no `mask`, no `positions`, and in a ring no
-      `window`. The kernel of NVIDIA GPUs (cuDNN) needs `"ulysses"`, bfloat16 or float16, no `mask`, no
-      `positions` and no `segment_ids`.
+    fused: with `"ulysses"`, compute with the fused kernel of the chip where JAX has a suitable one, without
+      `zigzag` and `positions`; else blockwise. The kernel of TPUs needs a length that is a multiple of 128,
+      and no `mask`. The kernel of NVIDIA GPUs (cuDNN) needs bfloat16 or float16; of `segment_ids` or a
+      `mask`, it reads an array of queries x keys for each example.
     heads_axis: with `"ring"`, a second mesh axis, whose size must divide the number of heads. Outside the
       attention, `axis` and `heads_axis` shard the positions, with `axis` as the major axis. Inside the
       attention, `heads_axis` shards the heads, and only `axis` shards the positions: all-to-alls over
@@ -193,25 +192,18 @@ class ContextAttention:
       dataclasses.replace(self, causal=self.causal or is_causal),
       sizes.get(self.axis, 1),
       sizes.get(self.heads_axis or "", 1),
-      (query.shape[1], key.shape[1]),
+      query.shape[1],
       precision,
       manual_too(mesh),
-      positions is not None,
       _examples_over(query, mesh, {*self.axes.values(), *around.manual, *around.mapped}),
     )
-    _check_shapes(sequence, query, key, value)
-    keep = None if mask is None else _seen_keys(mask, key)
+    _check_lengths(sequence, query, key, value)
+    if mask is not None:
+      by_position["keep"] = _seen_keys(mask, key)
     if (copies := sequence.copies(query, key)) > 1:
       key, value = (jnp.repeat(x, copies, 2) for x in (key, value))
     with _active(mesh):
-      # An Explicit axis of one device, on the dims of queries and of keys, would be twice in the scores.
-      single = [axis for axis in self.axes.values() if sizes.get(axis) == 1 and is_explicit_here(axis)]
-      given = query, key, value, by_position, keep
-      if single:
-        given = jax.tree.map(lambda x: _typed(jnp.asarray(x), single, None), given)
-      result = _attention(sequence, *given)
-      if single:
-        result = jax.sharding.reshard(result, jax.typeof(query).sharding.spec)
+      result = _attention(sequence, query, key, value, by_position)
     return result.reshape(*shape[:-1], value.shape[-1])
 
   @property
@@ -235,112 +227,104 @@ class ContextAttention:
       segment_ids: as for a call, `[batch, length]`; None for one document.
       positions: as for a call, `[batch, length]`; None for the order that the options say.
     """
-    sequence = _Sequence(self, shards, 1, (length, length), has_positions=positions is not None)
+    sequence, at = _Sequence(self, shards, 1, length), np.arange(length)[None]
+    grid = Grid.even(dict.fromkeys("qk", length), self.block, dict.fromkeys("qk", sequence.parts))
+    share = Share(self.axis, shards, "q", "k", "q", "k" if self.how == "ring" else None, grid)
+    if self.how == "ulysses":  # each device has all positions
+      share = dataclasses.replace(share, axis=None, size=1)
     arrays = {"segment_ids": segment_ids, "positions": positions}
     batch = next((len(x) for x in arrays.values() if x is not None), 1)
     given = _by_position(arrays, *[(batch, length, 1, 1)] * 2)
-    needed = np.asarray(sequence.needed(given, sequence.share.grid))
-    return sequence.share.visits(sequence.seen & needed).sum((-1, -2)).T
+    if positions is None:
+      given |= dict.fromkeys(("row positions", "column positions"), sequence.position(at))
+    visits = share.visits(np.asarray(sequence.needed(given, grid, "q", "k"))).sum((-1, -2)).T
+    return visits if self.how == "ring" else np.repeat(visits, shards, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
   """Attention over sequences of one length: which positions see each other, and the part of each device.
 
-  Attributes:
-    options: the user's options.
-    shards: the size of the mesh axis.
-    rings: the size of `heads_axis`, which is the number of rings; each ring computes some of the heads.
-    lengths: the number of queries and of keys.
-    precision: of the products.
-    mapped: mesh axes of an enclosing `jax.vmap`.
-    has_positions: whether the positions of the elements are an argument.
-    examples: the mesh axes that split the examples, as far as they are known.
+  `shards` and `rings` are the sizes of `axis` and `heads_axis`; `mapped`, axes of an enclosing `jax.vmap`;
+  `examples`, the mesh axes that split the examples, as far as they are known.
   """
 
   options: ContextAttention
   shards: int
   rings: int
-  lengths: tuple[int, int]
+  length: int
   precision: PrecisionLike = None
   mapped: frozenset[str] = frozenset()
-  has_positions: bool = False
   examples: tuple[str, ...] = ()
-
-  @property
-  def by_heads(self) -> int:
-    """The number of devices along `axis` that share the heads: 1 in a ring."""
-    return self.shards if self.options.how == "ulysses" else 1
 
   @property
   def heads(self) -> int:
     """The number of devices along `axis` and `heads_axis` that share the heads."""
-    return self.by_heads * self.rings
+    return self.rings * (self.shards if self.options.how == "ulysses" else 1)
 
   @property
   def parts(self) -> int:
     """The number of parts of the sequence that are cut into blocks separately."""
     zigzag = self.options.zigzag
-    return self.shards * (2 if zigzag else 1) if zigzag or self.by_heads == 1 else 1
+    return self.shards * (2 if zigzag else 1) if zigzag or self.options.how == "ring" else 1
 
-  @functools.cached_property
-  def share(self) -> Share:
-    """The blocks, and the part of each device."""
-    rows, columns = self.lengths
-    lengths = {"column": columns, "heads": self.by_heads, "row": rows}
-    grid = Grid.even(lengths, self.options.block, {"row": self.parts, "column": self.parts})
-    axis, n = (self.options.axis, self.shards) if self.shards > 1 else (None, 1)
-    if self.by_heads == 1:
-      return Share(axis, n, "row", "column", "row", None if axis is None else "column", grid, self.mapped)
-    grid = dataclasses.replace(grid, blocks={**grid.blocks, "heads": 1})
-    return Share(axis, n, "row", "column", "heads", None, grid, self.mapped)
+  def way(self, names: Sequence[str]) -> Way:
+    """How the attention is computed, given the names of its arrays by position."""
+    options = self.options
+    takes = options.how == "ulysses" and not options.zigzag and "row positions" not in names
+    dynamic = {"row segment_ids", "row positions", "keep"} & {*names}
 
-  def position(self, index: AnyArray) -> AnyArray:
+    def needed(given: Mapping[int, jax.Array], grid: Grid, row: DimName, column: DimName) -> jax.Array:
+      return self.needed({names[n]: x for n, x in given.items()}, grid, row, column)
+
+    return Way(
+      asked=options.how,
+      block=options.block,
+      kernel=kernel_in_use() if options.fused and takes and not self.mapped else None,
+      axis=options.axis if self.shards > 1 else None,
+      size=self.shards,
+      mapped=self.mapped,
+      row=4,
+      parts=self.parts,
+      examples=self.examples if dynamic and not self.mapped else (),
+      needed=needed if dynamic else None,
+      zeros=True,
+    )
+
+  def position(self, index: Any) -> Any:
     """The position in the sequence of the element at an index, in zigzag order if that is asked."""
     if not self.options.zigzag:
       return index
-    half = self.lengths[0] // (2 * self.shards)
-    part = index // half
-    device, is_late = part // 2, part % 2
+    half, divided = self.length // (2 * self.shards), operator.floordiv
+    if isinstance(index, jax.Array):  # of no sign, so that intervals of positions stay exact
+      divided = jax.lax.div
+      index = index.astype(jnp.int32)
+    part = divided(index, half)
+    device = divided(part, 2)
+    is_late = part - 2 * device
     return index + (device + is_late * (2 * self.shards - 1 - 2 * device) - part) * half
-
-  @functools.cached_property
-  def seen(self) -> np.ndarray:
-    """Which tiles have a query that sees a key, `[blocks of queries, blocks of keys]`."""
-    grid = self.share.grid
-    row, column = (self.position(grid.starts(name)) for name in ("row", "column"))
-    if self.has_positions:
-      return np.ones((len(row), len(column)), bool)
-    behind = row[:, None] - column[None]
-    near = self.near(behind - grid.blocks["column"] + 1, behind + grid.blocks["row"] - 1)
-    return np.ones(behind.shape, bool) & near
 
   def near(self, least: Any, most: Any) -> Any:
     """Whether a query may see a key that is between `least` and `most` positions before it."""
     seen, window = most >= 0 if self.options.causal else True, self.options.window
     return seen if window is None else seen & (least < window) & (most > -window)
 
-  def needed(self, given: Mapping[str, AnyArray], grid: Grid) -> jax.Array:
-    """Which tiles have a query that sees a key in any example, by segments, positions and mask.
+  def needed(self, given: Mapping[str, AnyArray], grid: Grid, row: DimName, column: DimName) -> jax.Array:
+    """Which tiles have a query that sees a key in any example, `[blocks of queries, blocks of keys]`.
 
-    Args:
-      given: the arrays, for the queries and keys of `grid`.
-      grid: the blocks.
-
-    Returns:
-      `[blocks of queries, blocks of keys]`.
+    `given` are segments, positions and mask of the queries `row` and keys `column` of a grid.
     """
 
     def bounds(name: str) -> list[jax.Array]:
-      dim, x = "row" if name.startswith("row") else "column", given[name]
+      dim, x = row if name.startswith("row") else column, given[name]
       parts, size = grid.parts.get(dim, 1), grid.blocks[dim]
       split = jnp.reshape(x, (len(x), parts, -1))
       last = jnp.repeat(split[..., -1:], -split.shape[-1] % size, -1)
       blocks = jnp.concatenate([split, last], -1).reshape(len(x), grid.count(dim), size)
       found = blocks.min(-1), blocks.max(-1)
-      return [x[:, :, None] if dim == "row" else x[:, None] for x in found]
+      return [x[:, :, None] if dim == row else x[:, None] for x in found]
 
-    seen = jnp.ones((1, grid.count("row"), grid.count("column")), bool)
+    seen = jnp.ones((1, grid.count(row), grid.count(column)), bool)
     if "row segment_ids" in given:
       (first, last), (low, high) = bounds("row segment_ids"), bounds("column segment_ids")
       seen &= (first <= high) & (low <= last)
@@ -363,106 +347,62 @@ class _Sequence:
       )
     return copies
 
-  def scores(self, given: Mapping[str, jax.Array], places: Places) -> jax.Array:
-    """A tile of scores `[batch, key heads, devices, group, queries, keys]`; `-inf` for unseen keys."""
-    q, k, grid = given["q"], given["k"], self.share.grid
-    scores = self.product("bqhngd,bshnd->bhngqs", q, k) / math.sqrt(q.shape[-1])
+  def scores(self, scores: jax.Array, given: Mapping[str, jax.Array]) -> jax.Array:
+    """Scores `[batch, key heads, devices, group, queries, keys]`, `-inf` for unseen keys."""
     seen: list[jax.Array] = []
     if self.options.causal or self.options.window is not None:
-      if self.has_positions:
-        row, column = given["row positions"], given["column positions"]
+      if "row positions" in given:
+        row, column = given["row positions"][:, :, None], given["column positions"][:, None]
       else:
-        row, column = (self.position(grid.indices(name, places))[None] for name in ("row", "column"))
-      behind = row[:, :, None] - column[:, None]
-      seen.append(self.near(behind, behind))
+        at = self.position(jnp.arange(self.length))
+        row, column = at[None, :, None], at[None, None]
+      seen.append(self.near(row - column, row - column))
     if "row segment_ids" in given:
       seen.append(given["row segment_ids"][:, :, None] == given["column segment_ids"][:, None])
     if "keep" in given:
       seen.append(given["keep"][:, None])
     for own in seen:
       scores = jnp.where(own[:, None, None, None], scores, -jnp.inf)
-    return grid.fresh(scores, (("row", 4, 1), ("column", 5, 1)), places, -math.inf)
-
-  def product(self, dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product of tiles, in float32 at least."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum(dims, x, y, precision=self.precision, preferred_element_type=wide)
-
-  def labels(self, row: int | None, column: int | None, heads: int | None) -> Labels:
-    """The labels of an array whose queries, keys and devices that share the heads are some of its dims."""
-    dims = {"row": row, "column": column, "heads": heads if self.by_heads > 1 else None}
-    return tuple((name, dim, 1) for name, dim in dims.items() if dim is not None)
-
-  def attend(self, given: Mapping[str, jax.Array]) -> jax.Array:
-    """The result `[batch, key heads, devices, group, queries, head_dim]` by tiles."""
-    labels = {
-      "q": self.labels(1, None, 3),
-      **dict.fromkeys(("k", "v"), self.labels(None, 1, 3)),
-      **dict.fromkeys(("row segment_ids", "row positions"), self.labels(1, None, None)),
-      **dict.fromkeys(("column segment_ids", "column positions", "keep"), self.labels(None, 1, None)),
-    }
-
-    def named(tiles: Sequence[jax.Array]) -> dict[str, jax.Array]:
-      return dict(zip(given, tiles, strict=True))
-
-    def largest(tiles: Sequence[jax.Array], places: Places) -> jax.Array:
-      return self.scores(named(tiles), places).max(-1)
-
-    def weighed(
-      tiles: Sequence[jax.Array], largest: jax.Array, total: jax.Array, places: Places
-    ) -> tuple[jax.Array, jax.Array]:
-      weights = jnp.exp(self.scores(named(tiles), places) - largest[..., None])
-      v = named(tiles)["v"]
-      part = self.product("bhngqs,bshnd->bhngqd", (weights / total[..., None]).astype(v.dtype), v)
-      return part, weights.sum(-1)
-
-    by_example = len(given) > 3 and not self.mapped
-    share = dataclasses.replace(self.share, examples=self.examples if by_example else ())
-    attention = TileAttention(
-      share=share,
-      inputs=[labels[name] for name in given],
-      slopes=3,
-      row=self.labels(4, None, 2),
-      result=self.labels(4, None, 2),
-      dtype=given["q"].dtype,
-      largest=largest,
-      weighed=weighed,
-      spread=lambda x, shape: jnp.broadcast_to(x[..., None], shape),
-      seen=self.seen,
-      needed=(lambda arrays: self.needed(named(arrays), self.share.own)) if len(given) > 3 else None,
-      zeros_too=True,
-    )
-    laid = [_laid(x, share, share.split(labels[name])) for name, x in given.items()]
-    result, _ = attention(*laid)
-    return _laid(result, share, ("row", 4, 1))
+    return scores
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attention(
-  sequence: _Sequence,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  by_position: Mapping[str, jax.Array],
-  keep: jax.Array | None,
+  sequence: _Sequence, q: jax.Array, k: jax.Array, v: jax.Array, by_position: Mapping[str, jax.Array]
 ) -> jax.Array:
-  """Attention of global arrays `[batch, length, heads, head_dim]`."""
+  """Attention of global arrays `[batch, length, heads, head_dim]`, on Auto axes."""
+  run = functools.partial(_on_auto_axes, sequence, [*by_position])
+  mesh = jax.sharding.get_abstract_mesh()
+  explicit = [axis for axis in mesh.axis_names if is_explicit_here(axis)]
+  if explicit:
+    layout = jax.typeof(q).sharding.spec
+    on_auto: Any = jax.sharding.auto_axes
+    run = on_auto(run, axes=tuple(explicit), out_sharding=layout)
+  return run(q, k, v, *by_position.values())
+
+
+def _on_auto_axes(
+  sequence: _Sequence, names: Sequence[str], q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array
+) -> jax.Array:
   (batch, rows, heads, _), kv_heads, n = q.shape, k.shape[2], sequence.heads
   # XLA turns the change of layout into an all-to-all. For `jax.lax.all_to_all` in a region that is manual
   # over one axis only, it would gather the dims that other axes split.
-  given = {
-    "q": q.reshape(batch, rows, kv_heads // n, n, heads // kv_heads, q.shape[-1]),
-    "k": k.reshape(*k.shape[:2], kv_heads // n, n, k.shape[-1]),
-    "v": v.reshape(*v.shape[:2], kv_heads // n, n, v.shape[-1]),
-  }
-  given |= {**by_position, **({} if keep is None else {"keep": keep})}
+  given = [
+    q.reshape(batch, rows, kv_heads // n, n, heads // kv_heads, q.shape[-1]),
+    *(x.reshape(*x.shape[:2], kv_heads // n, n, x.shape[-1]) for x in (k, v)),
+    *more,
+  ]
   # Without the first of these constraints, XLA may gather arrays whose layout is not constrained.
-  for name, x in given.items():
+  for m, x in enumerate(given):
     dims = 1, 3 if x.ndim > 2 else None
-    given[name] = _by_rings(_by_rings(x, sequence, *dims, inverse=True), sequence, *dims)
-  result = _by_fused_kernel(sequence, given) if sequence.options.fused else None
-  if result is None:
-    result = sequence.attend(given)
+    given[m] = _by_rings(_by_rings(x, sequence, *dims, inverse=True), sequence, *dims)
+
+  def scores(s: jax.Array, *more: jax.Array) -> jax.Array:
+    return sequence.scores(s, dict(zip(names, more, strict=True)))
+
+  way = sequence.way(["query", "key", "value", *names])
+  q, k, v = given[:3]
+  result = attend(q, k, v, scores, way, *given[3:], precision=sequence.precision).astype(q.dtype)
   # Without the first constraint, XLA would reshard each partial result instead of the final result.
   result = _by_rings(_by_rings(result, sequence, 4, 2), sequence, 4, 2, inverse=True)
   return result.transpose(0, 4, 1, 2, 3, 5).reshape(batch, rows, heads, v.shape[-1])
@@ -475,64 +415,11 @@ def _by_rings(
   axis, second = sequence.options.axis, sequence.options.heads_axis
   if second is None or sequence.rings == 1:
     return x
-  if is_explicit_here(second):
-    return _typed(x, (second,), rows if inverse else heads)
-  own = () if is_explicit_here(axis) else (axis,)  # a constraint can name Auto axes only
   layout: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-  layout[rows] = entry_of((*own, second) if inverse else own)
+  layout[rows] = (axis, second) if inverse else axis
   if heads is not None:
     layout[heads] = None if inverse else second
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*layout))
-
-
-def _by_fused_kernel(sequence: _Sequence, given: Mapping[str, jax.Array]) -> jax.Array | None:
-  """The same as `_Sequence.attend`, where each device computes its part by the kernel; None: it cannot."""
-  options, by_ring = sequence.options, sequence.options.how == "ring"
-  kernel: Any = kernel_in_use(RINGS if by_ring else KERNELS)
-  mesh = jax.sharding.get_abstract_mesh()
-  sizes, own = axis_sizes(mesh), [axis for axis in options.axes.values() if axis in mesh.axis_names]
-  # Over other axes, the kernel would be replicated.
-  rest = math.prod(n for axis, n in sizes.items() if axis not in (*sequence.examples, *own))
-  fits = options.axis in own and rest == 1 and not sequence.mapped
-  taken = "keep" in given or sequence.has_positions or (by_ring and options.window is not None)
-  if kernel is None or not fits or taken or AxisType.Explicit in mesh.axis_types:
-    return None
-  attend = functools.partial(kernel, causal=options.causal)
-  if by_ring:
-    attend = functools.partial(attend, axis=options.axis, size=sequence.shards, zigzag=options.zigzag)
-  else:
-    attend = _on_all_positions(functools.partial(attend, window=options.window), sequence)
-
-  def local(q: Any, k: Any, v: Any, segments: jax.Array | None) -> jax.Array:
-    scale = q.shape[-1] ** -0.5
-    q = jnp.moveaxis(q[:, :, :, 0], 1, 3)  # [batch, heads, group, length, features]
-    k, v = (jnp.moveaxis(x[:, :, :, 0], 1, 2) for x in (k, v))
-    return attend(q, k, v, segments=segments, scale=scale)[:, :, None]
-
-  rows, segments, share = entry_of(sequence.examples), given.get("row segment_ids"), sequence.share
-  place, heads = (options.axis, options.heads_axis) if by_ring else (None, options.axis)
-  specs = *[PartitionSpec(rows, place, None, heads)] * 3, PartitionSpec(rows, place)
-  run = on_shards(local, mesh, specs, PartitionSpec(rows, None, heads, None, place))
-  q, k, v = (share.by_heads(given[name], (("row", 1, 1), ("heads", 3, 1))) for name in ("q", "k", "v"))
-  with contextlib.suppress(NotFused):
-    return share.by_positions(run(q, k, v, segments), (("row", 4, 1), ("heads", 2, 1)))
-  return None
-
-
-def _on_all_positions(attend: Callable[..., jax.Array], sequence: _Sequence) -> Callable[..., jax.Array]:
-  """The kernel for positions in their order."""
-
-  def ordered(x: jax.Array, dim: int, *, inverse: bool = False) -> jax.Array:
-    return zigzag(x, sequence.shards, dim=dim, inverse=inverse) if sequence.options.zigzag else x
-
-  def whole(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, segments: jax.Array | None, scale: float
-  ) -> jax.Array:
-    q, k, v = (ordered(x, dim, inverse=True) for x, dim in ((q, 3), (k, 2), (v, 2)))
-    segments = None if segments is None else ordered(segments, 1, inverse=True)
-    return ordered(attend(q, k, v, segments=segments, scale=scale), 3)
-
-  return whole
 
 
 def _examples_over(query: jax.Array, mesh: AnyMesh | None, others: Collection[str]) -> tuple[str, ...]:
@@ -554,23 +441,6 @@ def _active(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[object]:
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def _laid(x: jax.Array, share: Share, label: tuple[DimName, int, int] | None) -> jax.Array:
-  """An array with dim 0 on the axes of the examples, and the dim of a label on the axis, if Explicit."""
-  if share.examples and is_explicit_here(share.examples[0]):
-    x = _typed(x, share.examples, 0)
-  if share.axis is None or not share.is_explicit:
-    return x
-  return _typed(x, (share.axis,), None if label is None else label[1])
-
-
-def _typed(x: jax.Array, names: Sequence[str], dim: int | None) -> jax.Array:
-  """`x` with some Explicit axes on one dim of its type, or on none; other axes stay as they are."""
-  axes = [without(own, frozenset(names)) for own in axes_by_dim(jax.typeof(x).sharding.spec, x.ndim)]
-  if dim is not None:
-    axes[dim] = (*axes[dim], *names)
-  return jax.sharding.reshard(x, PartitionSpec(*map(entry_of, axes)))
-
-
 def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
   """A mask of keys `[batch, length]`."""
   batch, length = key.shape[:2]
@@ -587,13 +457,7 @@ def _seen_keys(mask: jax.Array, key: jax.Array) -> jax.Array:
 def _by_position(
   given: Mapping[str, AnyArray | None], query: Sequence[int], key: Sequence[int]
 ) -> dict[str, AnyArray]:
-  """Integers `[batch, length]` of the queries and of the keys, by name.
-
-  Args:
-    given: integers `[batch..., length]` by name; None for missing arrays.
-    query: the shape of the queries.
-    key: the shape of the keys.
-  """
+  """Integers `[batch, length]` of the queries and of the keys, by name; `given` may have None."""
   found: dict[str, AnyArray] = {}
   for name, x in given.items():
     if x is None:
@@ -625,20 +489,12 @@ def _check_options(bias: jax.Array | None, dropout: float, module: nnx.Module | 
       )
 
 
-def _check_shapes(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def _check_lengths(sequence: _Sequence, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
   n, options = sequence.shards * sequence.rings, sequence.options
   axes = " and ".join(options.axes.values())
   needed = math.lcm(n, 2 * sequence.shards if options.zigzag else 1)
   details = f"query {query.shape}, key {key.shape}, value {value.shape}"
-  fits = (
-    key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[-1] == query.shape[-1]
-  )
-  if not fits or query.shape[2] % key.shape[2]:
-    raise SchemeError(
-      "queries, keys and values do not fit each other.",
-      details=details,
-      fix="[batch, length, heads, head_dim]; the heads of queries are a multiple of the heads of keys.",
-    )
+  check_shapes(query, key, value)
   for x in (query, key):
     if x.shape[1] % needed:
       raise SchemeError(

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from nnx_parallel.core.axes import entry_of
-from nnx_parallel.core.jaxprs import is_inexact
+from nnx_parallel.core.jaxprs import as_function, constants, is_inexact
 from nnx_parallel.core.shards import join_batch, split_batch
 from nnx_parallel.core.text import few
-from nnx_parallel.core.types import PyTree
+from nnx_parallel.core.types import ClosedJaxpr, PyTree
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers.pipeline import PipelineLoop, Schedule, size_along, staged
+from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_stages
+from nnx_parallel.layers.pipeline import Order, Pipeline, PipelineLoop, Schedule, size_along, staged
 from nnx_parallel.layout.constrain import mapped_axes, surroundings
 
 
@@ -28,6 +29,10 @@ def pipeline(
   axis: str = "stage",
   virtual_stages: int = 1,
   batch_axes: str | Sequence[str] = (),
+  before: Callable[[PyTree], PyTree] | None = None,
+  after: Callable[[PyTree, PyTree], jax.Array] | None = None,
+  order: Order | None = None,
+  recompute: bool = True,
 ) -> PyTree:
   """Applies equal layers one after another, each on the devices of its stage.
 
@@ -56,14 +61,22 @@ def pipeline(
     virtual_stages: the number of chunks of each stage. 1 is the GPipe schedule. More chunks are a circular
       (interleaved) schedule, with a smaller bubble and proportionally more communication.
     batch_axes: mesh axes that shard the batch but no parameter. The devices along these axes then sum the
-      gradients of the parameters once, after the last tick, instead of in each tick.
+      gradients of the parameters once, after the last tick, instead of in each tick. Not with `after`.
+    before: with `after`: computes the input of the first layer from `x` of a microbatch: an embedding, for
+      example. It may read other arrays, which get gradients. None: `x` is the input.
+    after: `(result of the last layer, x) -> loss` of a microbatch, in which the head and the loss are. It may
+      read other arrays, which get gradients. With it, the pipeline can be 1F1B, and `x` gets no gradient.
+    order: with `after`: the order of forward and backward passes, as in `nxp.Pipeline`, which also says how
+      many activations a stage saves (`saved_inputs`) before anything runs.
+    recompute: with `after`: as in `nxp.Pipeline`.
 
   Returns:
-    A pytree like `x`. The function is differentiable with `jax.grad`.
+    A pytree like `x`; with `after`, the mean of the losses of the microbatches. The function is
+    differentiable with `jax.grad`.
 
   Raises:
     SchemeError: the mesh does not have the axis, or `microbatches` is not a multiple of the stages or does
-      not divide the batch.
+      not divide the batch; or an argument needs `after`.
 
   Source: GPipe, arXiv:1811.06965; circular (interleaved) schedule, arXiv:2104.04473.
 
@@ -77,6 +90,14 @@ def pipeline(
     >>> bool(jnp.allclose(y, wanted, atol=1e-6))
     True
   """
+  if after is not None:
+    given = Pipeline(axis, virtual_stages, order, recompute)
+    return _loss(layer, parameters, x, shared, microbatches, given, before, after)
+  if before is not None or order is not None or not recompute:
+    raise SchemeError(
+      "before=, order= and recompute= are of a pipeline that computes a loss.",
+      fix="after=lambda y, x: ..., which computes the loss of a microbatch.",
+    )
   mesh = surroundings(*jax.tree.leaves((parameters, x))).mesh
   axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
   replicas = math.prod(size_along(mesh, name) for name in axes)
@@ -121,6 +142,56 @@ def pipeline(
       own, *jax.tree.map(by_replica, (x, travels, lies))
     )
   return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
+
+
+def _loss(
+  layer: Callable[..., PyTree],
+  parameters: PyTree,
+  x: PyTree,
+  shared: tuple[PyTree, ...],
+  microbatches: int,
+  pipeline: Pipeline,
+  before: Callable[[PyTree], PyTree] | None,
+  after: Callable[[PyTree, PyTree], jax.Array],
+) -> jax.Array:
+  """The mean loss of the microbatches: the program of one, made a pipeline as that of a step is."""
+  _layers(parameters)
+  _check_batch((x, *shared), microbatches, 1)
+
+  def written(parameters: PyTree, batch: PyTree) -> jax.Array:
+    x, shared = batch
+    first = x if before is None else before(x)
+    y, _ = jax.lax.scan(lambda y, row: (layer(row, y, *shared), None), first, parameters)
+    return after(y, x)
+
+  batch = jax.tree.map(_without_gradient, (x, shared))
+  part = jax.tree.map(lambda x: split_batch(x, microbatches)[0], batch)
+  with mapped_axes((pipeline.axis,)):
+    traced: ClosedJaxpr = jax.make_jaxpr(written)(parameters, part)
+  # Arrays that `before` and `after` read are inputs of the program: they get gradients.
+  read = constants(traced)
+
+  def program(model: PyTree, batch: PyTree) -> jax.Array:
+    return as_function(traced.replace(consts=model[0]))(*jax.tree.leaves((model[1], batch)))[0]
+
+  staged = with_stages(
+    program, LayerOptions(pipeline=pipeline), microbatches, lambda _: ({}, ()), LayersUsed()
+  )
+  return staged(([*read], parameters), batch) / microbatches
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+  return x
+
+
+@_without_gradient.defjvp
+def _(primals: PyTree, tangents: PyTree) -> PyTree:
+  raise SchemeError(
+    "the batch of a pipeline that computes a loss has no gradient.",
+    details=f"an array of shape {jnp.shape(primals[0])} is differentiated",
+    fix="compute it in before= from other arrays; or leave after= out, and compute the loss outside.",
+  )
 
 
 def _layers(parameters: PyTree) -> int:

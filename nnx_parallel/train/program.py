@@ -16,7 +16,7 @@ from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import Path, named_leaves
 from nnx_parallel.core.shards import describe
 from nnx_parallel.core.types import AnyArray, PyTree
-from nnx_parallel.layers.attention import queries_over
+from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
 from nnx_parallel.layout.batch import position_axes
 from nnx_parallel.layout.constrain import default_scope, rules_in_scope

@@ -21,7 +21,7 @@ from nnx_parallel.core.text import few
 from nnx_parallel.core.types import AnyArray, Model, Optimizers, PyTree
 from nnx_parallel.create.instantiate import instantiate
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers.attention import Attention
+from nnx_parallel.layers.attention.find import Attention
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, ScanLayers
 from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layers.remat import Policy
@@ -515,7 +515,7 @@ def eval_step(
     )
   stages = Pipeline(pipeline) if isinstance(pipeline, str) else pipeline
   if isinstance(stages, Pipeline):  # there is no backward pass to order
-    stages = Pipeline(stages.axis, stages.virtual_stages)
+    stages = Pipeline(stages.axis, stages.virtual_stages, "gpipe")
   chosen = LayerOptions(None, scan_layers, layers, attention, loss_chunks, stages)
   options = StepOptions(
     loss_fn,

@@ -19,7 +19,6 @@ from nnx_parallel.core.nodes import Path, path_str, variables
 from nnx_parallel.core.types import AnyArray, ClosedJaxpr, JaxprEqn, Model, Program, PyTree, TreeDef
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layers.layers import LayersUsed, with_options, with_stages
-from nnx_parallel.layers.pipeline import Pipeline
 from nnx_parallel.layout.constrain import axes_of_maps, mapped_axes
 from nnx_parallel.layout.gather import Gather, gathered
 from nnx_parallel.train.binding import Template
@@ -189,9 +188,12 @@ def differentiable(
   chosen = gathered(gather, ungathered, paths=paths)
   if pipeline is not None:  # a stage gathers the weights of a layer when it computes the layer
     by_layer = gathered(gather, pure, paths=paths)
+    if pipeline.order is None and scale is not None and pipeline.recompute:  # 1F1B has no loss scale
+      gpipe = dataclasses.replace(options.layers, pipeline=dataclasses.replace(pipeline, order="gpipe"))
+      options = dataclasses.replace(options, layers=gpipe)
+    elif pipeline.order != "gpipe":
+      _check_unscaled(scale)
     ungathered = chosen = _pipelined(by_layer, options, pure.used)
-    if pipeline.order != "gpipe":
-      _check_unscaled(scale, pipeline)
   return Differentiable(
     objective=chosen if scale is None else _scaled(chosen),
     train=train,
@@ -242,12 +244,12 @@ def _pipelined(objective: Objective, options: StepOptions, used: LayersUsed) -> 
   return pipelined
 
 
-def _check_unscaled(scale: jax.Array | None, pipeline: Pipeline) -> None:
+def _check_unscaled(scale: jax.Array | None) -> None:
   if scale is not None:
     raise TrainError(
-      f'Pipeline(order="{pipeline.order}") computes gradients before the loss scale multiplies the loss, so'
+      "a pipeline in the order 1F1B computes gradients before the loss scale multiplies the loss, so"
       " they would underflow.",
-      fix='nxp.Pipeline("stage"), which is GPipe; or bfloat16, which needs no loss scale.',
+      fix='nxp.Pipeline("stage", order="gpipe"); or bfloat16, which needs no loss scale.',
     )
 
 

@@ -10,7 +10,8 @@ from nnx_parallel import cli
 from nnx_parallel.cli import options
 from nnx_parallel.cli.command import make_parser
 from nnx_parallel.errors import MeshError, ReportError
-from nnx_parallel.layers import attention, remat
+from nnx_parallel.layers import remat
+from nnx_parallel.layers.attention import find as attention
 from nnx_parallel.loop.loader import Recipe
 
 

@@ -12,9 +12,9 @@ import pytest
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers import attention, kernels
-from nnx_parallel.layers.attention import queries_over
-from nnx_parallel.layers.cudnn import cudnn_attention
+from nnx_parallel.layers.attention import find, kernels
+from nnx_parallel.layers.attention.find import queries_over
+from nnx_parallel.layers.attention.kernels import cudnn_attention
 
 MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60)]
 HEADS, WIDTH = 4, 4
@@ -48,7 +48,6 @@ class Case:
     form: how the mask is used: by a selection, by an addition, or by `jax.nn.softmax(where=)`.
     fill: the score of what is hidden.
     cap: of the scores.
-    has_sink: whether each head has a logit that belongs to no key.
     has_bias: whether an array is added to the scores.
     kv_heads: heads of keys and values, each for a group of queries.
     full: whether positions are arrays of the size of the scores.
@@ -63,7 +62,6 @@ class Case:
   form: str
   fill: float
   cap: float | None
-  has_sink: bool
   has_bias: bool
   kv_heads: int
   full: bool
@@ -85,7 +83,6 @@ class Case:
       form=str(draw.choice(["selected", "selected", "added", "where"])),
       fill=float(draw.choice(FILLS)),
       cap=2.5 if draw.integers(3) == 0 else None,
-      has_sink=bool(draw.integers(4) == 0),
       has_bias=bool(draw.integers(3) == 0),
       kv_heads=int(draw.choice([2, HEADS])),
       full=bool(draw.integers(2)),
@@ -118,20 +115,17 @@ class Case:
 
   def __call__(self, given, others):
     """The attention, weighted and summed."""
-    (q, k, v, sinks, bias), (segments, lengths, direction) = given, others
+    (q, k, v, bias), (segments, lengths, direction) = given, others
     k, v = (jnp.repeat(x, HEADS // self.kv_heads, 2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
     scores = scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
     scores = scores + bias if self.has_bias else scores
     seen = self.seen(segments, lengths) if self.parts else None
-    if seen is not None and (self.form == "selected" or self.has_sink):
+    if seen is not None and self.form == "selected":
       scores = jnp.where(seen, scores, self.fill)
     elif seen is not None and self.form == "added":
       scores = scores + jnp.where(seen, 0.0, self.fill)
-    if self.has_sink:
-      sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
-      weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
-    elif self.form == "where" and seen is not None:
+    if self.form == "where" and seen is not None:
       weights = jax.nn.softmax(scores, where=seen, axis=-1)
     else:
       weights = jax.nn.softmax(scores)
@@ -154,14 +148,14 @@ def arrays(case, seed):
   segments = np.sort(draw.integers(0, 3, (2, max(case.rows, case.columns)))).astype(np.int32)
   lengths = draw.integers(1, case.columns + 1, 2).astype(np.int32)
   direction = draw.normal(size=q.shape).astype(np.float32)
-  return (q, k, v, np.linspace(-1, 2, HEADS, dtype=np.float32), bias), (segments, lengths, direction)
+  return (q, k, v, bias), (segments, lengths, direction)
 
 
 @pytest.mark.cases(10)
 @pytest.mark.parametrize("seed", [*range(10), *MORE])
 def test_a_mask_by_tiles_is_the_mask_of_the_plain_softmax(seed, monkeypatch):
   case = Case.of(seed)
-  monkeypatch.setattr(attention, "BLOCK", case.block)
+  monkeypatch.setattr(find, "BLOCK", case.block)
   given = arrays(case, seed)
   wanted = jax.jit(jax.value_and_grad(case))(*given)
   with contextlib.ExitStack() as stack:

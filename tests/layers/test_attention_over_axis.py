@@ -13,8 +13,8 @@ from flax import nnx
 import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.errors import TrainError
-from nnx_parallel.layers import attention
-from nnx_parallel.layers.attention import queries_over
+from nnx_parallel.layers.attention import find
+from nnx_parallel.layers.attention.find import queries_over
 from nnx_parallel.report.program.collectives import collectives
 from nnx_parallel.report.program.cost import cost
 from training import run_steps
@@ -80,7 +80,7 @@ LAYOUTS = {
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_device(layout, monkeypatch):
-  monkeypatch.setattr(attention, "BLOCK", 5)
+  monkeypatch.setattr(find, "BLOCK", 5)
   mesh, rules, names, length, options = LAYOUTS[layout]
   losses, params = trained(planned(nxp.make_mesh(mesh), *rules, **names), length, **options)
   np.testing.assert_allclose(losses, alone(length)[0], rtol=1e-5)
@@ -190,7 +190,7 @@ def evenly(f, way):
   ("function", "way"), [(biased, 5), (merged, 5), (grouped, "ring"), (narrow, "ring"), (narrow, "ulysses")]
 )
 def test_values_and_gradients_of_masks_and_biases(function, way, monkeypatch):
-  monkeypatch.setattr(attention, "BLOCK", 2)
+  monkeypatch.setattr(find, "BLOCK", 2)
 
   def both(change):
     def total(*given):

@@ -17,8 +17,9 @@ import nnx_parallel as nxp
 from benchmarks.plain import decoders
 from nnx_parallel.core.jaxprs import equations
 from nnx_parallel.core.tiles import ordered
-from nnx_parallel.layers import kernels, masks, splash
-from nnx_parallel.layers.cudnn import cudnn_attention
+from nnx_parallel.layers.attention import kernels, masks
+from nnx_parallel.layers.attention.kernels import cudnn_attention
+from nnx_parallel.layers.attention.softmaxes import NotFused
 from nnx_parallel.layers.layers import LayerOptions, LayersUsed, with_options
 from training import run_steps
 
@@ -33,7 +34,7 @@ Q, K, V, K2, V2 = (
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch, as_users_have_it):
   """The kernel of this platform is the interpreted one."""
-  kernel = functools.partial(splash.splash_attention, interpret=True)
+  kernel = functools.partial(kernels.splash_attention, interpret=True)
   monkeypatch.setitem(kernels.KERNELS, "cpu", kernel)
 
 
@@ -113,7 +114,7 @@ def _outside(jaxpr):
 
 LONG = tuple(RANDOM.normal(size=(BATCH, KEYS, heads, WIDTH)).astype(np.float32) for heads in (4, 2, 2))
 KINDS = {
-  "tpu": functools.partial(splash.splash_attention, interpret=True),
+  "tpu": functools.partial(kernels.splash_attention, interpret=True),
   "gpu": functools.partial(cudnn_attention, implementation="xla"),
 }
 SEQUENCES = {
@@ -143,8 +144,8 @@ def test_a_kernel_makes_the_mask_of_a_rule(kind, rule, monkeypatch):
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
   causal, window, mask = (given[0][name] for name in ("causal", "window", "mask"))
-  assert (causal, window) == (rule in ("causal", "window"), 40 if rule == "window" else None)
-  assert (mask is not None) == (rule == "on both sides")
+  assert (causal, window) == (rule in ("causal", "window"), None if rule in ("causal", "all") else 40)
+  assert mask is None
 
 
 RULES = {
@@ -153,7 +154,8 @@ RULES = {
   "one too many": (lambda r, c: r + 1 >= c, None),
   "all": (lambda r, c: r + 1000 > c, masks.Seen(causal=False, window=None)),
   "window": (lambda r, c: (r >= c) & (r - c < 33), masks.Seen(causal=True, window=33)),
-  "on both sides": (lambda r, c: abs(r - c) < 33, None),
+  "on both sides": (lambda r, c: abs(r - c) < 33, masks.Seen(causal=False, window=33)),
+  "more ahead": (lambda r, c: (r - c < 33) & (c - r < 34), None),
   "but one": (lambda r, c: (r >= c) & ((r != 200) | (c != 190)), None),
   "but one key": (lambda r, c: (r >= c) & (c != 190), None),
   "chunks": (lambda r, c: (r >= c) & (r // 64 == c // 64), None),
@@ -177,22 +179,20 @@ def test_the_rule_of_a_mask(name, length):
   dense = np.broadcast_to(rule(at[:, None], jnp.asarray(at)[None]), (length, length))
   assert found == (seen if length == 300 or "but one" not in name else masks.Seen(causal=True, window=None))
   if found is not None:
-    wanted = (at[:, None] >= at) if found.causal else np.ones_like(dense)
-    np.testing.assert_array_equal(dense, wanted & (at[:, None] - at < (found.window or length)))
+    behind = at[:, None] - at
+    wanted = (behind >= 0) if found.causal else abs(behind) < (found.window or length)
+    np.testing.assert_array_equal(dense, wanted & (behind < (found.window or length)))
 
 
 def test_what_cudnn_lacks():
   """cuDNN itself refuses here, as it is not installed."""
   q, kv = jnp.ones((1, 2, 2, 8, 4)), jnp.ones((1, 2, 8, 4))
-  segments = jnp.zeros((1, 8), jnp.int32)
   refused = [
     ({"cap": 3.0}, "soft cap"),
-    ({"window": 2}, "window"),
-    ({"segments": segments}, "segments"),
     ({}, "cuDNN:"),
   ]
   for options, reason in refused:
-    with pytest.raises(splash.NotFused, match=reason):
+    with pytest.raises(NotFused, match=reason):
       cudnn_attention(q, kv, kv, scale=1.0, **options)
 
 
@@ -278,13 +278,15 @@ def test_one_query_goes_by_blocks():
     jax.jit(nxp.with_layers(loss, attention="fused"))((Q, K, V), 60)
 
 
+BIAS = RANDOM.normal(size=(HEADS, QUERIES, KEYS)).astype(np.float32)
 PADDING = np.arange(KEYS)[None] < np.array([[256], [150]])
 OTHERS = {
   "examples": (
     lambda q, k, v: attend(q, k, v, lambda s: jnp.where(PADDING[:, None, None], s, -1e9)),
-    "differs between examples or heads",
+    "differs between examples",
   ),
-  "bias": (lambda q, k, v: attend(q, k, v, lambda s: s + causal() * -1e9), "its scores go through add"),
+  "heads": (lambda q, k, v: attend(q, k, v, of_heads), "differs between heads"),
+  "bias": (lambda q, k, v: attend(q, k, v, lambda s: s + BIAS), "a bias is added"),
   "scales": (learned(jnp.ones(HEADS)), "its scores go through mul"),
   "length": (lambda q, k, v: attend(q[:, :100], k, v), "100 queries and 256 keys are not multiples of 128"),
 }
@@ -308,6 +310,71 @@ def test_another_form_goes_by_blocks(name):
   np.testing.assert_allclose(value, loss(Q, K, V), rtol=1e-4)
   assert reason in done
   assert "attention by the fused kernel: 1 of 2 found" in done
+
+
+LOW = float(np.finfo(np.float32).min)
+DOCUMENTS = np.sort(np.random.default_rng(3).integers(0, 3, (BATCH, KEYS))).astype(np.int32)
+SLOPES = np.linspace(0.1, 1, HEADS, dtype=np.float32)
+
+
+def square(seen=lambda r, c: r >= c):
+  return seen(jnp.arange(KEYS)[:, None], jnp.arange(KEYS)[None])
+
+
+def same_document():
+  ids = jax.lax.optimization_barrier(jnp.asarray(DOCUMENTS))  # as if it came with the batch
+  return ids[:, :, None] == ids[:, None]
+
+
+REACH = {  # the kernels that compute it
+  "added": (lambda s, b: s + jnp.where(square(), 0, -1e9), ("tpu", "gpu")),
+  "added, a row sees nothing": (lambda s, b: s + (1.0 - square(lambda r, c: r > c)) * LOW, ()),
+  "times a low number": (lambda s, b: s + jnp.where(~square(), LOW, 0.0), ("tpu", "gpu")),
+  "window on both sides": (lambda s, b: s + ~square(lambda r, c: abs(r - c) < 40) * -1e30, ("tpu", "gpu")),
+  "documents": (lambda s, b: jnp.where((square() & same_document())[:, None], s, -1e9), ("tpu", "gpu")),
+  "documents that do not see themselves": (
+    lambda s, b: jnp.where((same_document() & ~square())[:, None], s, -1e9), ("gpu",)
+  ),
+  "examples": (
+    lambda s, b: jnp.where((np.arange(KEYS) < [[200], [3]])[:, None, None] & square(), s, -1e9), ("gpu",)
+  ),
+  "examples see nothing": (
+    lambda s, b: jnp.where((DOCUMENTS > 1)[:, None, None] & square(), s, -1e9), ("gpu",)
+  ),
+  "bias": (lambda s, b: s + b, ("gpu",)),
+  "bias inside a mask": (lambda s, b: jnp.where(square(), 0.3 * (b[:1] + s), -1e9), ("gpu",)),
+  "bias and an added mask": (lambda s, b: s + b + jnp.where(square(), 0, LOW), ("gpu",)),
+  "bias of keys": (lambda s, b: s + b[:, :1], ("gpu",)),
+  "bias of examples": (lambda s, b: s + jnp.stack([b, 2 * b]), ("gpu",)),
+  "linear biases": (lambda s, b: s - SLOPES[:, None, None] * abs(square(lambda r, c: r - c)), ()),
+  "bias outside of a mask": (lambda s, b: jnp.where(square(lambda r, c: r > c), s, -1e9) + b, ()),
+  "two added masks": (
+    lambda s, b: s + jnp.where(square(), 0, LOW) + jnp.where(PADDING[:, None, None], 0, LOW), ()
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [(name, kind) for kind in ("gpu", "tpu") for name in REACH if kind == "gpu" or "tpu" in REACH[name][1]],
+)
+def test_masks_biases_and_documents_reach_the_kernel(name, kind, monkeypatch):
+  monkeypatch.setitem(kernels.KERNELS, "cpu", KINDS[kind])
+  change, kinds = REACH[name]
+
+  def loss(arrays, bias, factor):
+    return (attend(*arrays, lambda s: change(s, bias)) * factor).sum()
+
+  draw = np.random.default_rng(4).normal
+  arrays = [draw(size=(BATCH, KEYS, HEADS, WIDTH)).astype(np.float32) for _ in range(3)]
+  bias, factor = draw(size=(HEADS, KEYS, KEYS)).astype(np.float32), draw(size=K.shape).astype(np.float32)
+  used = LayersUsed()
+  fused = with_options(loss, LayerOptions(attention="fused"), used)
+  plain, found = (jax.jit(jax.value_and_grad(f, (0, 1)))(arrays, bias, factor) for f in (loss, fused))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+  assert ("by the fused kernel: 1 of 1" in str(used)) == (kind in kinds), str(used)
 
 
 CONFIG = decoders.Config(vocab=64, width=32, heads=4, kv_heads=2, head_dim=8, hidden=32, depth=2)

@@ -159,10 +159,30 @@ def padded_with_bias(params, x):
   return -jnp.take_along_axis(logp, LABELS[..., None] % 45, axis=-1).mean()
 
 
+def by_position(params, x):
+  """Some labels are no column, as of padding: the gather reads the first or the last column."""
+  logp = jax.nn.log_softmax(logits_of(params, x))
+  labels = jnp.where(MASK, LABELS, jnp.where(LABELS > 20, -100, 70))
+  return -(logp[jnp.arange(BATCH)[:, None], np.arange(SEQ), labels] * MASK).mean()
+
+
+def by_flat_position(params, x):
+  logits = logits_of(params, x).reshape(-1, VOCAB)
+  losses = jax.nn.logsumexp(logits, -1) - logits[jnp.arange(BATCH * SEQ), LABELS.reshape(-1)]
+  return losses.sum()
+
+
+def entr(params, x):
+  logits = logits_of(params, x)
+  probabilities = jax.nn.softmax(logits)
+  least = logits.min(-1).mean() - jnp.square(jnp.min(logits * 0.3, axis=-1)).mean()
+  return jax.scipy.special.entr(probabilities).sum(-1).mean() + least
+
+
 LOSSES = [
   one_by_one, integer_labels, shifted, one_hot, smoothed, products, masked, flat, flat_before,
   capped_with_z_loss, bfloat16, metrics, of_examples, by_hand, log_of_softmax, entropy, weighted, focal,
-  mixes, ranks, padded, padded_with_bias,
+  mixes, ranks, padded, padded_with_bias, by_position, by_flat_position, entr,
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx_parallel as nxp
 from nnx_parallel.errors import SchemeError
-from nnx_parallel.layers import kernels, splash
+from nnx_parallel.layers.attention import kernels
 from nnx_parallel.report.program.collectives import collectives
 from training import run_steps
 
@@ -603,40 +603,20 @@ def assert_by_kernel(axes, options, length, kv_heads, *, segmented):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("case", FUSED)
 def test_the_fused_kernel_computes_the_heads_of_a_device(case, monkeypatch):
-  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(splash.splash_attention, interpret=True))
+  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(kernels.splash_attention, interpret=True))
   axes, kv_heads, options, segmented = FUSED[case]
   assert_by_kernel(axes, {"how": "ulysses", **options}, 256, kv_heads, segmented=segmented)
 
 
 def test_what_the_fused_kernel_cannot_compute_goes_by_blocks(monkeypatch):
-  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(splash.splash_attention, interpret=True))
+  monkeypatch.setitem(kernels.KERNELS, "cpu", functools.partial(kernels.splash_attention, interpret=True))
   attend = nxp.parallel.context_attention(how="ulysses", fused=True)
-  for axes, length in (({"context": 4, "tensor": 2}, 256), ({"data": 2, "context": 4}, 40)):
-    q, k, v, _, _ = drawn(2, length, 4)
-    with nxp.use_rules(nxp.LogicalRules(batch="data" if "data" in axes else None), nxp.make_mesh(axes)):
-      assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
-      np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
-  monkeypatch.setitem(kernels.RINGS, "cpu", functools.partial(splash.splash_ring, interpret=True))
+  q, k, v, _, _ = drawn(2, 40, 4)
+  with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, context=4)):
+    assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v), whole(q, k, v), rtol=1e-5, atol=1e-5)
   q, k, v, _, _ = drawn(2, 512, 4)
-  for options in ({"window": 9}, {"zigzag": True}):  # half of a shard has 64 positions
+  for options in ({"how": "ring"}, {"how": "ulysses", "zigzag": True}):
     attend = nxp.parallel.context_attention(causal=True, fused=True, **options)
     with nxp.use_rules(nxp.LogicalRules(batch="data"), nxp.make_mesh(data=2, context=4)):
       assert "pallas_call" not in str(jax.make_jaxpr(attend)(q, k, v))
-
-
-RINGS = {
-  "causal": ({"data": 2, "context": 4}, 512, {"causal": True}),
-  "zigzag": ({"data": 2, "context": 4}, 1024, {"causal": True, "zigzag": True}),
-  "both sides": ({"context": 2}, 256, {}),
-  "some heads": ({"data": 2, "context": 2, "heads": 2}, 512, {"causal": True, "heads_axis": "heads"}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("case", RINGS)
-def test_the_fused_kernel_computes_a_ring(case, segmented, monkeypatch):
-  monkeypatch.setitem(kernels.RINGS, "cpu", functools.partial(splash.splash_ring, interpret=True))
-  axes, length, options = RINGS[case]
-  assert_by_kernel(axes, options, length, 2, segmented=segmented)

@@ -19,7 +19,7 @@ from nnx_parallel.errors import SchemeError, TrainError
 from nnx_parallel.layers import pipeline as schedule
 from nnx_parallel.layers import pipeline_1f1b
 from nnx_parallel.layers.pipeline import Schedule
-from nnx_parallel.layers.pipeline_split import Cut
+from nnx_parallel.layers.pipeline_saving import Cut
 from training import placed
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -103,10 +103,60 @@ def test_nothing_comes_out_of_bubbles(monkeypatch: Any, virtual_stages: int) -> 
   close(found, value_and_gradients(one_by_one, *args))
 
 
+ORDERS = [("gpipe", 1, True), ("1f1b", 1, True), (None, 2, True), (None, 1, False)]
+
+
+@pytest.mark.cases(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "virtual_stages", "recompute"), ORDERS)
+def test_a_loss_of_a_layer_function_in_each_order(order: Any, virtual_stages: int, recompute: bool) -> None:
+  weights, x, seen, other = given(8, 32)
+  model = {"layers": weights, "table": other[:3], "head": jnp.linspace(-1, 1, 12).reshape(6, 2)}
+  batch = {"tokens": seen, "wanted": jnp.stack([x[:, 0], x[:, 1]], -1)}
+
+  def whole(model: Any) -> Any:
+    y = one_by_one(model["layers"], model["table"][seen], seen, other)
+    return (((y @ model["head"]) - batch["wanted"]) ** 2).mean()
+
+  def piped(model: Any) -> Any:
+    return nxp.parallel.pipeline(
+      layer,
+      model["layers"],
+      batch,
+      seen,
+      other,
+      microbatches=8,
+      before=lambda x: model["table"][x["tokens"]],
+      after=lambda y, x: ((y @ model["head"] - x["wanted"]) ** 2).mean(),
+      order=order,
+      virtual_stages=virtual_stages,
+      recompute=recompute,
+    )
+
+  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
+    found = jax.jit(jax.value_and_grad(piped))(model)
+  close(found, jax.value_and_grad(whole)(model))
+  if recompute and order != "1f1b":
+    close(jax.jit(jax.value_and_grad(piped))(model), found)  # on one device
+
+
+def test_a_batch_of_a_loss_has_no_gradient_and_options_need_a_loss() -> None:
+  weights, x, seen, other = given(4, 8)
+  with jax.set_mesh(nxp.make_mesh(data=2, stage=4)):
+    with pytest.raises(SchemeError, match="has no gradient"):
+      jax.grad(
+        lambda x: nxp.parallel.pipeline(
+          layer, weights, x, seen, other, microbatches=4, after=lambda y, x: (y * x).mean()
+        )
+      )(x)
+    with pytest.raises(SchemeError, match="before=, order= and recompute= are of"):
+      nxp.parallel.pipeline(layer, weights, x, seen, other, microbatches=4, order="1f1b")
+
+
 def test_the_schedule_is_the_one_of_theory() -> None:
   plan = nxp.parallel.Schedule(stages=4, microbatches=8, layers=16)
-  assert plan.bubble == pytest.approx(3 / (8 + 3))
-  assert nxp.parallel.Schedule(4, 8, 16, 2).bubble == pytest.approx(3 / (2 * 8 + 3))
+  assert plan.bubble_ratio == pytest.approx(3 / (8 + 3))
+  assert nxp.parallel.Schedule(4, 8, 16, 2).bubble_ratio == pytest.approx(3 / (2 * 8 + 3))
   for some in (plan, nxp.parallel.Schedule(4, 8, 16, 2), nxp.parallel.Schedule(2, 4, 9, 3)):
     ticks, stages = np.ix_(range(some.ticks), range(some.stages))
     works, microbatch, repeat = some.item(ticks, stages)
@@ -115,7 +165,7 @@ def test_the_schedule_is_the_one_of_theory() -> None:
     )
     assert {*done.values()} == {1}
     assert len(done) == some.stages * some.microbatches * some.virtual_stages
-    assert 1 - works.mean() == pytest.approx(some.bubble)
+    assert 1 - works.mean() == pytest.approx(some.bubble_ratio)
 
 
 def in_loops(text: str) -> set[str]:
@@ -155,11 +205,13 @@ def test_a_tick_sends_activations_only() -> None:
 @pytest.mark.parametrize("way", ["2 stages, 4 virtual stages", "4 stages"])
 def test_bytes_and_memory_are_those_of_theory(way: str) -> None:
   wanted = benchmark.WAYS[way]
-  plan = benchmark.plan_for(wanted, nxp.make_mesh(benchmark.sizes_of(wanted)))
+  plan = benchmark.plan_of(nxp.make_mesh(benchmark.sizes_of(wanted)))
   batch = jax.ShapeDtypeStruct((benchmark.BATCH, benchmark.WIDTH), jnp.float32)
   report = nxp.compile_report(benchmark.step_of(wanted), plan, batch=batch)
   sent = [c for c in report.collectives if c.axes == ("stage",)]
   assert sum(c.total_bytes for c in sent if "ppermute" in c.op) == benchmark.analytic(wanted)
+  if wanted.virtual_stages > 1:
+    return  # the weights are sent to their stages
   assert [(c.kind, c.bytes) for c in sent if "ppermute" not in c.op] == [("all-reduce", 4)]  # no weights
   weights = 2 * benchmark.LAYERS * benchmark.WIDTH**2 * 4 // wanted.stages
   microbatch = benchmark.BATCH // benchmark.MICROBATCHES // plan.mesh.shape["data"] * benchmark.WIDTH * 4
@@ -303,11 +355,6 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     {"data": 4, "stage": 2},
     {"virtual_stages": 2, "rules": nxp.presets.pipeline(min_size=8)},
   ),
-  "stack for each virtual stage": (
-    lambda rngs: Stacked(8, 2, rngs),
-    {"data": 4, "stage": 2},
-    {"virtual_stages": 2, "rules": [nxp.PathRules({r"stacks\..*": ("stage", ...)}), nxp.replicate()]},
-  ),
   "stacks": (lambda rngs: Stacked(8, 2, rngs), {"data": 2, "stage": 4}, {}),
   "fsdp": (Stacked, {"data": 2, "fsdp": 2, "stage": 2}, {"rules": nxp.fsdp("fsdp", min_size=8)}),
   "tensor": (
@@ -332,7 +379,7 @@ def on_one_device(case: str, microbatches: int) -> Any:
   return trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, None, None, microbatches, **options)[0]
 
 
-IN_CI = {"gpipe": "uneven", "1f1b": "stacked", "1f1b-split": "statistics", "saved": "memory"}
+IN_CI = {"gpipe": "uneven", "1f1b": "stacked", "saved": "memory"}
 
 
 def each_case_in_each_order() -> Iterator[Any]:
@@ -347,10 +394,10 @@ def each_case_in_each_order() -> Iterator[Any]:
 def test_a_train_step_is_that_of_its_microbatches(case: str, order: Any, microbatches: int) -> None:
   kind, sizes, options = CASES[case]
   options = dict(options)
-  order, recompute = ("1f1b-split", False) if order == "saved" else (order, True)
+  order, recompute = (None, False) if order == "saved" else (order, True)
   pipeline = nxp.Pipeline("stage", options.pop("virtual_stages", 1), order, recompute)
   rules = options.pop("rules", None)
-  if pipeline.order == "1f1b-split":
+  if not recompute:
     options.pop("remat", None)
   mesh = nxp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
   found, step = trained(lambda: kind(rngs=nnx.Rngs(0)), mesh, pipeline, rules, microbatches, **options)
@@ -387,13 +434,13 @@ def test_saved_activations_of_1f1b_do_not_grow_with_microbatches(virtual_stages:
 
 
 @pytest.mark.slow
-def test_a_backward_pass_is_cut_into_gradients_of_inputs_and_of_weights() -> None:
+def test_a_backward_pass_is_cut_where_it_reads_gradients() -> None:
   def back(x: Any, w: Any, g: Any) -> Any:
     def layer(x: Any, w: Any) -> Any:
       return jax.checkpoint(lambda x: x + jnp.tanh(x @ w["up"] + w["bias"][None]) @ w["down"].T)(x)
 
     y, pull = jax.vjp(layer, x, w)
-    return y, *pull(g)
+    return y, pull(g)
 
   keys = jax.random.split(jax.random.key(0), 5)
   x, g = (jax.random.normal(key, (6, 4)) for key in keys[:2])
@@ -404,24 +451,17 @@ def test_a_backward_pass_is_cut_into_gradients_of_inputs_and_of_weights() -> Non
   }
   cut = Cut.of(back, (x,), (w,), g)
   y, residuals = cut.forward((x,), (w,))
-  of_x, operands = cut.backward(residuals, (w,), g)
-  found = y, of_x, cut.weights(operands, (w,))
-  close(found, back(x, w, g))
-  products = [[eqn.primitive.name for eqn in eqns].count("dot_general") for eqns in (cut.back, cut.apart)]
-  assert products == [2, 2]
-  assert sorted(a.shape for a in operands) == [
-    (6, 4),
-    (6, 4),
-    (6, 8),
-    (6, 8),
-  ]  # of each product, both operands
+  close((y, cut.backward(residuals, (w,), g)), back(x, w, g))
+  products = [[eqn.primitive.name for eqn in eqns].count("dot_general") for eqns in (cut.early, cut.back)]
+  assert products == [3, 4]  # forward: one is computed again in the checkpoint, which XLA sees
+  assert not any(a.shape == (4, 8) for a in residuals)  # no weights
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_the_bubble_of_split_backward_passes_has_no_gradients_of_weights(virtual_stages: int) -> None:
+def test_without_recomputation_a_tick_has_one_forward_pass_less(virtual_stages: int) -> None:
   plan = benchmark.plan_of(nxp.make_mesh(data=2, stage=4))
   microbatches = 8
   chunks = microbatches * virtual_stages
@@ -434,17 +474,15 @@ def test_the_bubble_of_split_backward_passes_has_no_gradients_of_weights(virtual
     flops = nxp.compile_report(step, plan, batch=batch).cost.flops
     return flops / (2 * 16 * benchmark.WIDTH**2 * 2 * benchmark.LAYERS // (4 * virtual_stages))
 
-  # Forward, once again, and the gradients of inputs in each tick; the gradients of weights for each chunk.
-  # A report counts a conditional as its longer branch: here also for the group before the first.
-  assert passes("1f1b") == 4 * (chunks + 3)
-  assert passes("1f1b-split") == 3 * (chunks + 3) + chunks + 4 * virtual_stages
-  assert passes("1f1b-split", recompute=False) == 2 * (chunks + 3) + chunks + 4 * virtual_stages
+  # Forward, once again, and the gradients of inputs and of weights.
+  assert passes("1f1b") == passes(None) == 4 * (chunks + 3)
+  assert passes("1f1b", recompute=False) == 3 * (chunks + 3)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["1f1b", "1f1b-split"])
-def test_1f1b_trains_only_what_is_trained(order: Any) -> None:
+@pytest.mark.parametrize("recompute", [True, False])
+def test_1f1b_trains_only_what_is_trained(recompute: bool) -> None:
   def adapted(pipeline: Any, mesh: Any) -> Any:
     wrt = nnx.All(nnx.Param, nnx.PathContains("up"))
     plan = nxp.plan(lambda: Model(4, nnx.Rngs(0)), mesh, nxp.replicate(), optimizer=optax.adam(1e-2), wrt=wrt)
@@ -459,7 +497,7 @@ def test_1f1b_trains_only_what_is_trained(order: Any) -> None:
       nxp.compile_report(step, plan, batch=batch),
     )
 
-  *found, report = adapted(nxp.Pipeline(order=order), nxp.make_mesh(data=2, stage=4))
+  *found, report = adapted(nxp.Pipeline(recompute=recompute), nxp.make_mesh(data=2, stage=4))
   *wanted, _ = adapted(None, nxp.make_mesh(data=1, devices=jax.devices()[:1]))
   close(found, wanted)
   *_, everything = adapted(nxp.Pipeline(order="gpipe"), nxp.make_mesh(data=2, stage=4))
@@ -492,20 +530,20 @@ def both(model: Any, batch: Any) -> Any:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["1f1b", "1f1b-split"])
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("loss", [weights_alone, both])
-def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any, order: Any) -> None:
+def test_a_loss_may_read_weights_outside_of_the_layers(loss: Any, recompute: bool) -> None:
   def make() -> Any:
     return Model(4, nnx.Rngs(0))
 
-  found = two_steps(loss, make, nxp.Pipeline(order=order), nxp.make_mesh(data=2, stage=4))
+  found = two_steps(loss, make, nxp.Pipeline(recompute=recompute), nxp.make_mesh(data=2, stage=4))
   close(found, two_steps(loss, make, None, nxp.make_mesh(data=1, devices=jax.devices()[:1])))
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["1f1b", "1f1b-split"])
-def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any, order: Any) -> None:
+@pytest.mark.parametrize("recompute", [True, False])
+def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any, recompute: bool) -> None:
   def make() -> Any:
     return Model(7, nnx.Rngs(0))
 
@@ -521,7 +559,7 @@ def test_nothing_comes_out_of_bubbles_of_1f1b(monkeypatch: Any, order: Any) -> N
 
   monkeypatch.setattr(schedule, "_marked", poisoned)
   mesh = nxp.make_mesh(stage=2, data=1, devices=jax.devices()[:2])
-  close(two_steps(both, make, nxp.Pipeline("stage", 3, order), mesh, 10), wanted)
+  close(two_steps(both, make, nxp.Pipeline("stage", 3, "1f1b", recompute), mesh, 10), wanted)
 
 
 class Rounded(Block):
@@ -663,32 +701,6 @@ def test_what_is_outside_of_a_pipeline_is_said() -> None:
   assert "outside of the pipeline, computed by each stage: sides.0, sides.1, weights of 576 B" in said
 
 
-class Summed(Stacked):
-  """The sum in the first carry starts as a Python number, so the body of the first scan is another one."""
-
-  def __call__(self, tokens: Any) -> Any:
-    carry: Any = self.embed(tokens), 0.0
-    through = nnx.scan(
-      lambda c, block: (block(c[0], c[0][..., 0]), c[1] + c[0].mean()),
-      in_axes=(nnx.Carry, 0),
-      out_axes=nnx.Carry,
-    )
-    for stack in self.stacks:
-      carry = through(carry, stack)
-    return self.head(carry[0]) + carry[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_stacks_that_are_not_one_pipeline_say_why() -> None:
-  make = functools.partial(Summed, 8, 2)
-  why = "scan 2 over layers is not joined with scan 1: another body"
-  assert why in str(lowered(make, nxp.make_mesh(data=2, stage=4)).layers)
-  with pytest.raises(SchemeError, match="cannot be 2 chunks") as caught:
-    lowered(make, nxp.make_mesh(data=2, stage=4), nxp.Pipeline(virtual_stages=2))
-  assert why in caught.value.__notes__[0]
-
-
 class Recomputed(Model):
   def __init__(self, rngs: Any):
     super().__init__(0, rngs)
@@ -701,14 +713,14 @@ class Kept(Block):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_recomputation_has_no_effect_on_split_backward_passes() -> None:
-  mesh, split = nxp.make_mesh(data=2, stage=4), nxp.Pipeline(order="1f1b-split")
+def test_recomputation_has_no_effect_on_layers_that_are_saved() -> None:
+  mesh, saving = nxp.make_mesh(data=2, stage=4), nxp.Pipeline(recompute=False)
   said = "jax.checkpoint inside of the layers has no effect"
-  assert said in str(lowered(Recomputed, mesh, pipeline=split).layers)
+  assert said in str(lowered(Recomputed, mesh, pipeline=saving).layers)
   assert said not in str(lowered(Recomputed, mesh, pipeline=nxp.Pipeline(order="1f1b")).layers)
-  assert said not in str(lowered(functools.partial(Model, 4), mesh, pipeline=split).layers)
+  assert said not in str(lowered(functools.partial(Model, 4), mesh, pipeline=saving).layers)
   with pytest.raises(TrainError, match="remat='dots' has no effect"):
-    nxp.train_step(loss, remat="dots", pipeline=split)
+    nxp.train_step(loss, remat="dots", pipeline=saving)
 
 
 class Hidden(Model):
@@ -762,7 +774,5 @@ def test_what_cannot_be_a_pipeline_says_why() -> None:
     nxp.train_step(loss, pipeline=True)
   with pytest.raises(SchemeError, match="'1F1B' is not an order"):
     nxp.Pipeline("stage", order="1F1B")  # pyright: ignore[reportArgumentType]
-  with pytest.raises(SchemeError, match='order="1f1b-split" with recompute=False'):
-    nxp.Pipeline("stage", order="1f1b", recompute=False)
-  with pytest.raises(TrainError, match="remat='dots' has no effect"):
-    nxp.train_step(loss, remat="dots", pipeline=nxp.Pipeline(order="1f1b-split"))
+  with pytest.raises(SchemeError, match='order="1f1b" with recompute=False'):
+    nxp.Pipeline("stage", order="gpipe", recompute=False)

@@ -1,4 +1,8 @@
-"""Finds every softmax that a product with values follows, in whatever form it is written."""
+"""Finds each softmax that a product with values follows.
+
+`exp(s - s.max(-1)) / exp(s - s.max(-1)).sum(-1) @ v` is one, also with casts, transposes, masks and factors
+between these operations: `jax.nn.softmax`, and what models write by hand.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,14 @@ from nnx_parallel.core.jaxprs import (
 )
 from nnx_parallel.core.tiles import DimName, Labels, Untiled, described, pushed
 from nnx_parallel.core.types import Jaxpr, JaxprEqn, Var
-from nnx_parallel.layers.masks import PLACES
+from nnx_parallel.layers.attention.masks import PLACES
 
 _SUMS = ("reduce_sum", "cumsum")
 _WITH_OTHERS = ("add", "add_any", "log", "max", "sub")
 """Operations that join a sum of exponentials with something else."""
-_SCALES = (*PLACES, "neg")
 _PASSED = (*PLACES, "stop_gradient")
 """Operations between a maximum and where it is subtracted."""
-LAYOUT = ("broadcast_in_dim", "copy", "reshape", "squeeze")
-"""Operations that give a number for each row another layout."""
-STOPPED = (*LAYOUT, "stop_gradient")
-"""The same for a number without a gradient, such as a maximum."""
+_EXP, _SUM, _WEIGHT = "exponential", "sum", "weight"
 Lengths = dict[DimName, int]
 
 
@@ -49,16 +49,10 @@ class NotFused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-  """An attention in a flat program.
+  """An attention in a flat program: its exponential, maximum, sum, and product of weights and values.
 
   Attributes:
-    exp: the exponential.
-    largest: the maximum over the keys.
     order: for each dim of the scores, the matching dim of the array that `largest` reduces.
-    total: the sum over the keys.
-    sink: a logit of each row that belongs to no key, or None.
-    cuts: the maximum and the sum, a sink included.
-    product: of the weights and the values.
     side: which operand of the product the weights are.
     labels: the dims of the weights and of the product's result, as dims of the scores.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
@@ -68,12 +62,15 @@ class Softmax:
   largest: JaxprEqn
   order: tuple[int, ...]
   total: JaxprEqn
-  sink: Var | None
-  cuts: tuple[Var, Var]
   product: JaxprEqn
   side: int
   labels: tuple[Labels, Labels]
   zeros_too: bool
+
+  @property
+  def cuts(self) -> tuple[Var, Var]:
+    """The maximum and the sum."""
+    return self.largest.outvars[0], self.total.outvars[0]
 
   @property
   def summed(self) -> tuple[int, ...]:
@@ -94,11 +91,7 @@ class Softmaxes:
   """The products of normalised exponentials and values in a flat program.
 
   An exponential is normalised if it, or its argument, depends on a sum of exponentials over a dim that the
-  product sums over. Its scores are a product too, and the later product keeps one of their other dims: the
-  queries.
-
-  Args:
-    body: the program.
+  product sums over. Its scores are a product too, and the later product keeps one of their other dims.
   """
 
   def __init__(self, body: Jaxpr):
@@ -113,13 +106,7 @@ class Softmaxes:
     self._made = makers(self.body)
 
   def products(self, exp: JaxprEqn, lengths: Lengths, named: Labels) -> list[JaxprEqn]:
-    """The products that sum weights of an exponential, normalised, over its keys.
-
-    Args:
-      exp: the operation.
-      lengths: of the dims of its result, and of their factors.
-      named: the labels of its result.
-    """
+    """The products that sum weights of an exponential, with named dims, normalised, over its keys."""
     if isinstance(exp.invars[0], core.Literal) or exp.invars[0] not in self._of_products:
       return []
     labels: dict[Var, Labels] = dict.fromkeys(self._scores(exp), named)
@@ -176,11 +163,7 @@ class Softmaxes:
         todo += made.invars
 
   def match(self, exp: JaxprEqn, product: JaxprEqn) -> Softmax:
-    """The softmax that a product of `products` has for weights.
-
-    Raises:
-      NotByBlocks: the weights are not the exponentials of scores minus their maximum, over their sum.
-    """
+    """The softmax that a product of `products` has for weights; `NotByBlocks` if it is another form."""
     text, top = named_softmax(exp), _top(exp, self._made)
     if top is None:
       raise NotByBlocks(
@@ -196,49 +179,44 @@ class Softmaxes:
       raise no_quotient
     (side,) = sides
     lengths, named = named_dims(scores.aval.shape)
-    axes = {d for d, place in enumerate(top.order) if place in top.largest.params["axes"]}
-    # The powers of the exponential and of its sum in a value.
-    powers: dict[Var, tuple[int, int]] = {scores: (1, 0)}
+    largest, order = top
+    axes = {d for d, place in enumerate(order) if place in largest.params["axes"]}
+    kinds: dict[Var, str] = {scores: _EXP}
     labels: dict[Var, Labels] = {scores: named}
     totals: list[JaxprEqn] = []
-    with_sink: Var | None = None
     selected: set[Var] = set()  # weights of which some were replaced: a row of them may be all zeros
     for eqn in operations_behind(self.body.eqns, [product.invars[side]]):
       used = [n for n, var in enumerate(eqn.invars) if among(var, weighed)]
       if not used:
         continue
       name, out, own_labels = eqn.primitive.name, eqn.outvars[0], labels[eqn.invars[used[0]]]
-      own = [powers[var] if among(var, weighed) else None for var in eqn.invars]
-      if top.sink is not None and name == "add" and top.is_sum(eqn, totals):
-        powers[out], labels[out], with_sink = (0, 1), own_labels, out
-        continue
-      is_total = name == "reduce_sum" and own == [(1, 0)] and {*own_labels} == {*named}
+      own = [kinds[var] if among(var, weighed) else None for var in eqn.invars]
+      is_total = name == "reduce_sum" and own == [_EXP] and {*own_labels} == {*named}
       if is_total and {*map(int, eqn.params["axes"])} == axes:
         totals.append(eqn)
-        powers[out], labels[out] = (0, 1), pushed(eqn, 0, named, lengths)
+        kinds[out], labels[out] = _SUM, pushed(eqn, 0, named, lengths)
         continue
-      power = _power(eqn, own, self._made)
-      if power is None and name in _WITH_OTHERS and any(not count for count, _ in filter(None, own)):
+      kind = _kind(eqn, own, self._made)
+      if kind is None and name in _WITH_OTHERS and _SUM in own:
         raise no_quotient
       try:
-        if power is None:
+        if kind is None:
           raise Untiled(eqn)
-        powers[out], labels[out] = power, _joined(eqn, used, labels, lengths)
+        kinds[out], labels[out] = kind, _joined(eqn, used, labels, lengths)
       except Untiled:
         raise NotByBlocks(f"{text}: its weights go through {described(eqn)}") from None
-      if power == (1, -1) and (name == "select_n" or among(eqn.invars[used[0]], selected)):
+      if kind == _WEIGHT and (name == "select_n" or among(eqn.invars[used[0]], selected)):
         selected.add(out)
     if len(totals) > 1:
       raise NotByBlocks(f"{text}: its weights are summed {len(totals)} times")
-    weights, has_sink = product.invars[side], with_sink is not None
-    if powers[weights] != (1, -1) or has_sink != (top.sink is not None):
-      raise no_quotient
-    placed = _summed_over(product, side, labels[weights], axes, lengths)
+    weights = product.invars[side]
+    placed = None
+    if kinds[weights] == _WEIGHT:
+      placed = _summed_over(product, side, labels[weights], axes, lengths)
     if placed is None:
       raise no_quotient
-    cuts = top.cut, with_sink or totals[0].outvars[0]
-    given, zeros_too = (labels[weights], placed), weights in selected
-    return Softmax(exp, top.largest, top.order, totals[0], top.sink, cuts, product, side, given, zeros_too)
+    given = labels[weights], placed
+    return Softmax(exp, largest, order, totals[0], product, side, given, weights in selected)
 
   def _scores(self, exp: JaxprEqn) -> list[Var]:
     """The argument of an exponential, and the operand from which it subtracts a maximum."""
@@ -302,70 +280,24 @@ def named_softmax(exp: JaxprEqn) -> str:
   return f"softmax of {exp.outvars[0].aval.str_short()}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Top:
-  """The value that is subtracted from scores before the exponential.
-
-  Attributes:
-    largest: the maximum over the keys.
-    order: for each dim of the scores, the matching dim of the array that `largest` reduces.
-    cut: the maximum, a sink included.
-    sink: a logit of each row that belongs to no key, or None.
-    shift: the operand of the subtraction.
-    made: the operation of each value.
-  """
-
-  largest: JaxprEqn
-  order: tuple[int, ...]
-  cut: Var
-  sink: Var | None
-  shift: Var
-  made: Mapping[Var, JaxprEqn]
-
-  def is_sum(self, eqn: JaxprEqn, totals: Sequence[JaxprEqn]) -> bool:
-    """Whether an operation adds the sink's exponential to the sum of the other exponentials."""
-    sums = [n for n, var in enumerate(eqn.invars) if any(var is total.outvars[0] for total in totals)]
-    if len(sums) != 1:
-      return False
-    exp = maker(origin(eqn.invars[1 - sums[0]], self.made, LAYOUT), self.made)
-    below = maker(exp.invars[0], self.made) if exp is not None and exp.primitive.name == "exp" else None
-    if below is None or below.primitive.name != "sub" or below.invars[1] is not self.shift:
-      return False
-    sink: Any = self.sink
-    return origin(below.invars[0], self.made, LAYOUT) is origin(sink, self.made, STOPPED)
-
-
-def _top(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> _Top | None:
-  """The maximum that is subtracted before an exponential, or None."""
+def _top(exp: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> tuple[JaxprEqn, tuple[int, ...]] | None:
+  """The maximum that is subtracted before an exponential, with `Softmax.order`; or None."""
   difference = maker(exp.invars[0], made)
   if difference is None or difference.primitive.name != "sub":
     return None
-  var, cut, sink = difference.invars[1], None, None
+  var = difference.invars[1]
   while (eqn := maker(var, made)) is not None:
     name = eqn.primitive.name
     if name == "reduce_max":
       order = _order_of(eqn.invars[0], difference.invars[0], made)
-      return None if order is None else _Top(eqn, order, cut or var, sink, difference.invars[1], made)
+      return None if order is None else (eqn, order)
     if name == "max" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == -math.inf:
       var = eqn.invars[1]
-    elif name == "max" and cut is None:  # with a sink
-      cut, (var, sink) = var, eqn.invars
-    elif name == "select_n" and _is_where_finite(eqn, made):  # of a log-sum-exp
-      var = eqn.invars[2]
     elif name in _PASSED:
       var = eqn.invars[0]
     else:
       return None
   return None
-
-
-def _is_where_finite(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> bool:
-  """Whether a selection is the value, and 0 where that is not finite."""
-  if len(eqn.invars) != 3 or not among(eqn.invars[0], made):
-    return False
-  test = made[eqn.invars[0]]
-  is_test = test.primitive.name == "is_finite" and test.invars[0] is eqn.invars[2]
-  return is_test and _is_zero(eqn.invars[1], made)
 
 
 def _order_of(var: Var, scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[int, ...] | None:
@@ -395,11 +327,7 @@ def is_cast(eqn: JaxprEqn) -> bool:
 def _joined(
   eqn: JaxprEqn, operands: Sequence[int], labels: Mapping[Var, Labels], lengths: Mapping[DimName, int]
 ) -> Labels:
-  """The labels of a result of exponentials and their sums, which must lie along the same dims.
-
-  Raises:
-    Untiled: the dims differ, or the operation does not say where they go.
-  """
+  """The labels of a result of exponentials and sums, which must lie along the same dims; or `Untiled`."""
   found: dict[DimName, tuple[int, int]] = {}
   for n in operands:
     for name, dim, factor in pushed(eqn, n, labels[eqn.invars[n]], lengths):
@@ -413,22 +341,17 @@ def _is_zero(var: Var, made: Mapping[Var, JaxprEqn]) -> bool:
   return isinstance(var, core.Literal) and not np.ndim(var.val) and not var.val
 
 
-def _power(
-  eqn: JaxprEqn, own: list[tuple[int, int] | None], made: Mapping[Var, JaxprEqn]
-) -> tuple[int, int] | None:
-  """The powers in the result of an operation that multiplies or selects; None for other operations."""
+def _kind(eqn: JaxprEqn, own: list[str | None], made: Mapping[Var, JaxprEqn]) -> str | None:
+  """What an operation of exponentials, their sum and weights makes; None for something else."""
   name = eqn.primitive.name
-  if name in _SCALES:
+  if name in (*PLACES, "neg") or (name in ("mul", "div") and own[1] is None):
     return own[0]
-  powers = [power or (0, 0) for power in own]
-  if name == "mul":
-    return powers[0][0] + powers[1][0], powers[0][1] + powers[1][1]
-  if name == "div":
-    return powers[0][0] - powers[1][0], powers[0][1] - powers[1][1]
-  if name == "integer_pow":
-    return powers[0][0] * eqn.params["y"], powers[0][1] * eqn.params["y"]
+  if name == "div" and own == [_EXP, _SUM]:
+    return _WEIGHT
+  if name == "mul" and own[0] is None:
+    return own[1]
   if name == "select_n" and own[0] is None:
-    cases = {power for power, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero(var, made)}
+    cases = {kind for kind, var in zip(own[1:], eqn.invars[1:], strict=True) if not _is_zero(var, made)}
     return cases.pop() if len(cases) == 1 else None
   return None
 

@@ -47,15 +47,18 @@ class Hidden:
   """Evaluates values of a flat program on intervals, for all tiles at once.
 
   A tile is a block of queries and a block of keys. The starts of both are broadcast against each other.
-
-  Args:
-    body: the program.
-    lengths: the lengths of the named dims.
-    rows: the blocks of queries.
-    columns: the blocks of keys.
+  With `products=0`, products are taken for 0: what then is not hidden for sure, a mask leaves visible.
   """
 
-  def __init__(self, body: Jaxpr, lengths: Mapping[DimName, int], rows: Spans, columns: Spans):
+  def __init__(
+    self,
+    body: Jaxpr,
+    lengths: Mapping[DimName, int],
+    rows: Spans,
+    columns: Spans,
+    products: float | None = None,
+  ):
+    self._products = _ANY if products is None else (np.full((), products), np.full((), products))
     self._lengths, self._spans = lengths, {spans.name: spans for spans in (rows, columns)}
     self._shape = np.broadcast_shapes(rows.starts.shape, columns.starts.shape)
     self._made = makers(body)
@@ -86,6 +89,8 @@ class Hidden:
     if eqn is None:
       return _ANY
     name = eqn.primitive.name
+    if name == "dot_general":
+      return self._products
     if name == "iota":
       return self._positions(eqn, labels)
     if (name not in _RULES and name not in _KEPT) or (name in _LOGICAL and eqn.outvars[0].aval.dtype != bool):
@@ -113,13 +118,15 @@ class Hidden:
     return spans.starts * 1.0, spans.starts + spans.sizes - 1.0
 
 
-def has_one_fill(var: Var, made: Mapping[Var, JaxprEqn]) -> bool:
-  """Whether masks put at most one number into scores, so that all hidden scores of a row are equal.
+def fills_of(scores: Var, made: Mapping[Var, JaxprEqn]) -> tuple[set[float], bool]:
+  """The numbers that masks put into scores, and whether such a number is added to something.
 
   Two masks that are added hide some scores once, and some twice:
-  `s + where(causal, 0, low) + where(padding, 0, low)` has scores of low and of -inf.
+  `s + where(causal, 0, low) + where(padding, 0, low)` has scores of low and of -inf. Where a number is added,
+  a score that it hides still has a gradient.
   """
   found: dict[Var, set[float]] = {}
+  added: list[Var] = []
 
   def fills(var: Var) -> set[float]:
     if isinstance(var, core.Literal):
@@ -132,13 +139,15 @@ def has_one_fill(var: Var, made: Mapping[Var, JaxprEqn]) -> bool:
       own = [x for x in map(fills, given) if x]
       twice = len(own) > 1 and eqn.primitive.name != "select_n"
       found[var] = set().union(*own, {-math.inf, math.nan} if twice else ())
+      if own and eqn.primitive.name in ("add", "add_any", "sub") and math.isfinite(max(found[var])):
+        added.append(var)
     return found[var]
 
-  return len(fills(var)) < 2
+  return fills(scores), bool(added)
 
 
 class Seen(NamedTuple):
-  """The keys that each query sees: all, or none that is later; of these, only the last `window`."""
+  """The keys that each query sees: all, or none that is later; of these, those less than `window` away."""
 
   causal: bool
   window: int | None
@@ -154,15 +163,7 @@ def seen_by(
   row: DimName,
   column: DimName,
 ) -> Seen | None:
-  """The rule of the masks of an attention, proved for each query and key; None if they follow another rule.
-
-  Args:
-    body: the program.
-    masks: booleans, the labels of their dims, and whether a score is kept where they are true.
-    lengths: the lengths of the named dims.
-    row: the name of the dim of the queries.
-    column: the name of the dim of the keys.
-  """
+  """The rule of the masks of an attention, proved for each query and key; None if they have another rule."""
   rows, columns = lengths[row], lengths[column]
 
   def kept(tiles: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -184,6 +185,8 @@ def seen_by(
     seen = ALL
   elif rows == columns and not first[1:].any() and last.any():
     seen = Seen(causal=True, window=None if last.all() else int(last.sum()))
+  elif rows == columns and first.any():
+    seen = Seen(causal=False, window=int(first.sum()))
   else:
     return None
   *tiles, wanted = _tiles(seen, rows, columns)
@@ -192,13 +195,11 @@ def seen_by(
 
 
 def _tiles(seen: Seen, rows: int, columns: int) -> np.ndarray:
-  """Cuts the scores into tiles, so that a rule keeps either all or none of the scores of a tile.
+  """Cuts the scores into tiles, of each of which a rule keeps all or none.
 
-  Returns:
-    For each tile, where its queries start and end, where its keys start and end, and whether the rule keeps
-    its scores.
+  Returns where the queries and the keys of each start and end, and whether the rule keeps its scores.
   """
-  least, most = 0 if seen.causal else -columns, seen.window or rows
+  least, most = 0 if seen.causal else 1 - (seen.window or columns + 1), seen.window or rows
   found, todo = list[np.ndarray](), np.array([[0], [rows], [0], [columns]])
   while todo.size:
     top, bottom, left, right = todo

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from nnx_parallel.core.mesh import is_explicit_here
 from nnx_parallel.core.shards import on_shards
 from nnx_parallel.core.tiles import DimName, Grid, Labels, Places, filled, finite
 from nnx_parallel.core.types import AnyArray, PyTree
@@ -64,18 +63,14 @@ def is_first(hop: AnyArray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """One device's part of an attention that the devices of a mesh axis share.
+  """One device's part of an attention that the devices of a mesh axis share; None: one device has all of it.
 
   Attributes:
-    axis: the mesh axis; None: one device computes the attention.
-    size: the size of the axis.
-    row, column: the names of the dims of queries and of keys.
-    dim: the name of the dim of the scores that is split: queries, or heads.
+    row, column, dim: the names of the dims of queries, of keys, and of what is split: queries or heads.
     moving: the name of the keys' dim, if it is sharded too and its shards travel around the ring; else None.
     grid: the blocks of the scores, of all devices.
     mapped: mesh axes of an enclosing `jax.vmap`.
-    examples: mesh axes that shard dim 0 of every array, so that a device leaves out the tiles that its own
-      examples do not need.
+    examples: mesh axes that shard dim 0 of the scores, and of each array that has it.
   """
 
   axis: str | None
@@ -91,7 +86,7 @@ class Share:
   @property
   def names(self) -> tuple[DimName, ...]:
     """The dims of the scores of which there are parts, of a device or of a tile."""
-    return tuple(sorted({self.row, self.column, self.dim}))
+    return tuple(sorted({self.row, self.column, self.dim} | ({0} if self.examples else set())))
 
   @property
   def own(self) -> Grid:
@@ -125,7 +120,7 @@ class Share:
     """The spec of an array."""
     found = self.split(labels)
     entries: list[Any] = [] if found is None else [*[None] * found[1], self.axis]
-    if self.examples:
+    if self.examples and any(name == 0 for name, _, _ in labels):
       entries[:1] = [self.examples]
     return PartitionSpec(*entries)
 
@@ -173,11 +168,6 @@ class Share:
     numbers = jnp.arange(self.size, dtype=jnp.int32)
     return lambda *arrays: run(numbers, *arrays)
 
-  @property
-  def is_explicit(self) -> bool:
-    """Whether the axis is Explicit, so that arrays must come sharded over it."""
-    return is_explicit_here(self.axis)
-
   def by_heads(self, x: jax.Array, labels: Labels) -> jax.Array:
     """Reshards an array from positions to heads, by an all-to-all, if the attention is split by heads.
 
@@ -191,7 +181,7 @@ class Share:
     return x if self.split(labels) is None else self._on(x, label)
 
   def _on(self, x: jax.Array, label: tuple[DimName, int, int] | None) -> jax.Array:
-    if self.dim == self.row or self.is_explicit or label is None or label[2] > 1:
+    if self.dim == self.row or label is None or label[2] > 1:
       return x
     if x.shape[label[1]] % self.size:
       return x
@@ -202,10 +192,7 @@ class Share:
   def visits(self, seen: np.ndarray) -> np.ndarray:
     """Which visible tiles each device computes at each visit to a shard of keys; its own shard comes first.
 
-    The visits end with the last visit at which any device sees a tile.
-
-    Returns:
-      `[visits, devices, blocks of the device's queries, blocks of the shard's keys]`.
+    `[visits, devices, blocks of its queries, blocks of the shard's keys]`, up to the last that is seen.
     """
     rows, columns = (self.own.count(name) for name in (self.row, self.column))
     by_shard = seen.reshape(-1, rows, seen.shape[1] // columns, columns).transpose(0, 2, 1, 3)
@@ -221,20 +208,14 @@ class TileAttention:
   """The values, weighted by the softmax of scores, as a function of arrays that are read in tiles.
 
   Attributes:
-    share: the blocks, and the part that each device computes.
-    inputs: the labels of the arrays.
+    inputs, row, result: the labels of the arrays, of one number per row of the scores, and of the result.
     slopes: the number of leading arrays that have gradients.
-    row: the labels of an array with one number per row of the scores, such as their maximum.
-    result: the labels of the result.
-    dtype: the dtype of the result.
     largest: `(tiles, places) -> maxima` of a tile's scores over its keys, `-inf` where they do not count.
     weighed: `(tiles, largest, total, places) -> (product, sums)`: the product of a tile's weights and values,
       and the sums of its exponentials over the keys, for the maxima and the sums of the rows.
     spread: `(array like row, shape) -> array` with the dims of a result of that shape.
-    seen: which tiles a mask does not hide completely, `[blocks of queries, blocks of keys]`, on all devices;
-      None: all tiles.
-    needed: `arrays -> [blocks of queries, blocks of keys]`: which tiles are not hidden completely by the
-      values (such as document ids) of the arrays that a device holds during a visit; None: all tiles.
+    seen: which tiles `[blocks of queries, blocks of keys]` a mask does not hide completely; None: all tiles.
+    needed: `arrays -> tiles` that the values that a device holds during a visit do not hide; None: all tiles.
     zeros_too: whether a row of weights may be all zeros, where its sum does not exist.
   """
 
@@ -251,16 +232,11 @@ class TileAttention:
   needed: Callable[[Sequence[jax.Array]], jax.Array] | None = None
   zeros_too: bool = False
 
-  def __call__(self, *arrays: jax.Array, sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """The result, and the maxima of the rows, which have no gradient.
-
-    Args:
-      arrays: that are read by tiles.
-      sink: a logit of each row that belongs to no key, or None.
-    """
+  def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The result, and the maxima of the rows, which have no gradient."""
     attention = jax.custom_vjp(lambda *given: self._with_kept(*given)[0])
     attention.defvjp(self._with_kept, self._pulled)
-    return attention(sink, *arrays)
+    return attention(*arrays)
 
   @property
   def _wide(self) -> DTypeLike:
@@ -272,30 +248,27 @@ class TileAttention:
     counts = [self.share.grid.count(name) for name in (self.share.row, self.share.column)]
     return self.share.visits(np.ones(counts, bool) if self.seen is None else self.seen)
 
-  def _with_kept(self, sink: jax.Array | None, *given: jax.Array) -> tuple[PyTree, PyTree]:
+  def _with_kept(self, *given: jax.Array) -> tuple[PyTree, PyTree]:
     own = tuple(self.share.by_heads(x, labels) for x, labels in zip(given, self.inputs, strict=True))
     specs = [self.share.spec(labels) for labels in self.inputs]
     stats = tuple(self.share.spec(labels) for labels in (self.result, self.row, self.row))
-    result, largest, total = self.share.over(self._forward, [stats[1], *specs], stats)(sink, *own)
-    return (self.share.by_positions(result, self.result), largest), (own, sink, result, largest, total)
+    result, largest, total = self.share.over(self._forward, specs, stats)(*own)
+    return (self.share.by_positions(result, self.result), largest), (own, result, largest, total)
 
   def _pulled(self, saved: PyTree, cotangents: PyTree) -> tuple[jax.Array | None, ...]:
-    given, sink, *results = saved
+    given, *results = saved
     share, floats = self.share, self.inputs[: self.slopes]
     specs = [share.spec(labels) for labels in self.inputs]
-    stats = [share.spec(labels) for labels in (self.row, self.result, self.row, self.row, self.result)]
+    stats = [share.spec(labels) for labels in (self.result, self.row, self.row, self.result)]
     slopes = [share.spec(own) if share.has(own) else PartitionSpec(share.axis) for own in floats]
     arriving = share.by_heads(cotangents[0], self.result)
-    run = share.over(self._backward, [*stats, *specs], (stats[0], *slopes))
-    of_sink, *found = run(sink, *results, arriving, *given)
+    found = share.over(self._backward, [*stats, *specs], slopes)(*results, arriving, *given)
     found = [
       share.by_positions(x, own) if share.has(own) else x.sum(0) for x, own in zip(found, floats, strict=True)
     ]
-    return (of_sink, *found, *[None] * (len(given) - len(found)))
+    return (*found, *[None] * (len(given) - len(found)))
 
-  def _forward(
-    self, device: AnyArray, sink: jax.Array | None, *arrays: jax.Array
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def _forward(self, device: AnyArray, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result of a device, and the maxima and sums of its rows."""
     grid, carried = self.share.own, (self.row, self.row, self.result)
 
@@ -318,10 +291,7 @@ class TileAttention:
 
       return self._each_tile(hop, device, source, body, state, self._at_hand(arrays, moving, source))
 
-    largest, total, result = self._start(device, arrays)
-    if sink is not None:  # as a first key that is always visible, with the value 0
-      largest, total = sink.astype(total.dtype), jnp.ones_like(total)
-    largest, total, result = self._around(visit, arrays, (largest, total, result))
+    largest, total, result = self._around(visit, arrays, self._start(device, arrays))
     if self.zeros_too:
       total = jnp.where(total == 0, jnp.ones_like(total), total)
     result = (result / self.spread(total, result.shape)).astype(self.dtype)
@@ -351,14 +321,13 @@ class TileAttention:
   def _backward(
     self,
     device: AnyArray,
-    sink: jax.Array | None,
     result: jax.Array,
     largest: jax.Array,
     total: jax.Array,
     arriving: jax.Array,
     *given: jax.Array,
   ) -> PyTree:
-    """The gradients of a device's sink and arrays."""
+    """The gradients of a device's arrays."""
     share, grid, floats = self.share, self.share.own, self.inputs[: self.slopes]
     arriving = arriving.astype(self._wide)
     pull = jax.linear_transpose(lambda x: self.spread(x, result.shape), total)
@@ -405,13 +374,10 @@ class TileAttention:
     # An array that all devices read has one gradient per device, summed outside: XLA gathers the examples for
     # a sum here.
     home = self.share.size - (len(self._visits) - 1)
-    found = [
+    return [
       (self.share.sent(x, home) if share.moves(own) else x) if share.has(own) else x[None]
       for x, own in zip(found, floats, strict=True)
     ]
-    if sink is not None:
-      sink = (-sloped / total * jnp.exp(sink.astype(total.dtype) - finite(largest))).astype(sink.dtype)
-    return sink, *found
 
   def _each_tile(
     self,
