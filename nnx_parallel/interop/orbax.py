@@ -92,7 +92,7 @@ def restore_orbax(
     tables[root] = _below(rows, _keys(start), others)
     leaves = {text: _record(rows[keys], wanted.get(text)) for text, keys in tables[root].items()}
     items[root] = ItemRecord(leaves, {})
-  record = Manifest(0, 0.0, {}, None, items, {}, None, {}, "", {}, {})
+  record = Manifest(0, 0.0, {}, items, {}, None, {}, {})
   diff = compare(record, dataclasses.replace(goal, values={}), skip=skip)
   if not diff.fits:
     names = dict.fromkeys(".".join(keys) for _, rows, _ in trees.values() for keys in rows)
