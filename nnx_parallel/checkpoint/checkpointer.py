@@ -247,7 +247,7 @@ class Checkpointer:
     with self._lock, no_mesh(), multihost.together() as block:
       self.wait()
       self._require_open("prepare a run")
-      nbytes = 0 if model is None else save.encode(targets.saved_roots(model, optimizer, only)).nbytes
+      nbytes = 0 if model is None else save.check(targets.saved_roots(model, optimizer, only))
       block.decide = lambda _: self._prepare(nbytes)
     return block.found
 

@@ -84,6 +84,20 @@ def encode(roots: Mapping[str, Mapping[str, Leaf]]) -> Content:
   return Content(items, arrays, cut_bytes)
 
 
+def check(roots: Mapping[str, Mapping[str, Leaf]]) -> int:
+  """Checks that leaves can be saved, as `encode` does, and returns the bytes of the arrays."""
+  total = 0
+  for item, leaves in roots.items():
+    for path, leaf in leaves.items():
+      name, value = f"{item}/{path}", value_of(leaf)
+      if not encoding.is_array(value):
+        encoding.check_json(value, path=name)
+        continue
+      encoding.encoding_of(value.shape, value.dtype, path=name)
+      total += value.size * value.dtype.itemsize
+  return total
+
+
 def write(
   where: Storage, request: Request, *, chunk_bytes: int | None, byte_budget: int, background: bool
 ) -> Callable[[float], None]:
