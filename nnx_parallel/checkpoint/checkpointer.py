@@ -411,8 +411,10 @@ class Checkpointer:
       step: a number, `"latest"` or `"best"`; None means `"latest"`.
       only: patterns of the paths to restore, or an NNX filter for the leaves of the model (such as
         `nnx.LoRAParam`); all other leaves keep the values of the target.
-      skip: patterns of paths, in the target or the checkpoint, that are not restored.
-      rename: maps a path in the target, or the beginning of one, to the saved path.
+      skip: patterns of paths, in the target or the checkpoint, that are not restored; the optimizer's state
+        of a parameter is skipped with it.
+      rename: maps a path in the target, or the beginning of one, to the saved path; the optimizer's state of
+        a parameter is renamed with it.
       cast: whether saved floating-point arrays may be cast to the dtype of the target.
       weight_map: a `WeightMap` that says how saved leaves become leaves of the target. It can stack or
         unstack layers, and transpose, split or merge dims. The patterns above then match the saved paths.
