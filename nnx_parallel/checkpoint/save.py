@@ -145,6 +145,7 @@ def write(
 def commit(where: Storage, request: Request) -> None:
   """Writes the manifest of a step whose arrays are all written, and makes it a step. For process 0."""
   folder, content = where.saving(request.step), request.content
+  storage.tell_apart(folder)
   files = storage.all_files(folder)
   if lost := [item for item in content.arrays if f"{item}/{array_io.MERGED}" not in files]:
     raise CheckpointError(
