@@ -498,10 +498,13 @@ def damage_between(directory: pathlib.Path, rng: random.Random) -> tuple[int, li
     return other, [how, MANIFEST]
   path = source / MANIFEST if how == "swap manifests" else _choose(source, rng)[1]
   name = str(path.relative_to(source))
-  ours, theirs = path.read_bytes(), (goal / name).read_bytes()
+  twin = goal / name
+  if not twin.exists():  # files of arrays have names of their own
+    twin = max((p for p in twin.parent.iterdir() if p.is_file()), key=lambda p: p.stat().st_size)
+  ours, theirs = path.read_bytes(), twin.read_bytes()
   path.write_bytes(theirs)
-  (goal / name).write_bytes(ours)
-  return other, [how, name]
+  twin.write_bytes(ours)
+  return other, [how, str(twin.relative_to(goal))]
 
 
 def _choose(step_dir: pathlib.Path, rng: random.Random) -> tuple[list[pathlib.Path], pathlib.Path]:
@@ -509,7 +512,7 @@ def _choose(step_dir: pathlib.Path, rng: random.Random) -> tuple[list[pathlib.Pa
   every = sorted(path for path in step_dir.rglob("*") if path.is_file() and path.stat().st_size)
   kinds = collections.defaultdict(list)
   for path in every:
-    kinds["chunk" if "c" in path.relative_to(step_dir).parts else path.name].append(path)
+    kinds["arrays" if path.parent.name == "d" else path.name].append(path)
   return every, rng.choice(kinds[rng.choice(sorted(kinds))])
 
 
@@ -555,9 +558,8 @@ def corruptions(count: int, seed: int = 0, log: Callable[[str], None] = print) -
       else:
         step = rng.choice((1, 2))
         how, *files = damage_one(bad / str(step), rng)
-      # A leaf is named by its folder, metadata by the file.
-      names = [name.rpartition("/c/")[0].replace("/c", "") or name for name in files]
-      names += [name.rpartition("/")[0] for name in files if name.endswith("zarr.json")]
+      # A file, or a leaf whose values are in one of the files of its item.
+      names = [*files, *(f"files under {name.partition('/')[0]}" for name in files)]
       target = {
         "w": jax.ShapeDtypeStruct((64, 64), np.float32, sharding=NamedSharding(mesh, rng.choice(layouts))),
         "key": jax.random.key(0),

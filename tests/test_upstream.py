@@ -479,13 +479,19 @@ def test_what_runs_at_exit_can_run_before_threads_are_joined():
   assert callable(threading._register_atexit)
 
 
-def test_orbax_stores_one_folder_for_each_leaf(tmp_path):
-  """`checkpoint/{array_io,storage}.py`: `FOLDER/zarr.json` beside `c/` (Zarr 3, no OCDBT)."""
+def test_orbax_takes_its_codecs_from_one_function(tmp_path):
+  """`checkpoint/array_io.py` (`_let_orbax_write_checksums`) wraps it: Orbax has no option for codecs."""
+  from orbax.checkpoint._src.serialization import tensorstore_utils
+
   with nxp.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"w": jnp.ones((8, 8))})
-  folder = tmp_path / "1" / "model" / "w"
-  assert (folder / "zarr.json").exists()
-  assert (folder / "c").is_dir()
+    checkpointer.save(1, {"w": jnp.ones((8, 8)), "n": np.ones(3)})
+  assert "with_checksums" in tensorstore_utils.build_array_write_spec.__qualname__
+  folder = tmp_path / "1" / "model"
+  assert (folder / "manifest.ocdbt").exists()
+  for name in ("w", "n"):
+    spec = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+    store = ts.open({"driver": "zarr3", "kvstore": spec}).result()
+    assert [codec["name"] for codec in store.spec().to_json()["metadata"]["codecs"]] == ["bytes", "crc32c"]
 
 
 def test_orbax_shows_the_end_of_a_save_before_its_clean_up(tmp_path):

@@ -1,7 +1,6 @@
 """The steps of a directory: the newest, the best, and the steps that may be deleted.
 
-Each step names its predecessor in its run. The newest step is the end of the last lineage, and not always the
-step with the largest number.
+The newest step has the largest number: a run that resumes from an earlier step sets the later steps aside.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import datetime
 import math
 import operator
-import time
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -19,9 +18,9 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import manifest, restore
 from nnx_parallel.checkpoint.damage import damage
-from nnx_parallel.checkpoint.manifest import LATEST, Header, Manifest
+from nnx_parallel.checkpoint.manifest import Header, Manifest
 from nnx_parallel.checkpoint.storage import Storage
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 
 policies = ocp.training.preservation_policies
 PreservationPolicy = policies.PreservationPolicy
@@ -69,7 +68,7 @@ class Retention:
 
   def expired(self, headers: Mapping[int, Header | None]) -> list[int]:
     """The steps to delete, in the order of their numbers; never the newest, the best, or a damaged step."""
-    known = [header for step in newest_first(headers) if (header := headers[step]) is not None]
+    known = [header for step in sorted(headers, reverse=True) if (header := headers[step]) is not None]
     if self.keep is None or not known:
       return []
     policy = self.keep if isinstance(self.keep, PreservationPolicy) else policies.LatestN(self.keep)
@@ -113,16 +112,22 @@ class Catalog:
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, in their sizes, or None."""
-    steps = newest_first(self.headers())
+    steps = self.storage.steps()
     while steps:
-      found = self.storage.identity(step := steps.pop(0))
+      found = self.storage.identity(step := steps.pop())
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
-        if not restore.damaged_files(self.storage.folder(step), record, record.files, hashed="none"):
+        if not restore.damaged_files(self.storage.folder(step), record, record.files, hashed=False):
           return step
       if found is None or self.storage.identity(step) != found:  # a writer removed or replaced it in between
-        steps = newest_first(self.headers())
+        steps = self.storage.steps()
     return None
+
+  def older(self, step: int) -> list[int]:
+    """The steps before this one, damaged ones too, in order."""
+    return sorted(
+      other for other in [*self.storage.steps(), *self.storage.unrecognised_steps()] if other < step
+    )
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
@@ -130,7 +135,12 @@ class Catalog:
 
   def expired(self) -> list[int]:
     """The steps that need not be kept; never the newest, nor a damaged step."""
-    return [] if self.retention.keep is None else self.retention.expired(self.headers())
+    return self.retention.expired(self.headers()) if self.keeps_some else []
+
+  @property
+  def keeps_some(self) -> bool:
+    """Whether steps are deleted at all."""
+    return self.retention.keep is not None
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
@@ -138,7 +148,8 @@ class Catalog:
     The latest may be damaged, or have no manifest; reading it raises.
     """
     if step is None or step == "latest":
-      number = next(iter(newest_first(self.headers())), None) if self.storage.steps() else None
+      steps = self.storage.steps()
+      number = max([*steps, *self.storage.unrecognised_steps()]) if steps else None
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
@@ -156,30 +167,39 @@ class Catalog:
       raise self._no_step(step)
     return number
 
-  def place(self, step: int, position: int | None, *, saved: bool = False, overwrite: bool) -> Place:
-    """The place of a new step.
+  def check_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
+    """Checks that a step can be saved; sets the steps aside that a run left behind.
 
-    `position` is the step that the run resumed from or saved last, if any, and `saved` says that it saved it.
+    `resumed` is the step that the run resumed from, if it has saved no step since.
     """
+    if resumed is not None and (aside := self.storage.set_aside(resumed)):
+      warnings.warn(
+        f"the run continues from step {resumed}, so the later steps {aside} in {self.storage.directory}"
+        " were set aside (as N.nnx-aside).",
+        NnxParallelWarning,
+        stacklevel=2,
+      )
     self.storage.check_place(step)
-    exists = (self.storage.folder(step) / manifest.FILE).exists()
-    if exists and not overwrite:
+    steps = self.storage.steps()
+    if step in steps and not overwrite:
       raise CheckpointError(
         f"cannot save step {step}: it exists in {self.storage.directory}.",
-        details=f"steps: {self.storage.steps()}",
+        details=f"steps: {steps}",
         fix="pass overwrite=True to replace it once the new step is complete, or use another step.",
       )
-    if exists and not self.storage.can_replace():
+    if step in steps and not self.storage.can_replace():
       raise CheckpointError(
         f"cannot replace step {step} in {self.storage.directory}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
       )
-    headers = self.headers()
-    newest = next(iter(newest_first(headers)), None)
-    # Another Checkpointer of the job may have saved since: the run did not leave its steps behind.
-    if saved and position is not None and newest is not None and _follows(newest, position, headers):
-      position = newest
-    return place_of(step, position, headers, self.storage.directory)
+    if step not in steps and (newest := max(steps, default=-1)) > step:
+      earlier = max((other for other in steps if other < step), default=None)
+      resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
+      raise CheckpointError(
+        f"cannot save step {step}: {self.storage.directory} holds newer steps.",
+        details=f"the newest is step {newest}",
+        fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
+      )
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
     steps = self.storage.steps()
@@ -223,76 +243,3 @@ def as_step(step: object) -> int:
       fix="a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer).",
     )
   return number
-
-
-def newest_first(headers: Mapping[int, Header | None]) -> list[int]:
-  """Sorts steps by age: first the steps of the last lineage, then the steps that it left behind.
-
-  The last written step ends the last lineage. Each step of it follows its parent, or, if the parent was
-  deleted, the youngest older step with a smaller number. For a step without a header only the number counts.
-
-  Example:
-    >>> parents = {100: None, 200: 100, 150: 100}
-    >>> newest_first({step: Header(step, i, {}, parents[step]) for i, step in enumerate(parents)})
-    [150, 100, 200]
-  """
-  known = sorted((one for one in headers.values() if one is not None), key=lambda one: -one.time)
-  times: dict[float, float] = {header.step: header.time for header in known}
-  behind: list[int] = []
-  parent = math.inf
-  for header in known:
-    if header.step > parent or (header.step < parent and times.get(parent, math.inf) < header.time):
-      behind.append(header.step)
-    else:
-      parent = -1 if header.parent is None else header.parent
-  return [*sorted(headers.keys() - behind, reverse=True), *behind]
-
-
-def _follows(step: int, earlier: int, headers: Mapping[int, Header | None]) -> bool:
-  """Whether a step continues the run of an earlier step, as far as its parents are known."""
-  while step > earlier and (header := headers.get(step)) is not None:
-    step = -1 if header.parent is None else header.parent
-  return step >= earlier
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-  """The place of a step in the lineage of its run.
-
-  Attributes:
-    parent: the step that the run resumed from or saved before; None at its start.
-    time: of the step's first save; None for a new step.
-    after: time of the last save of another step.
-  """
-
-  parent: int | None
-  time: float | None
-  after: float
-
-  def stamp(self) -> float:
-    """The time of the commit. A new step is later than all other steps, even if the clock was set back."""
-    now = min(max(time.time(), 0.0), LATEST)  # the clock may be wrong
-    return max(now, math.nextafter(self.after, math.inf)) if self.time is None else self.time
-
-
-def place_of(
-  step: int, position: int | None, headers: Mapping[int, Header | None], directory: object
-) -> Place:
-  """Finds the place of a step that is about to be saved; `position` is as for `Catalog.place`."""
-  known = {number: header for number, header in headers.items() if header is not None}
-  after = max((header.time for header in known.values()), default=-math.inf)
-  newest = next(iter(newest_first(known)), None)
-  start = newest if position is None else position
-  old = known.get(step)
-  if old is not None and (position is None or step <= position):
-    return Place(old.parent, old.time, after)
-  if start is None or step > start:
-    return Place(start, None, after)
-  came = f"is at step {position}" if position is not None else "resumed from none of its steps"
-  earlier = max((number for number in known if number < step), default=None)
-  resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
-  raise CheckpointError(
-    f"cannot save step {step}: {directory} holds newer steps, and step {step} would become the newest.",
-    details=f"the newest is step {newest}; this run {came}",
-    fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
-  )

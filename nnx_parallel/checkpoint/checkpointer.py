@@ -28,7 +28,6 @@ from nnx_parallel.checkpoint.catalog import (
   PreservationPolicy,
   Retention,
   as_step,
-  newest_first,
   one_of,
   whole,
 )
@@ -66,15 +65,12 @@ class Checkpointer:
       first save creates it. An object store has no lock, so let only one job write there, and it cannot
       replace steps in place.
     max_to_keep: the number of newest steps to keep, or a policy of
-      `orbax.checkpoint.v1.training.preservation_policies`; None keeps all steps. If a run resumed from an
-      earlier step, the steps that it left behind are deleted first. (Each step records its predecessor: the
-      step that its run resumed from or saved before.) The newest and the best step are always kept.
+      `orbax.checkpoint.v1.training.preservation_policies`; None keeps all steps. The newest and the best step
+      are always kept. Steps that a resumed run left behind, which are set aside, are deleted.
     best: the name of the metric that decides which step is best.
     best_mode: `"min"` or `"max"`.
     asynchronous: whether `save` returns as soon as the arrays are copied off the devices. When the script
       ends, a save that is still running is finished first; if this save fails, the exit code is 1.
-    verify: what `restore` checks in addition to the sizes of the files: `"full"` checks every value,
-      `"metadata"` checks the contents of all small files, and `"off"` checks nothing more.
     byte_budget: the bytes of host memory that reads and writes may use in addition to the arrays themselves.
       A background save also holds a copy of all arrays.
     chunk_bytes: the largest piece of an array that is read at once; None stores each shard as one piece.
@@ -104,7 +100,6 @@ class Checkpointer:
     best: str | None = None,
     best_mode: str = "min",
     asynchronous: bool = False,
-    verify: str = "full",
     byte_budget: int = 256 << 20,
     chunk_bytes: int | None = 16 << 20,
   ):
@@ -113,15 +108,14 @@ class Checkpointer:
     retention = Retention(max_to_keep, best, best_mode)
     self._storage = storage.storage_of(self.directory)
     self._catalog = Catalog(self._storage, retention)
-    self._asynchronous, self._verify = asynchronous, one_of("verify", verify, restore.VERIFY)
+    self._asynchronous = asynchronous
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
-    self._saving: int | None = None  # the step of the run once `_pending` is done, if it changes
-    self._position: int | None = None  # the step that this run resumed from or saved last
-    self._position_saved = False  # it was saved
+    self._resumed: int | None = None  # the step that this run resumed from, before its first save
     self._restored_step: int | None = None
+    self._let_go: weakref.finalize[[], Any] | None = None  # set while this object holds the directory
     self._closed = False
     self._lock = threading.RLock()  # for one save; a signal handler may save within a save
     _LIVE.add(self)
@@ -148,9 +142,9 @@ class Checkpointer:
   ) -> None:
     """Saves the state of a run as one step, completely or not at all.
 
-    Each step records its predecessor. It is the step that this object restored or saved last, or a later step
-    that another Checkpointer saved after that step; a first save follows the newest step. A smaller step is
-    an error if the directory holds newer steps that the run did not resume from.
+    The first save takes the directory for this process, until `close` (see `prepare`). If this object last
+    restored an earlier step, the later steps are first set aside: 40 becomes `40.nnx-aside`. Otherwise, a new
+    step must be newer than all others.
 
     Before the save starts, the logger reports (at level INFO) the bytes of the step and the host memory that
     this process will need. Ctrl-C ends the wait for a save, not the save itself: `wait`, `close` and the next
@@ -166,8 +160,6 @@ class Checkpointer:
       metrics: numbers by name; `best` compares them.
       plan: the plan of the model and the optimizer, which is stored with the step for information.
       overwrite: whether to replace the step if it exists; the old step stays until the new step is complete.
-        The replaced step keeps its place in the order of the steps (to add a metric does not make a step the
-        newest one), unless this object restored or saved an earlier step last.
 
     Raises:
       CheckpointError: the step exists, newer steps of another run exist, a leaf cannot be stored, the disk
@@ -175,24 +167,21 @@ class Checkpointer:
     """
     with self._lock, no_mesh():
       self.wait()
-      if self._closed:
-        raise CheckpointError(
-          f"cannot save step {step}: this Checkpointer was closed.",
-          fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
-        )
-      with multihost.together():
-        request = save.Request(
+      self._require_open(f"save step {step}")
+      # An error is raised where the other processes hear of it.
+      make = _result_of(
+        lambda: save.Request(
           as_step(step),
           *_content(model, optimizer, only, extra),
           _numbers(metrics or {}),
           _plan_json(plan),
           overwrite,
         )
-      save.require_same(self.directory, request)
+      )
       started = concurrent.futures.Future[bool]()
-      self._start_thread(request.step)
+      self._start_thread(step)
       _UNFINISHED.add(self)
-      pending = self._pending = self._pool.submit(self._run, request, started)
+      pending = self._pending = self._pool.submit(self._run, step, make, started)
       pending.add_done_callback(functools.partial(_forget_finished, self))
       try:
         begun = started.result()
@@ -215,10 +204,7 @@ class Checkpointer:
   def _settle(self, pending: concurrent.futures.Future[None]) -> None:
     global _lost
     try:
-      with multihost.together():
-        pending.result()
-      if self._saving is not None:
-        self._position, self._position_saved = self._saving, True
+      pending.result()  # which all processes know: `_run` agreed on it
     finally:
       if pending.done():  # else an interrupt ended the wait, and the save goes on
         _lost = _lost or (_ENDING.is_set() and pending.exception() is not None)
@@ -227,7 +213,7 @@ class Checkpointer:
           _UNFINISHED.discard(self)
 
   def close(self) -> None:
-    """Waits for a background save, and ends the thread of this object.
+    """Waits for a background save, ends the thread of this object, and lets the directory go.
 
     Raises:
       CheckpointError: the save failed.
@@ -237,6 +223,60 @@ class Checkpointer:
       self.wait()
     finally:
       self._pool.shutdown()
+      if self._let_go is not None:
+        self._let_go()
+
+  def prepare(self, model: object = None, optimizer: object = None, *, only: Only | None = None) -> list[int]:
+    """Finds out before a run what its saves would find out. `fit` calls it.
+
+    It makes the directory, checks that it can be written, and takes it for this process until `close`: a
+    second job on the same directory is refused. With a model, it checks the space for a save.
+
+    Args:
+      model: as for `save`.
+      optimizer: as for `save`.
+      only: as for `save`.
+
+    Returns:
+      The complete steps, as `steps` returns them.
+
+    Raises:
+      CheckpointError: the directory cannot be written, another job holds it, the disk is too full, or folders
+        of other programs have names of steps, and there is no step to resume from.
+    """
+    with self._lock, no_mesh(), multihost.together() as block:
+      self.wait()
+      self._require_open("prepare a run")
+      nbytes = 0 if model is None else save.check(targets.saved_roots(model, optimizer, only))
+      block.decide = lambda _: self._prepare(nbytes)
+    return block.found
+
+  def _prepare(self, nbytes: int) -> list[int]:
+    with storage.friendly_errors("save", self.directory):
+      self._storage.make_directory()
+      self._hold()
+      with self._storage.lock():
+        self._storage.recover()
+        steps = self._storage.steps()
+        self._storage.check_space(max(steps, default=-1) + 1, nbytes)
+        if not steps:
+          for step in self._storage.unrecognised_steps():
+            self._storage.check_place(step)
+        return steps
+
+  def _hold(self) -> None:
+    """Holds the directory until this object is closed, or nobody has it."""
+    if self._let_go is None or not self._let_go.alive:
+      self._storage.hold()
+      self._let_go = weakref.finalize(self, self._storage.let_go)
+      self._let_go.atexit = False
+
+  def _require_open(self, doing: str) -> None:
+    if self._closed:
+      raise CheckpointError(
+        f"cannot {doing}: this Checkpointer was closed.",
+        fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
+      )
 
   # Finding.
 
@@ -361,8 +401,8 @@ class Checkpointer:
     """Restores a step into the target's layout; the saved layout does not matter.
 
     Before the restore starts, the logger reports (at level INFO) the bytes to read and the host memory that
-    they take. A step that is restored into a target becomes the predecessor of the next `save` of this
-    object. Therefore, use another Checkpointer to look at other steps of a run.
+    they take. A step that is restored into a target is the one that the next `save` of this object continues:
+    that save sets later steps aside. Therefore, use another Checkpointer to look at other steps of a run.
 
     Args:
       target: a plan, or a tuple or dict of plans if several models were saved in this form; a module or an
@@ -371,8 +411,10 @@ class Checkpointer:
       step: a number, `"latest"` or `"best"`; None means `"latest"`.
       only: patterns of the paths to restore, or an NNX filter for the leaves of the model (such as
         `nnx.LoRAParam`); all other leaves keep the values of the target.
-      skip: patterns of paths, in the target or the checkpoint, that are not restored.
-      rename: maps a path in the target, or the beginning of one, to the saved path.
+      skip: patterns of paths, in the target or the checkpoint, that are not restored; the optimizer's state
+        of a parameter is skipped with it.
+      rename: maps a path in the target, or the beginning of one, to the saved path; the optimizer's state of
+        a parameter is renamed with it.
       cast: whether saved floating-point arrays may be cast to the dtype of the target.
       weight_map: a `WeightMap` that says how saved leaves become leaves of the target. It can stack or
         unstack layers, and transpose, split or merge dims. The patterns above then match the saved paths.
@@ -390,24 +432,27 @@ class Checkpointer:
         of them.
     """
     names, choose = targets.split_only(only)
+
+    def check() -> None:
+      one_of("on_corrupt", on_corrupt, ("error", "fallback"))
+      as_names(skip, "skip")
+      if target is None:
+        self._require_no_target_options(
+          as_numpy, rename=rename, cast=cast, weight_map=weight_map, optimizer=optimizer, choose=choose
+        )
+
+    def fill(record: Manifest) -> tuple[Target, Diff]:
+      goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
+      budget = self._byte_budget
+      return goal, compare(
+        record, goal, only=names, skip=as_names(skip, "skip"), rename=rename, cast=cast, byte_budget=budget
+      )
+
     with no_mesh():
       self.wait()
-      with multihost.together():
-        by_name = {"only": names, "skip": as_names(skip, "skip"), "rename": rename, "cast": cast}
-        one_of("on_corrupt", on_corrupt, ("error", "fallback"))
-        if target is None:
-          self._require_no_target_options(
-            as_numpy, rename=rename, cast=cast, weight_map=weight_map, optimizer=optimizer, choose=choose
-          )
-
-      def attempt(record: Manifest) -> PyTree:
-        with multihost.together():
-          goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
-        return self._fill(goal, record, **by_name)
-
-      found = self._try_steps(step, on_corrupt, attempt)
+      found = self._try_steps(step, on_corrupt, check, fill)
       if target is not None:
-        self._position, self._position_saved = self._restored_step, False
+        self._resumed = self._restored_step
       return found
 
   def restore_extra(
@@ -432,27 +477,29 @@ class Checkpointer:
     """
     with no_mesh():
       self.wait()
-      chosen = self._restored_step if step is None else step
-      number = self._resolve(chosen)
-      with self._there(number):
-        with multihost.together():
-          record = self._catalog.manifest(number)
-        if name in record.extra:
-          return encoding.read_json(record.extra[name])
-        if name not in record.items:
-          raise CheckpointError(
-            f"step {record.step} has no {name!r}.",
-            details=f"it has {sorted({*record.items, *record.extra})}",
-            fix="use one of these names.",
-          )
-        if target is None and not as_numpy:
-          raise _no_target(self.directory)
-        with multihost.together():
-          if target is None:
-            goal = targets.as_saved(record, name)
-          else:
-            goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
-        return self._fill(goal, record)
+      record = self.restored
+      if step is not None or record is None or record.step != self._restored_step:
+        record = self.metadata(self._restored_step if step is None else step)
+      if name in record.extra:
+        return encoding.read_json(record.extra[name])
+      if name not in record.items:
+        raise CheckpointError(
+          f"step {record.step} has no {name!r}.",
+          details=f"it has {sorted({*record.items, *record.extra})}",
+          fix="use one of these names.",
+        )
+      if target is None and not as_numpy:
+        raise _no_target(self.directory)
+
+      def fill(record: Manifest) -> tuple[Target, Diff]:
+        if target is None:
+          goal = targets.as_saved(record, name)
+        else:
+          goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
+        return goal, compare(record, goal, byte_budget=self._byte_budget)
+
+      with self._there(record.step):
+        return self._fill(lambda: record, fill)[1]
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Checks every value and file of a step. A folder without its manifest is a step too.
@@ -469,52 +516,67 @@ class Checkpointer:
     number = self._resolve(step, whole=False)
     found = self._storage.identity(number)
     problems = self._problems(number)
-    if any(multihost.added_up([bool(problems) and self._storage.identity(number) != found])):
+    if multihost.any_process(bool(problems) and self._storage.identity(number) != found):
       raise vanished(self.directory / str(number))
     return problems
 
   # Inside.
 
-  def _run(self, request: save.Request, started: concurrent.futures.Future[bool]) -> None:
+  def _begin(self, request: save.Request, lock: contextlib.ExitStack) -> None:
+    """Takes the directory for a save and checks that it can begin. For process 0."""
+    with storage.friendly_errors(f"save step {request.step}", self.directory):
+      self._storage.make_directory()
+      self._hold()
+      lock.enter_context(self._storage.lock())
+      self._storage.recover()
+      self._catalog.check_place(request.step, resumed=self._resumed, overwrite=request.overwrite)
+      self._storage.check_space(request.step, request.content.nbytes)
+
+  def _run(
+    self, step: int, make: Callable[[], save.Request], started: concurrent.futures.Future[bool]
+  ) -> None:
     """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
 
     It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
     to write, would leave threads that keep writing and collide with the next save.
     """
-    friendly = functools.partial(storage.friendly_errors, f"save step {request.step}", self.directory)
-    place = None
+    friendly = functools.partial(storage.friendly_errors, f"save step {step}", self.directory)
+    is_first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
       stack.callback(lambda: started.done() or started.set_result(False))
-      with multihost.together(), friendly():
-        if jax.process_index() == 0:
-          self._storage.make_directory()
-          stack.enter_context(self._storage.lock())
-          self._storage.recover()
-          position, saved = self._position, self._position_saved
-          place = self._catalog.place(request.step, position, saved=saved, overwrite=request.overwrite)
-          self._storage.check_space(request.step, request.content.nbytes)
-      self._saving = request.step if place is not None and place.time is None else None
-      with multihost.together(), friendly():
-        finish = save.write(
-          self._storage,
-          request,
-          place=place,
-          chunk_bytes=self._chunk_bytes,
-          byte_budget=self._byte_budget,
-          background=self._asynchronous,
-        )
-      self._restored_step = None
-      started.set_result(True)
+      with multihost.together() as block:
+        request = make()
+        block.same = "what to save", save.describe(self.directory, request)
+        block.decide = lambda _: self._begin(request, stack)
+      self._resumed = None
       try:
-        with friendly():
-          finish()
+        with multihost.together(), friendly():
+          wait = save.write(
+            self._storage,
+            request,
+            chunk_bytes=self._chunk_bytes,
+            byte_budget=self._byte_budget,
+            background=self._asynchronous,
+          )
+        self._restored_step = None
+        started.set_result(True)
+
+        def commit(_: object) -> None:
+          with friendly():
+            save.commit(self._storage, request)
+
+        # A training loop has the main thread, so its order among other blocks may differ between processes.
+        with multihost.together(f"save to {self.directory}") as block:
+          block.decide = commit
+          with friendly():
+            block.wait_for(wait)
       except CheckpointError:
-        if jax.process_index() == 0:
+        if is_first:
           with contextlib.suppress(OSError):
             self._storage.abandon(request.step)
         raise
-      if jax.process_index() == 0:
-        for problem in self._storage.delete_all(self._catalog.expired):
+      if is_first:
+        for problem in self._storage.delete_all(self._catalog.expired, aside=self._catalog.keeps_some):
           warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
 
   def _start_thread(self, step: int) -> None:
@@ -537,10 +599,14 @@ class Checkpointer:
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending, self._lock = None, threading.RLock()
 
-  def _fill(self, goal: Target, record: Manifest, **by_name: Any) -> PyTree:
-    """Restores a step into a target."""
-    with multihost.together():
-      diff = compare(record, goal, byte_budget=self._byte_budget, **by_name)
+  def _fill(
+    self, look: Callable[[], Manifest], fill: Callable[[Manifest], tuple[Target, Diff]]
+  ) -> tuple[Manifest, PyTree]:
+    """Restores a step into a target, in two rendezvous."""
+    with multihost.together() as block:
+      record = look()
+      folder = self._storage.folder(record.step)
+      goal, diff = fill(record)
       diff.require()
       if diff.skipped and not (diff.matches or any(diff.values.values())):
         raise CheckpointError(
@@ -548,11 +614,14 @@ class Checkpointer:
           details=f"{len(diff.skipped)} leaves are left out",
           fix="fewer patterns in skip=, or the leaves that are wanted in only=.",
         )
-    names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
-    multihost.require_same("what to restore", f"step {record.step}\n{names}")
-    folder = self._storage.folder(record.step)
-    arrays = restore.read(folder, record, diff, verify=self._verify, byte_budget=self._byte_budget)
-    return goal.build({x: {**arrays.get(x, {}), **diff.values.get(x, {})} for x in (*arrays, *diff.values)})
+      restore.check_files(folder, record, diff.matches)
+      names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
+      block.same = "what to restore", f"step {record.step}\n{names}"
+    with multihost.together():
+      restore.check_old_values(folder, record, diff.matches, byte_budget=self._byte_budget)
+      arrays = restore.read(folder, record, diff, byte_budget=self._byte_budget)
+    items = (*arrays, *diff.values)
+    return record, goal.build({x: {**arrays.get(x, {}), **diff.values.get(x, {})} for x in items})
 
   def _require_no_target_options(self, as_numpy: bool, **given: Any) -> None:
     """Refuses options of `restore` that need a target."""
@@ -576,14 +645,15 @@ class Checkpointer:
     me, count = jax.process_index(), jax.process_count()  # each checks its share
     with multihost.together() as files:
       files.mine = restore.damaged_files(folder, record, [*record.files][me::count])
-    problems = {name: what for share in files.found for name, what in share.items()}
-    if any(manifest.is_no_file(folder / name) for name in problems):  # opening a pipe would block
-      return problems
+      files.decide = _merged
+    if any(manifest.is_no_file(folder / name) for name in files.found):  # opening a pipe would block
+      return files.found
     with multihost.together() as values, no_mesh():
       values.mine = dict(
         restore.check_values(folder, record, byte_budget=self._byte_budget, mine=(me, count))
       )
-    return problems | {name: what for share in values.found for name, what in share.items()}
+      values.decide = _merged
+    return files.found | values.found
 
   def _resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of a step. One process looks: the others may not see the same folders yet."""
@@ -596,21 +666,25 @@ class Checkpointer:
     try:
       yield
     except CheckpointError as error:
-      if any(multihost.added_up([found is None or self._storage.identity(step) != found])):
+      if multihost.any_process(found is None or self._storage.identity(step) != found):
         raise vanished(self.directory / str(step)) from error
       raise
 
   def _try_steps(
-    self, step: int | str | None, on_corrupt: str, attempt: Callable[[Manifest], PyTree]
+    self,
+    step: int | str | None,
+    on_corrupt: str,
+    check: Callable[[], None],
+    fill: Callable[[Manifest], tuple[Target, Diff]],
   ) -> PyTree:
-    number = self._resolve(step)
-    older: list[int] | None = None
+    with multihost.together() as block:
+      check()
+      block.decide = lambda _: self._catalog.resolve(step)
+    number, older = block.found, None
     while True:
       try:
         with self._there(number):
-          with multihost.together():
-            record = self._catalog.manifest(number)
-          result = attempt(record)
+          record, result = self._fill(functools.partial(self._catalog.manifest, number), fill)
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
@@ -618,9 +692,8 @@ class Checkpointer:
       except DamagedError as error:
         if on_corrupt == "error":
           raise
-        if older is None:  # not before: it reads the headers
-          newest = multihost.decided(lambda: newest_first(self._catalog.headers()))
-          older = [other for other in reversed(newest) if other < number]
+        if older is None:
+          older = multihost.decided(functools.partial(self._catalog.older, number))
         if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
@@ -628,6 +701,20 @@ class Checkpointer:
       else:
         self.restored, self._restored_step = record, number
         return result
+
+
+def _result_of(function: Callable[[], R]) -> Callable[[], R]:
+  """Calls a function; what is returned gives its result, or raises its error."""
+  done = concurrent.futures.Future[R]()
+  try:
+    done.set_result(function())
+  except Exception as error:  # noqa: BLE001 (raised by the result)
+    done.set_exception(error)
+  return done.result
+
+
+def _merged(shares: list[dict[str, str]]) -> dict[str, str]:
+  return {name: what for share in shares for name, what in share.items()}
 
 
 def _goal(

@@ -7,8 +7,9 @@ import difflib
 import fnmatch
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from nnx_parallel.core.text import Shown
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.leaf import HOST_KINDS
 
-_MOST_ROWS, _MOST_LAYOUTS = 12, 3
+_MOST_ROWS, _MOST_LAYOUTS, _MOST_RENAMES = 12, 3, 6
 _NOTHING = ItemRecord({}, {})
 Found = dict[str, dict[str, Any]]
 
@@ -222,7 +223,11 @@ class Diff(Shown):
 
   def _fix(self) -> str:
     wrong = [*(a for a, _ in self.missing), *self.extra, *(match.name for match in self.reshaped)]
-    if wrong and all(name.startswith("optimizer/") for name in wrong):
+    is_optimizer = bool(wrong) and all(name.startswith("optimizer/") for name in wrong)
+    renames = _shortest_renames((a, b) for a, b in self.missing if b)
+    if renames and not (is_optimizer and {b for _, b in self.missing} != {*self.extra}):
+      return f"if they were renamed: restore(..., rename={renames})."
+    if is_optimizer:
       if not self.missing and not any(match.item == "optimizer" for match in self.matches):
         return (
           'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
@@ -231,10 +236,6 @@ class Diff(Shown):
         'another optimizer was saved, or none: restore(plan, optimizer="fresh") makes a new one;'
         ' restore(model, optimizer="drop") restores the model only.'
       )
-    renames = {a.partition("/")[2]: b.partition("/")[2] for a, b in self.missing if b}
-    if renames:
-      first = dict(list(renames.items())[:3])
-      return f"if they were renamed: restore(..., rename={first})."
     if self.misspelt:
       return "use the leaf's path, or a pattern such as 'layers.*.kernel'."
     if self.reshaped:
@@ -265,6 +266,8 @@ def compare(
   target, only an optimizer counts as `extra`.
   """
   patterns, renames = Patterns(only, skip), _Renames(rename or {})
+  model = manifest.items.get("model", _NOTHING)
+  parameters = {*target.leaves.get("model", ()), *target.left_out.get("model", ()), *model.leaves}
   matches: list[LeafPair] = []
   missing: list[tuple[str, str | None]] = []
   extra: list[str] = []
@@ -273,12 +276,14 @@ def compare(
   for item, leaves in target.leaves.items():
     saved = manifest.items.get(item, _NOTHING)
     plain, left_out = target.values.get(item, ()), target.left_out.get(item, ())
-    used = {renames.apply(path) for path in left_out}
+    # The state of an optimizer goes where its parameters go.
+    start_of = (lambda path: _start_of(path, parameters)) if item == "optimizer" else (lambda path: 0)
+    used = {renames.apply(path, start_of(path)) for path in left_out}
     patterns.left_out |= dict.fromkeys(left_out)
     absent: list[str] = []
     for path in (*leaves, *plain):
-      saved_path = renames.apply(path)
-      if patterns.leaves_out(path):
+      saved_path = renames.apply(path, start_of(path))
+      if patterns.leaves_out(path, start_of(path)):
         pass
       elif path in leaves and saved_path in saved.leaves:
         matches.append(LeafPair(item, path, leaves[path], saved_path, saved.leaves[saved_path]))
@@ -294,7 +299,7 @@ def compare(
       for path in absent
     ]
     rest = (path for path in (*saved.leaves, *saved.values) if path not in used)
-    extra += [f"{item}/{path}" for path in rest if not patterns.leaves_out(path)]
+    extra += [f"{item}/{path}" for path in rest if not patterns.leaves_out(path, start_of(path))]
     paths += [*leaves, *plain, *saved.leaves, *saved.values]
   if "optimizer" in manifest.items.keys() - target.leaves.keys() and not target.drops_optimizer:
     saved = manifest.items["optimizer"]
@@ -354,10 +359,10 @@ class Patterns:
     self.matched: set[str] = set()
     self.left_out: dict[str, None] = {}
 
-  def leaves_out(self, path: str) -> bool:
-    """Whether the names leave this path out."""
+  def leaves_out(self, path: str, start: int = 0) -> bool:
+    """Whether the names leave this path out; `skip` also where a parameter's path starts in it."""
     chosen = self.only is None or self._any(path, self.only)
-    if chosen and not self._any(path, self.skip):
+    if chosen and not (self._any(path, self.skip) or (start and self._any(path[start:], self.skip))):
       return False
     self.left_out[path] = None
     return True
@@ -379,17 +384,42 @@ class _Renames:
     self.table = dict(sorted(table.items(), key=lambda pair: -len(pair[0])))
     self.used: set[str] = set()
 
-  def apply(self, path: str) -> str:
-    """The saved path of a target's path."""
+  def apply(self, path: str, start: int = 0) -> str:
+    """The saved path of a target's path; a parameter's path may start in it."""
     for new, old in self.table.items():
       if path == new or path.startswith(f"{new}."):
         self.used.add(new)
-        return (old + path[len(new) :]).lstrip("." if not old else "")
-    return path
+        return old + path[len(new) :] if old else path[len(new) + 1 :]
+    return path[:start] + self.apply(path[start:]) if start else path
 
   def unused(self) -> list[str]:
     """The entries that were never needed."""
     return [new for new in self.table if new not in self.used]
+
+
+def _start_of(path: str, parameters: Container[str]) -> int:
+  """Where the path of a parameter starts in the path of its optimizer state; 0 if there is none."""
+  starts = (match.end() for match in re.finditer(r"\.", path))
+  return next((start for start in starts if path[start:] in parameters), 0)
+
+
+def _shortest_renames(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+  """The entries of `rename` that lead from each leaf to the saved one, without the ends that they share.
+
+  Example:
+    >>> _shortest_renames([("model/upper.bias", "model/up.bias"), ("model/upper.kernel", "model/up.kernel")])
+    {'upper': 'up'}
+  """
+  found: dict[str, str] = {}
+  several = [(a.partition("/"), b.partition("/")[2]) for a, b in pairs]
+  models = [(a, b) for (item, _, a), b in several if item != "optimizer"]  # which carry their state
+  for a, b in models or [(a, b) for (_, _, a), b in several]:
+    new, old = a.split("."), b.split(".")
+    while len(new) > 1 and old and new[-1] == old[-1]:
+      del new[-1], old[-1]
+    if found.setdefault(".".join(new), ".".join(old)) != ".".join(old):
+      found[a] = b
+  return dict([*found.items()][:_MOST_RENAMES])
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:

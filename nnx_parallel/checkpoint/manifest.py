@@ -1,9 +1,12 @@
 """The manifest: the list of a checkpoint's contents, written last and signed with its own digest.
 
 It is the file `nnx_parallel.json` of a step's folder. A folder with a readable manifest is a complete
-checkpoint. A search for a step reads only the first line, the header: number, time, metrics and parent. The
-second line names every leaf with its logical shape, dtype, kind and digests, every file with its size, and
-the versions, plan and JSON values of the run. Both are JSON.
+checkpoint. A search for the best step reads only the first line, the header: number, time and metrics. The
+second line names every leaf with its logical shape, dtype and kind, every file with its size, and the
+versions, plan and JSON values of the run. Both are JSON.
+
+In format 6, each chunk of an array holds a CRC-32C, which TensorStore compares whenever it reads the chunk.
+Format 5 had one folder for each array, and here a digest of each array and SHA-256 of the small files.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from nnx_parallel.errors import CheckpointError
 FILE = "nnx_parallel.json"
 # A field may be added to the format: readers ignore unknown fields. A field with a new meaning needs a new
 # format.
-FORMAT = 5
-LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999; a later save is later than that
+FORMAT, OLD_FORMAT = 6, 5
+LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999
 _LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 _LONGEST_FILE_NAME = 160
 # The errors of parsing if fields are missing, of other types, or nested too deeply.
@@ -51,7 +54,7 @@ class LeafRecord:
     encoding: the encoding of the stored array (`encoding.encoding_of`).
     kind: the Variable's type, for example `"Param"`; empty for plain arrays.
     nbytes: the bytes of the stored array.
-    digest: the digest of the stored array (`digest.digest`); 0 for an array without elements.
+    digest: in format 5, the digest of the stored array (`format5.digest`).
     layout: the layout in which it was saved, as `diff.layout_text` writes it; empty for numpy arrays.
   """
 
@@ -89,15 +92,13 @@ class Header:
 
   Attributes:
     step: the training step.
-    time: the time of its first commit, in seconds since 1970; later than the time of all steps before it.
+    time: the time of its first commit, in seconds since 1970.
     metrics: the numbers that `best` compares, including values that are not finite.
-    parent: the step that the run resumed from or saved before this step; None at the start of a run.
   """
 
   step: int
   time: float
   metrics: Mapping[str, float]
-  parent: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +110,18 @@ class Manifest(Header):
     extra: JSON values saved with the trees, for example a data cursor.
     plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
     versions: the versions of Python and the packages that wrote it.
-    fingerprint: changes whenever any value, path, shape or dtype changes.
     files: the bytes of every other file of the step, by relative path.
-    hashes: SHA-256 of the files that hold no array data, by relative path.
+    hashes: in format 5, SHA-256 of the small files, by relative path.
+    format: of the step's folder.
   """
 
   items: Mapping[str, ItemRecord]
   extra: Mapping[str, Json]
   plan: Json
   versions: Mapping[str, str]
-  fingerprint: str
   files: Mapping[str, int]
-  hashes: Mapping[str, str]
+  hashes: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+  format: int = FORMAT
 
   @property
   def nbytes(self) -> int:
@@ -131,7 +132,8 @@ class Manifest(Header):
 def write(manifest: Manifest, step_dir: epath.Path) -> None:
   """Writes the manifest into a step folder; the caller makes it durable."""
   fields = dataclasses.asdict(manifest)
-  header = {name: fields.pop(name) for name in ("step", "time", "parent")}
+  header = {name: fields.pop(name) for name in ("step", "time")}
+  del fields["hashes"], fields["format"]
   header["metrics"] = encoding.check_json(fields.pop("metrics"), path="metrics")
   body = json.dumps(fields, separators=(",", ":"))
   signed: dict[str, Any] = {"format": FORMAT, **header, "body": _sha256(body)}
@@ -227,7 +229,7 @@ def _checked(step_dir: epath.Path, load: Callable[[epath.Path], bytes]) -> tuple
     raise _damaged(file, f"it cannot be read ({error.strerror or error})") from error
   if sha256 != _sha256(_json(signed)):
     raise _damaged(file, "its contents do not have the SHA-256 that it names")
-  if number != FORMAT:
+  if number not in (FORMAT, OLD_FORMAT):
     raise CheckpointError(
       f"cannot read {file}: it has format {number!r}, and this version reads format {FORMAT}.",
       fix="install the nnx_parallel that wrote it.",
@@ -246,17 +248,6 @@ def versions() -> dict[str, str]:
   return found
 
 
-def fingerprint(items: Mapping[str, ItemRecord]) -> str:
-  """SHA-256 over paths, shapes, dtypes, digests and values of all items."""
-  rows = [
-    [name, path, leaf.shape, leaf.dtype, leaf.encoding, leaf.digest]
-    for name, item in sorted(items.items())
-    for path, leaf in sorted(item.leaves.items())
-  ]
-  values = {name: dict(item.values) for name, item in items.items()}
-  return _sha256(_json([rows, values]))
-
-
 @contextlib.contextmanager
 def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
   """A field that is not of the format is damage, even where the SHA-256 is right."""
@@ -270,8 +261,7 @@ def _fields_of_the_format(step_dir: epath.Path) -> Generator[None]:
 
 def _header(signed: Mapping[str, Any]) -> Header:
   metrics = {name: float(encoding.read_json(value)) for name, value in signed["metrics"].items()}
-  parent = signed["parent"] if signed["parent"] is None else _whole(signed["parent"])
-  return Header(_whole(signed["step"]), float(signed["time"]), metrics, parent)
+  return Header(_whole(signed["step"]), float(signed["time"]), metrics)
 
 
 def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
@@ -286,13 +276,18 @@ def _parse(signed: Mapping[str, Any], body: Any) -> Manifest:
     "items": items,
     "extra": _values(body["extra"]),
     "files": {_inside(name): _whole(size) for name, size in body["files"].items()},
-    **{name: body[name] for name in ("plan", "versions", "fingerprint", "hashes")},
+    **{name: body[name] for name in ("plan", "versions")},
+    "hashes": body.get("hashes", {}),
+    "format": signed["format"],
   }
   return Manifest(**vars(_header(signed)), **checked)
 
 
 def _parse_leaf(path: str, **fields: Any) -> LeafRecord:
-  checked: dict[str, Any] = {"shape": tuple(map(_whole, fields["shape"])), "digest": _whole(fields["digest"])}
+  checked: dict[str, Any] = {
+    "shape": tuple(map(_whole, fields["shape"])),
+    "digest": _whole(fields.get("digest", 0)),
+  }
   known = {field.name for field in dataclasses.fields(LeafRecord)}
   leaf = LeafRecord(**{name: value for name, value in fields.items() if name in known} | checked)
   words, itemsize = encoding.stored_words(leaf.dtype, leaf.encoding)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ from nnx_parallel.errors import CheckpointError, NnxParallelError
 
 T = TypeVar("T")
 _SOUND, _DAMAGED, _FAILED = range(3)
+_MOST_NAMED = 8
 
 
 @dataclasses.dataclass
@@ -24,12 +25,17 @@ class Block:
   """A block of the function `together`.
 
   Attributes:
-    mine: the JSON value that this process sends to the other processes at the end of the block.
-    found: after the block, the value of each process.
+    mine: the JSON value that this process sends to process 0 at the end of the block.
+    same: what must be the same on all processes, as pairs of its name and its text.
+    decide: what process 0 does when all processes have come without an error; gets the values of all. By
+      default it takes its own value.
+    found: after the block, the JSON value that `decide` returned, on each process.
   """
 
   mine: Any = None
-  found: list[Any] = dataclasses.field(default_factory=list[Any])
+  same: tuple[str, str] | None = None
+  decide: Callable[[list[Any]], Any] = lambda found: found[0]
+  found: Any = None
   exchange: Exchange | None = None
 
   def wait_for(self, wait: Callable[[float], object]) -> None:
@@ -39,8 +45,7 @@ class Block:
         wait(1.0)
         return
       except TimeoutError:
-        said = self.exchange.so_far().values() if self.exchange is not None else ()
-        if any(json.loads(text)["code"] != _SOUND for text in said):
+        if self.exchange is not None and self.exchange.is_warned():
           return  # the end of the block raises
 
 
@@ -49,12 +54,12 @@ def together(name: str = "together") -> Generator[Block]:
   """A block that fails on every process when it fails on one, so that no process waits forever.
 
   All processes raise a `DamagedError` or no process does: no process may take an older step alone. Blocks on
-  another thread, which meet the other blocks in any order, have another name.
+  another thread, which meet the other blocks in any order, have another name. It is one rendezvous.
   """
   block = Block()
   if jax.process_count() == 1:
     yield block
-    block.found = [block.mine]
+    block.found = block.decide([block.mine])
     return
   error: Exception | None = None
   block.exchange = Exchange(name)
@@ -62,21 +67,56 @@ def together(name: str = "together") -> Generator[Block]:
     yield block
   except Exception as caught:  # noqa: BLE001 (raised again, once the other processes know)
     error = caught
-  code = _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
-  block.exchange.say(json.dumps({"code": code, "what": _what(error), "value": block.mine}))
-  said = [json.loads(text) for text in block.exchange.all()]
-  worst = max(one["code"] for one in said)
-  if error is not None and code == worst:
+    block.exchange.warn()
+
+  def judge(texts: list[str]) -> str:
+    nonlocal error
+    said = [json.loads(text) for text in texts]
+    answer = _verdict(said)
+    if answer["code"] == _SOUND:
+      try:
+        answer["value"] = block.decide([one["value"] for one in said])
+      except Exception as caught:  # noqa: BLE001 (raised below)
+        error = caught
+        answer = {"code": _code(error), "failed": [0], "what": _what(error)}
+    return json.dumps(answer)
+
+  same = block.same and [block.same[0], hashlib.sha256(block.same[1].encode()).hexdigest()]
+  mine = {"code": _code(error), "what": _what(error), "value": block.mine, "same": same}
+  answer = json.loads(block.exchange.answer(json.dumps(mine), judge))
+  if error is not None and _code(error) == answer["code"]:
     raise error
-  if worst != _SOUND:
-    kind = DamagedError if worst == _DAMAGED else CheckpointError
-    failed = [process for process, one in enumerate(said) if one["code"] == worst]
-    raise kind(
-      f"processes {failed} failed, so this process stopped too.",
-      details=f"process {failed[0]}: {said[failed[0]]['what']}",
-      fix="read the error of the first of them.",
-    ) from error
-  block.found = [one["value"] for one in said]
+  if answer["code"] == _SOUND:
+    block.found = answer["value"]
+    return
+  if "differ" in answer:
+    raise _disagreement(answer, "" if block.same is None else block.same[1]) from error
+  kind = DamagedError if answer["code"] == _DAMAGED else CheckpointError
+  raise kind(
+    f"processes {answer['failed']} failed, so this process stopped too.",
+    details=f"process {answer['failed'][0]}: {answer['what']}",
+    fix="read the error of the first of them.",
+  ) from error
+
+
+def _code(error: Exception | None) -> int:
+  return _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
+
+
+def _verdict(said: list[Any]) -> dict[str, Any]:
+  """What process 0 makes of the ends of a block on all processes."""
+  code = max(one["code"] for one in said)
+  if code != _SOUND:
+    failed = [process for process, one in enumerate(said) if one["code"] == code]
+    return {"code": code, "failed": failed[:_MOST_NAMED], "what": said[failed[0]]["what"]}
+  others = [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]
+  if others:
+    return {
+      "code": _FAILED,
+      "differ": others[:_MOST_NAMED],
+      "what": next(one["same"][0] for one in said if one["same"]),
+    }
+  return {"code": _SOUND}
 
 
 def _what(error: Exception | None) -> str:
@@ -85,18 +125,19 @@ def _what(error: Exception | None) -> str:
   return "" if error is None else f"{type(error).__name__}: {error}"[:1000]
 
 
+def _disagreement(answer: dict[str, Any], text: str) -> CheckpointError:
+  return CheckpointError(
+    f"the processes do not agree on {answer['what']}.",
+    details=f"processes {answer['differ']} differ from process 0; this is process {jax.process_index()}: "
+    f"{text[:200]}",
+    fix="make the same call with the same arguments on every process.",
+  )
+
+
 def require_same(what: str, text: str) -> None:
   """Raises on every process unless all pass the same text."""
   with together() as block:
-    block.mine = hashlib.sha256(text.encode()).hexdigest()
-  others = [process for process, one in enumerate(block.found) if one != block.found[0]]
-  if others:
-    raise CheckpointError(
-      f"the processes do not agree on {what}.",
-      details=f"processes {others} differ from process 0; this is process {jax.process_index()}: "
-      f"{text[:200]}",
-      fix="make the same call with the same arguments on every process.",
-    )
+    block.same = what, text
 
 
 def decided(function: Callable[[], T]) -> T:
@@ -104,21 +145,11 @@ def decided(function: Callable[[], T]) -> T:
   with together() as block:
     if jax.process_index() == 0:
       block.mine = function()
-  return block.found[0]
+  return block.found
 
 
-def added_up(numbers: Sequence[int]) -> list[int]:
-  """The sums over all processes, modulo 2**32. Each process passes equally many numbers."""
+def any_process(mine: bool) -> bool:
+  """Whether it is so on any process."""
   with together() as block:
-    block.mine = [int(number) for number in numbers]
-  return summed(block.found)
-
-
-def summed(shares: Sequence[Sequence[int]]) -> list[int]:
-  """Adds up the numbers of each process, modulo 2**32.
-
-  Example:
-    >>> summed([[0, 5], [3, 2**32 - 1]])
-    [3, 4]
-  """
-  return [sum(column) % 2**32 for column in zip(*shares, strict=True)]
+    block.mine, block.decide = bool(mine), any
+  return block.found

@@ -13,11 +13,6 @@ from nnx_parallel.core.mesh import auto_mesh
 from nnx_parallel.layout.resolve import add_axes
 
 
-def on_cpu(sharding: Sharding) -> bool:
-  """Whether its devices are CPUs."""
-  return next(iter(sharding.device_set)).platform == "cpu"
-
-
 def auto_layout(sharding: Sharding) -> Sharding:
   """The same layout in device memory, on a mesh whose axes are all Auto.
 

@@ -4,85 +4,57 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from etils import epath
 
-from nnx_parallel.checkpoint import array_io, encoding, multihost, storage
+from nnx_parallel.checkpoint import array_io, encoding, format5, storage
 from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
 from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
-from nnx_parallel.checkpoint.digest import digest
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest, is_no_file
+from nnx_parallel.checkpoint.manifest import OLD_FORMAT, LeafRecord, Manifest, is_no_file
 from nnx_parallel.core.nodes import is_key, key_dtype
 
 logger = logging.getLogger(__name__)
 
 # The errors that readers raise for damaged files.
 _READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
-# Which small files' contents each kind of verification compares; digests cover the chunks in "full".
-_HASHED = {"full": "metadata", "metadata": "all", "off": "none"}
-VERIFY = tuple(_HASHED)
 
 
 def read(
-  step_dir: epath.Path, manifest: Manifest, diff: Diff, *, verify: str, byte_budget: int
+  step_dir: epath.Path, manifest: Manifest, diff: Diff, *, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
-  """Reads all matched leaves, by item and the target's path.
-
-  `verify="full"` compares every value's digest and the contents of the metadata, `"metadata"` the contents of
-  all small files. File sizes are always compared.
-  """
+  """Reads all matched leaves, by item and the target's path; the caller has checked the files."""
   logger.info(
     "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
     manifest.step,
     f"{diff.bytes_read:,}",
     f"{diff.host_bytes:,}",
   )
-  with multihost.together():
-    _check_files(step_dir, manifest, diff.matches, hashed=_HASHED[verify])
-  with multihost.together():
-    results, found = _read_all(step_dir, manifest, diff, verify, byte_budget)
-  # Of an array that is spread over processes, each has digested its share. Only now, when no process can fail
-  # before it, are the shares added up.
-  sums = iter(multihost.added_up([number for _, is_share, number in found if is_share]))
-  problems: list[str] = []
-  with multihost.together():
-    for leaf, is_share, number in found:
-      problems += _wrong_values(step_dir, manifest, leaf, next(sums) if is_share else number)
-    if problems:
-      raise damage(manifest.step, problems)
-  return results
-
-
-def _read_all(
-  step_dir: epath.Path, manifest: Manifest, diff: Diff, verify: str, byte_budget: int
-) -> tuple[dict[str, dict[str, Array]], list[tuple[LeafPair, bool, int]]]:
-  """Reads the arrays; for each, whether this process's digest is only a share, and that digest."""
   results: dict[str, dict[str, Array]] = {}
-  waiting: list[tuple[LeafPair, bool, Callable[[], int]]] = []
   for item, group in itertools.groupby(diff.matches, lambda leaf: leaf.item):
     leaves = [*group]
     last_use = {leaf.saved.folder: leaf for leaf in leaves}
     arrays = _load(step_dir, manifest, leaves, byte_budget)
     for leaf in leaves:
       take = arrays.pop if leaf is last_use[leaf.saved.folder] else arrays.get
-      array = take(leaf.saved.folder, None)
-      results.setdefault(item, {})[leaf.path] = place(array, leaf)
-      if verify == "full" and array is not None:
-        is_share = isinstance(array, jax.Array) and not array.is_fully_addressable
-        waiting.append((leaf, is_share, digest(array, leaf.on_disk.shape)))
-  return results, [(leaf, is_share, number()) for leaf, is_share, number in waiting]
+      results.setdefault(item, {})[leaf.path] = place(take(leaf.saved.folder, None), leaf)
+  return results
 
 
 def check_values(
-  step_dir: epath.Path, manifest: Manifest, *, byte_budget: int, mine: tuple[int, int] = (0, 1)
+  step_dir: epath.Path,
+  manifest: Manifest,
+  *,
+  byte_budget: int,
+  mine: tuple[int, int] = (0, 1),
+  chosen: Mapping[str, Iterable[str]] | None = None,
 ) -> Iterator[tuple[str, str]]:
-  """Reads the arrays of a step to the host, a budget at a time, and compares the digests.
+  """Reads the arrays of a step to the host, a budget at a time, where TensorStore checks them.
 
-  `mine=(1, 4)` takes the second of each four arrays.
+  `mine=(1, 4)` takes the second of each four arrays; `chosen` has the saved paths to check, by item.
 
   Yields:
     The name of each damaged leaf, and its first problem.
@@ -91,7 +63,7 @@ def check_values(
     LeafPair(item, path, _on_host(saved), path, saved)
     for item, record in manifest.items.items()
     for path, saved in record.leaves.items()
-    if saved.encoding != encoding.EMPTY
+    if saved.encoding != encoding.EMPTY and (chosen is None or path in chosen.get(item, ()))
   ]
   for group in _groups(pairs[mine[0] :: mine[1]], byte_budget):
     try:
@@ -100,20 +72,20 @@ def check_values(
       arrays = {}  # each array is read alone, to name the damaged arrays
     for leaf in group:
       try:
-        found = arrays or _load(step_dir, manifest, [leaf], byte_budget)
-        number = digest(found[leaf.saved.folder])()
-        if problems := _wrong_values(step_dir, manifest, leaf, number):
-          raise damage(manifest.step, problems)
+        array = (arrays or _load(step_dir, manifest, [leaf], byte_budget))[leaf.saved.folder]
+        if manifest.format == OLD_FORMAT and format5.digest(np.asarray(array)) != leaf.saved.digest:
+          files = _files_of(step_dir, manifest, leaf)
+          raise damage(manifest.step, [*files, f"the values of {leaf.name} differ from the saved values"])
       except DamagedError as error:
         yield leaf.name, error.what
 
 
 def damaged_files(
-  step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, hashed: str = "all"
+  step_dir: epath.Path, manifest: Manifest, names: Iterable[str], *, hashed: bool = True
 ) -> dict[str, str]:
   """Lists files that are missing, cut short, unreadable, or changed, each with its problem.
 
-  `hashed` says which small files have their contents checked: `"all"`, only `"metadata"`, or `"none"`.
+  `hashed` says whether small files of format 5 have their contents checked.
 
   Raises:
     CheckpointError: a file that this machine cannot read at the moment.
@@ -124,17 +96,15 @@ def damaged_files(
 
 
 def _problem(
-  step_dir: epath.Path, manifest: Manifest, name: str, size_of: Callable[[str], int], hashed: str
+  step_dir: epath.Path, manifest: Manifest, name: str, size_of: Callable[[str], int], hashed: bool
 ) -> str:
   file, size = step_dir / name, manifest.files[name]
-  holds_values = name.split("/")[2:3] == ["c"]  # ITEM/FOLDER/c/...
-  is_checked = hashed == "all" or (hashed == "metadata" and not holds_values)
-  sha256 = manifest.hashes.get(name) if is_checked else None
+  sha256 = manifest.hashes.get(name) if hashed else None
   try:
     found = size_of(name)
     if found != size:
       return f"has {found:,} bytes instead of {size:,}"
-    if (not size and is_no_file(file)) or (sha256 is not None and storage.sha256(file) != sha256):
+    if (not size and is_no_file(file)) or (sha256 is not None and format5.sha256(file) != sha256):
       return "does not have the contents that were written"
   except FileNotFoundError:
     return "is missing"
@@ -144,17 +114,18 @@ def _problem(
   return ""
 
 
-def _check_files(
-  step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair], *, hashed: str
-) -> None:
-  """Checks the files of the leaves to restore, and their metadata; other files may be missing."""
+def check_files(step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair]) -> None:
+  """Checks the files of the items to restore; files of other items may be missing.
+
+  In format 5, where each leaf has its own, the files of other leaves may be missing too.
+  """
   leaves = {(match.item, match.saved.folder) for match in matches}
   items = {item for item, _ in leaves}
   unread = {
     (item, leaf.folder)
     for item, record in manifest.items.items()
     for leaf in record.leaves.values()
-    if (item, leaf.folder) not in leaves
+    if manifest.format == OLD_FORMAT and (item, leaf.folder) not in leaves
   }
 
   def is_read(name: str) -> bool:
@@ -162,24 +133,30 @@ def _check_files(
     return item not in manifest.items or (item in items and (item, rest.partition("/")[0]) not in unread)
 
   names = [name for name in manifest.files if is_read(name)]
-  if problems := damaged_files(step_dir, manifest, names, hashed=hashed):
+  if problems := damaged_files(step_dir, manifest, names):
     raise damage(manifest.step, [*problems.values()])
 
 
+def check_old_values(
+  step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair], *, byte_budget: int
+) -> None:
+  """Checks the digests of the leaves to restore of a step in format 5, each process its share."""
+  if manifest.format != OLD_FORMAT:
+    return
+  chosen: dict[str, set[str]] = {}
+  for match in matches:
+    chosen.setdefault(match.item, set()).add(match.saved_path)
+  mine = jax.process_index(), jax.process_count()
+  found = check_values(step_dir, manifest, byte_budget=byte_budget, mine=mine, chosen=chosen)
+  if problems := [what for _, what in found]:
+    raise damage(manifest.step, problems)
+
+
 def _files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list[str]:
-  """The problems of the files of a leaf."""
-  folder = f"{match.item}/{match.saved.folder}/"
+  """The problems of the files of a leaf, which it shares with its item unless the format is 5."""
+  folder = f"{match.item}/{match.saved.folder}/" if manifest.format == OLD_FORMAT else f"{match.item}/"
   names = [name for name in manifest.files if name.startswith(folder)]
   return [*damaged_files(step_dir, manifest, names).values()]
-
-
-def _wrong_values(step_dir: epath.Path, manifest: Manifest, leaf: LeafPair, number: int) -> list[str]:
-  """The problems of a leaf with this digest, its damaged files first; empty for a good leaf."""
-  if number == leaf.saved.digest:
-    return []
-  where = f"{leaf.item}/{leaf.saved_path}"
-  text = f"the values of {where} differ from the saved values (files under {leaf.item}/{leaf.saved.folder})"
-  return [*_files_of(step_dir, manifest, leaf), text]
 
 
 def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
@@ -208,7 +185,8 @@ def _load(
     return {}
   stored = {leaf.saved.folder: leaf.on_disk for leaf in full}
   try:
-    return array_io.read(step_dir / item, stored, targets, byte_budget=byte_budget)
+    merged = manifest.format != OLD_FORMAT
+    return array_io.read(step_dir / item, stored, targets, byte_budget=byte_budget, merged=merged)
   except _READ_ERRORS as error:
     raise_transient(error, f"{step_dir / item}")
     if len(group) == 1:
@@ -217,8 +195,7 @@ def _load(
         step_dir.name,
         [
           *_files_of(step_dir, manifest, leaf),
-          f"{item}/{leaf.saved_path} cannot be read "
-          f"(files under {item}/{leaf.saved.folder}, or the metadata of {item})",
+          f"{item}/{leaf.saved_path} cannot be read (files under {item})",
           str(error)[:300],
         ],
       ) from error

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import jax
 from etils import epath
 from flax import nnx
 
-from nnx_parallel.checkpoint import array_io, encoding, manifest, multihost, storage
-from nnx_parallel.checkpoint.catalog import Place
+from nnx_parallel.checkpoint import array_io, encoding, manifest, storage
 from nnx_parallel.checkpoint.diff import layout_text
-from nnx_parallel.checkpoint.digest import digest_later
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.relayout import without_padding
@@ -25,9 +24,6 @@ from nnx_parallel.core.types import Leaf
 from nnx_parallel.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-# Files up to this size are hashed: all of the metadata, but no large arrays.
-_HASHED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,83 +84,97 @@ def encode(roots: Mapping[str, Mapping[str, Leaf]]) -> Content:
   return Content(items, arrays, cut_bytes)
 
 
+def check(roots: Mapping[str, Mapping[str, Leaf]]) -> int:
+  """Checks that leaves can be saved, as `encode` does, and returns the bytes of the arrays."""
+  total = 0
+  for item, leaves in roots.items():
+    for path, leaf in leaves.items():
+      name, value = f"{item}/{path}", value_of(leaf)
+      if not encoding.is_array(value):
+        encoding.check_json(value, path=name)
+        continue
+      encoding.encoding_of(value.shape, value.dtype, path=name)
+      total += value.size * value.dtype.itemsize
+  return total
+
+
 def write(
-  where: Storage,
-  request: Request,
-  *,
-  place: Place | None,
-  chunk_bytes: int | None,
-  byte_budget: int,
-  background: bool,
-) -> Callable[[], None]:
-  """Starts writing a step, and replaces an existing step; the returned function waits, and commits it.
+  where: Storage, request: Request, *, chunk_bytes: int | None, byte_budget: int, background: bool
+) -> Callable[[float], None]:
+  """Starts writing a step; the returned function waits, and may be called again after a `TimeoutError`.
 
   The caller has locked the storage. In the background, arrays may be donated or changed as soon as this
-  returns. Only process 0 has a `place`.
+  returns.
   """
-  step, content = request.step, request.content
-  # Before the write, whose threads need the same cores.
-  digests = {
-    (item, path): digest_later(content.arrays[item][leaf.folder])
-    for item, record in content.items.items()
-    for path, leaf in record.leaves.items()
-    if leaf.encoding != encoding.EMPTY
-  }
-  folder = where.saving(step)
+  content, folder = request.content, where.saving(request.step)
   if jax.process_index() == 0:
-    where.begin(step)
-  wait = None
+    where.begin(request.step)
+  if not content.arrays:
+    if jax.process_index() == 0:
+      folder.mkdir()
+    return lambda seconds: None
+  copies = array_io.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
+  cut = f", and {content.cut_bytes:,} bytes in addition to the padded arrays" if content.cut_bytes else ""
+  logger.info(
+    "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
+    request.step,
+    f"{content.nbytes:,}",
+    f"{copies:,}",
+    cut,
+  )
   with contextlib.ExitStack() as stack:
     stack.enter_context(array_io.quiet())
-    if content.arrays:
-      copies = array_io.host_bytes_to_save(content.arrays, byte_budget=byte_budget, background=background)
-      logger.info(
-        "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
-        step,
-        f"{content.nbytes:,}",
-        f"{copies:,}",
-        f", and {content.cut_bytes:,} bytes in addition to the padded arrays" if content.cut_bytes else "",
-      )
-      wait = array_io.start_save(
-        folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
-      )
-    elif jax.process_index() == 0:
-      folder.mkdir()
+    wait = array_io.start_save(
+      folder, content.arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
+    )
     quiet = stack.pop_all()
 
-  def finish() -> None:
-    # A training loop has the main thread, so its order among other blocks may differ between processes.
-    with quiet, multihost.together(f"save to {where.directory}") as block:
-      block.mine = [later() for later in digests.values()]
-      names = [*digests]
-      digests.clear()
-      if wait is not None:
-        block.wait_for(wait)
-    if place is None:
-      return
-    sums = dict(zip(names, multihost.summed(block.found), strict=True))
-    items = _with_digests(content.items, sums)
-    sizes = storage.all_files(folder)
-    _require_stored(step, items, sizes)
-    small = [name for name, size in sizes.items() if size <= _HASHED_BYTES]
-    hashes = storage.each(lambda name: storage.sha256(folder / name), small)
-    record = Manifest(
-      step=step,
-      items=items,
-      extra=request.extra,
-      metrics=request.metrics,
-      plan=request.plan,
-      versions=manifest.versions(),
-      fingerprint=manifest.fingerprint(items),
-      time=place.stamp(),
-      files=sizes,
-      hashes=dict(zip(small, hashes, strict=True)),
-      parent=place.parent,
-    )
-    manifest.write(record, folder)
-    where.commit(step)
+  def finish(seconds: float) -> None:
+    try:
+      wait(seconds)
+    except TimeoutError:
+      raise
+    except BaseException:
+      quiet.close()
+      raise
+    quiet.close()
 
   return finish
+
+
+def commit(where: Storage, request: Request) -> None:
+  """Writes the manifest of a step whose arrays are all written, and makes it a step. For process 0."""
+  folder, content = where.saving(request.step), request.content
+  storage.tell_apart(folder)
+  files = storage.all_files(folder)
+  if lost := [item for item in content.arrays if f"{item}/{array_io.MERGED}" not in files]:
+    raise CheckpointError(
+      f"cannot save step {request.step}: there are no files of {', '.join(lost)}.",
+      details="its arrays were stored elsewhere, or not at all",
+      fix="choose a directory whose path has letters, digits, dots and dashes only.",
+    )
+  record = Manifest(
+    step=request.step,
+    items=content.items,
+    extra=request.extra,
+    metrics=request.metrics,
+    plan=request.plan,
+    versions=manifest.versions(),
+    time=min(max(time.time(), 0.0), manifest.LATEST),  # the clock may be wrong
+    files=files,
+  )
+  manifest.write(record, folder)
+  where.commit(request.step)
+
+
+def describe(directory: epath.Path, request: Request) -> str:
+  """What a process is about to save, which must be the same on all."""
+  rows = [
+    f"{item}/{path} {leaf.shape} {leaf.dtype}"
+    for item, record in request.content.items.items()
+    for path, leaf in record.leaves.items()
+  ]
+  return "\n".join([f"{directory} step {request.step}", *rows])
 
 
 def _encode_leaf(item: str, path: str, leaf: Leaf) -> tuple[LeafRecord, Array | None]:
@@ -191,46 +201,3 @@ def _encode_leaf(item: str, path: str, leaf: Leaf) -> tuple[LeafRecord, Array | 
     nbytes=stored.nbytes if stored is not None else 0,
     layout=layout_text(value.sharding) if isinstance(value, jax.Array) else "",
   ), stored
-
-
-def _with_digests(
-  items: Mapping[str, ItemRecord], digests: Mapping[tuple[str, str], int]
-) -> dict[str, ItemRecord]:
-  return {
-    item: ItemRecord(
-      {
-        path: dataclasses.replace(leaf, digest=digests.get((item, path), 0))
-        for path, leaf in record.leaves.items()
-      },
-      record.values,
-    )
-    for item, record in items.items()
-  }
-
-
-def _require_stored(step: int, items: Mapping[str, ItemRecord], names: Iterable[str]) -> None:
-  """Raises when an array has no file in the step's folder."""
-  there = {"/".join(name.split("/")[:2]) for name in names}
-  lost = [
-    f"{item}/{path}"
-    for item, record in items.items()
-    for path, leaf in record.leaves.items()
-    if leaf.encoding != encoding.EMPTY and f"{item}/{leaf.folder}" not in there
-  ]
-  if lost:
-    raise CheckpointError(
-      f"cannot save step {step}: there are no files of {', '.join(sorted(lost)[:8])}.",
-      details=f"{len(lost)} arrays were stored elsewhere, or not at all",
-      fix="choose a directory whose path has letters, digits, dots and dashes only.",
-    )
-
-
-def require_same(directory: epath.Path, request: Request) -> None:
-  """Raises on all processes when they are about to save different things."""
-  rows = [
-    f"{item}/{path} {leaf.shape} {leaf.dtype}"
-    for item, record in request.content.items.items()
-    for path, leaf in record.leaves.items()
-  ]
-  text = "\n".join([f"{directory} step {request.step}", *rows])
-  multihost.require_same("what to save", text)

@@ -3,7 +3,8 @@
 On a local file system a step is written under a temporary name, made durable, and renamed: a folder with the
 name of a step is a complete checkpoint. Object stores have no atomic rename. There a step is written under
 its final name, and its manifest, written last, makes it complete; a separate file marks a save or a deletion
-in progress. This package deletes only folders with one of its suffixes, such a mark, or its manifest.
+in progress, or a step that was set aside. This package deletes only folders with one of its suffixes, such a
+mark, or its manifest.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
-import hashlib
 import io
 import os
+import secrets
 import shutil
 import socket
+import threading
+import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
@@ -34,14 +36,24 @@ from nnx_parallel.errors import CheckpointError, NnxParallelWarning
 T = TypeVar("T")
 R = TypeVar("R")
 LOCK = ".nnx_parallel.lock"
-SAVING, REPLACED, DELETING = ".nnx-saving", ".nnx-replaced", ".nnx-deleting"
-_PIECE = 1 << 20
+SAVING, REPLACED, DELETING, ASIDE = ".nnx-saving", ".nnx-replaced", ".nnx-deleting", ".nnx-aside"
 _SYNCING = 16
+_MOST_MORE = 4096
 _REQUESTS = 64  # to an object store at a time
 # The errors of flock on Lustre without the option `flock`, on NFS without its lock service, and on some FUSE.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
-_LOCKS: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+_RUN = uuid.uuid4().hex[:12]
+
+
+class _Hold:
+  """This process's hold of a directory, which its Checkpointers share, one save at a time."""
+
+  def __init__(self, file: io.FileIO):
+    self.file, self.users, self.saving = file, 0, threading.Lock()
+
+
+_HOLDS: dict[str, _Hold] = {}  # by real path
 
 
 def is_local(path: epath.Path) -> bool:
@@ -106,9 +118,8 @@ class Storage:
     if not self.directory.is_dir():
       return []
     named = ((entry, entry.name.removesuffix(REPLACED)) for entry in self.directory.iterdir())
-    return sorted(
-      {int(name) for entry, name in named if _is_step_name(name) and (entry / manifest.FILE).exists()}
-    )
+    found = {int(name) for entry, name in named if _is_step_name(name) and (entry / manifest.FILE).exists()}
+    return sorted(found.difference(self._marked_aside()))
 
   def folder(self, step: int) -> epath.Path:
     """The folder of a step: its number, or the name it has until the step that replaces it is there."""
@@ -125,10 +136,8 @@ class Storage:
 
   def unrecognised_steps(self) -> list[int]:
     """The folders named like a step that hold files but no manifest: damaged, or of another program."""
-    if not self.directory.is_dir():
-      return []
-    steps = [int(entry.name) for entry in self.directory.iterdir() if _is_step_name(entry.name)]
-    return sorted(step for step in steps if self.is_unrecognised(step))
+    steps = [int(entry.name) for entry in self._entries() if _is_step_name(entry.name)]
+    return sorted(step for step in {*steps}.difference(self._marked_aside()) if self.is_unrecognised(step))
 
   def is_unrecognised(self, step: int) -> bool:
     """Whether the folder of a step holds files but no manifest, and is not being saved or deleted."""
@@ -147,8 +156,18 @@ class Storage:
     """Makes the directory."""
     self.directory.mkdir(parents=True, exist_ok=True)
 
+  def hold(self) -> None:
+    """Takes the directory for this process until as many calls of `let_go`.
+
+    Raises:
+      CheckpointError: another process holds it.
+    """
+
+  def let_go(self) -> None:
+    """Ends a `hold`."""
+
   def lock(self) -> contextlib.AbstractContextManager[None]:
-    """Holds the directory for writing.
+    """Holds the directory for one save.
 
     Raises:
       CheckpointError: another process, or another save of this process, holds it.
@@ -185,6 +204,33 @@ class Storage:
       OSError: the folder of the step cannot be made.
     """
 
+  def set_aside(self, after: int) -> list[int]:
+    """Takes the steps after this one, damaged ones too, out of `steps`; returns them."""
+    later = [step for step in sorted([*self.steps(), *self.unrecognised_steps()]) if step > after]
+    for step in later:
+      self._set_aside(step)
+    return later
+
+  def _set_aside(self, step: int) -> None:
+    self._path(step, ASIDE).write_text("")
+
+  def _marked_aside(self) -> set[int]:
+    """The steps that a mark takes out of `steps`."""
+    names = [entry.name.removesuffix(ASIDE) for entry in self._entries() if entry.name.endswith(ASIDE)]
+    return {int(name) for name in names if _is_step_name(name)}
+
+  def delete_aside(self) -> None:
+    """Deletes the steps of this package that were set aside."""
+    for step in self._marked_aside():
+      if (self._path(step) / manifest.FILE).exists():
+        self._clear(step)
+
+  def _clear(self, step: int) -> None:
+    """Makes room for a step whose name was set aside."""
+    if (mark := self._path(step, ASIDE)).exists():
+      self._remove(step)
+      mark.unlink()
+
   def can_replace(self) -> bool:
     """Whether a step can be replaced in place."""
     return False
@@ -195,6 +241,7 @@ class Storage:
 
   def begin(self, step: int) -> None:
     """Marks a save, for a later recovery."""
+    self._clear(step)
     self._path(step, SAVING).write_text("")
 
   def commit(self, step: int) -> None:
@@ -212,11 +259,16 @@ class Storage:
     self._remove(step)
     mark.unlink()
 
-  def delete_all(self, expired: Callable[[], Iterable[int]]) -> list[str]:
-    """Deletes the steps that `expired` returns, and returns the failures as text: they undo no save."""
+  def delete_all(self, expired: Callable[[], Iterable[int]], *, aside: bool) -> list[str]:
+    """Deletes the steps that `expired` returns, and those that were set aside.
+
+    Returns the failures as text: they undo no save.
+    """
     problems: list[str] = []
     try:
       steps = [*expired()]
+      if aside:
+        self.delete_aside()
     except OSError as error:
       return [f"the old steps could not be listed: {error}"]
     for step in steps:
@@ -262,29 +314,66 @@ class LocalStorage(Storage):
       make_durable([path.parent for path in missing])
 
   @override
+  def _set_aside(self, step: int) -> None:
+    aside = self._path(step, ASIDE)
+    if aside.exists():
+      aside.rmtree()
+    self.folder(step).rename(aside)
+
+  @override
+  def _marked_aside(self) -> set[int]:
+    return set()  # they have another name
+
+  @override
+  def delete_aside(self) -> None:
+    for entry in self._entries():
+      if entry.name.endswith(ASIDE) and (entry / manifest.FILE).exists():
+        entry.rmtree()
+
+  @override
+  def hold(self) -> None:
+    name = os.path.realpath(self.directory)
+    hold = _HOLDS.get(name)
+    if hold is None:
+      hold = _HOLDS[name] = _Hold(_locked(self.directory))
+    hold.users += 1
+
+  @override
+  def let_go(self) -> None:
+    name = os.path.realpath(self.directory)
+    if (hold := _HOLDS.get(name)) is None:
+      return  # of the process that forked this one
+    hold.users -= 1
+    if not hold.users:
+      del _HOLDS[name]
+      hold.file.truncate(0)
+      hold.file.close()
+
+  @override
   @contextlib.contextmanager
   def lock(self) -> Generator[None]:
-    import fcntl  # not on Windows
-
-    with open(self.directory / LOCK, "a+b", buffering=0) as file:
-      _LOCKS.add(file)
-      me = f"process {os.getpid()} on {socket.gethostname()}"
-      try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        file.seek(0)
-        raise _held(self.directory, file.read().decode().strip(), me) from None
-      except OSError as error:
-        if error.errno not in _NO_LOCKS:
-          raise
-        _warn_of_no_locks(str(self.directory), error.strerror or str(error))
-      file.truncate(0)
-      file.write(f"{me}\n".encode())
+    self.hold()
+    hold = _HOLDS[os.path.realpath(self.directory)]
+    try:
+      self._check(hold)
+      if not hold.saving.acquire(blocking=False):
+        raise _held(self.directory, _me(), own=True)
       try:
         yield
       finally:
-        if not file.closed:
-          file.truncate(0)
+        hold.saving.release()
+    finally:
+      self.let_go()
+
+  def _check(self, hold: _Hold) -> None:
+    """Raises if another job took the directory, where nothing locks it; takes it again if it was removed."""
+    file = self.directory / LOCK
+    there = os.path.exists(file) and os.path.samestat(os.stat(file), os.fstat(hold.file.fileno()))
+    if not there:
+      hold.file.close()
+      hold.file = _locked(self.directory)
+    elif (holder := file.read_text().strip()) != _me():
+      raise _held(self.directory, holder)
 
   @override
   def recover(self) -> list[str]:
@@ -357,14 +446,39 @@ class LocalStorage(Storage):
     moved.rmtree()
 
 
-def _held(directory: epath.Path, holder: str, me: str) -> CheckpointError:
-  own = holder == me
+def _me() -> str:
+  return f"run {_RUN}, process {os.getpid()} on {socket.gethostname()}"
+
+
+def _locked(directory: epath.Path) -> io.FileIO:
+  """The lock file of a directory, locked, with the name of this run in it."""
+  import fcntl  # not on Windows
+
+  file = io.FileIO(directory / LOCK, "a+")
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    file.seek(0)
+    holder = file.read().decode().strip()
+    file.close()
+    raise _held(directory, holder) from None
+  except OSError as error:
+    if error.errno not in _NO_LOCKS:
+      file.close()
+      raise
+    _warn_of_no_locks(str(directory), error.strerror or str(error))
+  file.truncate(0)
+  file.write(f"{_me()}\n".encode())
+  return file
+
+
+def _held(directory: epath.Path, holder: str, *, own: bool = False) -> CheckpointError:
   return CheckpointError(
     f"cannot write to {directory}: {'this process is already' if own else 'another job is'} writing there.",
     details=f"held by {holder or 'a process without a name yet'}",
     fix="wait until the other save has finished: checkpointer.wait(); or share one Checkpointer."
     if own
-    else "give each job its own directory, or wait until the other job has finished.",
+    else "give each job its own directory; or end the other job, or close() its Checkpointer.",
   )
 
 
@@ -380,8 +494,9 @@ def _warn_of_no_locks(directory: str, why: str) -> None:
 
 def drop_locks() -> None:
   """Closes the parent's locks in a forked process, because a lock is held until all its copies are closed."""
-  for file in _LOCKS:
-    file.close()
+  for hold in _HOLDS.values():
+    hold.file.close()
+  _HOLDS.clear()
 
 
 def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
@@ -396,11 +511,16 @@ def _removed(remove: Callable[[], None], folder: epath.Path) -> bool:
 
 def all_files(folder: epath.Path) -> dict[str, int]:
   """Bytes of each file below a folder, by relative path; in an object store by one listing."""
-  files, root = fsspec.core.url_to_fs(os.fspath(folder))
-  found = files.find(root, detail=True)
+  if is_local(folder):
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    found = {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
+  else:
+    files, root = fsspec.core.url_to_fs(os.fspath(folder))
+    listed = files.find(root, detail=True)
+    found = {os.path.relpath(name, root): look["size"] for name, look in listed.items()}
   if not found and not folder.exists():
     raise FileNotFoundError(os.fspath(folder))
-  return {os.path.relpath(name, root): look["size"] for name, look in found.items()}
+  return found
 
 
 def sizes_in(folder: epath.Path) -> Callable[[str], int]:
@@ -428,14 +548,13 @@ def each(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     return list(pool.map(call, items))
 
 
-def sha256(file: epath.Path) -> str:
-  """SHA-256 of a file, read piece by piece."""
-  total = hashlib.sha256()
-  # Steps have thousands of small files, which Python opens much faster than epath.
-  with open(file, "rb") if is_local(file) else file.open("rb") as stream:
-    while piece := stream.read(_PIECE):
-      total.update(piece)
-  return total.hexdigest()
+def tell_apart(folder: epath.Path) -> None:
+  """Gives the files of arrays lengths of their own: some bytes more, which nobody reads.
+
+  A checksum does not tell a file from one that another process, or another step, wrote.
+  """
+  for path in folder.glob("*/*/d/*") if is_local(folder) else ():
+    os.truncate(path, path.stat().length + 1 + secrets.randbelow(_MOST_MORE))
 
 
 def make_durable(paths: Iterable[epath.Path]) -> None:
@@ -449,17 +568,8 @@ def make_durable(paths: Iterable[epath.Path]) -> None:
 
 
 def make_tree_durable(folder: epath.Path) -> None:
-  """Waits until everything below a local folder is on the disk.
-
-  TensorStore has synced the files of the arrays, but Orbax syncs neither its metadata nor the folders.
-  """
-  paths: list[epath.Path] = []
-  for parent, folders, names in os.walk(folder):
-    if "zarr.json" in names:
-      paths += [epath.Path(below) for below, _, _ in os.walk(parent)]
-      folders.clear()
-    else:
-      paths += [epath.Path(parent), *(epath.Path(parent) / name for name in names)]
+  """Waits until everything below a local folder is on the disk; Orbax syncs only the arrays."""
+  paths = [epath.Path(parent) / name for parent, _, names in os.walk(folder) for name in (*names, "")]
   with concurrent.futures.ThreadPoolExecutor(_SYNCING) as pool:
     list(pool.map(lambda path: make_durable([path]), paths))
 

@@ -14,7 +14,6 @@ from flax import nnx
 from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
-from nnx_parallel.checkpoint.digest import host_device
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
 from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import (
@@ -183,8 +182,16 @@ def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
       f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
       fix=f"skip=[{path!r}], or pass a target that has them.",
     )
-  host = jax.sharding.SingleDeviceSharding(host_device())
+  host = jax.sharding.SingleDeviceSharding(_host_device())
   return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, key, sharding=host), leaf.shape)
+
+
+def _host_device() -> Any:
+  """A device of this process for keys: a CPU, if jax has one."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS names other platforms only
+    return jax.local_devices()[0]
 
 
 def _plan_target(plan: Plan, optimizer: str) -> Target:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import shutil
 import sys
@@ -23,8 +22,8 @@ def register(commands: options.Commands) -> None:
     run,
     help="run a recipe or a script in several processes",
     description="Starts the processes of a job on this machine, shows their output, ends all when one fails,"
-    " and starts them again. A recipe is trained (the arguments are the arguments of `train`); a script calls"
-    " nxp.init_distributed() first.",
+    " and starts them again. `train RECIPE ...`, or the name of a recipe of the package, trains; a file is"
+    " run as a script, which calls nxp.init_distributed() first.",
   )
   add = parser.add_argument
   add("-n", "--processes", type=options.positive, metavar="N", help="how many processes to start (2)")
@@ -55,7 +54,7 @@ def register(commands: options.Commands) -> None:
     " or a save takes",
   )
   add("--grace", type=float, default=30.0, metavar="S", help="seconds to save after SIGTERM or Ctrl-C (30)")
-  add("command", nargs=argparse.REMAINDER, metavar="-- RECIPE|SCRIPT ...", help="and its arguments")
+  add("command", nargs=argparse.REMAINDER, metavar="-- train RECIPE|SCRIPT ...", help="and its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,17 +95,17 @@ def write(line: str) -> None:
 
 
 def command_of(words: Sequence[str]) -> list[str]:
-  """The command of each process: a recipe is trained, a script is run, another program starts as it is."""
+  """The command of each process: `train` or a recipe's name, a script's file, or another program."""
   first, *rest = words
+  train = [sys.executable, "-m", "nnx_parallel", "train"]
+  if first == "train" and rest:
+    return [*train, *rest]
   file = Path(first)
   if file.suffix == ".py":
     if not file.is_file():
-      raise RecipeError(f"there is no file {first}.", fix="the path of a recipe or a script.")
-    if not _is_recipe(file):
-      return [sys.executable, first, *rest]
-  elif shutil.which(first):
-    return list(words)
-  return [sys.executable, "-m", "nnx_parallel", "train", first, *rest]
+      raise RecipeError(f"there is no file {first}.", fix="the path of a script, or: train RECIPE.")
+    return [sys.executable, first, *rest]
+  return list(words) if shutil.which(first) else [*train, first, *rest]
 
 
 def resumed(command: Sequence[str]) -> list[str]:
@@ -126,13 +125,3 @@ def resumed(command: Sequence[str]) -> list[str]:
 def is_training(command: Sequence[str]) -> bool:
   """Whether each process trains a recipe."""
   return list(command[1:4]) == ["-m", "nnx_parallel", "train"]
-
-
-def _is_recipe(file: Path) -> bool:
-  """Whether the file defines the functions that `train` needs; it is read, not run."""
-  try:
-    tree = ast.parse(file.read_text())
-  except SyntaxError:
-    return False  # Python shows where
-  defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-  return {"init", "loss", "batches"} <= defined

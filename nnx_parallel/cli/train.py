@@ -126,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.checkpoint is not None:
       folder = nxp.Checkpointer(args.checkpoint, max_to_keep=args.keep, best="eval_loss")
       checkpointer = stack.enter_context(folder)
-      if (steps := checkpointer.steps()) and args.resume is None:
+      if (steps := checkpointer.prepare()) and args.resume is None:
         raise CheckpointError(
           f"{args.checkpoint} holds the checkpoints of an earlier run.",
           details=f"steps {', '.join(map(str, steps))}",

@@ -7,6 +7,9 @@ import contextlib
 import itertools
 import re
 import socket
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +18,9 @@ from jax._src import distributed  # tests/test_upstream.py checks the private pa
 from nnx_parallel.errors import HostError
 
 LONGEST_S = 3600.0
+_PATIENCE_S = 60.0  # then process 0 says for whom it waits
 _uses: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
-_old_keys: dict[str, str] = {}
+_old_keys: dict[str, tuple[str, ...]] = {}  # of the last answers, on process 0
 
 
 def wait_for_all(name: str, timeout: float) -> None:
@@ -24,40 +28,54 @@ def wait_for_all(name: str, timeout: float) -> None:
 
   A `HostError` names the processes that did not come within `timeout` seconds.
   """
-  _wait(f"nnx_parallel/{name}/{next(_uses[name])}", name, timeout)
+  key = f"nnx_parallel/{name}/{next(_uses[name])}"
+  _wait(key, name, timeout)
+  with contextlib.suppress(RuntimeError):
+    _client().key_value_delete(f"{key}/{jax.process_index()}")
 
 
 class Exchange:
-  """A text of each process, for all processes; on any thread.
+  """A text of each process, from which process 0 makes one answer for all; on any thread.
 
-  All processes make it for the same purpose, `name`, and call `all` equally often.
+  All processes make it for the same purpose, `name`, and call `answer` equally often. Each process sends and
+  receives a few messages of its own, however many processes there are; only process 0 reads all texts.
   """
 
   def __init__(self, name: str):
     self._name, self._key = name, f"nnx_parallel/{name.replace('/', ':')}/{next(_uses[name])}"
 
-  def say(self, text: str) -> None:
-    """Says this process's text, without waiting."""
-    _client().key_value_set(f"{self._key}/{jax.process_index()}", text)
+  def warn(self) -> None:
+    """Says, before `answer`, that this process has failed, to those that look by `is_warned`."""
+    _client().key_value_set(f"{self._key}:warned", "", allow_overwrite=True)
 
-  def so_far(self) -> dict[int, str]:
-    """The texts so far, by process."""
-    found = _client().key_value_dir_get(f"{self._key}/")
-    return {int(key.rpartition("/")[2]): text for key, text in found}
+  def is_warned(self) -> bool:
+    """Whether a process has failed already. It is one message."""
+    with contextlib.suppress(RuntimeError):  # not found
+      _client().key_value_try_get(f"{self._key}:warned")
+      return True
+    return False
 
-  def all(self, timeout: float = LONGEST_S) -> list[str]:
-    """Waits until all have said theirs, and returns the texts by process.
+  def answer(self, text: str, decide: Callable[[list[str]], str], timeout: float = LONGEST_S) -> str:
+    """Waits until all have given their texts; returns what `decide` makes of them on process 0.
 
-    A `HostError` names the processes that did not come within `timeout` seconds.
+    `decide` must not raise. A `HostError` names the processes that did not come within `timeout` seconds.
     """
-    _wait(self._key, self._name, timeout)
-    found = self.so_far()
-    # All processes are here, so no process still reads the previous texts.
-    mine = f"{self._key}/{jax.process_index()}"
-    if old := _old_keys.pop(self._name, None):
-      _client().key_value_delete(old)
-    _old_keys[self._name] = mine
-    return [found[process] for process in range(jax.process_count())]
+    client, me = _client(), jax.process_index()
+    _wait(self._key, self._name, timeout, text)
+    answer = f"{self._key}:answer"
+    if me == 0:
+      found = {int(key.rpartition("/")[2]): said for key, said in client.key_value_dir_get(f"{self._key}/")}
+      said = decide([found[process] for process in range(jax.process_count())])
+      # All processes are here, so none still reads the previous answer.
+      for old in _old_keys.pop(self._name, ()):
+        client.key_value_delete(old)
+      _old_keys[self._name] = (f"{self._key}/", f"{self._key}:warned", answer)
+      client.key_value_set(answer, said)
+      return said
+    try:
+      return client.blocking_key_value_get(answer, max(1, round(1000 * timeout)))
+    except RuntimeError as error:
+      raise _not_together(self._name, timeout, str(error), [0]) from error
 
 
 def missing_tasks(text: str) -> list[int]:
@@ -76,20 +94,31 @@ def _client() -> Any:
   return distributed.global_state.client
 
 
-def _wait(key: str, name: str, timeout: float) -> None:
-  client, here = _client(), f"{key}:here/"
-  mine = f"{here}{jax.process_index()}"
+def _wait(key: str, name: str, timeout: float, text: str = "") -> None:
+  client, here = _client(), f"{key}/"
+
+  def missing() -> list[int]:
+    came = {int(one.rpartition("/")[2]) for one, _ in client.key_value_dir_get(here)}
+    return sorted({*range(jax.process_count())} - came)
+
+  def show() -> None:
+    with contextlib.suppress(RuntimeError):  # the coordinator may be gone
+      print(f"process 0 waits for processes {missing()} to come to {name!r}", file=sys.stderr, flush=True)
+
+  patience = threading.Timer(_PATIENCE_S, show)
+  patience.daemon = True
+  if jax.process_index() == 0:
+    patience.start()
   try:
-    client.key_value_set(mine, "")
+    client.key_value_set(f"{here}{jax.process_index()}", text)
     client.wait_at_barrier(key, max(1, round(1000 * timeout)))
   except RuntimeError as error:  # JaxRuntimeError is a subclass
-    missing = missing_tasks(str(error))
-    with contextlib.suppress(RuntimeError):  # the coordinator may be gone
-      came = {int(one.rpartition("/")[2]) for one, _ in client.key_value_dir_get(here)}
-      missing = sorted({*range(jax.process_count())} - came) or missing
-    raise _not_together(name, timeout, str(error), missing) from error
-  with contextlib.suppress(RuntimeError):
-    client.key_value_delete(mine)
+    absent = missing_tasks(str(error))
+    with contextlib.suppress(RuntimeError):
+      absent = missing() or absent
+    raise _not_together(name, timeout, str(error), absent) from error
+  finally:
+    patience.cancel()
 
 
 def _not_together(name: str, timeout: float, text: str, missing: list[int]) -> HostError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 from collections.abc import Callable
@@ -141,18 +142,16 @@ def once_per_host(function: Callable[[], object], *, timeout: float = 1800) -> b
   if jax.process_count() == 1:
     function()
     return True
-  names = Exchange("the names of the hosts")
-  names.say(socket.gethostname())
-  mine = names.all(timeout).index(socket.gethostname()) == jax.process_index()
+  hosts = Exchange("the names of the hosts").answer(socket.gethostname(), json.dumps, timeout)
+  mine = json.loads(hosts).index(socket.gethostname()) == jax.process_index()
   error: Exception | None = None
   if mine:
     try:
       function()
     except Exception as caught:  # noqa: BLE001 (raised again, once the other processes know)
       error = caught
-  done = Exchange("once_per_host")
-  done.say("" if error is None else "failed")
-  failed = [process for process, text in enumerate(done.all(timeout)) if text]
+  ends = Exchange("once_per_host").answer("" if error is None else "failed", json.dumps, timeout)
+  failed = [process for process, text in enumerate(json.loads(ends)) if text]
   if error is not None:
     raise error
   if failed:

@@ -5,6 +5,7 @@ Nothing here imports jax: the launcher holds no device.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -23,6 +24,9 @@ from typing import IO
 from nnx_parallel.hosts.heartbeat import STOPPED, VARIABLE, last_beat
 
 LOOK_S = 0.05
+SEEN_LATE_S = 0.3
+LAST_LINES = 12
+WELL_BEFORE_S = 1.0
 FINAL_CODES = (2, 3, STOPPED)  # wrong usage, an answer that is no, and an end that was asked for
 LONGEST_PAUSE_S = 60
 END_AFTER_S = 0.5  # between a failure and the forced end of the others, which cannot save alone
@@ -63,6 +67,10 @@ class Worker:
     self.number, self._beats = number, Path(variables[VARIABLE])
     self.step: int | None = None
     self.stepped, self.code = 0.0, None
+    self.ended = self.complained = (
+      0.0  # when it ended, and when its last traceback began, if no step came after
+    )
+    self.last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     self._supervisor = subprocess.Popen(
       [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(watched), *command],
       env=dict(variables),
@@ -80,6 +88,9 @@ class Worker:
   def _show(self, output: IO[str], write: Callable[[str], None]) -> None:
     with output:
       for line in output:
+        if line.startswith("Traceback (most"):
+          self.complained = time.monotonic()
+        self.last.append(line.rstrip())
         write(f"[{self.number}] {line.rstrip()}")
 
   def end(self) -> None:
@@ -93,14 +104,27 @@ class Worker:
     if (code := self._supervisor.poll()) is None:
       return False
     self.code = code if code >= 0 else 128 - code  # the supervisor itself was killed
+    self.ended = time.monotonic()
     self.end()
     return True
+
+  def failed_at(self) -> float | None:
+    """When it failed, as far as is known: at its last traceback, or when it ended with an error.
+
+    A process that is killed is seen to end a little after it does, and its peers complain at once. One that
+    aborts does so because of a peer.
+    """
+    if self.code is None or self.code == STOPPED:
+      return self.complained or None
+    if self.code > 128 and self.code not in (128 + signal.SIGABRT, 128 + signal.SIGTERM):
+      return self.ended - SEEN_LATE_S
+    return (self.complained or self.ended) if self.code else None
 
   def look(self) -> None:
     """Reads the newest step. Its time is this process's own: clocks that are set do not count."""
     found = last_beat(self._beats)
     if found is not None and (self.step is None or found > self.step):
-      self.step, self.stepped = found, time.monotonic()
+      self.step, self.stepped, self.complained = found, time.monotonic(), 0.0
 
   def signal(self, number: signal.Signals) -> None:
     """To the worker alone; SIGKILL to all that it started."""
@@ -173,6 +197,7 @@ class _Attempt:
   workers: list[Worker] = dataclasses.field(default_factory=list[Worker])
   code: int = 0
   failed: bool = False
+  failed_at: float = 0.0
   signalled: int = 0
   end_by: float = float("inf")
   started: float = dataclasses.field(default_factory=time.monotonic)
@@ -192,6 +217,8 @@ class _Attempt:
         worker.end()
       os.close(watched)
       os.close(alive)
+    if self.failed:
+      self._show_failures()
     codes = {worker.code for worker in self.workers}
     return STOPPED if not self.failed and codes <= {0, STOPPED} and STOPPED in codes else self.code
 
@@ -217,7 +244,10 @@ class _Attempt:
         self.code = STOPPED
         self.end_by = min(self.end_by, time.monotonic() + self.job.grace)
       elif ended is not None:
-        self._fail(ended, ended.code or 1, f"failed first: {describe(ended.code or 1)}")
+        first = min(self.workers, key=lambda worker: worker.failed_at() or float("inf"))
+        first = first if first.failed_at() is not None else ended
+        how = describe(first.code) if first.code else "it raised an error, and waits for the others"
+        self._fail(first, first.code or 1, f"failed first: {how}")
       elif (hung := self._hung()) is not None:
         self._fail(hung, 1, f"hangs: no step for {self.job.hang_after:g} s; last steps {self.steps()}")
     if not self.failed and len(self.came) > self.signalled:
@@ -244,10 +274,26 @@ class _Attempt:
     return min(stepped, key=lambda worker: (worker.step, worker.stepped))
 
   def _fail(self, worker: Worker, code: int, how: str) -> None:
-    self.code, self.failed = code, True
+    self.code, self.failed, self.failed_at = code, True, time.monotonic()
     self.write(f"-- process {worker.number} {how} after {time.monotonic() - self.started:.1f} s")
+    for other in self.workers:
+      if other.code == 0 and time.monotonic() - other.ended > WELL_BEFORE_S:
+        self.write(
+          f"-- process {other.number} had ended with exit code 0 after {other.ended - self.started:.1f} s,"
+          " while the others went on"
+        )
     self.end_by = time.monotonic() + END_AFTER_S
     self._signal(signal.SIGTERM)
+
+  def _show_failures(self) -> None:
+    """The last lines of each process that failed, in the order of their failures, where several did."""
+    known = [(worker.failed_at() or float("inf"), worker.number, worker) for worker in self.workers]
+    failed = sorted(one for one in known if one[0] <= self.failed_at)  # the others may be what we ended
+    for at, _, worker in failed if len(failed) > 1 else ():
+      after = max(0.0, at - self.started)
+      self.write(f"-- process {worker.number}, {describe(worker.code or 0)}, failed after {after:.1f} s:")
+      for line in worker.last:
+        self.write(f"--   {line}")
 
   def _signal(self, number: signal.Signals) -> None:
     for worker in self.workers:

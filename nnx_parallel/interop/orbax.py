@@ -14,10 +14,11 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import array_io, encoding, targets
-from nnx_parallel.checkpoint.diff import LeafPair, TargetLeaf, compare
+from nnx_parallel.checkpoint.diff import LeafPair, Patterns, TargetLeaf, compare
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
 from nnx_parallel.checkpoint.restore import place
 from nnx_parallel.checkpoint.storage import absolute
+from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.core.nodes import is_key, path_str, plain_path
 from nnx_parallel.core.types import AnyArray, Leaf, PyTree, TreeDef
 from nnx_parallel.errors import CheckpointError
@@ -36,6 +37,7 @@ def restore_orbax(
   optimizer: str = "drop",
   optimizer_item: str | None = None,
   optimizer_prefix: str = "",
+  only: Only | None = None,
   skip: Iterable[str] = (),
   weight_map: WeightMap | None = None,
   byte_budget: int = 256 << 20,
@@ -46,12 +48,14 @@ def restore_orbax(
     path: the folder of one checkpoint step.
     target: as for `Checkpointer.restore`.
     item: the name of the Orbax item that holds the model, if there are several items.
-    prefix: the path of the model inside the tree, for example `"params"`.
+    prefix: the path of the model inside the tree, for example `"params"`. By default it is found: the one
+      node that has all leaves of the target.
     optimizer: `"drop"` returns only the model; `"fresh"` makes a new optimizer; `"restore"` restores the
       optimizer, if the target has one.
     optimizer_item: the name of the item that holds the optimizer, if it is another item.
     optimizer_prefix: the path of the optimizer inside the tree, that is, of the node that holds `step` and
       `opt_state`.
+    only: as for `Checkpointer.restore`.
     skip: patterns of paths, in the target or under the prefix, that are not restored.
     weight_map: a `WeightMap` that says how saved arrays become leaves, if the target has another structure;
       for example `linen_names(plan)`.
@@ -72,7 +76,8 @@ def restore_orbax(
     array([0., 1., 2., 3.], dtype=float32)
   """
   step_dir = absolute(path)
-  goal = targets.read(target, optimizer=optimizer)
+  names, choose = targets.split_only(only)
+  goal = targets.read(target, optimizer=optimizer, choose=choose)
   if optimizer == "restore" and "optimizer" not in goal.leaves:
     raise CheckpointError(
       "cannot restore an optimizer: the target has none.",
@@ -86,19 +91,20 @@ def restore_orbax(
   for root, wanted in goal.leaves.items():
     where, start = places[root]
     rows = trees[where][1]
+    start = start or _prefix_of(rows, [path for path in wanted if not Patterns(names, skip).leaves_out(path)])
     others = {
       _keys(other) for name, (tree, other) in places.items() if name != root and tree == where and other
     }
     tables[root] = _below(rows, _keys(start), others)
     leaves = {text: _record(rows[keys], wanted.get(text)) for text, keys in tables[root].items()}
     items[root] = ItemRecord(leaves, {})
-  record = Manifest(0, 0.0, {}, None, items, {}, None, {}, "", {}, {})
-  diff = compare(record, dataclasses.replace(goal, values={}), skip=skip)
+  record = Manifest(0, 0.0, {}, items, {}, None, {}, {})
+  diff = compare(record, dataclasses.replace(goal, values={}), only=names, skip=skip)
   if not diff.fits:
-    names = dict.fromkeys(".".join(keys) for _, rows, _ in trees.values() for keys in rows)
+    saved = dict.fromkeys(".".join(keys) for _, rows, _ in trees.values() for keys in rows)
     raise CheckpointError(
       f"cannot restore {step_dir}: it does not fit the target.",
-      details="\n".join([*diff.problems(), f"saved: {', '.join([*names][:8])}"]),
+      details="\n".join([*diff.problems(), f"saved: {', '.join([*saved][:8])}"]),
       fix='if the model is inside another tree: prefix="params", and for the optimizer optimizer_item= or '
       "optimizer_prefix=; leaves to leave out: skip=[...].",
     )
@@ -151,6 +157,20 @@ def _below(rows: _Rows, start: Keys, others: Iterable[Keys]) -> dict[str, Keys]:
     if keys[: len(start)] == start and not any(keys[: len(other)] == other for other in away)
   ]
   return {_text(keys[len(start) :]): keys for keys in inside}
+
+
+def _prefix_of(rows: _Rows, wanted: Iterable[str]) -> str:
+  """The one node of a tree below which all wanted leaves are; empty if there is none, or more than one."""
+  paths = {*wanted}
+  if not paths:
+    return ""
+  starts: dict[str, set[str]] = {}
+  for keys in rows:
+    for length in range(len(keys)):
+      if (text := _text(keys[length:])) in paths:
+        starts.setdefault(".".join(keys[:length]), set()).add(text)
+  whole = [start for start, found in starts.items() if found == paths]
+  return whole[0] if len(whole) == 1 else ""
 
 
 def _text(keys: Keys) -> str:

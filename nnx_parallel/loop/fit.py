@@ -11,7 +11,7 @@ from typing import Any, Literal, Never
 from flax import nnx
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.targets import Only, saved_roots
+from nnx_parallel.checkpoint.targets import Only
 from nnx_parallel.core.types import AnyMetrics, Model, Optimizers, PyTree
 from nnx_parallel.errors import CheckpointError, NnxParallelWarning, TrainError
 from nnx_parallel.layout.plan import Plan
@@ -41,13 +41,12 @@ def resume_from(
   Raises:
     CheckpointError: nothing to restore, it does not fit, or the step that was asked for is damaged.
   """
-  newest = max(checkpointer.steps(), default=0)
   on_corrupt = "fallback" if step in (None, "latest") else "error"  # not for a step that was asked for
   restored = checkpointer.restore(target, step, only=only, on_corrupt=on_corrupt)
   found = checkpointer.restored
-  number = newest if found is None else found.step
-  known = "data" in checkpointer.metadata(number).extra
-  data: Any = checkpointer.restore_extra("data", step=number) if known else None
+  assert found is not None
+  number = found.step
+  data: Any = checkpointer.restore_extra("data") if "data" in found.extra else None
   if not isinstance(data, dict) or not isinstance(data.get("samples"), int):  # pyright: ignore[reportUnknownMemberType]
     warnings.warn(
       f"step {number} in {checkpointer.directory} has no data cursor, so the data starts at its beginning.",
@@ -55,8 +54,7 @@ def resume_from(
       stacklevel=2,
     )
     data = {"samples": 0}
-  replaces = newest if newest > number else 0
-  return restored, Position(number, data["samples"], replaces, data.get("stop", {}))
+  return restored, Position(number, data["samples"], data.get("stop", {}))
 
 
 def fit(
@@ -91,9 +89,13 @@ def fit(
   """Trains a live model, with progress, evaluation, checkpoints and metrics.
 
   The next step is dispatched before the last step has finished, so metrics are read one step late. With a
-  checkpointer, the last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is also
-  saved; the signal then acts as usual (see `StopSignals`). A second Ctrl-C acts immediately. If a step fails,
-  the records of the earlier steps are still written.
+  checkpointer, its directory is checked and taken before the first step (see `Checkpointer.prepare`), and the
+  last step is saved. SIGTERM and Ctrl-C end the run after the current step, which is also saved; the signal
+  then acts as usual (see `StopSignals`). A second Ctrl-C acts immediately. If data, a step, an evaluation or
+  a tracker fails, the records of the earlier steps are still written, and the last good step is saved.
+
+  In a job of several processes, all must have equally many batches, of the same shapes: before each step,
+  they agree on that, while the devices run the step before.
 
   Args:
     step: a function `(model, optimizer, batch) -> metrics`, made by `nxp.train_step`, or your own function
@@ -149,9 +151,9 @@ def fit(
     A `FitResult`: the last step, the metrics, and why the run ended.
 
   Raises:
-    TrainError: the data ends before `steps`, the loss or the parameters to save are not finite, the checked
-      gradients are wrong, the step returns no dict, `extra` returns a value named `"data"`, a metric of an
-      evaluation is an array, or an option has an invalid value.
+    TrainError: the data ends before `steps`, or on some processes only, the loss or the parameters to save
+      are not finite, the checked gradients are wrong, the step returns no dict, `extra` returns a value named
+      `"data"`, a metric of an evaluation is an array, or an option has an invalid value.
     CheckpointError: the directory has steps of another run or lacks the step to resume from, or a step cannot
       be saved or restored.
 
@@ -182,13 +184,13 @@ def fit(
     tokens=tokens, flops=flops, peak_flops=peak_flops, profile=profile, profile_dir=profile_dir,
     nonfinite=nonfinite, check_gradients=check_gradients,
   )  # fmt: skip
-  resumed = ""
-  if checkpointer is not None and resume is not None and (resume != "latest" or checkpointer.steps()):
-    _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
-    run.at, resumed = start, f"resumed from step {start.step} of {checkpointer.directory}"
-  _check(checkpointer, save_every or only or extra, resume, start, batches)
-  if only is not None:
-    saved_roots(model, optimizer, only)  # raises now, and not at the first save, if it chooses nothing
+  resumed, saved = "", list[int]()
+  if checkpointer is not None:
+    saved = checkpointer.prepare(model, optimizer, only=only)
+    if resume is not None and (resume != "latest" or saved):
+      _, start = resume_from(checkpointer, (model, optimizer), resume, only=only)
+      run.at, resumed = start, f"resumed from step {start.step} of {checkpointer.directory}"
+  _check(checkpointer, save_every or only or extra, resume, start, batches, saved)
   return run(resumed)
 
 
@@ -198,16 +200,17 @@ def _check(
   resume: int | str | None,
   start: Position | None,
   batches: Source,
+  saved: list[int],
 ) -> None:
   if checkpointer is None and (saving is not None or resume is not None):
     raise TrainError(
       "save_every, only, extra and resume need a checkpointer.",
       fix="checkpointer=nxp.Checkpointer(directory)",
     )
-  if checkpointer is not None and start is None and checkpointer.steps():
+  if checkpointer is not None and start is None and saved:
     raise CheckpointError(
       f"{checkpointer.directory} holds the checkpoints of an earlier run.",
-      details=f"steps {', '.join(map(str, checkpointer.steps()))}",
+      details=f"steps {', '.join(map(str, saved))}",
       fix='resume="latest" to continue from the newest, or another directory.',
     )
   if start is not None and start.samples and not callable(batches):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import numbers
 import os
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from rich.console import Console
 
@@ -25,6 +27,7 @@ from nnx_parallel.checkpoint.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
+from nnx_parallel.core.processes import Exchange
 from nnx_parallel.core.text import not_counted
 from nnx_parallel.core.types import AnyMetrics, Leaf, Model, Optimizers, PyTree
 from nnx_parallel.errors import NnxParallelWarning, TrainError
@@ -47,6 +50,7 @@ Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 Tracker = Callable[[int, Mapping[str, Any]], object]
 KEPT = 10_000  # records in memory, of about 1 KB each
 _END = object()
+_RESCUE_S = 10.0  # in which all processes come to save the last step after an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +78,11 @@ class Position:
   Attributes:
     step: the number of updates so far.
     samples: the data cursor: the number of examples consumed so far, on any mesh, in batches of any size.
-    replaces: saves up to this step replace saves that an earlier run made after the step it resumes from.
     stop: `best` and `waited` of the run's `EarlyStop`.
   """
 
   step: int = 0
   samples: int = 0
-  replaces: int = 0
   stop: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
@@ -133,6 +135,7 @@ class Run:
     self._compiled = False  # since the last tick of the clock
     self._late: Callable[[], None] | None = None  # reports the pending record
     self._before: Any = None  # the metrics of the step before
+    self._is_bad = False  # the loss of a step was not finite
     self._start_window()
 
   @property
@@ -188,7 +191,6 @@ class Run:
       plan=self.plan,
       metrics=metrics,
       extra={**own, "data": {"samples": self.at.samples, "stop": self.at.stop}},
-      overwrite=self.at.step <= self.at.replaces,
     )
 
   def __call__(self, resumed: str = "") -> FitResult:
@@ -215,8 +217,12 @@ class Run:
       if resumed:
         self._shown.note(self.at.step, resumed)
       self._clock.start()
-      stopped = self._train(next_batch, stop)
-      self._finish(stopped)
+      try:
+        stopped = self._train(next_batch, stop)
+        self._finish(stopped)
+      except Exception as error:
+        self._rescue(error)
+        raise
     return FitResult(self.at.step, self._newest, list(self._history), stopped)
 
   def _display(self) -> StepProgress:
@@ -234,7 +240,7 @@ class Run:
   def _train(self, next_batch: Callable[[], Any], stop: StopSignals) -> str:
     """Runs the steps; returns why they ended."""
     while self.steps is None or self.at.step < self.steps:
-      batch = next_batch()
+      batch = self._agreed(next_batch)
       if batch is _END:
         self._check_end()
         return "data"
@@ -254,6 +260,48 @@ class Run:
       if self._ended:
         return "early"
     return "steps"
+
+  def _agreed(self, next_batch: Callable[[], Any]) -> Any:
+    """The next batch, if all processes have one of the same shapes; they agree while a step is running."""
+    if jax.process_count() == 1:
+      return next_batch()
+    error: Exception | None = None
+    try:
+      batch = next_batch()
+      said = {
+        "state": "end" if batch is _END else "batch",
+        "shapes": "" if batch is _END else shapes_of(batch),
+      }
+    except Exception as caught:  # noqa: BLE001 (raised once the other processes know)
+      batch, error = _END, caught
+      said = {"state": "error", "shapes": f"{type(error).__name__}: {error}"[:500]}
+    if self.at.step + 1 == self._first:
+      said["shapes"] += f", in a run of steps={self.steps} with save_every={self.save_every}"
+    problem = Exchange("the next batch").answer(json.dumps(said), judge_batches)
+    if error is not None:
+      raise error
+    if problem:
+      raise TrainError(
+        f"step {self.at.step + 1} cannot be made: {problem}.",
+        details=f"this is process {jax.process_index()}: {said['state']} {said['shapes']}",
+        fix="as many batches of the same shapes on all processes: nxp.batches(samples, plan, batch=...), or"
+        " the same steps=.",
+      )
+    return batch
+
+  def _rescue(self, error: Exception) -> None:
+    """Saves the last good step before an error goes on; says why if it cannot."""
+    if self.checkpointer is None or self._is_bad or max(self._saved, self._first - 1) >= self.at.step:
+      return
+    try:
+      if jax.process_count() > 1:  # a process that does not come waits in a step for this one
+        Exchange("the end of a run").answer("", lambda texts: "", timeout=_RESCUE_S)
+      self._save(finite=True)
+      self.checkpointer.wait()
+    except Exception as second:  # noqa: BLE001 (the first error goes on)
+      error.add_note(f"step {self.at.step} could not be saved: {second}")
+    else:
+      error.add_note(f"step {self.at.step} was saved in {self.checkpointer.directory}")
 
   def _check_end(self) -> None:
     """Checks that no step is missing after the last batch."""
@@ -351,6 +399,7 @@ class Run:
     fetched = to_host(arrays) if arrays and self.trackers else {}
     self._record(number, values, fetched, last=self.evaluate is None)
     if self.nonfinite == "error" and not math.isfinite(values.get("loss", 0.0)):
+      self._is_bad = True
       raise TrainError(
         f"the loss of step {number} is {values['loss']}: training further is of no use.",
         details=", ".join(f"{k} {v:.4g}" for k, v in values.items()),
@@ -395,10 +444,10 @@ class Run:
     self._record(self.at.step, found, last=True)
     self._evaluated = self.at.step
 
-  def _save(self) -> None:
+  def _save(self, *, finite: bool = False) -> None:
     if self.checkpointer is None or self._saved == self.at.step or self.at.step < self._first:
       return
-    if self.nonfinite == "error":
+    if finite or self.nonfinite == "error":
       _require_finite(saved_roots(self.model, self.optimizer, self.only), self.at.step)
     latest = [*itertools.islice(reversed(self._history), 2)][::-1]
     records = (record for record in latest if record["step"] == self.at.step)
@@ -421,6 +470,29 @@ def _check_intervals(run: Run) -> None:
     )
   if run.evaluate is None and run.eval_every is not None:
     raise TrainError("eval_every needs something to evaluate.", fix="evaluate=lambda: {...metrics}")
+
+
+def shapes_of(batch: PyTree) -> str:
+  """The shapes and dtypes of a batch."""
+  return str([(np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in jax.tree.leaves(batch)])
+
+
+def judge_batches(texts: list[str]) -> str:
+  """What differs between what the processes say of their next batches; empty if nothing does."""
+  said = [json.loads(text) for text in texts]
+  by_state = {name: [n for n, one in enumerate(said) if one["state"] == name] for name in ("end", "error")}
+  if failed := by_state["error"]:
+    return f"the data of processes {failed[:8]} failed ({said[failed[0]]['shapes']})"
+  ended = by_state["end"]
+  if 0 < len(ended) < len(said):
+    return f"the data of processes {ended[:8]} of {len(said)} has ended, and the others have a batch"
+  others = [n for n, one in enumerate(said) if one["shapes"] != said[0]["shapes"]]
+  if others:
+    return (
+      f"processes {others[:8]} have another batch than process 0: {said[others[0]]['shapes']},"
+      f" not {said[0]['shapes']}"
+    )
+  return ""
 
 
 def _checked(metrics: object) -> AnyMetrics:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tensorstore as ts
 from flax import nnx
 from jax import NamedSharding, P
 
@@ -94,3 +95,29 @@ def target_of(tree, mesh=None):
     ),
     tree,
   )
+
+
+def data_of(directory, step, item="model"):
+  """The largest file of an item's arrays. Small arrays are in the merged files, beside those of processes."""
+  files = (directory / str(step) / item).rglob("d/*")
+  return max(files, key=lambda path: (path.stat().st_size, -len(path.parts)))
+
+
+def file_with(directory, step, values, item="model"):
+  """The file with these bytes of an array."""
+  files = (directory / str(step) / item).rglob("d/*")
+  return next(path for path in files if values in path.read_bytes())
+
+
+def flip(path, bit=137):
+  data = bytearray(path.read_bytes())
+  data[bit // 8 % len(data)] ^= 1 << bit % 8
+  path.write_bytes(data)
+
+
+def chunks_of(directory, step, name, item="model"):
+  """The bytes of each chunk of an array, with its checksum of four."""
+  folder = f"{directory}/{step}/{item}/"
+  store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": folder}}).result()
+  keys = [key for key in store.list().result() if key.startswith(f"{name}/c".encode())]
+  return [len(store[key]) for key in keys]

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from checkpoint.runs import assert_same
+from checkpoint.runs import assert_same, chunks_of, data_of
 from nnx_parallel.cli.command import main
 from nnx_parallel.loop.loader import load_recipe
 
@@ -75,7 +75,7 @@ def test_inspect_prints_json_also_of_metrics_that_are_no_numbers(tmp_path, capsy
     pytest.fail(f"{word} is not JSON")
 
   record = json.loads(capsys.readouterr().out, parse_constant=refuse)
-  assert (record["step"], record["parent"], record["metrics"].keys()) == (3, None, metrics.keys())
+  assert (record["step"], record["format"], record["metrics"].keys()) == (3, 6, metrics.keys())
   np.testing.assert_equal(nxp.Checkpointer(tmp_path).metadata().metrics, metrics)
 
 
@@ -96,8 +96,7 @@ def test_inspect_folds_equal_layers_unless_leaves_are_asked_for(tmp_path, capsys
 def test_verify(run_dir, capsys):
   assert main(["verify", str(run_dir / "run")]) == 0
   assert capsys.readouterr().out == "step 10: good\nstep 20: good\n2 good, 0 damaged\n"
-  victim = min((run_dir / "run" / "20" / "model" / "kernel" / "c").rglob("*0"))
-  victim = victim if victim.is_file() else next(p for p in victim.rglob("*") if p.is_file())
+  victim = data_of(run_dir / "run", 20)
   victim.write_bytes(bytes(victim.stat().st_size))
   assert main(["verify", str(run_dir / "run")]) == 3
   text = capsys.readouterr().out
@@ -107,7 +106,7 @@ def test_verify(run_dir, capsys):
   assert main(["verify", str(run_dir / "run"), "--json"]) == 3
   found = json.loads(capsys.readouterr().out)["steps"]
   assert found["10"] == []
-  assert "model/kernel" in found["20"][0]
+  assert any("model/kernel" in what for what in found["20"])
   (run_dir / "run" / "10" / "nnx_parallel.json").unlink()
   for arguments, counts in (([], "0 good, 2 damaged"), (["--step", "10"], "0 good, 1 damaged")):
     assert main(["verify", str(run_dir / "run"), *arguments]) == 3
@@ -138,16 +137,13 @@ def test_reshard_keeps_everything(run_dir, capsys):
   assert main(["reshard", str(run_dir / "run"), str(out), *arguments]) == 0
   assert "step 20:" in capsys.readouterr().out
   old, new = nxp.Checkpointer(run_dir / "run"), nxp.Checkpointer(out)
-  assert new.metadata().fingerprint == old.metadata().fingerprint
   assert new.metadata().metrics == old.metadata().metrics
   assert new.restore_extra("data") == {"samples": 640}
   before, after = (c.restore(step=20, as_numpy=True) for c in (old, new))
   for item in before:
     assert_same(before[item], after[item])
   assert isinstance(after["model"]["kernel"], np.ndarray)
-  assert len(list((out / "20" / "model" / "kernel" / "c").rglob("*"))) < len(
-    list((run_dir / "run" / "20" / "model" / "kernel" / "c").rglob("*"))
-  )
+  assert len(chunks_of(out, 20, "kernel")) < len(chunks_of(run_dir / "run", 20, "kernel"))
   assert main(["reshard", str(out), str(out), *arguments]) == 1
   assert "into itself" in capsys.readouterr().err
 

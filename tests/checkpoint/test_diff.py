@@ -1,7 +1,10 @@
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+import nnx_parallel as nxp
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.errors import CheckpointError
@@ -119,3 +122,57 @@ def test_long_lists_are_cut(tmp_path):
   checkpointer.save(1, {"a": [leaf]})
   with pytest.raises(CheckpointError, match=r"\.\.\. and 18 more"):
     checkpointer.restore({"b": [leaf] * 30})
+
+
+class Named(nnx.Module):
+  """Two layers, of which the first has a name that changes."""
+
+  def __init__(self, name):
+    setattr(self, name, nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+    self.down = nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+
+
+def named(name, tx):
+  return nxp.plan(lambda: Named(name), nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8), optimizer=tx)
+
+
+@pytest.fixture
+def renamed(tmp_path):
+  """A Checkpointer with a step of a model whose layer `up` is called `upper` now, with moments of its own."""
+  model, optimizer = nxp.create_sharded_model(named("up", optax.adam(1e-3)))
+  state = nnx.state(optimizer)
+  nnx.update(optimizer, jax.tree.map(lambda x: x + 1, state))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, model, optimizer)
+  return checkpointer, optimizer
+
+
+def test_what_is_renamed_takes_its_moments_along_and_the_error_names_the_entry_that_works(renamed):
+  checkpointer, optimizer = renamed
+  with pytest.raises(
+    CheckpointError, match=r"Fix: if they were renamed: restore\(\.\.\., rename=\{'upper': 'up'\}\)"
+  ):
+    checkpointer.restore(named("upper", optax.adam(1e-3)))
+  _, again = checkpointer.restore(named("upper", optax.adam(1e-3)), rename={"upper": "up"})
+  np.testing.assert_array_equal(
+    again.opt_state[0].mu["upper"]["kernel"], optimizer.opt_state[0].mu["up"]["kernel"]
+  )
+  assert again.opt_state[0].nu["upper"]["bias"][...].max() == 1
+
+
+def test_moments_that_moved_inside_the_optimizer_are_found(renamed):
+  checkpointer, _ = renamed
+  moved = named("up", optax.chain(optax.clip(1.0), optax.adam(1e-3)))
+  with pytest.raises(CheckpointError, match=r"rename=\{'opt_state\.1': 'opt_state'\}") as caught:
+    checkpointer.restore(moved)
+  assert "fresh" not in str(caught.value)
+  _, again = checkpointer.restore(moved, rename={"opt_state.1": "opt_state"})
+  assert again.opt_state[1][0].mu["up"]["kernel"][...].max() == 1
+
+
+def test_what_is_skipped_is_skipped_in_the_optimizer_too(renamed):
+  checkpointer, _ = renamed
+  model, again = checkpointer.restore(named("new", optax.adam(1e-3)), skip=["new.*", "up.*"])
+  np.testing.assert_array_equal(again.opt_state[0].mu["new"]["kernel"], 0)
+  np.testing.assert_array_equal(again.opt_state[0].mu["down"]["kernel"], 1)
+  assert model.new.kernel.shape == (8, 16)

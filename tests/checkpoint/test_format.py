@@ -20,6 +20,9 @@ import pytest
 from jax import NamedSharding, P
 
 import nnx_parallel as nxp
+from checkpoint.runs import flip
+from checkpoint.test_crafted import sign_again
+from nnx_parallel.errors import CheckpointError
 
 WRITTEN = Path(__file__).with_name("written") / "format5.zip"
 EXTRA, METRICS = {"data": {"position": 3}, "name": "é"}, {"loss": 0.5}
@@ -60,7 +63,7 @@ def test_a_step_of_format_5_is_read(tmp_path, devices):
   sharding = NamedSharding(nxp.make_mesh(a=devices, devices=jax.devices()[:devices]), P())
   wanted = model(), optimizer()
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), wanted)
-  with nxp.Checkpointer(tmp_path, verify="full") as checkpointer:
+  with nxp.Checkpointer(tmp_path) as checkpointer:
     assert not checkpointer.verify()
     found = checkpointer.restore(target)
     record = checkpointer.metadata()
@@ -70,6 +73,24 @@ def test_a_step_of_format_5_is_read(tmp_path, devices):
     np.testing.assert_array_equal(plain(x), plain(y))
   assert (record.step, record.extra, record.metrics) == (7, EXTRA, METRICS)
   assert "layers.0.kernel" in record.items["model"].leaves
+
+
+@pytest.mark.parametrize("name", ["layers.0.kernel/c/0/0", "layers.0.kernel/zarr.json"])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_damage_to_a_step_of_format_5_is_named(tmp_path, name, hashed):
+  with zipfile.ZipFile(WRITTEN) as file:
+    file.extractall(tmp_path)
+  if not hashed:  # as if the file were large
+    sign_again(tmp_path / "7", lambda header, body: body["hashes"].clear())
+  flip(tmp_path / "7" / "model" / name, bit=8 * 20 + 6)
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    for found in (
+      lambda: checkpointer.restore(as_numpy=True),
+      lambda: checkpointer.restore(model(), optimizer="drop"),
+    ):
+      with pytest.raises(CheckpointError, match=r"step 7 is damaged: .*layers.0.kernel"):
+        found()
+    assert any("layers.0.kernel" in what for what in checkpointer.verify())
 
 
 if __name__ == "__main__":

@@ -1,26 +1,19 @@
+import dataclasses
 import re
 import shutil
 
 import jax
+import numpy as np
 import pytest
+from etils import epath
 
 import nnx_parallel as nxp
 from benchmarks import torture
-from checkpoint.runs import arrays, assert_same, target_of
+from checkpoint.runs import arrays, assert_same, data_of, file_with, flip, target_of
 from nnx_parallel.checkpoint import array_io, manifest
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.errors import CheckpointError
-
-
-def chunk_of(directory, step, name="w"):
-  return min(path for path in (directory / str(step) / "model" / name / "c").rglob("*") if path.is_file())
-
-
-def flip(path, bit=37):
-  data = bytearray(path.read_bytes())
-  data[bit // 8 % len(data)] ^= 1 << bit % 8
-  path.write_bytes(data)
 
 
 def test_damage_to_any_file_is_found_and_named():
@@ -33,53 +26,49 @@ def test_damage_to_any_file_is_found_and_named():
 
 def test_a_flipped_bit_names_the_leaf_and_its_files(saved):
   directory, trees = saved
-  flip(chunk_of(directory, 2))
+  flip(data_of(directory, 2))
   checkpointer = Checkpointer(directory)
-  text = r"step 2 is damaged: .*model/w.*\n(.*\n)*  Fix: restore\(\.\.\., on_corrupt=\"fallback\"\)"
+  text = (
+    r"step 2 is damaged: model/\w+ cannot be read \(files under model\)\.\n(.*\n)*"
+    r"  Fix: restore\(\.\.\., on_corrupt=\"fallback\"\)"
+  )
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(target_of(trees[2]))
-  assert list(checkpointer.verify(2)) == ["model/w/c/0/0", "model/w"]
+  assert checkpointer.verify(2).keys() & {"model/w", "model/b"}
   assert checkpointer.verify(1) == {}
 
 
-def test_large_files_are_checked_by_value_alone(saved, monkeypatch):
-  directory, trees = saved
-  assert "model/w/c/0/0" in Checkpointer(directory).metadata(2).hashes
-  monkeypatch.setattr("nnx_parallel.checkpoint.save._HASHED_BYTES", 8)
-  with Checkpointer(directory) as checkpointer:
-    checkpointer.save(3, trees[2])
-    chunk = chunk_of(directory, 3)
-    assert str(chunk.relative_to(directory / "3")) not in checkpointer.metadata(3).hashes
-    flip(chunk)
-    text = r"the values of model/w differ from the saved values \(files under model/w\)"
-    with pytest.raises(CheckpointError, match=text):
-      checkpointer.restore(target_of(trees[2]), 3)
-  with Checkpointer(directory, verify="metadata") as unverified, pytest.raises(AssertionError):
-    assert_same(unverified.restore(target_of(trees[2]), 3), trees[2])
-
-
-def test_a_damaged_array_is_named_in_any_layout(saved, monkeypatch):
-  directory, trees = saved
-  monkeypatch.setattr("nnx_parallel.checkpoint.save._HASHED_BYTES", 8)
-  with Checkpointer(directory) as checkpointer:
-    checkpointer.save(3, trees[2])
-    flip(directory / "3" / "model" / "w" / "c" / "1" / "2", bit=8 * (4 * 4 * 1 + 3))
-    text = "the values of model/w differ from the saved values"
-    for mesh in (None, nxp.make_mesh(x=8)):
-      with pytest.raises(CheckpointError, match=text):
-        checkpointer.restore(target_of(trees[2], mesh), 3)
-    assert re.search(text, checkpointer.verify(3)["model/w"])
+@pytest.mark.parametrize("mesh", [None, "x"])
+def test_a_wrong_bit_is_found_in_the_one_array_that_has_it(tmp_path, mesh):
+  layout = nxp.make_mesh(x=8)
+  tree = {
+    name: jax.device_put(np.full((64, 64), value, np.float32), jax.NamedSharding(layout, jax.P("x")))
+    for name, value in {"a": 1.0, "b": 2.0}.items()
+  }
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, tree)
+  row = np.full(64, 2.0, np.float32).tobytes()
+  file = file_with(tmp_path, 1, row)
+  at = file.read_bytes().index(row)
+  flip(file, bit=8 * (at + 100) + 3)
+  target = target_of(tree, nxp.make_mesh(y=4, devices=jax.devices()[:4]) if mesh else None)
+  with pytest.raises(
+    CheckpointError, match=r"step 1 is damaged: model/b cannot be read(.*\n)*.*igest mismatch"
+  ):
+    checkpointer.restore(target)
+  assert_same(checkpointer.restore(target, only=["a"])["a"], tree["a"])
+  assert list(checkpointer.verify(1)) == ["model/b"]
 
 
 def test_fallback_takes_the_newest_good_step_and_says_so(saved):
   directory, trees = saved
-  flip(chunk_of(directory, 2))
+  flip(data_of(directory, 2))
   checkpointer = Checkpointer(directory)
   with pytest.warns(UserWarning, match="step 2 was passed over: step 2 is damaged"):
     again = checkpointer.restore(target_of(trees[1]), on_corrupt="fallback")
   assert_same(again, trees[1])
   assert checkpointer.restored.step == 1
-  flip(chunk_of(directory, 1))
+  flip(data_of(directory, 1))
   with (
     pytest.warns(UserWarning, match="step 2 was"),
     pytest.raises(CheckpointError, match="step 1 is damaged"),
@@ -96,19 +85,21 @@ def test_fallback_is_for_damage_only(saved):
 @pytest.mark.parametrize(
   ("harm", "text"),
   [
-    (lambda f: f.unlink(), r"zarr\.json is missing"),
-    (lambda f: f.write_bytes(f.read_bytes()[:-3]), r"zarr\.json has [\d,]+ bytes instead of [\d,]+"),
-    (
-      lambda f: f.write_bytes(f.read_bytes().replace(b"float32", b"float16")),
-      r"zarr\.json does not have the cont",
-    ),
+    (lambda f: f.unlink(), r"is missing"),
+    (lambda f: f.write_bytes(f.read_bytes()[:-3]), r"has [\d,]+ bytes instead of [\d,]+"),
   ],
 )
 def test_metadata_is_checked_before_reading(saved, harm, text):
   directory, trees = saved
-  harm(directory / "2" / "model" / "w" / "zarr.json")
-  with pytest.raises(CheckpointError, match=f"step 2 is damaged: model/w/{text}"):
-    Checkpointer(directory, verify="metadata").restore(target_of(trees[2]))
+  for name in ("model/manifest.ocdbt", "model/_METADATA", "_CHECKPOINT_METADATA"):
+    shutil.copytree(directory / "2", directory / "3")
+    manifest.write(
+      dataclasses.replace(Checkpointer(directory).metadata(2), step=3), epath.Path(directory / "3")
+    )
+    harm(directory / "3" / name)
+    with pytest.raises(CheckpointError, match=f"step 3 is damaged: {name} {text}"):
+      Checkpointer(directory).restore(target_of(trees[2]), 3)
+    shutil.rmtree(directory / "3")
 
 
 def test_a_damaged_manifest_names_the_file(saved):
@@ -118,7 +109,7 @@ def test_a_damaged_manifest_names_the_file(saved):
   for text, why in [
     (whole[:100], "it cannot be read as JSON"),
     (whole.replace('"step":2', '"step":3'), "its contents do not have the SHA-256"),
-    (whole.replace('"digest":', '"digest":1'), "its contents do not have the SHA-256"),
+    (whole.replace('"nbytes":', '"nbytes":1'), "its contents do not have the SHA-256"),
     ("[]", "it cannot be read as JSON"),
   ]:
     file.write_text(text)
@@ -132,7 +123,7 @@ def test_a_damaged_format_is_damage(saved, number):
   directory, trees = saved
   file = directory / "2" / "nnx_parallel.json"
   whole = file.read_text()
-  file.write_text(whole.replace('"format":5', f'"format":{number}'))
+  file.write_text(whole.replace('"format":6', f'"format":{number}'))
   with pytest.warns(UserWarning, match=r"step 2 was passed over: .* do not have the SHA-256"):
     assert_same(Checkpointer(directory).restore(target_of(trees[1]), on_corrupt="fallback"), trees[1])
 
@@ -144,7 +135,7 @@ def test_formats_of_other_versions(saved, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(manifest, "FORMAT", 7)
     manifest.write(record, checkpointer.directory / "2")
-  text = r"it has format 7, and this version reads format 5\.\n  Fix: install the nnx_parallel"
+  text = r"it has format 7, and this version reads format 6\.\n  Fix: install the nnx_parallel"
   with pytest.raises(CheckpointError, match=text):
     checkpointer.restore(target_of(trees[2]), on_corrupt="fallback")
 
@@ -170,7 +161,10 @@ def test_a_missing_manifest_is_damage(saved):
     assert list(checkpointer.verify(step)) == ["nnx_parallel.json"]
   text = r"(?s)cannot save step 2: .* was not written by nnx_parallel, or is damaged.*Fix: move that fold"
   with pytest.raises(CheckpointError, match=text):
-    checkpointer.save(2, trees[2], overwrite=True)
+    Checkpointer(directory).save(2, trees[2], overwrite=True)
+  with pytest.warns(UserWarning, match=r"the run continues from step 1, so the later steps \[2, 3\]"):
+    checkpointer.save(2, trees[2])
+  assert (checkpointer.steps(), checkpointer.latest()) == ([1, 2], 2)
 
 
 def test_latest_skips_what_is_not_whole(saved):
@@ -179,7 +173,7 @@ def test_latest_skips_what_is_not_whole(saved):
   shutil.copytree(directory / "2", directory / "8")
   (directory / "8" / "nnx_parallel.json").unlink()
   shutil.copytree(directory / "2", directory / "9")
-  chunk_of(directory, 9).unlink()
+  data_of(directory, 9).unlink()
   checkpointer = Checkpointer(directory)
   assert checkpointer.latest() == 2
   assert checkpointer.steps() == [1, 2, 9]

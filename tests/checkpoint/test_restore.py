@@ -255,7 +255,6 @@ def test_memory_kinds_are_the_targets(tmp_path, kind):
   assert {x.sharding.memory_kind for x in moved.values()} == {kind}
   assert_same(moved, tree)
   host.save(1, moved)
-  assert host.metadata().fingerprint == device.metadata().fingerprint
   back = host.restore(tree)
   assert {x.sharding.memory_kind for x in back.values()} == {"device"}
   assert_same(back, tree)

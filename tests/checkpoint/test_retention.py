@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import hypothesis
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkpoint.runs import arrays, assert_same, target_of
 from nnx_parallel.checkpoint import manifest
-from nnx_parallel.checkpoint.catalog import Retention, newest_first, place_of, policies
+from nnx_parallel.checkpoint.catalog import Retention, policies
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manifest import Header
 from nnx_parallel.errors import CheckpointError
@@ -25,7 +26,7 @@ def test_the_newest_and_the_best_always_stay(losses, newest, every, mode):
   keep = newest
   if every:
     keep = policies.AnyPreservationPolicy([policies.LatestN(newest), policies.EveryNSteps(every)])
-  headers = {step: Header(step, float(step), {"loss": loss}, None) for step, loss in losses.items()}
+  headers = {step: Header(step, float(step), {"loss": loss}) for step, loss in losses.items()}
   kept = sorted(headers.keys() - Retention(keep, "loss", mode).expired(headers))
   assert set(sorted(headers)[-newest:]) <= set(kept)
   best = [loss for loss in losses.values() if loss == loss]
@@ -34,23 +35,6 @@ def test_the_newest_and_the_best_always_stay(losses, newest, every, mode):
     assert any(losses[step] == wanted for step in kept)
   assert all(step in kept for step in headers if every and step % every == 0)
   assert len(kept) <= newest + 1 or every
-
-
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=8))
-def test_the_newest_step_ends_the_last_lineage(moves):
-  headers, line = {}, []
-  for back, forward in moves:  # resume from one of the last steps of the run, and save the next one
-    line = line[: max(len(line) - back, 1)]
-    position = line[-1] if line else None
-    step = (position or 0) + forward
-    where = place_of(step, position, headers, "run")
-    headers[step] = Header(step, where.after + 1 if headers else 0.0, {}, where.parent)
-    line.append(step)
-    assert (where.parent, where.time) == (position, None)
-    found = newest_first(headers)
-    assert found[: len(line)] == line[::-1]
-    assert sorted(found) == sorted(headers)
-    assert step not in Retention(1).expired(headers)
 
 
 @pytest.fixture
@@ -67,12 +51,12 @@ def test_a_run_that_did_not_come_from_there_deletes_nothing(two):
   _, tree, checkpointer = two
   for step in (0, 150):
     for overwrite in (False, True):
-      text = rf"(?s)cannot save step {step}: .* holds newer steps.*newest is step 200; this run resumed from"
+      text = rf"(?s)cannot save step {step}: .* holds newer steps.*newest is step 200"
       with pytest.raises(CheckpointError, match=text):
         checkpointer.save(step, tree, overwrite=overwrite)
   assert (checkpointer.steps(), checkpointer.latest()) == ([100, 200], 200)
   checkpointer.save(300, tree)
-  assert (checkpointer.steps(), checkpointer.metadata().parent) == ([200, 300], 200)
+  assert checkpointer.steps() == [200, 300]
 
 
 def test_a_metric_that_is_added_later_makes_no_step_the_newest(two):
@@ -83,33 +67,41 @@ def test_a_metric_that_is_added_later_makes_no_step_the_newest(two):
   checkpointer.save(100, tree, metrics={"loss": 2.0}, overwrite=True)
   checkpointer.save(300, tree)
   assert (checkpointer.latest(), checkpointer.steps()) == (300, [200, 300])
-  assert Checkpointer(directory).metadata().parent == 200
+  assert Checkpointer(directory).latest() == 300
 
 
-def test_a_run_that_resumed_replaces_what_it_left_behind(two):
-  _, tree, checkpointer = two
+def test_a_restore_alone_changes_nothing_and_the_next_save_sets_the_later_steps_aside(two):
+  directory, tree, _ = two
+  checkpointer = Checkpointer(directory)
   checkpointer.restore(tree, 100)
   checkpointer.restore(as_numpy=True)  # looks at step 200, and goes on from nowhere
-  checkpointer.save(150, tree)
+  assert checkpointer.steps() == [100, 200]
+  with pytest.warns(
+    UserWarning, match=r"continues from step 100, so the later steps \[200\] in .* were set as"
+  ):
+    checkpointer.save(150, tree)
   assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
+  assert (directory / "200.nnx-aside" / "nnx_parallel.json").exists()
   checkpointer.save(200, tree)
-  assert (checkpointer.latest(), checkpointer.metadata().parent) == (200, 150)
+  assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150, 200], 200)
+  assert checkpointer.verify() == {}
 
 
-def test_another_run_beside_it_takes_no_step_from_a_run(two):
+def test_what_was_set_aside_goes_where_steps_are_deleted(two):
   directory, tree, checkpointer = two
-  other = Checkpointer(directory)
-  other.restore(tree, 100)
-  checkpointer.restore(tree, 200)
-  other.save(150, tree)
-  checkpointer.save(300, tree)  # follows 200, and 150 does not
-  assert (checkpointer.latest(), checkpointer.steps()) == (300, [200, 300])
+  (directory / "400").mkdir()
+  (directory / "400" / "of another program").touch()
+  checkpointer.restore(tree, 100)
+  with pytest.warns(UserWarning, match=r"the later steps \[200, 400\]"):
+    checkpointer.save(150, tree)
+  assert sorted(path.name for path in directory.glob("*.nnx-aside")) == ["400.nnx-aside"]
+  assert checkpointer.steps() == [100, 150]
 
 
-def test_the_catalogue_reads_one_line_of_each_step(tmp_path, monkeypatch):
+def test_a_call_reads_no_manifest_twice(tmp_path, monkeypatch):
   tree = {"w": np.arange(4.0, dtype=np.float32)}
   checkpointer = Checkpointer(tmp_path, max_to_keep=200, best="loss")
-  checkpointer.save(1, tree, metrics={"loss": float("nan")})
+  checkpointer.save(1, tree, metrics={"loss": float("nan")}, extra={"data": 3})
   record, folder = checkpointer.metadata(), checkpointer.directory
   for step in range(2, 100):
     (folder / str(step)).mkdir()
@@ -126,9 +118,10 @@ def test_the_catalogue_reads_one_line_of_each_step(tmp_path, monkeypatch):
     return len(heads), len(bodies)
 
   assert reads(checkpointer.steps) == (0, 0)
-  assert reads(lambda: checkpointer.save(100, tree)) == (199, 0)  # before it, and for what may go
-  assert reads(checkpointer.latest) == (100, 1)
-  assert reads(lambda: checkpointer.restore(tree)) == (100, 1)
+  assert reads(lambda: checkpointer.save(100, tree, extra={"data": 3})) == (100, 0)  # for what may go
+  assert reads(checkpointer.latest) == (0, 1)
+  assert reads(lambda: checkpointer.restore(tree)) == (0, 1)
+  assert reads(lambda: checkpointer.restore_extra("data")) == (0, 0)
   assert reads(lambda: checkpointer.restore(tree, 1)) == (0, 1)
   assert reads(checkpointer.best) == (100, 0)
 
@@ -141,7 +134,8 @@ def test_a_run_that_resumes_from_an_older_step_keeps_its_own_steps(tmp_path, mon
     checkpointer.restore(target_of(tree), 100)
     monkeypatch.setattr("time.time", lambda: 1.0)  # the clock goes back
     for step in (150, 160):
-      checkpointer.save(step, tree, metrics={"loss": 3.0})
+      with pytest.warns(UserWarning, match="later steps") if step == 150 else contextlib.nullcontext():
+        checkpointer.save(step, tree, metrics={"loss": 3.0})
       assert checkpointer.steps() == [100, step]
       assert (checkpointer.latest(), checkpointer.metadata().step) == (step, step)
 
@@ -152,7 +146,8 @@ def test_a_fallback_keeps_to_the_run_that_goes_on(tmp_path):
     for step, tree in trees.items():
       if step == 110:
         checkpointer.restore(target_of(tree), 100)
-      checkpointer.save(step, tree)
+      with pytest.warns(UserWarning, match="later steps") if step == 110 else contextlib.nullcontext():
+        checkpointer.save(step, tree)
     (tmp_path / "130" / "nnx_parallel.json").write_text("{}")
     with pytest.warns(UserWarning, match="step 130 was passed over"):
       restored = checkpointer.restore(target_of(trees[100]), on_corrupt="fallback")
@@ -207,10 +202,11 @@ def test_two_checkpointers_of_a_job_keep_each_other_s_steps(tmp_path):
     periodic.save(step, tree)
   other.save(3, tree)
   periodic.save(4, tree)
-  assert (periodic.steps(), periodic.latest(), periodic.metadata().parent) == ([2, 3, 4], 4, 3)
+  assert (periodic.steps(), periodic.latest()) == ([2, 3, 4], 4)
   other.save(6, tree)
   with pytest.raises(CheckpointError, match=r"cannot save step 5: .* holds newer steps"):
     periodic.save(5, tree)
   periodic.restore(tree, 2)  # goes back on purpose
-  periodic.save(3, tree, overwrite=True)
-  assert (periodic.latest(), periodic.metadata(3).parent) == (3, 2)
+  with pytest.warns(UserWarning, match=r"later steps \[3, 4, 6\]"):
+    periodic.save(3, tree)
+  assert (periodic.steps(), periodic.latest()) == ([2, 3], 3)

@@ -139,7 +139,7 @@ def test_only_what_a_step_left_is_swept(saved):
 
 def test_two_writers_do_not_meet(saved):
   directory, trees = saved
-  text = r"this process is already writing there\.\n  held by process \d+ on .*\n  Fix: wait"
+  text = r"this process is already writing there\.\n  held by run \w+, process \d+ on .*\n  Fix: wait"
   with storage.LocalStorage(storage.epath.Path(directory)).lock():
     with pytest.raises(CheckpointError, match=text):
       Checkpointer(directory).save(3, trees[1])
@@ -147,6 +147,7 @@ def test_two_writers_do_not_meet(saved):
     text = r"another job is writing there\.\n  held by process 1 on elsewhere"
     with pytest.raises(CheckpointError, match=text):
       Checkpointer(directory).save(3, trees[1])
+  (directory / storage.LOCK).unlink()
   Checkpointer(directory).save(3, trees[1])
 
 
@@ -157,9 +158,10 @@ def test_a_disk_without_locks_is_written_to_with_one_warning(tmp_path, monkeypat
   with pytest.warns(UserWarning, match=r"has no file locks \(.*\), so nothing stops a second job"):
     checkpointer.save(1, arrays())
   checkpointer.save(2, arrays())
+  checkpointer.close()
   monkeypatch.setattr("fcntl.flock", broken(5))
   with pytest.raises(CheckpointError, match="Input/output error"):
-    checkpointer.save(3, arrays())
+    Checkpointer(tmp_path).save(3, arrays())
   assert checkpointer.steps() == [1, 2]
 
 
@@ -213,12 +215,10 @@ def test_arrays_that_are_stored_elsewhere_are_missed_before_the_commit(saved, mo
   real = array_io.start_save
 
   def start(folder, items, **options):
-    return real(folder, {"model": {"b": items["model"]["b"]}}, **options)
+    return real(folder, {"other": items["model"]}, **options)
 
   monkeypatch.setattr(array_io, "start_save", start)
-  with pytest.raises(
-    CheckpointError, match=r"cannot save step 3: .* no files of model/half, model/step, model/w"
-  ):
+  with pytest.raises(CheckpointError, match=r"cannot save step 3: .* no files of model\."):
     Checkpointer(directory).save(3, trees[1])
   assert names(directory) == ["1", "2"]
 

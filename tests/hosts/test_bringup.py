@@ -250,3 +250,14 @@ def test_two_processes_see_the_same():
   for process, text in enumerate(run_two(body)):
     assert f"this is process {process} of 2 already, and cannot become 3 of 4" in text
     assert "processes [0, 1] have [4] devices, not 8 (expected)" in text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_the_roll_call_is_heard_on_each_family_of_addresses(host):
+  if ":" in host and not socket.has_dualstack_ipv6():
+    pytest.skip("this machine has no IPv6")
+  with socket.create_server(("", 0)) as probe:
+    port = probe.getsockname()[1]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    calls = [pool.submit(roll_call, f"{host}:{port}", 2, process, 10) for process in (0, 1)]
+    assert [call.result() for call in calls] == [None, None]

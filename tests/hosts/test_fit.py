@@ -77,3 +77,53 @@ def test_two_processes_train_as_one_and_speak_once(tmp_path, capsys):
   assert second == ""
   other = json.loads((folders[1] / "1.json").read_text())
   assert other == [[step, why, losses, []] for step, why, losses, _ in two["results"]]
+
+
+UNEVEN = """
+import jax, numpy as np, optax
+from flax import nnx
+import nnx_parallel as nxp
+
+folder, mode = arguments
+me = jax.process_index()
+init = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+plan = nxp.plan(init, nxp.make_mesh(fsdp=8), nxp.fsdp(min_size=8), optimizer=optax.adam(1e-2))
+model, optimizer = nxp.create_sharded_model(plan)
+
+def batches(samples):
+  for step in range(6):
+    if me == 1 and step == 3:
+      if mode == "fails":
+        raise ValueError("a bad shard")
+      if mode == "ends":
+        return
+    yield np.ones((4 if mode == "rows" and me == 1 and step == 3 else 8, 16), np.float32)
+
+options = {"steps": 5 + me} if mode == "steps" else {"steps": None}
+with nxp.Checkpointer(folder) as checkpointer:
+  try:
+    nxp.fit(
+      nxp.train_step(lambda model, x: (model(x) ** 2).mean()), model, optimizer, batches, plan=plan,
+      checkpointer=checkpointer, progress=False, **options,
+    )
+  except Exception as error:
+    print(type(error).__name__, str(error).splitlines()[0], getattr(error, "__notes__", []))
+  print("steps", checkpointer.steps())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("mode", "texts", "saved"),
+  [
+    ("ends", ["step 4 cannot be made: the data of processes [1] of 2 has ended"] * 2, [3]),
+    ("fails", ["the data of processes [1] failed (ValueError: a bad shard)", "ValueError a bad shard"], [3]),
+    ("rows", ["step 4 cannot be made: processes [1] have another batch than process 0"] * 2, [3]),
+    ("steps", ["step 1 cannot be made: processes [1] have another batch than process 0"] * 2, []),
+  ],
+)
+def test_processes_agree_on_the_end_and_save_the_last_step(tmp_path, mode, texts, saved):
+  for out, text in zip(run_two(UNEVEN, tmp_path / "run", mode), texts, strict=True):
+    assert text in out
+    assert f"steps {saved}" in out
+    assert "step 3 was saved" in out or not saved

@@ -73,6 +73,41 @@ def test_the_first_failure_ends_the_others_and_is_named_behind_its_last_lines():
   assert lines[2:] == ["[0] what follows"]
 
 
+def test_the_process_that_raised_first_is_named_although_another_ends_first():
+  code, lines = launched("""
+    import traceback
+    if rank == 1:
+      try:
+        raise ValueError("a bad shard")
+      except ValueError:
+        traceback.print_exc()  # and waits for the others, as jax does at exit
+        time.sleep(60)
+    time.sleep(1.0)
+    print("Gloo: connection closed by peer")
+    os.abort()
+  """)
+  assert code == 1
+  text = "\n".join(lines)
+  assert "-- process 1 failed first: it raised an error, and waits for the others after " in text
+  assert "-- process 0 failed first" not in text
+  first, second = text.index("-- process 1, "), text.index("-- process 0, killed by SIGABRT, failed after")
+  assert first < text.index("--   ValueError: a bad shard") < second
+  assert text.index("--   Gloo: connection closed by peer") > second
+
+
+def test_a_process_that_ended_well_while_others_ran_is_named():
+  code, lines = launched("""
+    if rank == 1:
+      sys.exit(0)
+    time.sleep(1.5)
+    sys.exit(5)
+  """)
+  assert code == 5
+  assert lines[0].startswith("-- process 0 failed first: exit code 5 after ")
+  assert lines[1].startswith("-- process 1 had ended with exit code 0 after ")
+  assert lines[1].endswith(", while the others went on")
+
+
 def test_a_killed_process_is_named():
   code, lines = launched("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)")
   assert code == 137
@@ -312,7 +347,8 @@ def test_what_is_started(tmp_path):
   script.write_text("print(1)\n")
   train = ["-m", "nnx_parallel", "train"]
   assert command_of(["text_lm", "--steps", "5"])[1:] == [*train, "text_lm", "--steps", "5"]
-  assert command_of([str(recipe)])[1:] == [*train, str(recipe)]
+  assert command_of(["train", str(recipe), "--steps", "5"])[1:] == [*train, str(recipe), "--steps", "5"]
+  assert command_of([str(recipe), "-x"]) == [sys.executable, str(recipe), "-x"]  # whatever it defines
   assert command_of([str(script), "-x"]) == [sys.executable, str(script), "-x"]
   assert command_of([sys.executable, "-m", "mine"]) == [sys.executable, "-m", "mine"]
   with pytest.raises(nxp.errors.RecipeError, match="there is no file"):

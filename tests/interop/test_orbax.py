@@ -1,6 +1,7 @@
 """Checkpoints written with Orbax alone."""
 
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as v0
 import pytest
 from flax import nnx
@@ -63,11 +64,18 @@ def test_inside_another_tree_and_among_others(tmp_path):
   plan = make_plan("4 explicit", optimizer=False)
   with pytest.raises(CheckpointError, match=r"holds several trees\.\n  names: \['other', 'train'\]"):
     restore_orbax(tmp_path / "step", plan)
-  with pytest.raises(
-    CheckpointError, match=r'(?s)missing  model/head\.bias.*saved: params\..*prefix="params"'
-  ):
-    restore_orbax(tmp_path / "step", plan, item="train")
-  assert_same(restore_orbax(tmp_path / "step", plan, item="train", prefix="params"), model)
+  for options in ({}, {"prefix": "params"}):
+    assert_same(restore_orbax(tmp_path / "step", plan, item="train", **options), model)
+  head = restore_orbax(tmp_path / "step", plan, item="train", only=["head"]).head
+  np.testing.assert_array_equal(head.kernel[...], model.head.kernel[...])
+  with pytest.raises(CheckpointError, match=r'(?s)missing  model/.*saved: params\..*prefix="params"'):
+    restore_orbax(
+      tmp_path / "step", make_plan("4 explicit", width=32, optimizer=False), item="train", prefix="step"
+    )
+  twice = {"ema": tree["params"], "params": tree["params"]}
+  ocp.save(tmp_path / "twice", twice)
+  with pytest.raises(CheckpointError, match=r'(?s)missing  model/.*prefix="params"'):  # either could be meant
+    restore_orbax(tmp_path / "twice", plan)
 
 
 def test_a_checkpoint_of_another_depth(tmp_path):

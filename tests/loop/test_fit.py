@@ -101,8 +101,9 @@ def test_a_run_resumes_bit_for_bit_with_its_data_and_dropout(tmp_path):
     other = placed(plan())
     rest = fit(on=other, steps=7, checkpointer=checkpointer, resume="latest")
     assert of_losses(rest) == {n: straight[n] for n in (5, 6, 7)}
-    # From an older step: later steps of the run before are replaced.
-    again = fit(on=other, steps=7, checkpointer=checkpointer, save_every=1, resume=3)
+    # From an older step: later steps of the run before are set aside.
+    with pytest.warns(UserWarning, match=r"continues from step 3, so the later steps \[4, 7\] in"):
+      again = fit(on=other, steps=7, checkpointer=checkpointer, save_every=1, resume=3)
     assert of_losses(again) == {n: straight[n] for n in (4, 5, 6, 7)}
     assert checkpointer.steps() == [3, 4, 5, 6, 7]
     assert checkpointer.restore_extra("data", step=7) == {"samples": 112, "stop": {}}
@@ -173,7 +174,7 @@ def test_best_is_the_step_with_the_best_evaluation(tmp_path):
     assert [r["eval_score"] for r in result.history if "eval_score" in r] == [3.0, 1.0, 2.0]
     assert result.metrics["eval_score"] == 2.0
     _, position = resume_from(checkpointer, objects(), "best")
-  assert (position.step, position.samples, position.replaces) == (2, 32, 3)
+  assert (position.step, position.samples) == (2, 32)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +267,13 @@ def test_a_loss_that_is_not_finite():
 def test_a_damaged_step_is_passed_over_only_by_latest(tmp_path):
   with nxp.Checkpointer(tmp_path) as checkpointer:
     fit(steps=2, checkpointer=checkpointer, save_every=1)
-    next(path for path in tmp_path.glob("2/model/*/c/**/*") if path.is_file()).unlink()
+    next(path for path in tmp_path.glob("2/model/d/*")).unlink()
     with pytest.raises(nxp.errors.CheckpointError, match=r"step 2 is damaged"):
       fit(steps=3, checkpointer=checkpointer, resume=2)
-    with pytest.warns(UserWarning, match=r"step 2 was passed over: step 2 is damaged"):
+    with (
+      pytest.warns(UserWarning, match=r"step 2 was passed over: step 2 is damaged"),
+      pytest.warns(UserWarning, match=r"the later steps \[2\] in"),
+    ):
       assert of_losses(fit(steps=2, checkpointer=checkpointer, resume="latest")).keys() == {2}
 
 
@@ -566,3 +570,142 @@ def test_a_misspelt_option_has_the_nearest_name(name, fix):
     nxp.errors.TrainError, match=rf"fit has no option {name}\.\n  options: steps, plan, .*\n  Fix: {fix}"
   ):
     fake([1.0], **{name: 2})
+
+
+# No run is lost.
+
+
+def of_sixteen(count, error=None):
+  def batches(samples=0):
+    yield from itertools.islice(endless(samples), max(0, count - samples // 16))
+    if error is not None:
+      raise error
+
+  return batches
+
+
+def fail_at(number):
+  def track(step, values):
+    if step == number:
+      raise OSError("the disk of the log is full")
+
+  return track
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize(
+  ("batches", "options", "error", "saved"),
+  [
+    (of_sixteen(4), {}, nxp.errors.TrainError, 4),
+    (of_sixteen(4, OSError("disk gone")), {}, OSError, 4),
+    (endless, {"trackers": [fail_at(3)]}, OSError, 4),
+    (endless, {"evaluate": lambda: 1 / 0, "eval_every": 3}, ZeroDivisionError, 3),
+  ],
+  ids=["data ends", "data fails", "tracker fails", "evaluation fails"],
+)
+def test_whatever_ends_a_run_its_last_good_step_is_saved(tmp_path, batches, options, error, saved):
+  straight = of_losses(fit(on=placed(plan()), steps=6))
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(error) as caught:
+      fit(batches, on=placed(plan()), steps=20, checkpointer=checkpointer, **options)
+    assert checkpointer.steps() == [saved]
+    assert caught.value.__notes__ == [f"step {saved} was saved in {checkpointer.directory}"]
+    rest = fit(on=placed(plan()), steps=6, checkpointer=checkpointer, resume="latest")
+  assert of_losses(rest) == {number: straight[number] for number in range(saved + 1, 7)}
+
+
+def test_a_step_that_fails_leaves_the_step_before_it(tmp_path):
+  def loss(model, x):
+    if x.shape[0] == 8:
+      raise ValueError("a batch of eight")
+    return jnp.square(model(x) - x).mean()
+
+  batches = [np.ones((16, 4), np.float32)] * 3 + [np.ones((8, 4), np.float32)]
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(ValueError, match="a batch of eight") as caught:
+      nxp.fit(
+        nxp.train_step(loss), *placed(plan()), batches, plan=plan(), progress=False, checkpointer=checkpointer
+      )
+    assert checkpointer.steps() == [3]
+    assert any("step 3 was saved" in note for note in caught.value.__notes__)
+
+
+def test_a_step_with_a_loss_that_is_not_finite_is_not_saved_by_its_error(tmp_path):
+  step = nxp.train_step(lambda model, x: jnp.square(model(x)).mean() * jnp.where(x[0, 0] > 2, jnp.nan, 1.0))
+  batches = [np.full((16, 4), value, np.float32) for value in (1, 1, 3, 1)]
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(nxp.errors.TrainError, match="the loss of step 3 is nan"):
+      nxp.fit(step, *placed(plan()), batches, plan=plan(), progress=False, checkpointer=checkpointer)
+    assert checkpointer.steps() == []
+
+
+def never(samples=0):
+  raise AssertionError("a batch was read")
+  yield
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_the_first_step():
+  for directory, why in (("/proc/x", "cannot save in /proc/x"), ("/dev/null/x", "a file is in the way")):
+    with pytest.raises(nxp.errors.CheckpointError, match=why):
+      fit(never, steps=2, checkpointer=nxp.Checkpointer(directory))
+
+
+def test_a_full_disk_is_noticed_before_the_first_step(tmp_path, monkeypatch):
+  usage = storage.shutil.disk_usage(tmp_path)._replace(free=100)
+  monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
+  with pytest.raises(
+    nxp.errors.CheckpointError, match=r"the disk is full\.\n  the save needs [\d,]+ bytes, 100"
+  ):
+    fit(never, steps=2, checkpointer=nxp.Checkpointer(tmp_path))
+
+
+def test_a_second_job_on_the_directory_is_refused_before_its_first_step(tmp_path):
+  import subprocess
+  import sys
+
+  body = f"""
+import sys, nnx_parallel as nxp
+checkpointer = nxp.Checkpointer({str(tmp_path)!r})
+checkpointer.prepare()
+print("held", flush=True)
+sys.stdin.read()
+"""
+  pipe = subprocess.PIPE
+  with subprocess.Popen([sys.executable, "-c", body], stdin=pipe, stdout=pipe, text=True) as other:
+    assert other.stdout.readline() == "held\n"
+    text = (
+      r"another job is writing there\.\n  held by run \w+, process \d+ on .*\n  Fix: give each job its own"
+    )
+    with pytest.raises(nxp.errors.CheckpointError, match=text):
+      fit(never, steps=2, checkpointer=nxp.Checkpointer(tmp_path))
+    other.stdin.close()
+    other.wait(60)
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    assert fit(steps=1, checkpointer=checkpointer).step == 1
+
+
+def test_a_run_goes_on_behind_a_step_that_lost_its_manifest(tmp_path):
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    fit(steps=3, checkpointer=checkpointer, save_every=1)
+  (tmp_path / "3" / "nnx_parallel.json").unlink()
+  with nxp.Checkpointer(tmp_path) as checkpointer:
+    with (
+      pytest.warns(UserWarning, match="step 3 was passed over"),
+      pytest.warns(UserWarning, match=r"continues from step 2, so the later steps \[3\]"),
+    ):
+      fit(steps=4, checkpointer=checkpointer, save_every=1, resume="latest")
+    assert checkpointer.steps() == [1, 2, 3, 4]
+
+
+def test_a_folder_of_another_program_is_refused_before_the_first_step(tmp_path):
+  (tmp_path / "2").mkdir()
+  (tmp_path / "2" / "thesis.txt").touch()
+  with pytest.raises(nxp.errors.CheckpointError, match=r"2 was not written by nnx_parallel, or is damaged"):
+    fit(never, steps=2, checkpointer=nxp.Checkpointer(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["run::1", "a::b"])
+def test_a_path_with_colons_can_be_saved_to(tmp_path, name):
+  with nxp.Checkpointer(tmp_path / name) as checkpointer:
+    fit(steps=1, checkpointer=checkpointer)
+    assert checkpointer.verify() == {}

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from benchmarks.layouts import CASES
 from nnx_parallel.errors import ReportError
 from nnx_parallel.report.chips import chip
 from nnx_parallel.report.compile_report import _need, compile_report
+from nnx_parallel.report.program import compiler
 from nnx_parallel.report.program.collectives import KINDS
 from nnx_parallel.report.program.compiler import Compiled, MemoryStats, Shortage, find_reshards, run_compiler
 from report import layouts
@@ -341,3 +344,27 @@ def test_a_batch_that_cannot_be_split_is_refused():
     compile_report(step, plan, batch=jax.ShapeDtypeStruct((12, 16), "float32"), topology="cpu:8")
   with pytest.raises(ReportError, match=r"the batch has no array: \(16, 8\)"):
     compile_report(step, plan, batch=(16, 8), topology="cpu:8")
+
+
+def test_two_reports_at_a_time_leave_stderr_and_the_cache_as_they_were():
+  before = os.readlink("/proc/self/fd/2"), jax.config.jax_enable_compilation_cache
+  entered, order = threading.Event(), []
+
+  def first():
+    with compiler._standard_error(), compiler._no_cache():
+      entered.set()
+      time.sleep(0.3)  # in which the other tries to enter
+      order.append("first")
+
+  def second():
+    entered.wait(10)
+    with compiler._standard_error(), compiler._no_cache():
+      order.append("second")
+
+  threads = [threading.Thread(target=run) for run in (first, second)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert order == ["first", "second"]
+  assert (os.readlink("/proc/self/fd/2"), jax.config.jax_enable_compilation_cache) == before

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -191,17 +192,22 @@ def find_reshards(log: str, frames: Mapping[int, str]) -> tuple[Reshard, ...]:
   return tuple(found)
 
 
+# The process has one standard error and one setting of the cache: a second report waits for the first.
+_ALONE = threading.RLock()
+
+
 @contextlib.contextmanager
 def _no_cache() -> Generator[None]:
   """Compiles anew: a program from jax's cache has no dump and no log, and another program's source lines."""
-  enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # jax decides once whether there is a cache
-  try:
-    yield
-  finally:
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()
+  with _ALONE:
+    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax decides once whether there is a cache
+    try:
+      yield
+    finally:
+      jax.config.update("jax_enable_compilation_cache", enabled)
+      compilation_cache.reset_cache()
 
 
 # Waits for a line from this process; if the process ends without one, prints its output.
@@ -214,20 +220,21 @@ def _standard_error() -> Generator[list[str]]:
 
   A failed check in a compiler ends the process: a child process then prints the compiler's output.
   """
-  log = [""]
-  sys.stderr.flush()
-  saved = os.dup(2)
-  number, name = tempfile.mkstemp(prefix="compiler-", suffix=".log")
-  with subprocess.Popen(["sh", "-c", _WATCH, name], stdin=subprocess.PIPE) as watch:
-    os.dup2(number, 2)
-    try:
-      yield log
-    finally:
-      os.dup2(saved, 2)
-      os.close(number)
-      log[0] = pathlib.Path(name).read_text(errors="replace")
-      os.unlink(name)
-      watch.communicate(b"done\n")
-      with os.fdopen(saved, "w") as stderr:
-        reported = "Involuntary full rematerialization"
-        stderr.writelines(line for line in log[0].splitlines(True) if reported not in line)
+  with _ALONE:
+    log = [""]
+    sys.stderr.flush()
+    saved = os.dup(2)
+    number, name = tempfile.mkstemp(prefix="compiler-", suffix=".log")
+    with subprocess.Popen(["sh", "-c", _WATCH, name], stdin=subprocess.PIPE) as watch:
+      os.dup2(number, 2)
+      try:
+        yield log
+      finally:
+        os.dup2(saved, 2)
+        os.close(number)
+        log[0] = pathlib.Path(name).read_text(errors="replace")
+        os.unlink(name)
+        watch.communicate(b"done\n")
+        with os.fdopen(saved, "w") as stderr:
+          reported = "Involuntary full rematerialization"
+          stderr.writelines(line for line in log[0].splitlines(True) if reported not in line)
