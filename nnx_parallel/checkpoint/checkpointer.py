@@ -269,7 +269,6 @@ class Checkpointer:
     if self._let_go is None or not self._let_go.alive:
       self._storage.hold()
       self._let_go = weakref.finalize(self, self._storage.let_go)
-      self._let_go.atexit = False
 
   def _require_open(self, doing: str) -> None:
     if self._closed:

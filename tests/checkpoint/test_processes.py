@@ -476,7 +476,8 @@ checkpointer = Checkpointer(arguments[0])
 nxp.fit(step, *pair, data, steps=1, checkpointer=checkpointer, **options)
 count("save", lambda: checkpointer.save(2, *pair))
 count("restore", lambda: checkpointer.restore(plan))
-count("fit", lambda: nxp.fit(step, *pair, data, steps=3, checkpointer=checkpointer, resume="latest", **options))
+options |= {"steps": 3, "checkpointer": checkpointer, "resume": "latest"}
+count("fit", lambda: nxp.fit(step, *pair, data, **options))
 count("verify", checkpointer.verify)
 checkpointer.close()
 """
