@@ -70,7 +70,7 @@ def test_towers_of_a_few_layers_are_a_pipeline(depth, shared):
   one = run_steps(plan(init, mesh(data=1)), loss, [X, X])
   piped = run_steps(plan(init, mesh(data=2, stage=2)), loss, [X, X], pipeline="stage", microbatches=2)
   assert piped.losses == pytest.approx(one.losses, rel=1e-5)
-  assert f"one.0 to one.{depth - 1}: a pipeline over stage" in str(piped.step.layers)
+  assert f"one.0 to one.{depth - 1}: a 1F1B pipeline over stage" in str(piped.step.layers)
 
 
 @pytest.mark.parametrize(
