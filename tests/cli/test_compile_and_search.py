@@ -284,7 +284,7 @@ def test_a_pipeline_over_an_axis_that_the_recipe_does_not_have(run, tmp_path):
   piped = shlex.split("text_lm --mesh data=4,stage=2 --batch 16 --microbatches 4 --pipeline stage")
   compiled = run("compile", *piped, "--topology", "cpu:8")
   assert compiled.code == 0, compiled.err
-  layers = "blocks.0 to blocks.2: a pipeline over stage, 2 stages of 2 layers (1 of them empty)"
+  layers = "blocks.0 to blocks.2: a 1F1B pipeline over stage, 2 stages of 2 layers (1 of them empty)"
   assert f"Layers: {layers}" in compiled.out
   assert "bubble 20.0 %" in compiled.out
   assert run("train", *piped, "--steps", "1", "--out", str(tmp_path)).code == 0

@@ -187,7 +187,9 @@ LAYOUTS = {
   "microbatches": (EIGHT, {}, {"microbatches": 4}),
   "scan, remat": (EIGHT, {}, {"scan_layers": True, "remat": "full"}),
   "pipeline": (
-    {"data": 2, "fsdp": 2, "stage": 2}, {"rules": STAGED}, {"microbatches": 4, "pipeline": "stage"},
+    {"data": 2, "fsdp": 2, "stage": 2},
+    {"rules": STAGED},
+    {"microbatches": 4, "pipeline": nxp.Pipeline("stage", order="gpipe")},
   ),
   "1F1B": (
     {"data": 4, "fsdp": 1, "stage": 2},
