@@ -284,6 +284,7 @@ def environment():
   return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
 
 
+@pytest.mark.filterwarnings("ignore:the run continues from step 2")
 def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
   common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--save-every", "2", "--quiet"]
   assert cli.main([*common, "--steps", "4"]) == 0
