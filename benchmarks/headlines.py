@@ -323,7 +323,7 @@ HEADLINES = (
   ),
   Headline(
     "Checkpoints",
-    "Each case saves or restores 2 GB of parameters and Adam moments on 8 simulated devices. The baseline"
+    "Each case saves or restores 0.5 GB of parameters and Adam moments on 8 simulated devices. The baseline"
     " only moves the same bytes, and the last two columns are ratios to its time.",
     "checkpoint",
     ("", "baseline", "its time", "Orbax", "nxp.Checkpointer"),

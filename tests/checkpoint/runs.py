@@ -98,9 +98,9 @@ def target_of(tree, mesh=None):
 
 
 def data_of(directory, step, item="model"):
-  """The largest file of an item's arrays. Small arrays are in the merged files, beside those of processes."""
-  files = (directory / str(step) / item).rglob("d/*")
-  return max(files, key=lambda path: (path.stat().st_size, -len(path.parts)))
+  """The file of an item's names and small arrays, merged of those of all processes."""
+  files = (directory / str(step) / item / "d").iterdir()
+  return max(files, key=lambda path: path.stat().st_size)
 
 
 def file_with(directory, step, values, item="model"):

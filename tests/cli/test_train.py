@@ -284,15 +284,14 @@ def environment():
   return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
 
 
+@pytest.mark.filterwarnings("ignore:the run continues from step 2")
 def test_a_damaged_step_is_passed_over_and_made_again(tiny, capsys):
   common = ["train", tiny, "--checkpoint", "ckpt", "--resume", "--save-every", "2", "--quiet"]
   assert cli.main([*common, "--steps", "4"]) == 0
-  next(p for p in Path("ckpt/4/model/kernel/c").rglob("*") if p.is_file()).write_bytes(b"")
+  next(Path("ckpt/4/model/d").iterdir()).write_bytes(b"")
   capsys.readouterr()
   assert cli.main([*common, "--steps", "6"]) == 0
-  assert capsys.readouterr().err.startswith(
-    "warning: step 4 was passed over: step 4 is damaged: model/kernel/"
-  )
+  assert capsys.readouterr().err.startswith("warning: step 4 was passed over: step 4 is damaged: model/d/")
   assert cli.main(["verify", "ckpt"]) == 0
 
 
