@@ -91,7 +91,7 @@ def make_mesh(
   """
   if isinstance(devices, int):
     raise MeshError(f"devices={devices} is not a list of devices.", fix=f"devices=jax.devices()[:{devices}]")
-  devices = list(jax.devices() if devices is None else devices)
+  devices = [*np.asarray(jax.devices() if devices is None else devices, dtype=object).flat]
   if not devices:
     raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
   shape = _complete(_merged(axes, names, sizes, counted=True), len(devices))

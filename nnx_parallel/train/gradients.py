@@ -109,7 +109,7 @@ class Accumulation:
     zeros = [pinned(jnp.zeros_like(widen(x)), where) for x, where in zip(like, self.layouts, strict=True)]
     parts = jax.tree.map(lambda x: split_batch(x, self.count), batch)
     moving = {i: self.rest[i] for i in self.changes}
-    (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts)
+    (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts, length=self.count)
     return total, _summed(stacked, join_batch), moving
 
   def _add(self, carry: PyTree, part: PyTree) -> tuple[PyTree, Terms]:

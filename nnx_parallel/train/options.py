@@ -57,8 +57,7 @@ class StepOptions:
   has_aux: bool = False
 
   def __post_init__(self) -> None:
-    several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
-    for loss_fn in several:
+    for loss_fn in self.losses:
       if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
         raise TrainError(
           f"a step is made from a loss function, and not from {with_article(type(loss_fn).__name__)}.",
@@ -86,6 +85,11 @@ class StepOptions:
         f"reduction={jnp.dtype(self.reduction)} would round gradients to whole numbers.",
         fix="reduction=jnp.float32",
       )
+
+  @property
+  def losses(self) -> list[LossFn]:
+    """All loss functions."""
+    return [*self.loss_fn.values()] if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
 
   def with_constants(self, constants: Constants) -> StepOptions:
     """The options with a loss function to which these arguments are bound."""
