@@ -26,6 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from nnx_parallel.core.flow import meeting
+from nnx_parallel.core.given import is_count, is_one_of
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
   CALLS,
@@ -170,7 +171,7 @@ class _Way:
 
 def check_attention(attention: Attention) -> None:
   """Raises a `TrainError` for an option that is not valid."""
-  if attention is None or attention in WORDS or (type(attention) is int and attention > 0):
+  if attention is None or is_one_of(attention, [*WORDS]) or is_count(attention):
     return
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
