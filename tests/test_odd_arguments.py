@@ -64,7 +64,9 @@ def linear():
 
 
 MESH = nxp.abstract_mesh(data=4, tensor=2)
-PLAN = nxp.plan(linear, MESH, nxp.fsdp("data", min_size=0), optimizer=optax.sgd(0.1))
+PLAN = nxp.plan(
+  linear, nxp.make_mesh(data=4, tensor=2), nxp.fsdp("data", min_size=0), optimizer=optax.sgd(0.1)
+)
 
 
 def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -172,6 +174,7 @@ def outcome(function, arguments) -> str:
 @pytest.mark.parametrize("name", calls())
 def test_a_wrong_argument_is_an_error_of_this_package(name):
   function, right = calls()[name]
+  assert outcome(function, right) == "works"
   found = {
     f"{argument}={value}": outcome(function, {**right, argument: VALUES[value]})
     for argument, value in itertools.product(right, VALUES)

@@ -52,6 +52,7 @@ def gradient_exchanges(program, mesh, axis):
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_loss_runs_once_to_be_differentiated_and_twice_to_be_inspected(axes):
   calls = []
 
