@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 SEEDS ?= 0:100
 STEPS ?=
+EXPLICIT = tests/layout tests/create tests/train tests/decode tests/systems
 UPGRADES ?= JAX_REMAT3 JAX_CUSTOM_VJP3 JAX_CUSTOM_JVP3
 
 SHELL := /bin/sh
@@ -19,7 +20,7 @@ pytest = $(bin)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all quick guides site package store lint format types bench torture soak fuzz seams upgrades nightly setup setup-lint setup-site setup-package setup-store clean
+.PHONY: help demo test explicit test-all quick guides site package store lint format types bench torture soak fuzz seams upgrades nightly setup setup-lint setup-site setup-package setup-store clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,6 +31,9 @@ demo: setup  ## the main job: plan, train, save, restore on other meshes, compar
 test: setup  ## one case of each test that is quick, the whole path, two processes, three guides (ten minutes)
 	@$(pytest) --first $(PYTEST_ARGS)
 	@echo "left out: tests over two seconds, further cases, most guides. Fix: make test-all (an hour)"
+
+explicit: setup  ## tests of layouts and training, one case of each, on meshes with Explicit axes (six minutes)
+	@$(pytest) --first --explicit $(EXPLICIT) $(PYTEST_ARGS)
 
 test-all: setup  ## every test and every guide (an hour)
 	@$(pytest) $(PYTEST_ARGS)

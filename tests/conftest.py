@@ -105,6 +105,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--first", action="store_true", help=first)
   rest = "what `.ci/run` adds to `make test`: all that is not nightly and that --first leaves out"
   parser.addoption("--rest", action="store_true", help=rest)
+  explicit = "meshes have Explicit axes, as of jax.make_mesh, where a test does not say which"
+  parser.addoption("--explicit", action="store_true", help=explicit)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  if config.getoption("explicit"):
+    from nnx_parallel.core.mesh import make_mesh  # here, since tests look at what an import does
+
+    make_mesh.__kwdefaults__["explicit"] = True
 
 
 def by_test(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
@@ -142,6 +151,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = choose_first(items)
   elif config.getoption("rest"):
     kept = {item for item in items if not has(item, "nightly")} - choose_first(items)
+  if config.getoption("explicit"):
+    kept = {item for item in kept if not has(item, "auto_axes")}
   if left := [item for item in items if item not in kept]:
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item in kept]

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.text import few
 from nnx_parallel.errors import MeshError
 
@@ -91,11 +92,11 @@ def make_mesh(
   """
   if isinstance(devices, int):
     raise MeshError(f"devices={devices} is not a list of devices.", fix=f"devices=jax.devices()[:{devices}]")
-  devices = list(jax.devices() if devices is None else devices)
+  devices = [*np.asarray(jax.devices() if devices is None else devices, dtype=object).flat]
   if not devices:
     raise MeshError("a mesh needs at least one device, and `devices` is empty.", fix="devices=jax.devices()")
   shape = _complete(_merged(axes, names, sizes, counted=True), len(devices))
-  dcn_shape = _dcn_shape(shape, dcn or {})
+  dcn_shape = _dcn_shape(shape, {} if dcn is None else dcn)
   types = _axis_types(shape, explicit)
   return Mesh(_arrange(shape, dcn_shape, devices), tuple(shape), axis_types=types)
 
@@ -127,6 +128,8 @@ def abstract_mesh(
 
 
 def _axis_types(shape: Mapping[str, int], explicit: Explicit) -> tuple[AxisType, ...]:
+  if not is_one_of(explicit, (True, False, None)) and type(explicit) is not str and not are_texts(explicit):
+    raise MeshError(f"explicit={explicit!r:.60} names no axes.", fix='explicit=True, or a tuple: ("data",).')
   chosen = (
     set(shape) if explicit is True else {explicit} if isinstance(explicit, str) else set(explicit or ())
   )
@@ -262,6 +265,7 @@ def describe_mesh(mesh: AnyMesh) -> str:
     mesh data=4 x tensor=2 = 8 devices (cpu, Auto axes)
       inside one host: data, tensor
   """
+  is_explicit(mesh)  # refuses what is no mesh
   sizes = " x ".join(f"{k}={v}" for k, v in axis_sizes(mesh).items())
   explicit = explicit_axes(mesh)
   types = "Explicit" if explicit is True else "Auto"

@@ -272,6 +272,8 @@ def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
     meant = difflib.get_close_matches(
       key, ("out_sharding", "sharding_names", "sharding_rules"), 1, cutoff=0.85
     )
+    if key.startswith("opt") and "shard" in key:  # `opt_sharding`
+      meant = ["optimizer_sharding"]
     if meant and key not in OTHER_KEYS:
       name = meant[0]
       raise ShardingError(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
   bind,
@@ -90,7 +91,7 @@ class LayerOptions:
 
   def __post_init__(self) -> None:
     _ = self.how
-    if type(self.scan_layers) is not bool and self.scan_layers != "auto":
+    if not is_one_of(self.scan_layers, (True, False, "auto")):
       raise TrainError(
         f"scan_layers={self.scan_layers!r} is not a valid choice.", fix='scan_layers="auto", True or False'
       )

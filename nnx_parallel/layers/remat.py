@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from nnx_parallel.core.given import is_one_of
 from nnx_parallel.core.jaxprs import is_inexact
 from nnx_parallel.errors import TrainError
 
@@ -48,7 +49,7 @@ class Remat:
   group: int = 1
 
   def __post_init__(self) -> None:
-    if not callable(self.policy) and self.policy not in REMATS:
+    if not callable(self.policy) and not is_one_of(self.policy, REMATS):
       raise TrainError(
         f"remat={self.policy!r} is not a known policy.",
         fix=f"one of {', '.join(map(repr, REMATS))}, or a policy itself: jax.checkpoint_policies.NAME.",

@@ -95,7 +95,8 @@ def check_split(
       f" split evenly (remainder {shape[0] % mine[0]}).",
       details=f"shape {shape}, batch axes {spec[0]}, mesh {sizes}",
       fix=f"{'pass each process' if own else 'use'} a {'share' if own else 'global batch'} of"
-      f" {f'{below} or ' if below else ''}{above}.",
+      f" {f'{below} or ' if below else ''}{above}.\n"
+      "An array without examples, such as class weights, belongs to the model, in an nnx.Variable.",
     )
   uneven = next((dim for dim, count in enumerate(mine) if shape[dim] % count), None)
   if uneven is not None:

@@ -26,6 +26,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.core.axes import axes_in
+from nnx_parallel.core.given import is_count
 from nnx_parallel.core.mesh import AnyMesh, abstract_mesh, axis_sizes, is_explicit
 from nnx_parallel.core.nodes import Names, Path, array_leaves, is_rng, names_of, path_str, value_of, variables
 from nnx_parallel.core.types import Leaf, PyTree
@@ -99,6 +100,8 @@ def infer_rules(
   sizes = axis_sizes(mesh)
   tensor = _axis(tensor_axis, _TENSOR_AXES, sizes)
   shard = _axis(fsdp_axis, _FSDP_AXES, sizes)
+  if not is_count(min_size, 0):
+    raise ShardingError(f"min_size={min_size!r:.60} is no number of elements.", fix="min_size=65536")
   if not inputs and call is None:
     raise ShardingError(
       "infer_rules needs example inputs to trace the module with.",
@@ -169,7 +172,7 @@ class _Asked(LogicalRules):
 def _axis(given: str | None, known: Iterable[str], sizes: dict[str, int]) -> str | None:
   if given is None:
     return next((axis for axis in known if axis in sizes), None)
-  if given not in sizes:
+  if type(given) is not str or given not in sizes:
     raise ShardingError(
       f"infer_rules got the axis {given!r}, which is not in the mesh.",
       details=f"mesh {sizes}",

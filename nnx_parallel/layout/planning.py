@@ -15,6 +15,7 @@ from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
 from nnx_parallel.core.axes import axes_of
+from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.layers import find_layers
 from nnx_parallel.core.mesh import AnyMesh, axis_sizes, is_explicit, no_mesh
 from nnx_parallel.core.nodes import Path
@@ -210,9 +211,19 @@ def _check_options(mesh: AnyMesh, rules: object, options: PlanOptions) -> None:
   zero, zero_axes = options.get("zero", 0), options.get("zero_axes")
   if isinstance(rules, optax.GradientTransformation):
     raise PlanError("rules got an optax transformation.", fix="plan(init, mesh, rules, optimizer=...)")
-  if uneven not in UNEVEN:
+  if not is_one_of(uneven, UNEVEN):
     raise PlanError(f"uneven={uneven!r} is not a policy.", fix=f"one of {', '.join(UNEVEN)}.")
   fix = "optimizer=optax.adamw(...)"
+  if zero_axes is not None and type(zero_axes) is not str and not are_texts(zero_axes):
+    raise PlanError(f"zero_axes={zero_axes!r:.60} names no axes.", fix='zero_axes="data"')
+  if not is_one_of(zero, (0, 1, 2, 3)):
+    raise PlanError(f"zero={zero!r:.60} is not a stage.", fix="zero=0, 1 or 2.")
+  try:
+    nnx.filterlib.to_predicate(options.get("wrt", nnx.Param))
+  except (TypeError, ValueError) as error:
+    raise PlanError(
+      f"wrt={options.get('wrt')!r:.60} is no filter of Flax.", fix="wrt=nnx.Param, a type of Variables."
+    ) from error
   if (zero or zero_axes is not None) and tx is None:
     option = f"zero={zero}" if zero else f"zero_axes={zero_axes!r}"
     raise PlanError(f"{option} splits optimizer state, but there is no optimizer.", fix=fix)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nnx_parallel.core.axes import entry_of
+from nnx_parallel.core.given import is_one_of
 from nnx_parallel.errors import ShardingError
 
 Candidate = tuple[str, ...]
@@ -69,18 +70,22 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
     uneven: Mapping[str, Uneven] | None = None,
     **rules: Any,
   ):
+    if names is not None and not (isinstance(names, Mapping) and all(type(n) is str for n in names)):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise ShardingError(f"{names!r:.60} maps no names.", fix='LogicalRules({"embed": "fsdp"})')
     twice = sorted(set(names or {}) & set(rules))
     if twice:
       raise ShardingError(f"logical name {twice[0]!r} has two rules.", fix="keep one of them.")
-    if unknown not in ("error", "replicate"):
+    if not is_one_of(unknown, ("error", "replicate")):
       raise ShardingError(
         f"unknown={unknown!r} is not a policy for names without a rule.", fix='use "error" or "replicate".'
       )
     self.unknown: Unknown = unknown
+    if uneven is not None and not isinstance(uneven, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise ShardingError(f"uneven={uneven!r:.60} is no mapping.", fix='uneven={"vocab": "pad"}')
     self.uneven: dict[str, Uneven] = dict(uneven or {})
     self._table = {k: _candidates(k, v) for k, v in {**(names or {}), **rules}.items()}
     for name, policy in self.uneven.items():
-      if policy not in UNEVEN or name not in self._table:
+      if not is_one_of(policy, UNEVEN) or name not in self._table:
         raise ShardingError(
           f"uneven={{{name!r}: {policy!r}}} does not fit these rules.",
           details=f"names {', '.join(self._table)}; policies {', '.join(UNEVEN)}",
@@ -121,7 +126,7 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
       (('fsdp',), ('data',), ())
     """
     table: dict[str, list[Any]] = {}
-    for name, axes in rules:
+    for name, axes in _pairs(rules):
       table.setdefault(name, []).append(candidate_of(axes))
     ended: dict[str, list[Any]] = {}
     for name, found in table.items():
@@ -187,6 +192,14 @@ class LogicalRules(Mapping[str, tuple[Candidate, ...]]):
   def __hash__(self) -> int:
     # By value, so that equal rules give one compiled program (see `use_rules`).
     return hash((frozenset(self._table.items()), self.unknown, frozenset(self.uneven.items())))
+
+
+def _pairs(rules: Any) -> list[tuple[str, Any]]:
+  if isinstance(rules, (tuple, list)):
+    found: list[Any] = [*rules]  # pyright: ignore[reportUnknownArgumentType]
+    if all(isinstance(pair, (tuple, list)) and len(pair) == 2 and type(pair[0]) is str for pair in found):  # pyright: ignore[reportUnknownArgumentType]
+      return found
+  raise ShardingError(f"{rules!r:.60} are no pairs.", fix='LogicalRules.from_linen([("embed", "fsdp")])')
 
 
 def check_axes(rules: LogicalRules, mesh: Mapping[str, int]) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from nnx_parallel.core.given import are_texts
 from nnx_parallel.core.nodes import Names, Path, path_str
 from nnx_parallel.core.text import number_pattern
 from nnx_parallel.errors import ShardingError
@@ -67,7 +69,12 @@ class PathRules:
     strict: bool = True,
     optional: bool = False,
   ):
-    pairs: list[tuple[Any, Any]] = list(rules.items() if isinstance(rules, Mapping) else rules)
+    given: Any = rules.items() if isinstance(rules, Mapping) else rules
+    if isinstance(given, str) or not isinstance(given, Iterable) or isinstance(given, io.IOBase):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise _no_pairs(rules)
+    pairs: list[Any] = [*given]  # pyright: ignore[reportUnknownArgumentType]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):  # pyright: ignore[reportUnknownArgumentType]
+      raise _no_pairs(rules)
     self.strict, self.optional = strict, optional
     self.rules = tuple(PathRule.of(pattern, names) for pattern, names in pairs)
     seen: dict[Any, PathRule] = {}
@@ -109,6 +116,13 @@ class PathRules:
     return "\n".join(["PathRules([", *lines, f"]{options})"])
 
 
+def _no_pairs(rules: object) -> ShardingError:
+  return ShardingError(
+    f"path rules are pairs of a pattern and names, and not {rules!r:.60}.",
+    fix="PathRules([(r'.*kernel', (None, 'tensor'))])",
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class PathRule:
   """One pattern and the names it gives; see `PathRules`."""
@@ -119,6 +133,10 @@ class PathRule:
   @classmethod
   def of(cls, pattern: str | Sequence[str], names: Any) -> PathRule:
     """Checks and normalises one `(pattern, names)` pair."""
+    if not isinstance(pattern, str) and not are_texts(pattern):
+      raise ShardingError(
+        f"path rule {pattern!r:.60} has no pattern of texts.", fix=f"PathRules([(r'.*kernel', {names!r})])"
+      )
     window = pattern if isinstance(pattern, str) else tuple(pattern)
     if not window:
       raise ShardingError(f"path rule {window!r} has no pattern.", fix="r'.*' matches every path.")

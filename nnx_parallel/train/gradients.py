@@ -111,7 +111,7 @@ class Accumulation:
     zeros = self._pinned({i: jnp.zeros_like(widen(x)) for i, x in like.items()})
     parts = jax.tree.map(lambda x: split_batch(x, self.count), batch)
     moving = {i: self.rest[i] for i in self.changes}
-    (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts)
+    (total, moving), stacked = jax.lax.scan(self._add, (zeros, moving), parts, length=self.count)
     return total, _summed(stacked, join_batch), moving
 
   def _add(self, carry: PyTree, part: PyTree) -> tuple[PyTree, Terms]:

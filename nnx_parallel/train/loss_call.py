@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -19,6 +20,7 @@ from nnx_parallel.core.types import LossFn, Model, PyTree
 from nnx_parallel.errors import TrainError
 from nnx_parallel.layout.tracing import NEEDS_VALUES
 
+logger = logging.getLogger("nnx_parallel")
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -154,12 +156,7 @@ def _of_another_module(loss_fn: LossFn, batch: PyTree, error: BaseException) -> 
       fix='step({"model": model, "rngs": rngs}, {"model": optimizer}, batch), with a loss function of that'
       " dict, whose Variables the step writes back.",
     )
-  try:
-    found = inspect.getclosurevars(inspect.unwrap(loss_fn))
-    outside = {**found.nonlocals, **found.globals}
-  except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
-    outside = {}
-  modules = [f"{name} ({type(x).__name__})" for name, x in outside.items() if isinstance(x, nnx.Pytree)]
+  modules = [f"{name} ({type(x).__name__})" for name, x in _outside(loss_fn).items()]
   shown = ", ".join(modules) or "a module"
   return TrainError(
     f"the loss function changes a Variable of {shown}, which it does not get as an argument.",
@@ -167,6 +164,34 @@ def _of_another_module(loss_fn: LossFn, batch: PyTree, error: BaseException) -> 
     fix='step({"model": model, "other": other}, {"model": optimizer}, batch), with a loss function of that'
     " dict; or make it part of the model.",
   )
+
+
+def _outside(loss_fn: LossFn) -> dict[str, nnx.Pytree]:
+  """The modules that a loss function reads, and does not get as arguments, by name."""
+  try:
+    found = inspect.getclosurevars(inspect.unwrap(loss_fn))
+    outside = {**found.nonlocals, **found.globals}
+  except (TypeError, ValueError):  # not a Python function, or a name that is not assigned yet
+    outside = {}
+  return {name: x for name, x in outside.items() if isinstance(x, nnx.Pytree)}
+
+
+def warn_outside(loss_fns: Iterable[LossFn], roots: Iterable[Model]) -> None:
+  """Warns of a loss function that reads the live model of the step in place of its argument."""
+  own = {id(leaf) for leaf in variables(tuple(roots)).values()}
+  for loss_fn in loss_fns:
+    for name, module in _outside(loss_fn).items():
+      if held := variables(module):
+        same = any(id(leaf) in own for leaf in held.values())
+        logger.warning(
+          "the loss function reads %s, which it does not get as an argument: its arrays are constants of the"
+          " compiled step%s. Fix: %s",
+          name,
+          ", and are not trained there" if same else ", which does not see later changes",
+          "use the argument"
+          if same
+          else 'step({"model": model, "other": other}, {"model": optimizer}, batch)',
+        )
 
 
 def _on_explicit_axes(layer: str, error: BaseException) -> TrainError:

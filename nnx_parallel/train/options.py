@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.given import is_count, is_one_of
 from nnx_parallel.core.text import with_article
 from nnx_parallel.core.types import AnyArray, LossFn, PyTree
 from nnx_parallel.errors import TrainError
@@ -57,15 +58,16 @@ class StepOptions:
   has_aux: bool = False
 
   def __post_init__(self) -> None:
-    several = self.loss_fn.values() if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
-    for loss_fn in several:
+    for loss_fn in self.losses:
       if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
         raise TrainError(
           f"a step is made from a loss function, and not from {with_article(type(loss_fn).__name__)}.",
           fix="step = nxp.train_step(loss_fn), then step(model, optimizer, batch).",
         )
-    if self.microbatches < 1:
-      raise TrainError(f"microbatches={self.microbatches} is not a positive number.", fix="microbatches=1")
+    if not is_count(self.microbatches):
+      raise TrainError(
+        f"microbatches={self.microbatches!r:.40} is not a positive number.", fix="microbatches=1"
+      )
     if self.has_aux and (self.outputs or self.pairs):
       raise TrainError(
         "has_aux=True returns arrays beside the loss, and outputs= and pairs= are about a dict of metrics.",
@@ -76,16 +78,21 @@ class StepOptions:
         f"compiler_options={self.compiler_options!r} is no dict of names and values.",
         fix='compiler_options={"xla_tpu_scoped_vmem_limit_kib": 65536}, for example.',
       )
-    if self.gradients not in (None, "like_parameters", "scattered"):
+    if not is_one_of(self.gradients, (None, "like_parameters", "scattered")):
       raise TrainError(
         f"gradients={self.gradients!r} is not a layout.",
         fix='gradients="like_parameters" or "scattered"; None: as planned.',
       )
-    if self.reduction is not None and not jnp.issubdtype(self.reduction, jnp.floating):
+    if self.reduction is not None and not _is_float(self.reduction):
       raise TrainError(
-        f"reduction={jnp.dtype(self.reduction)} would round gradients to whole numbers.",
+        f"reduction={self.reduction!r:.60} would round gradients to whole numbers.",
         fix="reduction=jnp.float32",
       )
+
+  @property
+  def losses(self) -> list[LossFn]:
+    """All loss functions."""
+    return [*self.loss_fn.values()] if isinstance(self.loss_fn, Mapping) else [self.loss_fn]
 
   def with_constants(self, constants: Constants) -> StepOptions:
     """The options with a loss function to which these arguments are bound."""
@@ -150,6 +157,15 @@ def constants_key(constants: Constants) -> Hashable:
         " tuples.",
       ) from None
   return tuple(sorted((name, type(value).__name__, value) for name, value in constants.items()))
+
+
+def _is_float(dtype: Any) -> bool:
+  if hasattr(dtype, "shape"):
+    return False
+  try:
+    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+  except TypeError:
+    return False
 
 
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from nnx_parallel.core.given import are_texts, is_one_of
 from nnx_parallel.core.mesh import no_mesh, own_mesh
 from nnx_parallel.core.nodes import named_leaves
 from nnx_parallel.core.text import few
@@ -29,7 +30,7 @@ from nnx_parallel.layout.constrain import default_scope
 from nnx_parallel.layout.plan import Plan, check_plan
 from nnx_parallel.train.binding import check_outside
 from nnx_parallel.train.bound import Bound, News
-from nnx_parallel.train.loss_call import check_several
+from nnx_parallel.train.loss_call import check_several, warn_outside
 from nnx_parallel.train.losses import Metrics
 from nnx_parallel.train.options import (
   CompilerOption,
@@ -94,6 +95,7 @@ class _Step:
     _check_objects(roots)
     if "optimizer" in roots:
       check_outside(roots.values())
+      warn_outside(self.options.losses, roots.values())
     bounds = self._bounds
     # A weak reference calls this while the identity of its object, which the key has, is still its own.
     options = self.options.with_constants(constants) if constants else self.options
@@ -508,7 +510,7 @@ def eval_step(
     >>> evaluate(model, jnp.zeros((16, 4)))["loss"]
     (Array(0., dtype=float32), Array(64., dtype=float32))
   """
-  if microbatches != 1 and pipeline is None:
+  if not is_one_of(microbatches, (1,)) and pipeline is None:
     raise TrainError(
       f"microbatches={microbatches} of an evaluation need a pipeline.",
       fix='pipeline="stage", the mesh axis of its stages; or leave microbatches out.',
@@ -530,7 +532,11 @@ def eval_step(
 
 
 def _names(outputs: str | Sequence[str]) -> tuple[str, ...]:
-  return (outputs,) if isinstance(outputs, str) else tuple(outputs)
+  if isinstance(outputs, str):
+    return (outputs,)
+  if not are_texts(outputs):
+    raise TrainError(f"outputs={outputs!r:.60} names no metrics.", fix='outputs=("logits",)')
+  return tuple(outputs)
 
 
 _ELSEWHERE = {"accum": "microbatches", "chunk": "loss_chunks", "checkpoint": "remat"}

@@ -113,6 +113,7 @@ def test_a_cache_made_in_the_loss_is_named_with_its_mend():
   assert not hasattr(train(init, mended), "seen")
 
 
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_layout_in_another_spelling_is_no_reason_to_compile():
   def init() -> nnx.Linear:
     return nnx.Linear(32, 16, rngs=nnx.Rngs(0))

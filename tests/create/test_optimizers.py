@@ -82,6 +82,7 @@ def update(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["adafactor", "multi_steps"])
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_the_first_updates_are_the_eager_ones(name):
   tx = OPTIMIZERS[name]
   rules = [nxp.LogicalRules(embed=None, mlp="tensor"), nxp.fsdp(min_size=64)]

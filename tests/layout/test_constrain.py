@@ -111,6 +111,7 @@ def transform(name):
 
 
 @pytest.mark.parametrize("name", ["jit in jit", "checkpoint", "scan", "cond"])
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_scope_inside_the_traced_function_reaches_inner_traces(name):
   mesh, inner = nxp.make_mesh(data=2, tensor=4), transform(name)
 
@@ -140,6 +141,7 @@ def test_gradients_pass_and_keep_the_layout():
   np.testing.assert_array_equal(eager, 2 * X)
 
 
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_mapped_dim_has_no_name():
   mesh, stacked = nxp.make_mesh(data=2, tensor=4), np.stack([X, X])
   with use_rules(RULES, mesh):
@@ -147,6 +149,7 @@ def test_a_mapped_dim_has_no_name():
   assert spec(y) == P("data", None, "tensor")
 
 
+@pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_inside_shard_map_manual_axes_are_left_out():
   mesh = nxp.make_mesh(data=2, tensor=4)
   seen = []
@@ -250,6 +253,7 @@ def test_steps_find_the_rules_and_the_mesh_in_the_model(microbatches):
   assert jax.sharding.get_abstract_mesh().empty
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_whoever_traces_a_model_has_the_mesh_of_its_plan_active():
   init, mesh = lambda: Placing(nnx.Rngs(0)), nxp.make_mesh(data=2, tensor=4)
   loss = lambda model, x: (model(x) ** 2).mean()
@@ -275,6 +279,7 @@ def test_a_model_with_rules_is_copied_and_pickled():
   assert "sharding_scope=<2 rules>" in str(model)
 
 
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_the_rules_of_the_caller_go_before_those_of_the_model():
   mesh, seen = nxp.make_mesh(data=2, tensor=4), []
 

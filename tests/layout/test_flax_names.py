@@ -103,6 +103,7 @@ TRANSFORMS = ("scan", "vmap", "remat", "split_rngs", "cond", "while_loop")
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("names", ["none", "some", "all"])
 @pytest.mark.parametrize("method", TRANSFORMS)
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_transforms_of_flax_run_on_a_created_stack(method, names, axis, partition):
   if partition == "absent" and axis == 1 and names != "none":
     pytest.skip("flax leaves the names on dims that are no longer theirs")
@@ -184,6 +185,7 @@ def test_names_stay_as_they_were_written_and_no_others_appear(names, explicit):
 
 
 @pytest.mark.parametrize("names", ["none", "some", "all"])
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_the_constraint_of_the_flax_guide_keeps_what_has_names(names):
   model, plan = create(names)
 
@@ -227,6 +229,7 @@ def test_an_optimizer_of_flax_follows_the_parameters(names, extend):
 
 
 @pytest.mark.parametrize("names", ["none", "all"])
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_constrain_in_a_step_without_a_scope(names):
   model, plan = create(names)
 

@@ -95,6 +95,7 @@ def test_layers_alternate_between_columns_and_rows():
   assert found["layers.2.bias"] == P(None)
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_pair_costs_one_collective():
   mesh = nxp.make_mesh(tensor=8)
   init = lambda: MLP(nnx.Rngs(0), (16, 64, 16))

@@ -210,6 +210,7 @@ class NeedsNumbers(nnx.Module):
     self.layer = nnx.Linear(size, size, rngs=rngs)
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_constructor_that_needs_values_is_created_in_the_two_ways_that_the_error_names():
   def eager():
     with jax.ensure_compile_time_eval():

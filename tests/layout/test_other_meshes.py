@@ -99,3 +99,16 @@ def test_rules_in_use_are_no_rules_of_a_plan():
     assert nxp.plan(Named, mesh, {"embed": None, "mlp": "tensor"})["kernel"].spec == P(None, "tensor")
     with pytest.raises(ShardingError, match="neither a rule nor a mesh axis"):
       nxp.plan(Named, mesh)
+
+
+@pytest.mark.parametrize("key", ["opt_sharding", "optimizer_shard", "optim_sharding"])
+def test_a_misspelt_layout_of_state_is_not_taken_for_the_layout_of_the_parameter(key):
+  with pytest.raises(
+    ShardingError, match=rf"'{key}' means nothing to flax[\s\S]*optimizer_sharding=\('a', 'b'"
+  ):
+    nxp.plan(lambda: Two({**FIRST, key: ("a", "b")}, FIRST), ONE, optimizer=optax.adam(1e-3))
+
+
+def test_a_mesh_from_an_array_of_devices():
+  mesh = nxp.make_mesh(data=2, fsdp=4, devices=np.array(jax.devices()).reshape(2, 4))
+  assert mesh == nxp.make_mesh(data=2, fsdp=4)

@@ -52,6 +52,7 @@ RULES = {
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("rules", RULES)
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_created_stack_scans_forward_and_backward_as_alone(rules):
   model = nxp.create_sharded_model(stacked(), nxp.make_mesh(fsdp=2, tensor=4), RULES[rules])
   alone, x = unsharded(stacked()), jax.random.normal(jax.random.key(1), (2, 8))
@@ -73,6 +74,7 @@ def test_the_stacked_dim_is_carried_by_name():
   assert plan["up.kernel"].spec == Spec("fsdp", None, "tensor")
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_stack_without_a_name_is_carried_as_whole():
   rules = nxp.LogicalRules(embed="fsdp", mlp="tensor")
   model = nxp.create_sharded_model(stacked(None), nxp.make_mesh(fsdp=2, tensor=4), rules)
@@ -171,6 +173,7 @@ def test_the_metadata_of_flax_for_trees_names_the_stacked_dim(graph):
   assert nxp.create_sharded_model(plan).up.kernel.out_sharding == ("layers", "embed", "mlp")
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_trained_stack_keeps_its_layout():
   rules = RULES["layers split"].replace(batch="fsdp")
   plan = nxp.plan(stacked(), nxp.make_mesh(fsdp=2, tensor=4), rules)

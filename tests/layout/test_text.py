@@ -59,6 +59,7 @@ note: XLA can make the gradients of a jit of your own wrong on this mesh (fsdp s
   tensor), but not in train_step; differentiate nxp.parallel.gather_on_read(loss, model) there"""  # noqa: E501
 
 
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_the_table():
   assert str(lm_plan()) == TABLE
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnx_parallel as nxp
-from nnx_parallel.errors import TrainError
+from nnx_parallel.errors import ShardingError, TrainError
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -113,3 +113,34 @@ def test_a_model_and_optimizer_is_an_error_with_the_lines_that_work():
   step = nxp.train_step(functools.partial(loss_fn, relu=True))
   with pytest.raises(TrainError, match=r"nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)\n\s*step\(model, opt"):
     step(model, both, X)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_without_arrays(microbatches):
+  model, optimizer = made()
+  step = nxp.train_step(lambda model, batch: (model.kernel[...] ** 2).sum(), microbatches=microbatches)
+  loss = float(step(model, optimizer, None)["loss"])
+  assert loss == pytest.approx(float((made()[0].kernel[...] ** 2).sum()))
+
+
+def test_an_array_of_the_batch_without_examples_belongs_to_the_model():
+  plan = nxp.plan(lambda: made()[0], nxp.make_mesh(data=8), optimizer=optax.sgd(0.1))
+  model, optimizer = nxp.create_sharded_model(plan)
+  step = nxp.train_step(lambda model, batch: (model(batch["x"]) ** 2).mean() * batch["class_weights"].sum())
+  with pytest.raises(ShardingError, match=r"class weights, belongs to the model, in an nnx\.Variable"):
+    step(model, optimizer, {"x": X, "class_weights": np.ones(10, np.float32)})
+
+
+def test_a_loss_that_reads_the_live_model_or_another_says_so(caplog):
+  model, optimizer = made()
+  teacher, _ = made()
+  step = nxp.train_step(lambda _, x: ((model(x) - teacher(x)) ** 2).mean())
+  step(model, optimizer, X)
+  mine, other = sorted(record.getMessage() for record in caplog.records)
+  assert mine.startswith("the loss function reads model,")
+  assert "are not trained there. Fix: use the argument" in mine
+  assert "reads teacher" in other
+  assert "does not see later changes" in other
+  caplog.clear()
+  nxp.train_step(lambda student, x: (student(x) ** 2).mean())(model, optimizer, X)
+  assert not caplog.records

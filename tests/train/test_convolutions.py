@@ -165,6 +165,7 @@ def test_xla_still_gets_it_wrong(batch: str, factor: int) -> None:
   )
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_batch_groups_written_by_the_user() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
 
@@ -225,6 +226,7 @@ def scaled(x: jax.Array) -> jax.Array:
   return jnp.sin(x * TABLE[None, None])
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_grouped_convolution_in_a_loop_with_constant_arrays_has_its_gradient() -> None:
   mesh = nxp.make_mesh(data=2, model=4)
 

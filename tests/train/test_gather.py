@@ -51,6 +51,7 @@ def test_no_activation_of_a_plain_decoder_is_gathered(layout):
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P(("fsdp", "tensor"))])
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
   mesh = nxp.make_mesh(data=2, fsdp=2, tensor=2)
   rng = np.random.default_rng(0)
@@ -72,6 +73,7 @@ def test_a_table_is_looked_up_by_columns_with_the_same_values(spec):
 
 
 @pytest.mark.parametrize("targets", [[[0, 4, 2], [1, -1, 3]], [[7, 4, 2], [1, -9, 3]]])
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_the_logit_of_a_target_is_read_without_an_array_of_logits(targets):
   """Out of bounds it is NaN, and has no gradient, as in `jnp.take_along_axis`."""
   mesh = nxp.make_mesh(fsdp=2, devices=jax.devices()[:2])
@@ -163,6 +165,7 @@ REPLICATING = {
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", REPLICATING)
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_xla_replicates_no_more_arrays_than_for_a_step_without_constraints(name, capfd, compiled_here):
   init, loss, sizes, rules = REPLICATING[name]
   plan = nxp.plan(init, nxp.make_mesh(sizes), rules, optimizer=optax.adam(1e-3))
@@ -303,6 +306,7 @@ def test_a_stage_of_a_pipeline_gathers_one_layer_at_a_time():
   assert all(math.prod(map(int, dims.split(",")[:-1])) == 1 for dims in found)
 
 
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_step_says_where_positions_are_split():
   def said(init, loss):
     plan = nxp.plan(

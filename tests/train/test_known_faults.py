@@ -198,6 +198,7 @@ def test_a_step_avoids_it(make: Any, options: dict[str, Any]) -> None:
   assert_same_training(squares, {"gathered": on_three_axes(make)}, [normal(*shape)] * 2, **options)
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_an_evaluation_avoids_it() -> None:
   """A low-rank adapter over other axes than its kernel: under plain jax the loss itself is wrong."""
   plan, x = on_three_axes(Adapted), normal(8, 8)

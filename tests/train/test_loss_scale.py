@@ -128,6 +128,7 @@ def test_models_with_their_own_scale_or_none():
       np.testing.assert_array_equal(mixed[key], value)
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_in_a_step_of_your_own():
   plan = plan_on("dp x fsdp x tp", nxp.with_loss_scale(optax.adam(1e-2)))
   model, optimizer = placed(plan)

@@ -48,6 +48,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("place", OTHERS.values(), ids=OTHERS)
+@pytest.mark.auto_axes("what it expects is of Auto axes")
 def test_a_sharding_on_a_mesh_of_other_devices(place):
   eight = jax.NamedSharding(nxp.make_mesh(fsdp=8), P("fsdp"))
   with pytest.raises(TrainError, match=r"states a sharding on other devices[\s\S]*the mesh of the plan"):

@@ -139,6 +139,7 @@ def test_without_the_placement_the_compiler_moves_small_parameters():
     losses_of(plain)
 
 
+@pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_inside_shard_map_arrays_are_shards_and_stay_so():
   plan = nxp.plan(
     lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
@@ -236,6 +237,7 @@ def traced(loss, model, *args):
   return jax.make_jaxpr(lambda state, *args: loss(nnx.merge(graphdef, state), *args))(state, *args)
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_parameter_is_gathered_behind_its_cast_and_inside_of_a_scan_and_a_checkpoint():
   class Stack(nnx.Module):
     def __init__(self):

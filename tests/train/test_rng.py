@@ -132,6 +132,7 @@ def test_a_module_without_streams_is_returned_as_it_is():
   drawn(body, jnp.zeros(16))
 
 
+@pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_the_module_keeps_its_keys_and_its_counters_advance():
   dropout = nxp.create_sharded_model(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nxp.make_mesh(MESH))
   key = jax.random.key_data(dropout.rngs.key[...])
@@ -164,6 +165,7 @@ def manual_step(mesh):
   return step
 
 
+@pytest.mark.auto_axes("its shard_map gets arrays of other types")
 def test_manual_training_resumes_bit_for_bit(tmp_path):
   plan = plan_on(8, 1, 1)
   batches = [nxp.shard_batch(b, plan) for b in [*BATCHES, *BATCHES]]

@@ -132,6 +132,7 @@ def test_a_step_does_not_wait_for_its_metrics(monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["nnx.jit", "jax.jit"])
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_step_and_a_users_own_jit_take_turns(by):
   plan, model, optimizer = make(tx=optax.sgd(0.1))
   step, batch = nxp.train_step(loss_fn), data(plan)
@@ -204,6 +205,7 @@ def test_what_a_padded_plan_lowers_is_what_its_live_modules_run():
   assert planned == step.lower(*placed(plan), batch).as_text()
 
 
+@pytest.mark.auto_axes("the edit puts an array without a mesh into the model")
 def test_an_edited_value_is_trained_on():
   plan, model, optimizer = make(tx=optax.sgd(0.0))
   step, batch = nxp.train_step(loss_fn), data(plan)
@@ -217,6 +219,7 @@ def test_an_edited_value_is_trained_on():
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("value", [np.zeros((8, 16), np.float32), jnp.zeros((8, 16))])
+@pytest.mark.auto_axes("the edit puts an array without a mesh into the model")
 def test_a_value_without_layout_returns_to_the_plan_and_the_compilation_says_why(value):
   plan, model, optimizer = make()
   step, batch = nxp.train_step(loss_fn), data(plan)
@@ -259,6 +262,7 @@ def static(model, batch):
   ],
   ids=["shape", "dtype", "layout", "argument", "static value", "Variable"],
 )
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_recompile_says_what_changed(change, reason, caplog):
   plan, model, optimizer = make(tx=optax.sgd(0.1))
   step, batch = nxp.train_step(in_float32), data(plan)
@@ -493,6 +497,7 @@ def squared(model, x, y):
   return ((model(x) - y) ** 2).mean()
 
 
+@pytest.mark.auto_axes("a program of its own, for which JAX wants shardings stated")
 def test_a_loss_of_several_arrays_gets_the_elements_of_a_tuple():
   _, plan, model, optimizer = small()
   x, y = nxp.shard_batch((np.ones((16, 8), np.float32), np.zeros((16, 8), np.float32)), plan)

@@ -100,7 +100,7 @@ def queries_over(axis: str | None) -> Generator[None, None, None]:
 
 def check_attention(attention: Attention) -> None:
   """Raises a `TrainError` for an option that is not valid."""
-  if attention is None or attention in WORDS or (type(attention) is int and attention > 0):
+  if attention is None or is_one_of(attention, [*WORDS]) or is_count(attention):
     return
   raise TrainError(
     f"attention={attention!r} is not a way to compute attention.",
