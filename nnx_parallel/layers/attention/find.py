@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax.sharding import AxisType
 
+from nnx_parallel.core.given import is_count, is_one_of
 from nnx_parallel.core.interpret import flattened
 from nnx_parallel.core.jaxprs import (
   CALLS,
