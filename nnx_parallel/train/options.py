@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -83,9 +85,10 @@ class StepOptions:
         f"gradients={self.gradients!r} is not a layout.",
         fix='gradients="like_parameters" or "scattered"; None: as planned.',
       )
-    if self.reduction is not None and not _is_float(self.reduction):
+    chosen = _dtype_of(self.reduction)
+    if self.reduction is not None and (chosen is None or not jnp.issubdtype(chosen, jnp.floating)):
       raise TrainError(
-        f"reduction={self.reduction!r:.60} would round gradients to whole numbers.",
+        f"reduction={chosen or repr(self.reduction)[:60]} would round gradients to whole numbers.",
         fix="reduction=jnp.float32",
       )
 
@@ -159,13 +162,12 @@ def constants_key(constants: Constants) -> Hashable:
   return tuple(sorted((name, type(value).__name__, value) for name, value in constants.items()))
 
 
-def _is_float(dtype: Any) -> bool:
-  if hasattr(dtype, "shape"):
-    return False
+def _dtype_of(value: Any) -> np.dtype | None:
+  """The dtype that a value means, or None."""
   try:
-    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    return None if isinstance(value, (np.ndarray, jax.Array)) else jnp.dtype(value)
   except TypeError:
-    return False
+    return None
 
 
 def is_scattered(gradients: Gradients | None, stage: int, *, further: bool) -> bool:
