@@ -49,13 +49,13 @@ from flax import nnx
 import nnx_parallel as nxp
 from nnx_parallel.errors import NnxParallelError
 
-BATCH, LENGTH, TOKENS = 16, 4, 12
+LENGTH, TOKENS = 4, 12
 TOLERANCE = 2e-4
 
 FEATURES = (
   "scale in layers", "tables in a tuple", "table in a dict", "integer table", "tied head", "shared layer",
   "statistics", "dropout", "attention", "numbered attributes", "uneven width", "number in layers",
-  "scan over layers",
+  "scan over layers", "exact class", "partition name",
 )  # fmt: skip
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
   "remat": (None, None, "full", "dots", nxp.Remat("full", every=2), nxp.Remat("full", group=2), "offload"),
@@ -73,6 +73,8 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
   "data 2 x stage 2": {"data": 2, "stage": 2},
 }
 EXPLICIT = ("no axis", "no axis", "each axis", "the first axis")
+WAYS = ("one model", "one model", "one model", "a teacher", "in turn", "own step")
+"""What is trained: a model; a student of a model with other rules; two models in turn; by `nnx.jit`."""
 AFTER = ("nothing", "restored elsewhere", "replaced array", "another model", "evaluated")
 
 TRUE = (
@@ -110,6 +112,8 @@ class Case:
   scaled: bool
   after: str
   explicit: str
+  way: str = "one model"
+  examples: int = 16
 
   @classmethod
   def draw(cls, seed: int) -> Case:
@@ -120,17 +124,27 @@ class Case:
       features -= {"numbered attributes", "shared layer", "statistics", "dropout"}
     options = {name: rng.choice(values) for name, values in OPTIONS.items()}
     layout = rng.choice([*LAYOUTS])
-    return cls(
+    drawn = cls(
       seed, features, rng.choice((2, 4)), rng.choice([*LOSSES]), rng.choice((1, 2, 4)), options, layout,
       rng.choice((0, 0, 1, 2)), rng.random() < 0.15, rng.choice(AFTER), rng.choice(EXPLICIT),
+      rng.choice(WAYS), rng.choice((16, 16, 64, 512)),
     )  # fmt: skip
+    if drawn.way != "one model":
+      drawn = dataclasses.replace(drawn, after="nothing", scaled=False)
+    if drawn.loss == "sum":  # over more examples it would diverge
+      drawn = dataclasses.replace(drawn, examples=16)
+    if drawn.way == "own step":  # its own program: no options, and axes that layers of flax can compute on
+      plain = {name: values[0] for name, values in OPTIONS.items()}
+      drawn = dataclasses.replace(drawn, options=plain, microbatches=1, explicit="no axis")
+    return drawn
 
   def __str__(self) -> str:
     chosen = {name: x for name, x in self.options.items() if x not in (None, "auto", False)}
     return (
       f"{self.seed}: {', '.join(sorted(self.features)) or 'plain'}; {self.layers} layers; loss {self.loss};"
       f" microbatches {self.microbatches}; {chosen}; {self.layout}, {self.explicit} Explicit;"
-      f" zero {self.zero}; {'loss scale; ' if self.scaled else ''}then {self.after}"
+      f" zero {self.zero}; {'loss scale; ' if self.scaled else ''}then {self.after}; {self.way},"
+      f" {self.examples} examples"
     )
 
 
@@ -155,6 +169,7 @@ class Block(nnx.Module):
     self.drop = nnx.Dropout(0.2, rngs=rngs) if "dropout" in features else None
     self.scale = jnp.full((width,), 0.5) if "scale in layers" in features else None
     self.factor = 0.5 if "number in layers" in features else 1.0
+    self.exact = "exact class" in features
     angles = jnp.arange(LENGTH * width, dtype=jnp.float32).reshape(LENGTH, width)
     self.tables = (
       nnx.data(Tables(jnp.sin(angles), jnp.cos(angles))) if "tables in a tuple" in features else None
@@ -174,6 +189,8 @@ class Block(nnx.Module):
       y = self.drop(y)
     if self.scale is not None:
       y = y * jnp.broadcast_to(self.scale, y.shape)
+    if self.exact and type(self) is not Block:  # as models choose by the class of a layer
+      y = 2 * y
     return x + self.factor * y
 
 
@@ -187,8 +204,10 @@ class Model(nnx.Module):
     self.bias = nnx.data({"first": jnp.full((width,), 0.1)}) if "table in a dict" in has else None
     self.count, self.named = case.layers, "numbered attributes" in has
     self.stacked = "scan over layers" in has
+    self.names = {nnx.PARTITION_NAME: "layer"} if "partition name" in has else {}
     if self.stacked:
-      self.blocks = nnx.vmap(lambda rngs: Block(width, has, rngs))(rngs.split(case.layers))
+      make = nnx.vmap(lambda rngs: Block(width, has, rngs), transform_metadata=self.names)
+      self.blocks = make(rngs.split(case.layers))
     else:
       blocks = [Block(width, has, rngs) for _ in range(case.layers)]
       if "shared layer" in has:
@@ -204,7 +223,8 @@ class Model(nnx.Module):
     if self.bias is not None:
       x = x + jnp.broadcast_to(self.bias["first"], x.shape)
     if self.stacked:
-      return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+      scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=self.names)
+      return scan(lambda x, block: block(x))(x, self.blocks)
     for n in range(self.count):
       x = getattr(self, f"block_{n}")(x) if self.named else self.blocks[n](x)
     return x
@@ -243,6 +263,8 @@ LOSSES: Mapping[str, Callable[[Model, Any], Any]] = {
   "sum": lambda m, b: nats(m, b).sum() / 8,  # the whole sum would diverge, and amplify roundings
   "weighted": lambda m, b: nxp.weighted((nats(m, b) * b["w"]).sum(), b["w"].sum()),
   "masked mean": lambda m, b: (nats(m, b) * b["w"]).sum() / (1 + b["w"].sum()),
+  "sum over n - 1": lambda m, b: nats(m, b).mean(-1).sum() / (len(b["x"]) - 1),
+  "temperature with n": lambda m, b: jnp.square(m(b["x"]) / (1 + 1 / len(b["x"]))).mean(),
   "logarithm of a mean": lambda m, b: jnp.log(nats(m, b).mean()),
   "contrast": contrast,
   "balance": balance,
@@ -259,24 +281,28 @@ INSIDE = ("vmap", "map", "jit", "checkpoint", "penalty")
 """Losses that call the model inside a transform of JAX, which cannot write its statistics or random state."""
 
 
-def data() -> dict[str, np.ndarray]:
+def data(examples: int) -> dict[str, np.ndarray]:
   """A batch."""
   rng = np.random.default_rng(0)
-  x, y = rng.integers(0, TOKENS, (2, BATCH, LENGTH)).astype(np.int32)
-  return {"x": x, "y": y, "w": (rng.random((BATCH, LENGTH)) < 0.5).astype(np.float32)}
+  x, y = rng.integers(0, TOKENS, (2, examples, LENGTH)).astype(np.int32)
+  return {"x": x, "y": y, "w": (rng.random((examples, LENGTH)) < 0.5).astype(np.float32)}
 
 
-def planned(case: Case, sizes: Mapping[str, int], *, zero: int) -> nxp.Plan:
-  """The plan of the case on a mesh."""
+def planned(case: Case, sizes: Mapping[str, int], *, zero: int, other: bool = False) -> nxp.Plan:
+  """The plan of the case on a mesh; or of another model of the case, with other rules and values."""
   explicit = {"no axis": (), "each axis": [*sizes], "the first axis": [*sizes][:1]}[case.explicit]
   devices = jax.devices()[: int(np.prod([*sizes.values()]))]
   mesh = nxp.make_mesh(dict(sizes), devices=devices, explicit=explicit)
-  split = [axis for axis in ("tensor", "fsdp") if axis in sizes]
+  split = [axis for axis in ("tensor", "fsdp") if axis in sizes][:: -1 if other else 1]
   rules: list[Any] = [nxp.LogicalRules(batch=tuple(axis for axis in ("data", "fsdp") if axis in sizes))]
+  if other:
+    rules.append(nxp.LogicalRules(embed=None))
   rules.append(nxp.fsdp(tuple(split), min_size=16) if split else nxp.replicate())
   tx = optax.sgd(0.02, momentum=0.9)  # Adam would amplify a gradient that is zero but for rounding
   tx = nxp.with_loss_scale(tx, initial=8.0) if case.scaled else tx
-  return nxp.plan(lambda: Model(case, nnx.Rngs(0)), mesh, rules, optimizer=tx, zero=zero, uneven="next")
+  return nxp.plan(
+    lambda: Model(case, nnx.Rngs(int(other))), mesh, rules, optimizer=tx, zero=zero, uneven="next"
+  )
 
 
 def follow(
@@ -297,23 +323,67 @@ def follow(
       checkpointer.save(1, model, optimizer)
       model, optimizer = checkpointer.restore(elsewhere)
     again = nxp.train_step(LOSSES[case.loss], microbatches=case.microbatches)
-    losses.append(float(again(model, optimizer, nxp.shard_batch(data(), elsewhere))["loss"]))
+    losses.append(float(again(model, optimizer, nxp.shard_batch(data(case.examples), elsewhere))["loss"]))
   return model, optimizer, losses
+
+
+def distance_to(model: Model, teacher: Model, batch: Any) -> jax.Array:
+  """How far the logits of two models are from each other."""
+  return jnp.square(model(batch["x"]) - jax.lax.stop_gradient(teacher(batch["x"]))).mean()
+
+
+def taught(loss: Callable[[Model, Any], Any]) -> Callable[..., jax.Array]:
+  """The loss of a student, which also follows its teacher."""
+  return lambda models, batch: (
+    value_of(loss(models["a"], batch)) + distance_to(models["a"], models["b"], batch)
+  )
+
+
+def value_of(found: Any) -> jax.Array:
+  """The loss among what a loss function returns."""
+  loss = found[0] if type(found) is tuple else found
+  return loss.sum / loss.count if isinstance(loss, type(nxp.weighted(0, 1))) else loss
+
+
+def by_own_step(loss: Callable[[Model, Any], Any], model: Model) -> Callable[..., dict[str, jax.Array]]:
+  """The step that a user writes."""
+  gathered = nxp.parallel.gather_on_read(lambda model, batch: value_of(loss(model, batch)), model)
+
+  @nnx.jit
+  def step(model: Model, optimizer: nnx.Optimizer[Model], batch: Any) -> dict[str, jax.Array]:
+    value, slopes = nnx.value_and_grad(gathered)(model, batch)
+    optimizer.update(model, slopes)
+    return {"loss": value}
+
+  return step
 
 
 def trained(
   case: Case, sizes: Mapping[str, int], options: Mapping[str, Any], zero: int
 ) -> tuple[list[float], Any]:
   """Losses and the state after some steps."""
-  plan = planned(case, sizes, zero=zero)
+  plan, loss = planned(case, sizes, zero=zero), LOSSES[case.loss]
   model, optimizer = nxp.create_sharded_model(plan)
   nxp.check_layout(model, plan, optimizer=optimizer)
-  step = nxp.train_step(LOSSES[case.loss], microbatches=case.microbatches, **options)
-  batch = nxp.shard_batch(data(), plan)
-  found = [step(model, optimizer, batch) for _ in range(2)]
-  losses = [float(metrics["loss"]) for metrics in found]
-  model, _, more = follow(case, step, model, optimizer, plan, batch)
-  return losses + more, jax.device_get(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState))))
+  of_step: Any = loss
+  models, optimizers = model, optimizer
+  if case.way in ("a teacher", "in turn"):
+    second, its_optimizer = nxp.create_sharded_model(planned(case, sizes, zero=zero, other=True))
+    models, optimizers = {"a": model, "b": second}, {"a": optimizer}
+    of_step = taught(loss)
+    if case.way == "in turn":
+      optimizers["b"] = its_optimizer
+      of_step = {"a": lambda m, b: loss(m["a"], b), "b": lambda m, b: distance_to(m["b"], m["a"], b)}
+  step: Any = nxp.train_step(of_step, microbatches=case.microbatches, **options)
+  if case.way == "own step":
+    step = by_own_step(loss, model)
+  batch = nxp.shard_batch(data(case.examples), plan)
+  found = [step(models, optimizers, batch) for _ in range(2)]
+  losses = [float(x) for metrics in found for name, x in metrics.items() if name.split("/")[-1] == "loss"]
+  if case.way == "one model":
+    models, _, more = follow(case, step, model, optimizer, plan, batch)
+    losses += more
+  return losses, jax.device_get(nnx.to_pure_dict(nnx.state(models, nnx.Not(nnx.RngState))))
 
 
 def distance(a: Any, b: Any) -> float:
