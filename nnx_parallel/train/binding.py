@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnx_parallel.core.mesh import mesh_inside
+from nnx_parallel.core.mesh import is_explicit, mesh_inside
 from nnx_parallel.core.nodes import Path, path_str, value_of, variables
 from nnx_parallel.core.text import few, with_article
 from nnx_parallel.core.types import AnyArray, Leaf, Model, Variable
@@ -295,9 +295,12 @@ def _where(
 def as_pinned(value: AnyArray, where: NamedSharding | None, **options: Any) -> AnyArray:
   """An array with the layout spelled as a program expects; the array itself if the layouts differ.
 
-  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. `options` are for `jax.device_put`.
+  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without a mesh is moved to
+  Explicit axes. `options` are for `jax.device_put`.
   """
   own = _sharding_of(value)
+  if where is not None and own is None and is_explicit(where.mesh):  # else it has not the type of the program
+    return jax.device_put(value, where, **options)
   if where is None or own is None or own == where or own.mesh != where.mesh:
     return value
   return jax.device_put(value, where, **options) if own.is_equivalent_to(where, value.ndim) else value

@@ -42,10 +42,10 @@ def loss_fn(model, batch):
   return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
-def make(net=Plain, tx=None, mesh=None, rules=RULES, **options):
-  plan = nxp.plan(
-    lambda: net(nnx.Rngs(0)), nxp.make_mesh(mesh or CUBE), rules, optimizer=tx or optax.adam(1e-2), **options
-  )
+def make(net=Plain, tx=None, mesh=None, rules=RULES, explicit=None, **options):
+  kinds = {} if explicit is None else {"explicit": explicit}
+  where = nxp.make_mesh(mesh or CUBE, **kinds)
+  plan = nxp.plan(lambda: net(nnx.Rngs(0)), where, rules, optimizer=tx or optax.adam(1e-2), **options)
   return plan, *placed(plan)
 
 
@@ -205,7 +205,7 @@ def test_what_a_padded_plan_lowers_is_what_its_live_modules_run():
   assert planned == step.lower(*placed(plan), batch).as_text()
 
 
-@pytest.mark.auto_axes("the edit puts an array without a mesh into the model")
+@pytest.mark.auto_axes("on Explicit axes, `[...] =` needs an active mesh")
 def test_an_edited_value_is_trained_on():
   plan, model, optimizer = make(tx=optax.sgd(0.0))
   step, batch = nxp.train_step(loss_fn), data(plan)
@@ -215,6 +215,19 @@ def test_an_edited_value_is_trained_on():
   loss = step(model, optimizer, batch)["loss"]
   assert np.isclose(float(loss), float((np.asarray(batch["y"]) ** 2).mean()))
   assert len(step.compiles) == 1
+
+
+@pytest.mark.parametrize("value", [np.zeros((16, 8), np.float32), jnp.zeros((16, 8))], ids=["numpy", "jax"])
+def test_on_explicit_axes_an_array_without_a_mesh_returns_to_the_plan(value):
+  plan, model, optimizer = make(tx=optax.sgd(0.0), explicit=True)
+  step, evaluate, batch = nxp.train_step(loss_fn), nxp.eval_step(loss_fn), data(plan)
+  step(model, optimizer, batch)
+  model.down.kernel.set_value(value)
+  model.down.bias.set_value(np.zeros(8, np.float32))
+  wanted = float((np.asarray(batch["y"]) ** 2).mean())
+  assert np.isclose(float(evaluate(model, batch)["loss"]), wanted)
+  assert np.isclose(float(step(model, optimizer, batch)["loss"]), wanted)
+  nxp.check_layout(model, plan, optimizer=optimizer)
 
 
 @pytest.mark.cases(1)
