@@ -214,6 +214,8 @@ def in_microbatches(
   check_divides(batch, count * loss.parts, layout.shards)
   axes, why = _replica_axes(batch, count * loss.parts, layout)
   once, why = _compare(loss, batch, count, layout, axes) if axes else (None, why)
+  if once is None and loss.parts > 1:
+    loss.inspect(_first(batch, count))  # what cannot be a pipeline says so before its batch is looked at
   changed = loss.write(_first(batch, count * loss.parts)).changed if once is None else once.changed
   _check_shards(batch, count * loss.parts, layout)
   summed = Accumulation(loss.objective, loss.train, loss.rest, count, layout.by_leaf(loss), changed)
