@@ -32,7 +32,7 @@ test: setup  ## one case of each test that is quick, the whole path, two process
 	@$(pytest) --first $(PYTEST_ARGS)
 	@echo "left out: tests over two seconds, further cases, most guides. Fix: make test-all (an hour)"
 
-explicit: setup  ## tests of layouts and training, one case of each, on meshes with Explicit axes (six minutes)
+explicit: setup  ## tests of layouts and training, one case of each, on meshes with Explicit axes (two minutes)
 	@$(pytest) --first --explicit $(EXPLICIT) $(PYTEST_ARGS)
 
 test-all: setup  ## every test and every guide (an hour)
