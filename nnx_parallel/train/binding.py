@@ -295,11 +295,14 @@ def _where(
 def as_pinned(value: AnyArray, where: NamedSharding | None, **options: Any) -> AnyArray:
   """An array with the layout spelled as a program expects; the array itself if the layouts differ.
 
-  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without a mesh is moved to
+  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without devices is moved to
   Explicit axes. `options` are for `jax.device_put`.
   """
   own = _sharding_of(value)
-  if where is not None and own is None and is_explicit(where.mesh):  # else it has not the type of the program
+  loose = own is None and not getattr(value, "committed", False)
+  if (
+    loose and where is not None and is_explicit(where.mesh)
+  ):  # `jit` does not give it the type of the program
     return jax.device_put(value, where, **options)
   if where is None or own is None or own == where or own.mesh != where.mesh:
     return value
