@@ -67,9 +67,8 @@ class Worker:
     self.number, self._beats = number, Path(variables[VARIABLE])
     self.step: int | None = None
     self.stepped, self.code = 0.0, None
-    self.ended = self.complained = (
-      0.0  # when it ended, and when its last traceback began, if no step came after
-    )
+    # When it ended, and when its last traceback began, if no step came after.
+    self.ended = self.complained = 0.0
     self.last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     self._supervisor = subprocess.Popen(
       [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(watched), *command],

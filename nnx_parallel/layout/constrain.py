@@ -233,9 +233,9 @@ def mapped_axes(axes: tuple[str, ...]) -> contextlib.AbstractContextManager[None
   return _MAPPED((*_MAPPED.value, *axes))
 
 
-def axes_of_maps() -> tuple[str, ...]:
+def axes_of_maps() -> frozenset[str]:
   """The axes of `mapped_axes`."""
-  return _MAPPED.value
+  return frozenset(_MAPPED.value)
 
 
 def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
@@ -244,7 +244,7 @@ def manual_too(mesh: AnyMesh | None) -> frozenset[str]:
   They are the axes of `mapped_axes`: the rule for `vmap` splits the arrays of a `shard_map` over them. They
   are empty on an Explicit mesh, where the rule follows the types.
   """
-  return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else frozenset(_MAPPED.value)
+  return frozenset() if mesh is None or AxisType.Explicit in mesh.axis_types else axes_of_maps()
 
 
 def scope_in_use() -> Scope | None:
@@ -308,7 +308,7 @@ def surroundings(*arrays: Leaf) -> Surroundings:
   kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   manual = frozenset(str(name) for name, kind in kinds.items() if kind == AxisType.Manual)
   rules, apart = (scope.rules, scope.apart) if scope else (LogicalRules(), frozenset[str]())
-  return Surroundings(mesh, rules, manual, frozenset(_MAPPED.value), apart)
+  return Surroundings(mesh, rules, manual, axes_of_maps(), apart)
 
 
 def constrain(x: jax.Array, *names: Entry) -> jax.Array:

@@ -191,6 +191,7 @@ class _Gather(Interpreter[Fact]):
         if factor is not None and self._positions.intersection(axes):
           pinned[factor] = without(axes, frozenset(self._axes))
     moves = any({*self._axes} & {*axes_in(fact)} for fact in facts if _is_parameter(fact))
+    # Matrix products only: no convolution was seen to need it.
     if moves and isinstance(after[0], Examples) and eqn.primitive.name == "dot_general":
       dim, shards = after[0].dim, math.prod(self._mesh.shape[axis] for axis in self._axes)
       if (factor := where.results[0][dim]) is not None and not eqn.outvars[0].aval.shape[dim] % shards:

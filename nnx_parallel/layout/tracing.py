@@ -323,10 +323,12 @@ def _adopt_array(path: Path, node: nnx.Pytree, name: str, data: set[int]) -> Non
 
 def _check_static(path: Path, name: str, value: object) -> None:
   """Refuses an object that flax takes for static, such as a dataclass, with an array made by `init`."""
-  is_data = not jax.tree_util.all_leaves([value])  # a dataclass that is a pytree, in `nnx.data`
-  if is_data or isinstance(value, (nnx.Pytree, nnx.Variable, type)) or callable(value):
+  own: dict[str, Any] = getattr(value, "__dict__", {})
+  if not own or isinstance(value, (nnx.Pytree, nnx.Variable, type)) or callable(value):
     return
-  for key, held in getattr(value, "__dict__", {}).items():
+  if not jax.tree_util.all_leaves([value]):  # a dataclass that is a pytree, in `nnx.data`
+    return
+  for key, held in own.items():
     if any(isinstance(leaf, Tracer) for leaf in _arrays_in(held)):
       kind = type(value).__name__
       raise PlanError(

@@ -61,7 +61,7 @@ def pipeline(
     virtual_stages: the number of chunks of each stage. 1 is the GPipe schedule. More chunks are a circular
       (interleaved) schedule, with a smaller bubble and proportionally more communication.
     batch_axes: mesh axes that shard the batch but no parameter. The devices along these axes then sum the
-      gradients of the parameters once, after the last tick, instead of in each tick. Not with `after`.
+      gradients of the parameters once, after the last tick, instead of in each tick. An error with `after`.
     before: with `after`: computes the input of the first layer from `x` of a microbatch: an embedding, for
       example. It may read other arrays, which get gradients. None: `x` is the input.
     after: `(result of the last layer, x) -> loss` of a microbatch, in which the head and the loss are. It may
@@ -91,6 +91,11 @@ def pipeline(
     True
   """
   if after is not None:
+    if batch_axes:
+      raise SchemeError(
+        f"batch_axes={batch_axes!r} has no effect on a pipeline that computes a loss.",
+        fix="leave it out.",
+      )
     given = Pipeline(axis, virtual_stages, order, recompute)
     return _loss(layer, parameters, x, shared, microbatches, given, before, after)
   if before is not None or order is not None or not recompute:

@@ -295,14 +295,12 @@ def _where(
 def as_pinned(value: AnyArray, where: NamedSharding | None, **options: Any) -> AnyArray:
   """An array with the layout spelled as a program expects; the array itself if the layouts differ.
 
-  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without devices is moved to
-  Explicit axes. `options` are for `jax.device_put`.
+  `P("fsdp", None)` and `P("fsdp")` are one layout but two types in jax. An array without devices is put on
+  Explicit axes, where `jit` would not give it the type of the program. `options` are for `jax.device_put`.
   """
   own = _sharding_of(value)
-  loose = own is None and not getattr(value, "committed", False)
-  if (
-    loose and where is not None and is_explicit(where.mesh)
-  ):  # `jit` does not give it the type of the program
+  is_loose = own is None and not getattr(value, "committed", False)
+  if is_loose and where is not None and is_explicit(where.mesh):
     return jax.device_put(value, where, **options)
   if where is None or own is None or own == where or own.mesh != where.mesh:
     return value

@@ -64,13 +64,15 @@ def mended(run: Callable[..., PyTree], mesh: AnyMesh | None, *, picks: bool) -> 
     return run
   compares = picks and AxisType.Explicit not in mesh.axis_types
 
+  def is_changed(eqn: JaxprEqn) -> bool:
+    return _is_faulty(eqn) or (compares and (_is_fourier(eqn) or is_pick(eqn)))
+
   def rule(eqn: JaxprEqn, inputs: list[Value], _: list[None]) -> object:
     return DEFAULT if _is_opened(eqn) else (_changed(eqn, inputs, mesh, compares), [None] * len(eqn.outvars))
 
   def evaluate(traced: ClosedJaxpr, args: tuple[PyTree, ...]) -> Sequence[jax.Array]:
     leaves = jax.tree.leaves(args)
-    wanted = (lambda eqn: _is_fourier(eqn) or is_pick(eqn)) if compares else _is_faulty
-    if any(_is_faulty(eqn) or wanted(eqn) for eqn in equations(traced.jaxpr)):
+    if any(is_changed(eqn) for eqn in equations(traced.jaxpr)):
       return Interpreter(rule, NO_FACTS)(traced, leaves, [None] * len(leaves))[0]
     return as_function(traced)(*leaves)
 

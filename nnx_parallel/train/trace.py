@@ -39,7 +39,8 @@ are added to the gradients of other parts of the batch.
 """
 
 
-class Written(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Written:
   """The trace of a loss for a part of a batch, as its author wrote it.
 
   Attributes:
@@ -53,6 +54,11 @@ class Written(NamedTuple):
   results: TreeDef
   kinds: PyTree
   changed: set[int]
+
+  @functools.cached_property
+  def can_run(self) -> bool:
+    """Whether it computes the loss; else a rule of a gradient reads arrays of the trace that has ended."""
+    return reads_tracers(self.trace, has_rule) is None
 
 
 class Differentiable(NamedTuple):
@@ -96,18 +102,18 @@ class _Pure:
     loss_fn: the loss function.
     template: the structure of the modules.
     used: receives how layers are computed.
-    known: the traces so far, by the types of the arguments; None for a trace that cannot be evaluated.
+    known: the traces so far, by the types of the arguments.
   """
 
   options: StepOptions
   loss_fn: LossFn
   template: Template
   used: LayersUsed
-  known: dict[Hashable, Written | None] = dataclasses.field(default_factory=dict[Hashable, "Written | None"])
+  known: dict[Hashable, Written] = dataclasses.field(default_factory=dict[Hashable, Written])
 
   def __call__(self, train: Arrays, rest: Arrays, part: PyTree) -> PyTree:
     found = self.known.get(_types_of(train, rest, part))
-    if found is None:
+    if found is None or not found.can_run:
       return self._run(train, rest, part)
     return jax.tree.unflatten(found.results, as_function(found.trace)(*jax.tree.leaves((train, rest, part))))
 
@@ -140,8 +146,7 @@ class _Pure:
         results = jax.tree.structure(shape)
         sources = jax.tree.unflatten(results, forwarded(trace))[1][1]
         changed = {i for i, n in sources.items() if n is None or inputs[n : n + 1] != [i]}
-        found = Written(trace, results, _kinds(terms, after), changed)
-        self.known[types] = None if reads_tracers(trace, has_rule) else found
+        found = self.known[types] = Written(trace, results, _kinds(terms, after), changed)
     trained = sorted(found.changed.intersection(train))
     if trained and not self.options.in_one_piece:
       raise TrainError(
@@ -156,7 +161,7 @@ class _Pure:
 def _types_of(*args: PyTree) -> Hashable:
   """What the trace of a loss depends on: the types of its arguments, and the axes that are not Auto there."""
   leaves, structure = jax.tree.flatten(args)
-  return structure, tuple(map(_type_of, leaves)), frozenset(axes_of_maps()), jax.sharding.get_abstract_mesh()
+  return structure, tuple(map(_type_of, leaves)), axes_of_maps(), jax.sharding.get_abstract_mesh()
 
 
 def _type_of(x: AnyArray) -> jax.ShapeDtypeStruct:

@@ -151,6 +151,10 @@ def test_a_batch_of_a_loss_has_no_gradient_and_options_need_a_loss() -> None:
       )(x)
     with pytest.raises(SchemeError, match="before=, order= and recompute= are of"):
       nxp.parallel.pipeline(layer, weights, x, seen, other, microbatches=4, order="1f1b")
+    with pytest.raises(SchemeError, match=r"batch_axes='data' has no effect"):
+      nxp.parallel.pipeline(
+        layer, weights, x, seen, other, microbatches=4, after=lambda y, x: y.mean(), batch_axes="data"
+      )
 
 
 def test_the_schedule_is_the_one_of_theory() -> None:
