@@ -86,6 +86,40 @@ def test_rules_that_close_over_traced_arrays_train_and_copied_values_are_kept(ru
   assert step.calls == 1
 
 
+class Constrained(nnx.Module):
+  """Activations that are constrained by name, before and after a layer."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(8, 16, rngs=rngs)
+
+  def __call__(self, x):
+    return nxp.constrain(jnp.tanh(self.up(nxp.constrain(x, "batch", None))), "batch", "hidden")
+
+
+@pytest.mark.parametrize(
+  "axes", [{"data": 8}, {"data": 4, "tensor": 2}], ids=["devices", "groups of devices"]
+)
+@pytest.mark.auto_axes("on Explicit axes, a constraint is a type")
+def test_constraints_by_name_do_not_keep_replicas_from_summing_by_themselves(axes):
+  """They say nothing of the axes of the replicas, for a part that has devices of its own."""
+
+  def trained(axes, microbatches):
+    devices = jax.devices()[: int(np.prod([*axes.values()]))]
+    hidden = "tensor" if "tensor" in axes else None
+    rules = [nxp.LogicalRules(batch="data", hidden=hidden), nxp.replicate()]
+    mesh = nxp.make_mesh(axes, devices=devices)
+    plan = nxp.plan(lambda: Constrained(nnx.Rngs(0)), mesh, rules, optimizer=optax.sgd(0.1))
+    model, optimizer = placed(plan)
+    step = nxp.train_step(lambda m, x: jnp.square(m(x)).mean(), microbatches=microbatches)
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
+    losses = [float(step(model, optimizer, nxp.shard_batch(x, plan))["loss"]) for _ in range(3)]
+    return losses, step.reduction
+
+  losses, how = trained(axes, 2)
+  np.testing.assert_allclose(losses, trained({"data": 1}, 1)[0], rtol=1e-5)
+  assert how.startswith("once, after the scan, over data")
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_exchange_once_at_each_stage(zero):
