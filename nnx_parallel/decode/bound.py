@@ -285,10 +285,9 @@ class Bound:
     found = dict(zip([*self.caches, *self.others], [*caches, *others], strict=True))
     arrays = [found[i] for i in sorted(found)]
     (model,) = template.build(template.join(arrays[:count], arrays[count:]))
-    if tokens.shape[1] > 1:
-      read_several(model)
     given = () if own is None else (own,)
-    result = self.options.call(model, tokens, position, *given)
+    with read_several(model) if tokens.shape[1] > 1 else contextlib.nullcontext():
+      result = self.options.call(model, tokens, position, *given)
     logits, own = (result, None) if not given else result
     _check_logits(logits, tokens)
     found = template.arrays((model,))

@@ -7,10 +7,8 @@ positions of what comes in and goes out are split (arXiv:2205.05198):
 
   x = block(x)   ->   x = jit[name=layer:Block:blocks.0](checkpoint(body))(Variables of block, x)
 
-The modules must be copies that belong to the trace, as `nnx.merge` makes them. A static attribute of a copy
-is its mark, so that each transform of flax (`nnx.scan`, `nnx.vmap`, `nnx.split`, `nnx.merge`) keeps it. The
-class stays the user's, since a model may dispatch on it. While a loss is traced, the `__call__` of the class
-is one that looks for the mark; for a module without a mark, and in other threads, it is the original.
+The modules must be copies that belong to the trace, as `nnx.merge` makes them: `core/calls.py` carries the
+mark to each call.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.core.calls import around_calls
 from nnx_parallel.core.jaxprs import (
   CALLS,
   among,
@@ -48,8 +46,6 @@ from nnx_parallel.layout.constrain import split_positions
 
 MARK = "layer:"
 """Starts the name of each marked call."""
-_ATTRIBUTE = "_nxp_layer"
-"""The static attribute that holds the mark of a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +65,14 @@ class _Mark:
   ranks: tuple[int, ...] | None
   path: Path = dataclasses.field(compare=False)
 
+  def __call__(
+    self, call: Callable[..., Any], layer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> PyTree:
+    marking = _MARKING.get()
+    if marking is None or (self.ranks is not None and not _is_slice(layer, self.ranks)):
+      return call(layer, *args, **kwargs)
+    return _closed_call(call, self, marking, layer, args, kwargs)
+
 
 @dataclasses.dataclass
 class Marking:
@@ -84,9 +88,6 @@ class Marking:
 
 
 _MARKING: contextvars.ContextVar[Marking | None] = contextvars.ContextVar("marking", default=None)
-_LOCK = threading.Lock()
-_DISPATCHED: dict[type, tuple[object, int]] = {}
-"""Class -> the `__call__` that it has by itself, and the number of traces that look for marks."""
 
 
 class _NewStructure(Exception):
@@ -114,16 +115,12 @@ def marked(model: Model, found: Iterable[Layers], remat: Remat, *, stacks: bool 
   }
   marks = layers | slices
   marking = Marking()
-  for path, mark in marks.items():
-    vars(modules[path])[_ATTRIBUTE] = mark
   token = _MARKING.set(marking)
   try:
-    with _dispatched({type(modules[path]) for path in marks}):
+    with around_calls((modules[path], mark) for path, mark in marks.items()):
       yield marking
   finally:
     _MARKING.reset(token)
-    for path in marks:
-      vars(modules[path]).pop(_ATTRIBUTE, None)
 
 
 def layer_of(eqn: JaxprEqn) -> str:
@@ -169,45 +166,6 @@ def _reads_of_layers(body: Jaxpr, rows: set[Var]) -> Iterator[bool]:
       inner = opened(called(eqn))
       own = {own for own, var in zip(inner.invars, eqn.invars, strict=True) if among(var, rows)}
       yield from _reads_of_layers(inner, own)
-
-
-@contextlib.contextmanager
-def _dispatched(kinds: Iterable[type]) -> Generator[None]:
-  """While its body is traced, calls of these classes look for marks; other threads may do the same."""
-  # The classes that have the `__call__`, not those that inherit it: a model may ask which of them does.
-  owners = {owner for kind in kinds for owner in kind.__mro__ if "__call__" in vars(owner)}
-  with _LOCK:
-    for owner in owners:
-      own, count = _DISPATCHED.get(owner, (vars(owner)["__call__"], 0))
-      _DISPATCHED[owner] = own, count + 1
-      if not count:
-        type.__setattr__(owner, "__call__", _dispatcher(own))
-  try:
-    yield
-  finally:
-    with _LOCK:
-      for owner in owners:
-        own, count = _DISPATCHED.pop(owner)
-        if count > 1:
-          _DISPATCHED[owner] = own, count - 1
-        else:
-          type.__setattr__(owner, "__call__", own)
-
-
-def _dispatcher(own: Any) -> Callable[..., object]:
-  """A `__call__` that marks the calls of modules with a mark, and otherwise is the class's own."""
-
-  @functools.wraps(own)
-  def __call__(self: object, *args: object, **kwargs: object) -> object:
-    def run(layer: object, *args: object, **kwargs: object) -> object:
-      return (own.__get__(layer, type(layer)) if hasattr(own, "__get__") else own)(*args, **kwargs)
-
-    marking, mark = _MARKING.get(), getattr(self, "__dict__", {}).get(_ATTRIBUTE)
-    if marking is None or mark is None or (mark.ranks is not None and not _is_slice(self, mark.ranks)):
-      return run(self, *args, **kwargs)
-    return _closed_call(run, mark, marking, self, args, kwargs)
-
-  return __call__
 
 
 def _ranks(module: object) -> tuple[int, ...]:

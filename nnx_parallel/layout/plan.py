@@ -30,7 +30,6 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.layout import offload
 from nnx_parallel.layout.batch import batch_axes, input_spec, no_batch_axes, with_batch
 from nnx_parallel.layout.constrain import Scope, scoped
-from nnx_parallel.layout.known_faults import fault_notes, possible_faults
 from nnx_parallel.layout.leaf import LeafPlan, Root
 from nnx_parallel.layout.sharded_optimizer import Placement
 from nnx_parallel.layout.show import audit, diff, json, picture, text
@@ -218,8 +217,7 @@ class Plan(PlanTable, Generic[R]):
 
     Returns:
       An `Audit`, with the largest leaves first. It prints as a table, and it is empty (falsy) if nothing
-      large is replicated. Its `faults` are known faults of XLA that can affect a step that you write yourself
-      on this layout.
+      large is replicated.
 
     Example:
       >>> import nnx_parallel as nxp
@@ -228,10 +226,7 @@ class Plan(PlanTable, Generic[R]):
       >>> [(found.leaf.name, found.wasted, found.remedy) for found in plan.audit()]
       [('kernel', 1835008, 'fsdp could split dim 0 (1024)')]
     """
-    sizes, leaves = axis_sizes(self.mesh), [leaf for leaf in self.leaves if leaf.root == "model"]
-    batch = batch_axes(self.rules, sizes) or ()
-    faults = fault_notes(possible_faults(leaves, None, self.rules, batch, sizes), sizes, batch)[1]
-    return dataclasses.replace(audit.audit(self, min_bytes=min_bytes), faults=tuple(faults))
+    return audit.audit(self, min_bytes=min_bytes)
 
   def warn_replicated(self, *, stacklevel: int = 2) -> bool:
     """Warns once about large parameters that are replicated without a rule.

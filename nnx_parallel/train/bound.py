@@ -193,7 +193,7 @@ class Bound(Binding):
     self.programs.find(self.read(), self.raw, batch)  # decides which axes they compute on
     layout, places = self.programs.find_layout(batch), self.programs.places
     batch = places.placed(batch)
-    return Subject(self.options, loss_fn, self, batch, wrt, layout, places, self.programs.mend)
+    return Subject(self.options, loss_fn, self, batch, wrt, layout, places, layout.gather, self.programs.mend)
 
   def unplanned(self) -> list[str]:
     """The replicated arrays of planned models that are not in the plan, or not in this shape."""

@@ -1,6 +1,6 @@
 """Changes single operations of a step's program.
 
-- The kernel gradient of a grouped convolution is summed by hand (`GROUPED` in `layout/known_faults.py`).
+- The kernel gradient of a grouped convolution is summed by hand (`layout/known_faults.py`).
 - A Fourier transform on a CPU gets arrays in row-major order: XLA picks others for some, and then fails.
 - An element of each row, such as the logit of a target, is read by a comparison (`core/picks.py`).
 """

@@ -262,7 +262,6 @@ class TrainStep(_Step):
     seed: int = 0,
     directions: int | None = None,
     by_group: bool = False,
-    tries: int = 8,
   ) -> GradientCheck:
     """Checks that the gradients of this step are the derivatives of its loss; see `nxp.check_gradients`.
 
@@ -276,7 +275,6 @@ class TrainStep(_Step):
       seed: the seed of the directions.
       directions: the number of directions; see `nxp.check_gradients`.
       by_group: whether to compare each group of equal layers, too.
-      tries: the number of other layouts to try for leaves whose gradients are wrong, to suggest a fix.
 
     Returns:
       A `GradientCheck`, which is true if nothing is wrong.
@@ -292,9 +290,8 @@ class TrainStep(_Step):
     with own_mesh(bound.mesh):
       for key, loss_fn in several.items():
         wrt = filters if key is None else {key: of_loss(key, filters)}
-        found[key] = checked(
-          bound.subject(loss_fn, wrt, bound.place(batch)), seed, directions, by_group=by_group, tries=tries
-        )
+        subject = bound.subject(loss_fn, wrt, bound.place(batch))
+        found[key] = checked(subject, seed, directions, by_group=by_group)
     return merged(found)
 
 

@@ -58,12 +58,10 @@ class Audit(Shown, Sequence[Replicated]):
   Attributes:
     findings: the leaves, worst first.
     min_bytes: the threshold that was used, in bytes.
-    faults: known faults of XLA that a hand-written step may meet on this layout, a line for each.
   """
 
   findings: tuple[Replicated, ...]
   min_bytes: int
-  faults: tuple[str, ...] = ()
 
   def __len__(self) -> int:
     return len(self.findings)
@@ -77,9 +75,6 @@ class Audit(Shown, Sequence[Replicated]):
     return sum(finding.wasted for finding in self.findings)
 
   def __str__(self) -> str:
-    return "\n".join([self._table(), *(f"note: {fault}" for fault in self.faults)])
-
-  def _table(self) -> str:
     if not self.findings:
       return f"nothing above {format_bytes(self.min_bytes)} is replicated."
     rows: list[tuple[str, ...]] = []
