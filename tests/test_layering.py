@@ -21,6 +21,7 @@ ORDER = (
   {"core"},
   {"rules"},
   {"layout"},
+  {"infer"},
   {"create"},
   {"layers"},
   {"train", "schemes", "decode", "verify"},

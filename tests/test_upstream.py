@@ -85,7 +85,7 @@ def plus_one(custom):
   ],
 )
 def test_operations_that_call_a_program_hold_it_under_a_known_name(name, function):
-  """`core/jaxprs.py`, `layout/dims.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
+  """`core/jaxprs.py`, `infer/classes.py`, `create/slicing/cut.py` and `layers/layers.py` look into calls.
 
   `verify/subject.py` knows custom rules by this name, and names their functions to the user.
   """
@@ -194,7 +194,7 @@ def test_an_operation_can_be_run_as_if_from_its_own_line():
   ],
 )  # fmt: skip
 def test_operations_name_their_dims_under_known_parameters(name, known, function):
-  """`core/flow.py` follows the axes of arrays by them; `layout/dims.py`, `report/memory.py`."""
+  """`core/flow.py` follows the axes of arrays by them; `infer/classes.py`, `report/memory.py`."""
   assert known <= set(equations(function, X)[name].params)
 
 

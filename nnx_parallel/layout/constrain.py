@@ -42,22 +42,14 @@ from nnx_parallel.rules.ruleset import Rules, RuleSet
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program.
+  """Rules for activations and inputs, and a mesh; equal scopes give one compiled program."""
 
-  Attributes:
-    rules: the logical rules, with a rule for `batch` if rules or mesh decide it.
-    mesh: the mesh, or None.
-    inputs: the rules for the inputs, if there are some.
-    stated: whether rules say how the batch is split, and not only the names of the mesh axes.
-    apart: names for which the plans of several models have different rules.
-    own: the `sharding_rules` that the author of a Variable wrote, where creation put the resolved axes.
-  """
-
-  rules: LogicalRules
+  rules: LogicalRules  # the logical rules, with a rule for `batch` if rules or mesh decide it
   mesh: AnyMesh | None
-  inputs: InputRules | None = None
-  stated: bool = True
-  apart: frozenset[str] = frozenset()
+  inputs: InputRules | None = None  # the rules for the inputs, if there are some
+  stated: bool = True  # whether rules say how the batch is split, and not only the names of the mesh axes
+  apart: frozenset[str] = frozenset()  # names for which the plans of several models have different rules
+  # the `sharding_rules` that the author of a Variable wrote, where creation put the resolved axes
   own: Any = ()
 
   def __hash__(self) -> int:
@@ -267,21 +259,13 @@ def default_scope(scope: Scope | None) -> contextlib.AbstractContextManager[None
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-  """Where arrays are computed.
+  """Where arrays are computed."""
 
-  Attributes:
-    mesh: the mesh, abstract if it is active; None for one device.
-    rules: the rules of the plan or of `use_rules`, or none.
-    manual: the mesh axes of an enclosing `shard_map`, along which arrays are shards.
-    mapped: the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`).
-    apart: names for which the plans of several models have different rules.
-  """
-
-  mesh: AnyMesh | None
-  rules: LogicalRules
-  manual: frozenset[str]
-  mapped: frozenset[str]
-  apart: frozenset[str] = frozenset()
+  mesh: AnyMesh | None  # the mesh, abstract if it is active; None for one device
+  rules: LogicalRules  # the rules of the plan or of `use_rules`, or none
+  manual: frozenset[str]  # the mesh axes of an enclosing `shard_map`, along which arrays are shards
+  mapped: frozenset[str]  # the mesh axes of an enclosing `jax.vmap` (its `spmd_axis_name`)
+  apart: frozenset[str] = frozenset()  # names for which the plans of several models have different rules
 
   def spec(self, names: tuple[Entry, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """The spec of an array with logical names or mesh axes; dims that do not divide are not split."""

@@ -29,17 +29,12 @@ class Placement:
   """The planned shardings of a model and of its optimizer.
 
   Compared by identity, since Flax compares static attributes in every `nnx.jit` call, and a plan has one.
-
-  Attributes:
-    model: path -> sharding of the storage shape.
-    optimizer: the same for the optimizer's arrays.
-    zero: the plan's ZeRO stage.
-    gradients: path -> sharding of a scattered gradient, for parameters whose state is split further.
   """
 
-  model: Mapping[Path, NamedSharding]
-  optimizer: Mapping[Path, NamedSharding]
-  zero: int
+  model: Mapping[Path, NamedSharding]  # path -> sharding of the storage shape
+  optimizer: Mapping[Path, NamedSharding]  # the same for the optimizer's arrays
+  zero: int  # the plan's ZeRO stage
+  # path -> sharding of a scattered gradient, for parameters whose state is split further
   gradients: Mapping[Path, NamedSharding]
 
   def keep(self, model: Model, optimizer: Optimizer) -> None:

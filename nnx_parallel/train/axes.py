@@ -30,19 +30,12 @@ _REFUSED = "Auto"
 
 
 class Places(NamedTuple):
-  """The layout of arrays as a program sees them.
+  """The layout of arrays as a program sees them."""
 
-  Attributes:
-    mesh: the mesh of all arrays; None on one device.
-    shardings: the sharding of each array, if it has one.
-    scope: the scope of the plan, if there is one.
-    note: the axes that the program computes on, and why; empty on a mesh without Explicit axes.
-  """
-
-  mesh: Any
-  shardings: list[NamedSharding | None]
-  scope: Scope | None
-  note: str = ""
+  mesh: Any  # the mesh of all arrays; None on one device
+  shardings: list[NamedSharding | None]  # the sharding of each array, if it has one
+  scope: Scope | None  # the scope of the plan, if there is one
+  note: str = ""  # the axes that the program computes on, and why; empty on a mesh without Explicit axes
 
   def on_auto_axes(self) -> Places:
     """The same places on Auto axes."""

@@ -25,19 +25,12 @@ _MINIMUM, _MAXIMUM = 1.0, 2.0**24
 
 
 class LossScaleState(NamedTuple):
-  """State of `with_loss_scale`.
+  """State of `with_loss_scale`."""
 
-  Attributes:
-    inner: state of the wrapped transformation.
-    scale: the factor of the loss, a float32 power of two.
-    good_steps: finite steps since the scale last changed.
-    skipped: the total number of steps whose gradients were not finite.
-  """
-
-  inner: PyTree
-  scale: jax.Array
-  good_steps: jax.Array
-  skipped: jax.Array
+  inner: PyTree  # state of the wrapped transformation
+  scale: jax.Array  # the factor of the loss, a float32 power of two
+  good_steps: jax.Array  # finite steps since the scale last changed
+  skipped: jax.Array  # the total number of steps whose gradients were not finite
 
 
 def with_loss_scale(

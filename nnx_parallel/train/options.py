@@ -31,33 +31,23 @@ CompilerOption = str | int | float | bool
 class StepOptions:
   """The loss function of a step, and the options of `train_step` or `eval_step`.
 
-  Attributes:
-    loss_fn: one loss function, or key -> loss function for several models that are trained in turn.
-    microbatches: the number of parts of each batch.
-    layers: how the layers of the loss, its attention and its head are computed.
-    outputs: names of metrics that are per-example arrays.
-    has_aux: whether the loss function returns any pytree beside the loss.
-    gradients: the layout of gradients; see `train_step`.
-    reduction: dtype in which replicas sum their gradients, or None.
-    pairs: whether metrics come as `(sum, count)` pairs.
-    diagnostics: whether the norm of the gradients and the learning rate are among the metrics.
-    compiler_options: options of XLA.
-
   Raises:
     TrainError: not a loss function, an invalid number of microbatches, an unknown gradient layout or
       reduction dtype, or compiler options that are no dict.
   """
 
+  # one loss function, or key -> loss function for several models that are trained in turn
   loss_fn: LossFn | Mapping[Any, LossFn]
-  microbatches: int = 1
+  microbatches: int = 1  # the number of parts of each batch
+  # how the layers of the loss, its attention and its head are computed
   layers: LayerOptions = dataclasses.field(default_factory=LayerOptions)
-  outputs: tuple[str, ...] = ()
-  gradients: Gradients | None = None
-  reduction: DTypeLike | None = None
-  pairs: bool = False
-  diagnostics: bool = False
-  compiler_options: Mapping[str, CompilerOption] | None = None
-  has_aux: bool = False
+  outputs: tuple[str, ...] = ()  # names of metrics that are per-example arrays
+  gradients: Gradients | None = None  # the layout of gradients; see `train_step`
+  reduction: DTypeLike | None = None  # dtype in which replicas sum their gradients, or None
+  pairs: bool = False  # whether metrics come as `(sum, count)` pairs
+  diagnostics: bool = False  # whether the norm of the gradients and the learning rate are among the metrics
+  compiler_options: Mapping[str, CompilerOption] | None = None  # options of XLA
+  has_aux: bool = False  # whether the loss function returns any pytree beside the loss
 
   def __post_init__(self) -> None:
     for loss_fn in self.losses:

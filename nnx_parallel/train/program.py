@@ -43,15 +43,10 @@ Signature = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Compile:
-  """One compilation of a step.
+  """One compilation of a step."""
 
-  Attributes:
-    step: the number of the call that needed it, counted from 0.
-    reasons: what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed
-      attribute.
-  """
-
-  step: int
+  step: int  # the number of the call that needed it, counted from 0
+  # what was new, one phrase for each item: an argument, its shape, dtype or layout, or a changed attribute
   reasons: tuple[str, ...]
 
   def __str__(self) -> str:

@@ -22,27 +22,17 @@ from nnx_parallel.train.losses import is_low, widen
 
 
 class MastersState(NamedTuple):
-  """State of `with_masters`.
+  """State of `with_masters`."""
 
-  Attributes:
-    inner: state of the wrapped transformation, made for the masters.
-    masters: the parameters in float32; `optax.MaskedNode()` for parameters that need no copy.
-  """
-
-  inner: PyTree
-  masters: PyTree
+  inner: PyTree  # state of the wrapped transformation, made for the masters
+  masters: PyTree  # the parameters in float32; `optax.MaskedNode()` for parameters that need no copy
 
 
 class AverageState(NamedTuple):
-  """State of `with_ema`.
+  """State of `with_ema`."""
 
-  Attributes:
-    inner: state of the wrapped transformation.
-    average: the averaged parameters, at least float32.
-  """
-
-  inner: PyTree
-  average: PyTree
+  inner: PyTree  # state of the wrapped transformation
+  average: PyTree  # the averaged parameters, at least float32
 
 
 def with_masters(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -65,9 +65,7 @@ def test_norm_scale_over_tensor_on_three_axes_is_found_and_named():
   assert not found
   assert found.wrong == ("norm.scale",)
   assert found.layouts == {"norm.scale": jax.P("tensor")}
-  wrong = (
-    r"(?s)the gradients on this layout are wrong.*norm\.scale.*Fix: nxp\.train_step, or "
-  )
+  wrong = r"(?s)the gradients on this layout are wrong.*norm\.scale.*Fix: nxp\.train_step, or "
   with pytest.raises(nxp.errors.TrainError, match=wrong):
     found.raise_if_wrong()
 

@@ -29,21 +29,13 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class PlanDiff(Shown):
-  """The difference of two plans; prints as a table, and is falsy for equal layouts.
+  """The difference of two plans; prints as a table, and is falsy for equal layouts."""
 
-  Attributes:
-    mesh: the two meshes' axes, when they differ.
-    removed: leaves that only the first plan has.
-    added: leaves that only the second plan has.
-    changes: the differences of leaves that both plans have.
-    bytes_per_device: the bytes of the first plan and of the second plan.
-  """
-
-  mesh: tuple[dict[str, int], dict[str, int]] | None
-  removed: tuple[LeafPlan, ...]
-  added: tuple[LeafPlan, ...]
-  changes: tuple[Change, ...]
-  bytes_per_device: tuple[int, int]
+  mesh: tuple[dict[str, int], dict[str, int]] | None  # the two meshes' axes, when they differ
+  removed: tuple[LeafPlan, ...]  # leaves that only the first plan has
+  added: tuple[LeafPlan, ...]  # leaves that only the second plan has
+  changes: tuple[Change, ...]  # the differences of leaves that both plans have
+  bytes_per_device: tuple[int, int]  # the bytes of the first plan and of the second plan
 
   def __bool__(self) -> bool:
     return bool(self.mesh or self.removed or self.added or self.changes)
