@@ -35,7 +35,7 @@ _NODES_BYTES = 64 << 20  # of the trees of names in merged files
 # Below this a replicated array is written by one process, not cut into one file per replica.
 _SMALLEST_REPLICA_SLICE = 4 << 20
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-_CHECKED: set[str] = set()  # the folders that are being written, whose chunks get a CRC-32C
+_writing: set[str] = set()  # the folders whose chunks get a CRC-32C
 
 Box = tuple[tuple[int, int], ...]
 """The start and stop of a shard along each dim."""
@@ -48,7 +48,7 @@ def _let_orbax_write_checksums() -> None:
 
   def with_checksums(info: Any, *args: Any, **kwargs: Any) -> Any:
     spec = build(info, *args, **kwargs)
-    if any(info.parent_dir.as_posix().startswith(folder) for folder in [*_CHECKED]):
+    if any(info.parent_dir.as_posix().startswith(folder) for folder in [*_writing]):
       array = spec.json
       array.get("base", array)["metadata"]["codecs"] = _CODECS
     return spec
@@ -72,31 +72,46 @@ def start_save(
   within the budget.
   """
   _let_orbax_write_checksums()
-  context = _context()
+  context = ocp.Context()
+  saving = context.array_options.saving
+  saving.use_compression = False
+  saving.enable_write_sharding_file = False  # the manifest has the layouts; it takes a third of the time
+  saving.array_metadata_store = None  # TensorStore finds the shapes of chunks in the arrays
+  saving.enable_post_merge_validation = False
+  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
+  saving.storage_options.chunk_byte_size = chunk_bytes
   budget = _write_budget(items, byte_budget)
   # Within the budget, all arrays are written in one transaction, which makes the fewest files.
   in_one = host_bytes_to_save(items, byte_budget=byte_budget, background=True) <= byte_budget
   context.memory_options.write_concurrent_bytes = None if in_one else budget
   context.memory_options.transfer_concurrent_bytes = None if background or in_one else budget
-  context.array_options.saving.storage_options.chunk_byte_size = chunk_bytes
   # Else the writes of one item, which need the same cores, begin before the next item is copied.
   folders_later = background and jax.process_count() == 1 and is_local(step_dir)
   if folders_later:
     _require_folders(step_dir, items)
   context.async_options.create_directories_asynchronously = folders_later
-  _CHECKED.add(step_dir.as_posix())
-  with context, quiet():
-    response: Any = ocp.save_checkpointables_async(
-      step_dir, {name: dict(tree) for name, tree in items.items()}
-    )
-  return functools.partial(_result, response, step_dir.as_posix())
+  _writing.add(folder := step_dir.as_posix())
+  with contextlib.ExitStack() as stack:
+    stack.callback(_writing.discard, folder)
+    stack.enter_context(quiet())
+    with context:
+      response: Any = ocp.save_checkpointables_async(step_dir, {name: dict(items[name]) for name in items})
+    ended = stack.pop_all().close
+
+  def wait(seconds: float) -> None:
+    try:
+      _wait(response, seconds)
+    finally:
+      if response._thread_runner._future.done():
+        ended()
+
+  return wait
 
 
 def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
   """Makes the folders that a save needs, and deletes them.
 
-  If Orbax cannot make a folder in the background, its threads wait for twenty minutes, and the process cannot
-  end before.
+  If Orbax cannot make one in the background, its threads and the process's end wait for twenty minutes.
   """
   try:
     for name in items:
@@ -105,37 +120,45 @@ def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
     step_dir.rmtree(missing_ok=True)
 
 
-def _result(response: Any, folder: str, seconds: float) -> None:
+def _wait(response: Any, seconds: float) -> None:
   """As `response.result`, without its endless clean-up after a failure.
 
   Orbax then waits for the other items, and they wait for the other processes, which may have failed too.
   """
-  if jax.process_count() == 1:
+  future = response._thread_runner._future  # tests/test_upstream.py checks these
+  if jax.process_count() == 1 or (failed := future.exception(seconds)) is None:
     response.result(seconds)
-  else:
-    failed = response._thread_runner._future.exception(seconds)  # tests/test_upstream.py checks these
-    if failed is None:
+    return
+
+  def clean_up() -> None:
+    with contextlib.suppress(Exception):  # it is raised below
       response.result()
-    else:
-      clean_up = threading.Thread(target=_ignore_failure, args=(response,), daemon=True)
-      clean_up.start()
-      clean_up.join(_CLEAN_UP_S)
-      raise failed
-  _CHECKED.discard(folder)
 
-
-def _ignore_failure(response: Any) -> None:
-  with contextlib.suppress(Exception):  # it is raised elsewhere
-    response.result()
+  thread = threading.Thread(target=clean_up, daemon=True)
+  thread.start()
+  thread.join(_CLEAN_UP_S)
+  raise failed
 
 
 def host_bytes_to_save(
   items: Mapping[str, Mapping[str, Array]], *, byte_budget: int, background: bool
 ) -> int:
   """Most host memory that `start_save` takes on this process beyond the arrays."""
-  arrays = [array for tree in items.values() for array in tree.values()]
-  copies = sum(_bytes_here(array, replicas=False) for array in arrays)
+  copies = sum(_bytes_here(array, replicas=False) for tree in items.values() for array in tree.values())
   return copies if background else min(copies, _write_budget(items, byte_budget))
+
+
+def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
+  # Orbax refuses an array that is larger than its budget.
+  arrays = [array for tree in items.values() for array in tree.values()]
+  return max(byte_budget, *(_bytes_here(array, replicas=True) + 1 for array in arrays))
+
+
+def _bytes_here(array: Array, *, replicas: bool) -> int:
+  """Bytes of this process's shards: of all replicas, or of the first only."""
+  if isinstance(array, np.ndarray):
+    return array.nbytes
+  return sum(s.data.nbytes for s in array.addressable_shards if replicas or s.replica_id == 0)
 
 
 @contextlib.contextmanager
@@ -152,30 +175,6 @@ def quiet() -> Generator[None]:
     yield
   finally:
     logger.removeFilter(is_of_others)
-
-
-def _write_budget(items: Mapping[str, Mapping[str, Array]], byte_budget: int) -> int:
-  # Orbax refuses an array that is larger than its budget.
-  arrays = [array for tree in items.values() for array in tree.values()]
-  return max(byte_budget, *(_bytes_here(array, replicas=True) + 1 for array in arrays))
-
-
-def _bytes_here(array: Array, *, replicas: bool) -> int:
-  """Bytes of this process's shards: of all replicas, or of the first only."""
-  if isinstance(array, np.ndarray):
-    return array.nbytes
-  return sum(s.data.nbytes for s in array.addressable_shards if replicas or s.replica_id == 0)
-
-
-def _context() -> ocp.Context:
-  context = ocp.Context()
-  saving = context.array_options.saving
-  saving.use_compression = False
-  saving.enable_write_sharding_file = False  # the manifest has the layouts; it takes a third of the time
-  saving.array_metadata_store = None  # TensorStore finds the shapes of chunks in the arrays
-  saving.enable_post_merge_validation = False
-  saving.min_slice_bytes_for_replica_parallel = _SMALLEST_REPLICA_SLICE
-  return context
 
 
 def read(
@@ -202,7 +201,7 @@ def read(
 
   opened = {name: start_opening(name) for name in stored}
   arrays: dict[str, Array] = {}
-  reading: collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]] = collections.deque()
+  reading = collections.deque[tuple[str, dict[Box, tuple[Any, Any]]]]()
   in_flight = 0
 
   def finish_one() -> None:
@@ -237,7 +236,7 @@ def _open(
 
 
 def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[Box, tuple[Any, Any]]:
-  """Starts to read each distinct shard of this process: its memory, and a future. Padding is zero."""
+  """The memory of each distinct shard of this process, and the future of its read. Padding is zero."""
   reads: dict[Box, tuple[Any, Any]] = {}
   for index in _indices(target):
     box = _box(index, target.shape)
@@ -251,11 +250,10 @@ def _start_reading(store: ts.TensorStore, target: jax.ShapeDtypeStruct) -> dict[
 
 
 def _placed(target: jax.ShapeDtypeStruct, blocks: Mapping[Box, Any]) -> Array:
+  shape = target.shape
   if target.sharding is None:
-    return blocks[_box(None, target.shape)]
-  return jax.make_array_from_callback(
-    target.shape, target.sharding, lambda index: blocks[_box(index, target.shape)]
-  )
+    return blocks[_box(None, shape)]
+  return jax.make_array_from_callback(shape, target.sharding, lambda index: blocks[_box(index, shape)])
 
 
 def _unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

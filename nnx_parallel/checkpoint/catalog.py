@@ -36,13 +36,7 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """Keeps the steps that a policy of Orbax keeps, the best by a metric, and always the newest step.
-
-  Attributes:
-    keep: the number of newest steps to keep, or a policy; None keeps all.
-    best: the metric that `step="best"` compares.
-    mode: `min` or `max`: whether small or large values of the metric are best.
-  """
+  """Keeps the steps that a policy of Orbax keeps, the best by a metric, and always the newest step."""
 
   keep: int | PreservationPolicy | None = None
   best: str | None = None
@@ -83,12 +77,7 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True)
 class Catalog:
-  """The order of the steps in a directory, looked up anew at each call.
-
-  Attributes:
-    storage: the steps.
-    retention: decides which step is best and which may be deleted.
-  """
+  """The order of the steps in a directory, looked up anew at each call."""
 
   storage: Storage
   retention: Retention
@@ -117,7 +106,7 @@ class Catalog:
       found = self.storage.identity(step := steps.pop())
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
-        if not restore.damaged_files(self.storage.folder(step), record, record.files, hashed=False):
+        if not restore.damaged_files(self.storage.folder(step), record, record.files):
           return step
       if found is None or self.storage.identity(step) != found:  # a writer removed or replaced it in between
         steps = self.storage.steps()
@@ -125,9 +114,8 @@ class Catalog:
 
   def older(self, step: int) -> list[int]:
     """The steps before this one, damaged ones too, in order."""
-    return sorted(
-      other for other in [*self.storage.steps(), *self.storage.unrecognised_steps()] if other < step
-    )
+    found = [*self.storage.steps(), *self.storage.unrecognised_steps()]
+    return sorted(other for other in found if other < step)
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
@@ -135,12 +123,7 @@ class Catalog:
 
   def expired(self) -> list[int]:
     """The steps that need not be kept; never the newest, nor a damaged step."""
-    return self.retention.expired(self.headers()) if self.keeps_some else []
-
-  @property
-  def keeps_some(self) -> bool:
-    """Whether steps are deleted at all."""
-    return self.retention.keep is not None
+    return self.retention.expired(self.headers()) if self.retention.keep is not None else []
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
@@ -181,38 +164,38 @@ class Catalog:
       )
     self.storage.check_place(step)
     steps = self.storage.steps()
+    where, newest = self.storage.directory, max(steps, default=-1)
     if step in steps and not overwrite:
       raise CheckpointError(
-        f"cannot save step {step}: it exists in {self.storage.directory}.",
+        f"cannot save step {step}: it exists in {where}.",
         details=f"steps: {steps}",
         fix="pass overwrite=True to replace it once the new step is complete, or use another step.",
       )
-    if step in steps and not self.storage.can_replace():
+    if step in steps and not self.storage.local:
       raise CheckpointError(
-        f"cannot replace step {step} in {self.storage.directory}: renames are not atomic there.",
+        f"cannot replace step {step} in {where}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
       )
-    if step not in steps and (newest := max(steps, default=-1)) > step:
+    if step not in steps and newest > step:
       earlier = max((other for other in steps if other < step), default=None)
       resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
       raise CheckpointError(
-        f"cannot save step {step}: {self.storage.directory} holds newer steps.",
+        f"cannot save step {step}: {where} holds newer steps.",
         details=f"the newest is step {newest}",
         fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
       )
 
   def _no_step(self, step: int | str | None) -> CheckpointError:
-    steps = self.storage.steps()
-    unrecognised = self.storage.unrecognised_steps()
+    steps, others = self.storage.steps(), self.storage.unrecognised_steps()
     details = f"complete steps: {steps or 'none'}"
-    if unrecognised:
-      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {unrecognised}"
-    what = "a checkpoint" if step is None or step == "latest" else f"step {step}"
-    if step == "best":
-      what = f"a step with the metric {self.retention.best!r}"
-    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
+    if others:
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {others}"
     if not self.storage.directory.exists():
       details = "there is no such directory"
+    latest = "a checkpoint"
+    known = {None: latest, "latest": latest, "best": f"a step with the metric {self.retention.best!r}"}
+    what = known[step] if isinstance(step, str | None) else f"step {step}"
+    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
     return CheckpointError(f"cannot find {what} in {self.storage.directory}.", details=details, fix=fix)
 
 

@@ -16,23 +16,16 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
 from concurrent.futures.thread import ThreadPoolExecutor  # its exit hook must be set before the hook below
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, overload
 
 import jax
 import numpy as np
-from etils import epath
+from typing_extensions import Unpack
 
-from nnx_parallel.checkpoint import encoding, manifest, multihost, restore, save, storage, targets
-from nnx_parallel.checkpoint.catalog import (
-  Catalog,
-  PreservationPolicy,
-  Retention,
-  as_step,
-  one_of,
-  whole,
-)
-from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, vanished
-from nnx_parallel.checkpoint.diff import Diff, Target, as_names, compare
+from nnx_parallel.checkpoint import encoding, lock, manifest, multihost, restore, save, storage, targets
+from nnx_parallel.checkpoint.catalog import Catalog, PreservationPolicy, Retention, as_step, one_of, whole
+from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, friendly_errors, vanished
+from nnx_parallel.checkpoint.diff import Diff, Target, compare
 from nnx_parallel.checkpoint.manifest import Manifest
 from nnx_parallel.checkpoint.targets import Only, Remap
 from nnx_parallel.core.mesh import no_mesh
@@ -42,15 +35,28 @@ from nnx_parallel.errors import CheckpointError
 from nnx_parallel.layout.plan import Plan
 
 R = TypeVar("R")
+Fill = Callable[[Manifest], tuple[Target, Diff]]
 
 _RESERVED = ("model", "optimizer")
-
-_UNFINISHED: set[Checkpointer] = set()
+_unfinished: set[Checkpointer] = set()
 """Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
+_lost = False  # a save failed when the script had ended: nothing but the exit code can tell
 
-_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-_ENDING = threading.Event()  # the script has ended; hooks and threads may still run
-_lost = False  # a save failed since then: nothing but the exit code can tell
+
+class _Choice(TypedDict, total=False):
+  """The options of `restore` that both overloads take."""
+
+  only: Only | None
+  skip: Iterable[str]
+  rename: MappingType[str, str] | None
+  cast: bool
+  weight_map: Remap | None
+  on_corrupt: str
+
+
+class _Options(_Choice, total=False):
+  optimizer: str
+  as_numpy: bool
 
 
 class Checkpointer:
@@ -105,9 +111,8 @@ class Checkpointer:
   ):
     self.directory = storage.absolute(directory)
     self.restored: Manifest | None = None
-    retention = Retention(max_to_keep, best, best_mode)
-    self._storage = storage.storage_of(self.directory)
-    self._catalog = Catalog(self._storage, retention)
+    self._storage = storage.Storage(self.directory)
+    self._catalog = Catalog(self._storage, Retention(max_to_keep, best, best_mode))
     self._asynchronous = asynchronous
     self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
@@ -118,7 +123,6 @@ class Checkpointer:
     self._let_go: weakref.finalize[[], Any] | None = None  # set while this object holds the directory
     self._closed = False
     self._lock = threading.RLock()  # for one save; a signal handler may save within a save
-    _LIVE.add(self)
 
   def __enter__(self) -> Checkpointer:
     return self
@@ -168,20 +172,14 @@ class Checkpointer:
     with self._lock, no_mesh():
       self.wait()
       self._require_open(f"save step {step}")
-      # An error is raised where the other processes hear of it.
-      make = _result_of(
-        lambda: save.Request(
-          as_step(step),
-          *_content(model, optimizer, only, extra),
-          _numbers(metrics or {}),
-          _plan_json(plan),
-          overwrite,
-        )
-      )
-      started = concurrent.futures.Future[bool]()
+      made, started = concurrent.futures.Future[save.Request](), concurrent.futures.Future[bool]()
+      try:
+        made.set_result(_request(step, model, optimizer, only, extra, metrics, plan, overwrite))
+      except Exception as error:  # noqa: BLE001 (raised by the result, where the other processes hear of it)
+        made.set_exception(error)
       self._start_thread(step)
-      _UNFINISHED.add(self)
-      pending = self._pending = self._pool.submit(self._run, step, make, started)
+      _unfinished.add(self)
+      pending = self._pending = self._pool.submit(self._run, step, made.result, started)
       pending.add_done_callback(functools.partial(_forget_finished, self))
       try:
         begun = started.result()
@@ -189,7 +187,7 @@ class Checkpointer:
         concurrent.futures.wait([started])  # the arrays are being read, and a step may delete them
         raise
       if not begun or not self._asynchronous:
-        self._settle(pending)
+        self.wait()
 
   def wait(self) -> None:
     """Waits for a background save.
@@ -198,19 +196,14 @@ class Checkpointer:
       CheckpointError: the save failed.
     """
     with self._lock:
-      if self._pending is not None:
-        self._settle(self._pending)
-
-  def _settle(self, pending: concurrent.futures.Future[None]) -> None:
-    global _lost
-    try:
-      pending.result()  # which all processes know: `_run` agreed on it
-    finally:
-      if pending.done():  # else an interrupt ended the wait, and the save goes on
-        _lost = _lost or (_ENDING.is_set() and pending.exception() is not None)
-        if self._pending is pending:
+      if (pending := self._pending) is None:
+        return
+      try:
+        pending.result()  # which all processes know: `_run` agreed on it
+      finally:
+        if pending.done():  # else an interrupt ended the wait, and the save goes on
           self._pending = None
-          _UNFINISHED.discard(self)
+          _unfinished.discard(self)
 
   def close(self) -> None:
     """Waits for a background save, ends the thread of this object, and lets the directory go.
@@ -247,28 +240,34 @@ class Checkpointer:
     with self._lock, no_mesh(), multihost.together() as block:
       self.wait()
       self._require_open("prepare a run")
-      nbytes = 0 if model is None else save.check(targets.saved_roots(model, optimizer, only))
+      items = {} if model is None else save.describe(targets.saved_roots(model, optimizer, only))
+      nbytes = sum(item.nbytes for item in items.values())
       block.decide = lambda _: self._prepare(nbytes)
     return block.found
 
   def _prepare(self, nbytes: int) -> list[int]:
-    with storage.friendly_errors("save", self.directory):
-      self._storage.make_directory()
-      self._hold()
-      with self._storage.lock():
-        self._storage.recover()
-        steps = self._storage.steps()
-        self._storage.check_space(max(steps, default=-1) + 1, nbytes)
-        if not steps:
-          for step in self._storage.unrecognised_steps():
-            self._storage.check_place(step)
-        return steps
+    with friendly_errors("save", self.directory), self._held():
+      steps = self._storage.steps()
+      self._storage.check_space(max(steps, default=-1) + 1, nbytes)
+      for step in () if steps else self._storage.unrecognised_steps():
+        self._storage.check_place(step)
+      return steps
 
-  def _hold(self) -> None:
-    """Holds the directory until this object is closed, or nobody has it."""
-    if self._let_go is None or not self._let_go.alive:
-      self._storage.hold()
-      self._let_go = weakref.finalize(self, self._storage.let_go)
+  @contextlib.contextmanager
+  def _held(self) -> Generator[None]:
+    """Takes the directory until this object is closed, or nobody has it, and locks out other saves."""
+    self._storage.make_directory()
+    hold = lock.take(self.directory) if self._storage.local else None
+    if hold is None:
+      self._storage.recover()
+      yield
+      return
+    if self._let_go is not None:
+      self._let_go()
+    self._let_go = weakref.finalize(self, hold.let_go)
+    with hold.save():
+      self._storage.recover()
+      yield
 
   def _require_open(self, doing: str) -> None:
     if self._closed:
@@ -326,19 +325,7 @@ class Checkpointer:
     optimizer: str = "restore",
     as_numpy: bool = False,
   ) -> Diff:
-    """Compares a step with a target; no array is read.
-
-    Args:
-      target: as for `restore`. Pass the same values for it, and for the arguments below, as you pass to
-        `restore`.
-      step: a number, `"latest"` or `"best"`; None means `"latest"`.
-      only: as for `restore`.
-      skip: as for `restore`.
-      rename: as for `restore`.
-      cast: as for `restore`.
-      weight_map: as for `restore`.
-      optimizer: as for `restore`.
-      as_numpy: as for `restore`.
+    """Compares a step with a target; no array is read. The arguments are those of `restore`.
 
     Returns:
       The leaves that fit, are missing, are extra, are renamed or are changed, and the bytes that a restore
@@ -347,42 +334,15 @@ class Checkpointer:
     Raises:
       CheckpointError: the step does not exist, or an argument matches no leaf.
     """
-    record = self.metadata(step)
-    names, choose = targets.split_only(only)
-    goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
-    budget = self._byte_budget
-    return compare(record, goal, only=names, skip=skip, rename=rename, cast=cast, byte_budget=budget)
+    fill = self._filler(target, only, skip, rename, cast, weight_map, optimizer, as_numpy)
+    return fill(self.metadata(step))[1]
 
   @overload
-  def restore(
-    self,
-    target: Plan[R],
-    step: int | str | None = None,
-    *,
-    only: Only | None = None,
-    skip: Iterable[str] = (),
-    rename: MappingType[str, str] | None = None,
-    cast: bool = False,
-    weight_map: Remap | None = None,
-    on_corrupt: str = "error",
-  ) -> R: ...
-
+  def restore(self, target: Plan[R], step: int | str | None = None, **options: Unpack[_Choice]) -> R: ...
   @overload
   def restore(
-    self,
-    target: object = None,
-    step: int | str | None = None,
-    *,
-    only: Only | None = None,
-    skip: Iterable[str] = (),
-    rename: MappingType[str, str] | None = None,
-    cast: bool = False,
-    weight_map: Remap | None = None,
-    optimizer: str = "restore",
-    on_corrupt: str = "error",
-    as_numpy: bool = False,
+    self, target: object = None, step: int | str | None = None, **options: Unpack[_Options]
   ) -> Any: ...
-
   def restore(
     self,
     target: object = None,
@@ -430,29 +390,13 @@ class Checkpointer:
       CheckpointError: the step does not exist, leaves do not fit, or files are damaged; the message names all
         of them.
     """
-    names, choose = targets.split_only(only)
-
-    def check() -> None:
-      one_of("on_corrupt", on_corrupt, ("error", "fallback"))
-      as_names(skip, "skip")
-      if target is None:
-        self._require_no_target_options(
-          as_numpy, rename=rename, cast=cast, weight_map=weight_map, optimizer=optimizer, choose=choose
-        )
-
-    def fill(record: Manifest) -> tuple[Target, Diff]:
-      goal = _goal(target, record, weight_map, optimizer=optimizer, as_numpy=as_numpy, choose=choose)
-      budget = self._byte_budget
-      return goal, compare(
-        record, goal, only=names, skip=as_names(skip, "skip"), rename=rename, cast=cast, byte_budget=budget
-      )
-
+    fill = self._filler(target, only, skip, rename, cast, weight_map, optimizer, as_numpy)
     with no_mesh():
       self.wait()
-      found = self._try_steps(step, on_corrupt, check, fill)
+      result = self._try_steps(step, on_corrupt, fill)
       if target is not None:
         self._resumed = self._restored_step
-      return found
+      return result
 
   def restore_extra(
     self, name: str, target: object = None, step: int | str | None = None, *, as_numpy: bool = False
@@ -487,10 +431,9 @@ class Checkpointer:
           details=f"it has {sorted({*record.items, *record.extra})}",
           fix="use one of these names.",
         )
-      if target is None and not as_numpy:
-        raise _no_target(self.directory)
 
       def fill(record: Manifest) -> tuple[Target, Diff]:
+        self._require_target(target, as_numpy)
         if target is None:
           goal = targets.as_saved(record, name)
         else:
@@ -521,16 +464,6 @@ class Checkpointer:
 
   # Inside.
 
-  def _begin(self, request: save.Request, lock: contextlib.ExitStack) -> None:
-    """Takes the directory for a save and checks that it can begin. For process 0."""
-    with storage.friendly_errors(f"save step {request.step}", self.directory):
-      self._storage.make_directory()
-      self._hold()
-      lock.enter_context(self._storage.lock())
-      self._storage.recover()
-      self._catalog.check_place(request.step, resumed=self._resumed, overwrite=request.overwrite)
-      self._storage.check_space(request.step, request.content.nbytes)
-
   def _run(
     self, step: int, make: Callable[[], save.Request], started: concurrent.futures.Future[bool]
   ) -> None:
@@ -539,14 +472,25 @@ class Checkpointer:
     It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
     to write, would leave threads that keep writing and collide with the next save.
     """
-    friendly = functools.partial(storage.friendly_errors, f"save step {step}", self.directory)
+    friendly = functools.partial(friendly_errors, f"save step {step}", self.directory)
     is_first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
       stack.callback(lambda: started.done() or started.set_result(False))
+
+      def begin(_: object) -> None:
+        with friendly():
+          stack.enter_context(self._held())
+          self._catalog.check_place(step, resumed=self._resumed, overwrite=request.overwrite)
+          self._storage.check_space(step, request.nbytes)
+
+      def commit(_: object) -> None:
+        with friendly():
+          save.commit(self._storage, request)
+
       with multihost.together() as block:
         request = make()
-        block.same = "what to save", save.describe(self.directory, request)
-        block.decide = lambda _: self._begin(request, stack)
+        block.same = "what to save", save.summary(self.directory, request)
+        block.decide = begin
       self._resumed = None
       try:
         with multihost.together(), friendly():
@@ -559,11 +503,6 @@ class Checkpointer:
           )
         self._restored_step = None
         started.set_result(True)
-
-        def commit(_: object) -> None:
-          with friendly():
-            save.commit(self._storage, request)
-
         # A training loop has the main thread, so its order among other blocks may differ between processes.
         with multihost.together(f"save to {self.directory}") as block:
           block.decide = commit
@@ -572,11 +511,12 @@ class Checkpointer:
       except CheckpointError:
         if is_first:
           with contextlib.suppress(OSError):
-            self._storage.abandon(request.step)
+            self._storage.recover()
         raise
       if is_first:
-        for problem in self._storage.delete_all(self._catalog.expired, aside=self._catalog.keeps_some):
-          warnings.warn(f"step {request.step} is saved, but {problem}", stacklevel=2)
+        deletes = self._catalog.retention.keep is not None
+        for problem in self._storage.delete_all(self._catalog.expired, aside=deletes):
+          warnings.warn(f"step {step} is saved, but {problem}", stacklevel=2)
 
   def _start_thread(self, step: int) -> None:
     """Starts the thread of the saves: an interrupt during the start would lose a save."""
@@ -584,8 +524,6 @@ class Checkpointer:
     try:
       self._pool.submit(int).result()
     except RuntimeError as error:
-      if not _ENDING.is_set():
-        raise
       _lost = True
       raise CheckpointError(
         f"cannot save step {step}: the script has ended, and Python starts no more threads.",
@@ -593,14 +531,42 @@ class Checkpointer:
         fix="save before the script ends, and join the thread that trains; StopSignals ends a loop in order.",
       ) from error
 
-  def _forget_parent(self) -> None:
-    """Repairs the copy in a forked process, which has no threads and no pending save."""
-    self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
-    self._pending, self._lock = None, threading.RLock()
+  def _filler(
+    self,
+    target: object,
+    only: Only | None,
+    skip: Iterable[str],
+    rename: MappingType[str, str] | None,
+    cast: bool,
+    weight_map: Remap | None,
+    optimizer: str,
+    as_numpy: bool,
+  ) -> Fill:
+    """What finds, for a manifest, the leaves that the arguments of `restore` name."""
+    names, choose = targets.split_only(only)
 
-  def _fill(
-    self, look: Callable[[], Manifest], fill: Callable[[Manifest], tuple[Target, Diff]]
-  ) -> tuple[Manifest, PyTree]:
+    def fill(record: Manifest) -> tuple[Target, Diff]:
+      self._require_target(
+        target,
+        as_numpy,
+        rename=rename,
+        cast=cast,
+        weight_map=weight_map,
+        optimizer=optimizer != "restore",
+        **{"filter as only": choose is not None},
+      )
+      if target is None:
+        goal = targets.as_saved(record)
+      else:
+        goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=choose)
+        goal = weight_map.through(goal) if weight_map else goal
+      return goal, compare(
+        record, goal, only=names, skip=skip, rename=rename, cast=cast, byte_budget=self._byte_budget
+      )
+
+    return fill
+
+  def _fill(self, look: Callable[[], Manifest], fill: Fill) -> tuple[Manifest, PyTree]:
     """Restores a step into a target, in two rendezvous."""
     with multihost.together() as block:
       record = look()
@@ -617,41 +583,47 @@ class Checkpointer:
       names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
       block.same = "what to restore", f"step {record.step}\n{names}"
     with multihost.together():
-      restore.check_old_values(folder, record, diff.matches, byte_budget=self._byte_budget)
       arrays = restore.read(folder, record, diff, byte_budget=self._byte_budget)
-    items = (*arrays, *diff.values)
-    return record, goal.build({x: {**arrays.get(x, {}), **diff.values.get(x, {})} for x in items})
+    for item, values in diff.values.items():
+      arrays.setdefault(item, {}).update(values)
+    return record, goal.build(arrays)
 
-  def _require_no_target_options(self, as_numpy: bool, **given: Any) -> None:
-    """Refuses options of `restore` that need a target."""
+  def _require_target(self, target: object, as_numpy: bool, **needs_one: object) -> None:
+    """Raises if there is no target, and numpy arrays are not wanted, or options are given that need one."""
+    if target is not None:
+      return
     if not as_numpy:
-      raise _no_target(self.directory)
-    given["optimizer"] = given["optimizer"] != "restore"
-    given["filter as only"] = given.pop("choose") is not None
-    if unused := [name for name, value in given.items() if value]:
+      raise CheckpointError(
+        f"cannot restore from {self.directory} without a target: the layout it was saved in is not used.",
+        fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
+        "as_numpy=True returns numpy arrays.",
+      )
+    if unused := [name for name, is_given in needs_one.items() if is_given]:
       raise CheckpointError(
         f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns all saved leaves.",
         fix="only= and skip= choose leaves by their paths; pass a target for the rest.",
       )
 
   def _problems(self, step: int) -> dict[str, str]:
-    folder = self._storage.folder(step)
+    folder, budget = self._storage.folder(step), self._byte_budget
     try:
       with multihost.together():
         record = self._catalog.manifest(step)
     except DamagedError as error:
       return {manifest.FILE: error.what}
-    me, count = jax.process_index(), jax.process_count()  # each checks its share
+    mine = slice(jax.process_index(), None, jax.process_count())  # each checks its share
+    merge = functools.partial(functools.reduce, dict.__or__)
     with multihost.together() as files:
-      files.mine = restore.damaged_files(folder, record, [*record.files][me::count])
-      files.decide = _merged
+      files.mine = restore.damaged_files(folder, record, [*record.files][mine])
+      files.decide = merge
     if any(manifest.is_no_file(folder / name) for name in files.found):  # opening a pipe would block
       return files.found
+    rows = [(name, *row) for name, item in record.items.items() for row in item.leaves.items()]
     with multihost.together() as values, no_mesh():
       values.mine = dict(
-        restore.check_values(folder, record, byte_budget=self._byte_budget, mine=(me, count))
+        restore.check_values(folder, record, restore.as_stored(rows)[mine], byte_budget=budget)
       )
-      values.decide = _merged
+      values.decide = merge
     return files.found | values.found
 
   def _resolve(self, step: int | str | None, *, whole: bool = True) -> int:
@@ -669,15 +641,9 @@ class Checkpointer:
         raise vanished(self.directory / str(step)) from error
       raise
 
-  def _try_steps(
-    self,
-    step: int | str | None,
-    on_corrupt: str,
-    check: Callable[[], None],
-    fill: Callable[[Manifest], tuple[Target, Diff]],
-  ) -> PyTree:
+  def _try_steps(self, step: int | str | None, on_corrupt: str, fill: Fill) -> PyTree:
     with multihost.together() as block:
-      check()
+      one_of("on_corrupt", on_corrupt, ("error", "fallback"))
       block.decide = lambda _: self._catalog.resolve(step)
     number, older = block.found, None
     while True:
@@ -702,40 +668,18 @@ class Checkpointer:
         return result
 
 
-def _result_of(function: Callable[[], R]) -> Callable[[], R]:
-  """Calls a function; what is returned gives its result, or raises its error."""
-  done = concurrent.futures.Future[R]()
-  try:
-    done.set_result(function())
-  except Exception as error:  # noqa: BLE001 (raised by the result)
-    done.set_exception(error)
-  return done.result
-
-
-def _merged(shares: list[dict[str, str]]) -> dict[str, str]:
-  return {name: what for share in shares for name, what in share.items()}
-
-
-def _goal(
-  target: object, record: Manifest, weight_map: Remap | None, *, optimizer: str, as_numpy: bool, choose: Any
-) -> Target:
-  """The leaves of a step that the arguments of `restore` name."""
-  if target is None:
-    return targets.as_saved(record)
-  goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=choose)
-  return weight_map.through(goal) if weight_map else goal
-
-
-def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:
-  if not pending.exception():
-    _UNFINISHED.discard(checkpointer)
-
-
-def _content(
-  model: object, optimizer: object, only: Only | None, extra: MappingType[str, object] | None
-) -> tuple[save.Content, dict[str, encoding.Json]]:
-  """The arrays to save, and the JSON values among `extra`."""
-  roots = targets.saved_roots(model, optimizer, only)
+def _request(
+  step: int,
+  model: object,
+  optimizer: object,
+  only: Only | None,
+  extra: MappingType[str, object] | None,
+  metrics: MappingType[str, object] | None,
+  plan: object,
+  overwrite: bool,
+) -> save.Request:
+  """The arguments of `save`, checked; arrays among `extra` are more items."""
+  step, roots = as_step(step), targets.saved_roots(model, optimizer, only)
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
     if name in _RESERVED or not name.isidentifier():
@@ -747,13 +691,19 @@ def _content(
       roots[name] = leaves
     else:
       values[name] = encoding.check_json(value, path=f"extra[{name!r}]")
-  return save.encode(roots), values
-
-
-def _plan_json(plan: object) -> encoding.Json:
+  numbers: dict[str, float] = {}
+  for name, value in (metrics or {}).items():
+    try:
+      numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError) as error:
+      raise CheckpointError(
+        f"metrics[{name!r}] is not one number.", details=f"{value!r}"[:200], fix="reduce it before saving."
+      ) from error
   if plan is not None and not isinstance(plan, Plan):
     raise CheckpointError(f"plan={plan!r} is not a Plan.", fix="pass what nxp.plan(...) returned.")
-  return None if plan is None else json.loads(plan.to_json())
+  items = save.describe(roots)
+  plan_json = None if plan is None else json.loads(plan.to_json())
+  return save.Request(step, items, *save.encode(roots, items), values, numbers, plan_json, overwrite)
 
 
 def _checked_bytes(name: str, value: object, *, least: int) -> int:
@@ -765,31 +715,17 @@ def _checked_bytes(name: str, value: object, *, least: int) -> int:
   return number
 
 
-def _numbers(metrics: MappingType[str, object]) -> dict[str, float]:
-  numbers: dict[str, float] = {}
-  for name, value in metrics.items():
-    try:
-      numbers[name] = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError, OverflowError) as error:
-      raise CheckpointError(
-        f"metrics[{name!r}] is not one number.", details=f"{value!r}"[:200], fix="reduce it before saving."
-      ) from error
-  return numbers
-
-
-def _no_target(directory: epath.Path) -> CheckpointError:
-  return CheckpointError(
-    f"cannot restore from {directory} without a target: the layout it was saved in is not used.",
-    fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
-    "as_numpy=True returns numpy arrays.",
-  )
+def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:
+  if not pending.exception():
+    _unfinished.discard(checkpointer)
 
 
 def _after_fork() -> None:
-  storage.drop_locks()
-  _UNFINISHED.clear()
-  for checkpointer in _LIVE:
-    checkpointer._forget_parent()  # pyright: ignore[reportPrivateUsage]
+  """A forked process has none of its parent's threads, and must not keep its directories locked."""
+  lock.drop_all()
+  for checkpointer in _unfinished:
+    checkpointer._pending = None  # pyright: ignore[reportPrivateUsage]
+  _unfinished.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -798,13 +734,14 @@ if hasattr(os, "register_at_fork"):
 
 def finish_saves() -> None:
   """Waits for the background saves. Their errors are left for `report_lost`, or for whoever waits."""
-  _ENDING.set()
-  concurrent.futures.wait([one._pending for one in [*_UNFINISHED] if one._pending is not None])  # pyright: ignore
+  global _lost
+  pending = [one._pending for one in [*_unfinished] if one._pending is not None]  # pyright: ignore[reportPrivateUsage]
+  _lost = any([future.exception() is not None for future in pending]) or _lost  # noqa: C419 (waits for all)
 
 
 def report_lost() -> None:
-  """Shows the errors of background saves, and ends the process with code 1 if there are any."""
-  for checkpointer in [*_UNFINISHED]:
+  """Shows the errors of background saves, and ends the process with code 1 if there were any."""
+  for checkpointer in [*_unfinished]:
     try:
       checkpointer.wait()
     except Exception:  # noqa: BLE001 (shown; the remaining errors must be shown too)

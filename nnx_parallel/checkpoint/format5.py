@@ -1,4 +1,4 @@
-"""Checks steps of format 5, whose manifest has a digest of each array's values and of each small file.
+"""What checks steps of format 5: a digest of each array's values, and SHA-256 of each small file.
 
 The digest mixes each element's bits with its place and sums the results modulo 2**32.
 """
@@ -35,10 +35,7 @@ def digest(array: np.ndarray[Any, Any]) -> int:
 
 
 def _mix(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The finalizer of MurmurHash3 (`fmix32`), on words of 32 bits in 64.
-
-  Source: https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp
-  """
+  """The finalizer of MurmurHash3 (`fmix32`), on words of 32 bits in 64."""
   words = words.astype(np.uint64) & 0xFFFFFFFF
   words = (words ^ (words >> 16)) * _FIRST & 0xFFFFFFFF
   words = (words ^ (words >> 13)) * _SECOND & 0xFFFFFFFF

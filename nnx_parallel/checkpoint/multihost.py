@@ -27,8 +27,7 @@ class Block:
   Attributes:
     mine: the JSON value that this process sends to process 0 at the end of the block.
     same: what must be the same on all processes, as pairs of its name and its text.
-    decide: what process 0 does when all processes have come without an error; gets the values of all. By
-      default it takes its own value.
+    decide: what process 0 does with the values of all, once all have come without an error.
     found: after the block, the JSON value that `decide` returned, on each process.
   """
 
@@ -81,7 +80,8 @@ def together(name: str = "together") -> Generator[Block]:
         answer = {"code": _code(error), "failed": [0], "what": _what(error)}
     return json.dumps(answer)
 
-  same = block.same and [block.same[0], hashlib.sha256(block.same[1].encode()).hexdigest()]
+  text = "" if block.same is None else block.same[1]
+  same = block.same and [block.same[0], hashlib.sha256(text.encode()).hexdigest()]
   mine = {"code": _code(error), "what": _what(error), "value": block.mine, "same": same}
   answer = json.loads(block.exchange.answer(json.dumps(mine), judge))
   if error is not None and _code(error) == answer["code"]:
@@ -90,7 +90,12 @@ def together(name: str = "together") -> Generator[Block]:
     block.found = answer["value"]
     return
   if "differ" in answer:
-    raise _disagreement(answer, "" if block.same is None else block.same[1]) from error
+    raise CheckpointError(
+      f"the processes do not agree on {answer['what']}.",
+      details=f"processes {answer['differ']} differ from process 0; this is process {jax.process_index()}: "
+      f"{text[:200]}",
+      fix="make the same call with the same arguments on every process.",
+    ) from error
   kind = DamagedError if answer["code"] == _DAMAGED else CheckpointError
   raise kind(
     f"processes {answer['failed']} failed, so this process stopped too.",
@@ -109,13 +114,9 @@ def _verdict(said: list[Any]) -> dict[str, Any]:
   if code != _SOUND:
     failed = [process for process, one in enumerate(said) if one["code"] == code]
     return {"code": code, "failed": failed[:_MOST_NAMED], "what": said[failed[0]]["what"]}
-  others = [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]
-  if others:
-    return {
-      "code": _FAILED,
-      "differ": others[:_MOST_NAMED],
-      "what": next(one["same"][0] for one in said if one["same"]),
-    }
+  if others := [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]:
+    what = next(one["same"][0] for one in said if one["same"])
+    return {"code": _FAILED, "differ": others[:_MOST_NAMED], "what": what}
   return {"code": _SOUND}
 
 
@@ -123,15 +124,6 @@ def _what(error: Exception | None) -> str:
   if isinstance(error, NnxParallelError):
     return f"{error.what} {error.details}".strip()[:1000]
   return "" if error is None else f"{type(error).__name__}: {error}"[:1000]
-
-
-def _disagreement(answer: dict[str, Any], text: str) -> CheckpointError:
-  return CheckpointError(
-    f"the processes do not agree on {answer['what']}.",
-    details=f"processes {answer['differ']} differ from process 0; this is process {jax.process_index()}: "
-    f"{text[:200]}",
-    fix="make the same call with the same arguments on every process.",
-  )
 
 
 def require_same(what: str, text: str) -> None:
@@ -143,8 +135,7 @@ def require_same(what: str, text: str) -> None:
 def decided(function: Callable[[], T]) -> T:
   """The function's result on process 0, a JSON value: other processes may not see the same files yet."""
   with together() as block:
-    if jax.process_index() == 0:
-      block.mine = function()
+    block.decide = lambda _: function()
   return block.found
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 import nnx_parallel as nxp
 from checkpoint.runs import MESHES, arrays, assert_same, data_of, make_plan, target_of
 from nnx_parallel import cli
-from nnx_parallel.checkpoint import array_io, restore, save, storage
+from nnx_parallel.checkpoint import array_io, lock, restore, save, storage
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.damage import VanishedError
 from nnx_parallel.errors import CheckpointError
@@ -100,7 +100,7 @@ def test_an_interrupted_wait_loses_no_error(tmp_path, monkeypatch):
     checkpointer.close()
   with pytest.raises(CheckpointError, match=r"cannot save step 2: this Checkpointer was closed\."):
     checkpointer.save(2, arrays())
-  assert sorted(path.name for path in tmp_path.iterdir()) == [storage.LOCK]
+  assert sorted(path.name for path in tmp_path.iterdir()) == [lock.LOCK]
 
 
 def test_a_checkpointer_without_a_save_is_collected(tmp_path):
