@@ -27,7 +27,7 @@ PreservationPolicy = policies.PreservationPolicy
 
 
 class Saved(NamedTuple):
-  """A step as the policies of Orbax read it; the metrics are None where the step has no comparable one."""
+  """A step as the policies of Orbax read it, without metrics where it has no comparable one."""
 
   step: int
   time: datetime.datetime
@@ -44,11 +44,9 @@ class Retention:
 
   def __post_init__(self) -> None:
     one_of("best_mode", self.mode, ("min", "max"))
-    if not isinstance(self.keep, PreservationPolicy | None) and whole(self.keep, least=1) is None:
-      raise CheckpointError(
-        f"max_to_keep={self.keep!r} is not a number of steps from 1 up.",
-        fix="pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies.",
-      )
+    if not isinstance(self.keep, PreservationPolicy | None):
+      fix = "pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies."
+      whole("max_to_keep", self.keep, least=1, of="a number of steps from 1 up", fix=fix)
 
   def best_of(self, headers: Mapping[int, Header | None]) -> int | None:
     """The step with the best metric, the newest of equals; NaN counts as not having the metric."""
@@ -66,10 +64,8 @@ class Retention:
     if self.keep is None or not known:
       return []
     policy = self.keep if isinstance(self.keep, PreservationPolicy) else policies.LatestN(self.keep)
-    utc = datetime.UTC
-    saved = [
-      Saved(x.step, datetime.datetime.fromtimestamp(x.time, utc), self._metrics(x)) for x in known[::-1]
-    ]
+    when = [datetime.datetime.fromtimestamp(header.time, datetime.UTC) for header in known]
+    saved = [Saved(x.step, time, self._metrics(x)) for x, time in zip(known, when, strict=True)][::-1]
     kept = policy.should_preserve(cast(Any, saved), context=policies.PreservationContext())
     always = {known[0].step, self.best_of(headers)}
     return sorted(x.step for x, stays in zip(saved, kept, strict=True) if not stays and x.step not in always)
@@ -199,30 +195,24 @@ class Catalog:
     return CheckpointError(f"cannot find {what} in {self.storage.directory}.", details=details, fix=fix)
 
 
-def whole(value: object, *, least: int) -> int | None:
-  """The value as an int, or None if it is not an integer of at least `least`."""
-  try:
+def whole(name: str, value: object, *, least: int, of: str, fix: str) -> int:
+  """An argument that is a whole number of at least `least`."""
+  with contextlib.suppress(TypeError):
     number = operator.index(value)  # pyright: ignore[reportArgumentType]
-  except TypeError:
-    return None
-  return None if isinstance(value, bool) or number < least else number
+    if not isinstance(value, bool) and least <= number < 2**63:
+      return number
+  shown = f"{name}={value!r}" if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
+  raise CheckpointError(f"{shown} is not {of}.", fix=fix)
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
   """Checks an argument that takes one of a few values, and returns it."""
   if value not in known:
-    *most, last = (f'"{word}"' for word in known)
-    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass {', '.join(most)} or {last}.")
+    raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass one of {', '.join(map(repr, known))}.")
   return value
 
 
 def as_step(step: object) -> int:
   """The number of a step."""
-  number = whole(step, least=0)
-  if number is None or number >= 2**63:
-    shown = f"step={step!r}" if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
-    raise CheckpointError(
-      f"{shown} is not a step.",
-      fix="a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer).",
-    )
-  return number
+  fix = "a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer)."
+  return whole("step", step, least=0, of="a step", fix=fix)

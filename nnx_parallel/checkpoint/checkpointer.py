@@ -114,8 +114,8 @@ class Checkpointer:
     self._storage = storage.Storage(self.directory)
     self._catalog = Catalog(self._storage, Retention(max_to_keep, best, best_mode))
     self._asynchronous = asynchronous
-    self._byte_budget = _checked_bytes("byte_budget", byte_budget, least=0)
-    self._chunk_bytes = None if chunk_bytes is None else _checked_bytes("chunk_bytes", chunk_bytes, least=1)
+    self._byte_budget = _bytes("byte_budget", byte_budget, least=0)
+    self._chunk_bytes = None if chunk_bytes is None else _bytes("chunk_bytes", chunk_bytes, least=1)
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._resumed: int | None = None  # the step that this run resumed from, before its first save
@@ -306,7 +306,7 @@ class Checkpointer:
     Raises:
       CheckpointError: the step does not exist, or its manifest cannot be read.
     """
-    number = self._resolve(step)
+    number = multihost.decided(lambda: self._catalog.resolve(step))
     with multihost.together():
       return self._catalog.manifest(number)
 
@@ -334,8 +334,8 @@ class Checkpointer:
     Raises:
       CheckpointError: the step does not exist, or an argument matches no leaf.
     """
-    fill = self._filler(target, only, skip, rename, cast, weight_map, optimizer, as_numpy)
-    return fill(self.metadata(step))[1]
+    more = {"rename": rename, "cast": cast, "weight_map": weight_map, "optimizer": optimizer}
+    return self._filler(target, only, skip, as_numpy, **more)(self.metadata(step))[1]
 
   @overload
   def restore(self, target: Plan[R], step: int | str | None = None, **options: Unpack[_Choice]) -> R: ...
@@ -390,10 +390,10 @@ class Checkpointer:
       CheckpointError: the step does not exist, leaves do not fit, or files are damaged; the message names all
         of them.
     """
-    fill = self._filler(target, only, skip, rename, cast, weight_map, optimizer, as_numpy)
+    more = {"rename": rename, "cast": cast, "weight_map": weight_map, "optimizer": optimizer}
     with no_mesh():
       self.wait()
-      result = self._try_steps(step, on_corrupt, fill)
+      result = self._try_steps(step, on_corrupt, self._filler(target, only, skip, as_numpy, **more))
       if target is not None:
         self._resumed = self._restored_step
       return result
@@ -433,15 +433,13 @@ class Checkpointer:
         )
 
       def fill(record: Manifest) -> tuple[Target, Diff]:
-        self._require_target(target, as_numpy)
         if target is None:
-          goal = targets.as_saved(record, name)
+          goal = self._as_saved(record, name, as_numpy, [])
         else:
           goal = targets.read(target, optimizer="drop", as_numpy=as_numpy, item=name)
         return goal, compare(record, goal, byte_budget=self._byte_budget)
 
-      with self._there(record.step):
-        return self._fill(lambda: record, fill)[1]
+      return self._fill(record.step, lambda: record, fill)[1]
 
   def verify(self, step: int | str | None = None) -> dict[str, str]:
     """Checks every value and file of a step. A folder without its manifest is a step too.
@@ -455,7 +453,7 @@ class Checkpointer:
     Raises:
       CheckpointError: the step does not exist, or another process removed or replaced it during the check.
     """
-    number = self._resolve(step, whole=False)
+    number = multihost.decided(lambda: self._catalog.resolve(step, whole=False))
     found = self._storage.identity(number)
     problems = self._problems(number)
     if multihost.any_process(bool(problems) and self._storage.identity(number) != found):
@@ -532,77 +530,68 @@ class Checkpointer:
       ) from error
 
   def _filler(
-    self,
-    target: object,
-    only: Only | None,
-    skip: Iterable[str],
-    rename: MappingType[str, str] | None,
-    cast: bool,
-    weight_map: Remap | None,
-    optimizer: str,
-    as_numpy: bool,
+    self, target: object, only: Only | None, skip: Iterable[str], as_numpy: bool, **more: Any
   ) -> Fill:
     """What finds, for a manifest, the leaves that the arguments of `restore` name."""
     names, choose = targets.split_only(only)
 
     def fill(record: Manifest) -> tuple[Target, Diff]:
-      self._require_target(
-        target,
-        as_numpy,
-        rename=rename,
-        cast=cast,
-        weight_map=weight_map,
-        optimizer=optimizer != "restore",
-        **{"filter as only": choose is not None},
-      )
+      optimizer, weight_map = more["optimizer"], more["weight_map"]
       if target is None:
-        goal = targets.as_saved(record)
+        given = {**more, "optimizer": optimizer != "restore", "filter as only": choose is not None}
+        goal = self._as_saved(record, None, as_numpy, [name for name, value in given.items() if value])
       else:
         goal = targets.read(target, optimizer=optimizer, as_numpy=as_numpy, record=record, choose=choose)
         goal = weight_map.through(goal) if weight_map else goal
-      return goal, compare(
-        record, goal, only=names, skip=skip, rename=rename, cast=cast, byte_budget=self._byte_budget
-      )
+      budget, rename, cast = self._byte_budget, more["rename"], more["cast"]
+      return goal, compare(record, goal, only=names, skip=skip, rename=rename, cast=cast, byte_budget=budget)
 
     return fill
 
-  def _fill(self, look: Callable[[], Manifest], fill: Fill) -> tuple[Manifest, PyTree]:
-    """Restores a step into a target, in two rendezvous."""
-    with multihost.together() as block:
-      record = look()
-      folder = self._storage.folder(record.step)
-      goal, diff = fill(record)
-      diff.require()
-      if diff.skipped and not (diff.matches or any(diff.values.values())):
-        raise CheckpointError(
-          f"only= and skip= leave nothing of step {record.step} to restore.",
-          details=f"{len(diff.skipped)} leaves are left out",
-          fix="fewer patterns in skip=, or the leaves that are wanted in only=.",
-        )
-      restore.check_files(folder, record, diff.matches)
-      names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
-      block.same = "what to restore", f"step {record.step}\n{names}"
-    with multihost.together():
-      arrays = restore.read(folder, record, diff, byte_budget=self._byte_budget)
-    for item, values in diff.values.items():
-      arrays.setdefault(item, {}).update(values)
-    return record, goal.build(arrays)
-
-  def _require_target(self, target: object, as_numpy: bool, **needs_one: object) -> None:
-    """Raises if there is no target, and numpy arrays are not wanted, or options are given that need one."""
-    if target is not None:
-      return
+  def _as_saved(self, record: Manifest, item: str | None, as_numpy: bool, unused: list[str]) -> Target:
+    """The target without a target, where `unused` names the options that need one."""
     if not as_numpy:
       raise CheckpointError(
         f"cannot restore from {self.directory} without a target: the layout it was saved in is not used.",
         fix="pass a plan, a live model, or a tree of jax.ShapeDtypeStruct with shardings; "
         "as_numpy=True returns numpy arrays.",
       )
-    if unused := [name for name, is_given in needs_one.items() if is_given]:
+    if unused:
       raise CheckpointError(
         f"restore(as_numpy=True) without a target takes no {unused[0]}=: it returns all saved leaves.",
         fix="only= and skip= choose leaves by their paths; pass a target for the rest.",
       )
+    return targets.as_saved(record, item)
+
+  def _fill(self, step: int, look: Callable[[], Manifest], fill: Fill) -> tuple[Manifest, PyTree]:
+    """Restores a step into a target, in two rendezvous.
+
+    A `VanishedError` says that another process removed or replaced the step meanwhile.
+    """
+    found = self._storage.identity(step)
+    try:
+      with multihost.together() as block:
+        record, folder = look(), self._storage.folder(step)
+        goal, diff = fill(record)
+        diff.require()
+        if diff.skipped and not (diff.matches or any(diff.values.values())):
+          raise CheckpointError(
+            f"only= and skip= leave nothing of step {step} to restore.",
+            details=f"{len(diff.skipped)} leaves are left out",
+            fix="fewer patterns in skip=, or the leaves that are wanted in only=.",
+          )
+        restore.check_files(folder, record, diff.matches)
+        names = "\n".join(f"{leaf.name} {leaf.target.shape}" for leaf in diff.matches)
+        block.same = "what to restore", f"step {step}\n{names}"
+      with multihost.together():
+        arrays: dict[str, dict[str, Any]] = restore.read(folder, record, diff, byte_budget=self._byte_budget)
+    except CheckpointError as error:
+      if multihost.any_process(found is None or self._storage.identity(step) != found):
+        raise vanished(self.directory / str(step)) from error
+      raise
+    for item, values in diff.values.items():
+      arrays.setdefault(item, {}).update(values)
+    return record, goal.build(arrays)
 
   def _problems(self, step: int) -> dict[str, str]:
     folder, budget = self._storage.folder(step), self._byte_budget
@@ -626,34 +615,18 @@ class Checkpointer:
       values.decide = merge
     return files.found | values.found
 
-  def _resolve(self, step: int | str | None, *, whole: bool = True) -> int:
-    """The number of a step. One process looks: the others may not see the same folders yet."""
-    return multihost.decided(lambda: self._catalog.resolve(step, whole=whole))
-
-  @contextlib.contextmanager
-  def _there(self, step: int) -> Generator[None]:
-    """Raises `VanishedError` when the block fails because another process removed or replaced the step."""
-    found = self._storage.identity(step)
-    try:
-      yield
-    except CheckpointError as error:
-      if multihost.any_process(found is None or self._storage.identity(step) != found):
-        raise vanished(self.directory / str(step)) from error
-      raise
-
   def _try_steps(self, step: int | str | None, on_corrupt: str, fill: Fill) -> PyTree:
     with multihost.together() as block:
       one_of("on_corrupt", on_corrupt, ("error", "fallback"))
-      block.decide = lambda _: self._catalog.resolve(step)
+      block.decide = lambda _: self._catalog.resolve(step)  # the others may not see the same folders yet
     number, older = block.found, None
     while True:
       try:
-        with self._there(number):
-          record, result = self._fill(functools.partial(self._catalog.manifest, number), fill)
+        record, result = self._fill(number, functools.partial(self._catalog.manifest, number), fill)
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
-        number, older = self._resolve(step), None
+        number, older = multihost.decided(functools.partial(self._catalog.resolve, step)), None
       except DamagedError as error:
         if on_corrupt == "error":
           raise
@@ -706,13 +679,9 @@ def _request(
   return save.Request(step, items, *save.encode(roots, items), values, numbers, plan_json, overwrite)
 
 
-def _checked_bytes(name: str, value: object, *, least: int) -> int:
-  number = whole(value, least=least)
-  if number is None:
-    raise CheckpointError(
-      f"{name}={value!r} is not a number of bytes from {least} up.", fix=f"{name}=256 << 20 is 256 MiB."
-    )
-  return number
+def _bytes(name: str, value: object, *, least: int) -> int:
+  of, fix = f"a number of bytes from {least} up", f"{name}=256 << 20 is 256 MiB."
+  return whole(name, value, least=least, of=of, fix=fix)
 
 
 def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:

@@ -14,18 +14,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint import array_io, encoding
 from nnx_parallel.checkpoint.encoding import Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.core.axes import axes_of, entry_of
-from nnx_parallel.core.mesh import axis_sizes
 from nnx_parallel.core.nodes import is_key
 from nnx_parallel.core.text import Shown
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.layout.leaf import HOST_KINDS
+from nnx_parallel.layout.relayout import is_on_host, layout_text
 
 _MOST_ROWS, _MOST_LAYOUTS, _MOST_RENAMES = 12, 3, 6
 _NOTHING = ItemRecord({}, {})
@@ -110,10 +107,9 @@ class LeafPair:
     wanted, saved = self.target.struct.dtype, self.saved
     if self.wants_x64 or encoding.dtype_name(wanted) == saved.dtype:
       return not self.wants_x64
-    if not cast or is_key(wanted) or saved.encoding.startswith("key:"):
-      return False
-    return all(
-      jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (wanted, jax.numpy.dtype(saved.dtype))
+    is_cast = cast and not is_key(wanted) and not saved.encoding.startswith("key:")
+    return is_cast and all(
+      jax.numpy.issubdtype(x, jax.numpy.floating) for x in (wanted, np.dtype(saved.dtype))
     )
 
 
@@ -161,11 +157,14 @@ class Diff(Shown):
     return not (self.missing or self.extra or self.reshaped or self.retyped or self.misspelt)
 
   def __str__(self) -> str:
-    lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target"]
-    lines += self.problems()
+    lines = [f"step {self.step}: {'fits' if self.fits else 'does not fit'} the target", *self.problems()]
     count = len(self.matches) + sum(map(len, self.values.values()))
     lines.append(f"restored: {count} leaves, left out by name: {len(self.skipped)}")
-    lines += self._changes()
+    if changes := [
+      "  {}: saved {}, wanted {}".format(match.name, *match.layouts) for match in self.resharded
+    ]:
+      lines.append(f"in another layout than saved: {len(changes)} leaves")
+      lines += _shorten(changes, _MOST_LAYOUTS, "  ")
     lines.append(
       f"this process reads {self.bytes_read:,} bytes; "
       f"at most {self.device_bytes:,} bytes per device and {self.host_bytes:,} bytes of host memory"
@@ -195,11 +194,8 @@ class Diff(Shown):
     kinds = ("missing", "extra", "reshaped", "of another dtype", "not found by name")
     wrong = (self.missing, self.extra, self.reshaped, self.retyped, self.misspelt)
     summary = ", ".join(f"{len(rows)} {what}" for what, rows in zip(kinds, wrong, strict=True) if rows)
-    raise CheckpointError(
-      f"cannot restore step {self.step}: it does not fit the target ({summary}).",
-      details="\n".join(self.problems()),
-      fix=self._fix(),
-    )
+    what = f"cannot restore step {self.step}: it does not fit the target ({summary})."
+    raise CheckpointError(what, details="\n".join(self.problems()), fix=self._fix())
 
   def problems(self) -> list[str]:
     """A line for each leaf that does not fit."""
@@ -213,12 +209,6 @@ class Diff(Shown):
     names = [f"no leaf  {a}{f'  (nearest: {b})' if b else ''}" for a, b in self.misspelt]
     return [row for rows in (missing, extra, reshaped, retyped, names) for row in _shorten(rows)]
 
-  def _changes(self) -> list[str]:
-    rows = ["  {}: saved {}, wanted {}".format(match.name, *match.layouts) for match in self.resharded]
-    return (
-      [f"in another layout than saved: {len(rows)} leaves", *_shorten(rows, _MOST_LAYOUTS)] if rows else []
-    )
-
   def _fix(self) -> str:
     wrong = [*(a for a, _ in self.missing), *self.extra, *(match.name for match in self.reshaped)]
     is_optimizer = bool(wrong) and all(name.startswith("optimizer/") for name in wrong)
@@ -226,9 +216,7 @@ class Diff(Shown):
     if renames and not (is_optimizer and {b for _, b in self.missing} != {*self.extra}):
       return f"if they were renamed: restore(..., rename={renames})."
     if is_optimizer and not self.missing and not any(match.item == "optimizer" for match in self.matches):
-      return (
-        'to restore it, plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
-      )
+      return 'plan with optimizer=..., or pass (model, optimizer); to leave it, optimizer="drop".'
     if is_optimizer:
       return (
         'another optimizer was saved, or none: restore(plan, optimizer="fresh") makes a new one;'
@@ -322,30 +310,12 @@ def compare(
   )
 
 
-def layout_text(sharding: Sharding | None) -> str:
-  """A layout as text: `P('a', None, 'c') on {'a': 2, 'c': 4}`, without axes of size 1; empty for None."""
-  if sharding is None:
-    return ""
-  memory = sharding.memory_kind or ""
-  where = f" in {memory}" if _on_host(sharding) else ""
-  if sharding.num_devices == 1:
-    return f"one device{where}"
-  if not isinstance(sharding, NamedSharding):
-    return f"{type(sharding).__name__} on {sharding.num_devices} devices{where}"
-  sizes = {name: size for name, size in axis_sizes(sharding.mesh).items() if size > 1}
-  split = [tuple(axis for axis in axes_of(entry) if axis in sizes) for entry in sharding.spec]
-  while split and not split[-1]:
-    split.pop()
-  names = (repr(entry_of(axes)) for axes in split)
-  return f"P({', '.join(names)}) on {sizes}{where}"
-
-
 class Patterns:
   """The patterns of `only` and `skip`, and which of them matched."""
 
   def __init__(self, only: Iterable[str] | None, skip: Iterable[str]):
-    self.only = None if only is None else as_names(only, "only")
-    self.skip = as_names(skip, "skip")
+    self.only = None if only is None else _as_names(only, "only")
+    self.skip = _as_names(skip, "skip")
     self.matched: set[str] = set()
     self.left_out: dict[str, None] = {}
 
@@ -407,9 +377,7 @@ def _shortest_renames(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
   return dict([*found.items()][:_MOST_RENAMES])
 
 
-def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-  """The patterns that were passed as `argument`."""
-  what = fix = ""
+def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   if isinstance(names, str):
     what, fix = f"{argument}={names!r} is one text, not a list of names.", f"pass {argument}=[{names!r}]."
   elif not isinstance(names, Iterable):  # a filter of nnx  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -436,26 +404,17 @@ def _made_of(dtype: DTypeLike) -> Any:
   return dtype if is_key(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _on_host(sharding: Sharding) -> bool:
-  """Whether a layout is in host memory, on devices with their own memory."""
-  device = next(iter(sharding.device_set))
-  kind = sharding.memory_kind
-  return kind in HOST_KINDS and kind != device.default_memory().kind
-
-
 def _bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> Counter[Any]:
   """Bytes by device of this process; None stands for host memory."""
   total: Counter[Any] = Counter()
   for struct in structs:
     layout = struct.sharding
     shape = layout.shard_shape(struct.shape) if layout else struct.shape
-    on_host = layout is None or _on_host(layout)
+    on_host = layout is None or is_on_host(layout)
     for device in layout.addressable_devices if layout else (None,):
       total[None if on_host else device] += math.prod(shape) * struct.dtype.itemsize
   return total
 
 
-def _shorten(rows: list[str], most: int = _MOST_ROWS) -> list[str]:
-  if len(rows) > most:
-    rows[most:] = [f"{' ' * 9 if most == _MOST_ROWS else '  '}... and {len(rows) - most} more"]
-  return rows
+def _shorten(rows: list[str], most: int = _MOST_ROWS, indent: str = " " * 9) -> list[str]:
+  return rows if len(rows) <= most else [*rows[:most], f"{indent}... and {len(rows) - most} more"]

@@ -45,7 +45,7 @@ _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 class LeafRecord:
   """One array: its name in the item's folder, logical global shape, dtype, encoding, and Variable type.
 
-  `layout` is the one in which it was saved, as `diff.layout_text` writes it; `digest` is of format 5.
+  `layout` is the one in which it was saved, as `relayout.layout_text` writes it; `digest` is of format 5.
   """
 
   folder: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -89,27 +90,23 @@ def check_values(
 def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
   """The files that are missing, cut short, unreadable, or changed, each with its problem.
 
-  A file that this machine cannot read at the moment is a `CheckpointError`.
+  Raises a `CheckpointError` where this machine cannot read them at the moment.
   """
-  files, size_of = list(names), storage.sizes_in(step_dir)
-  problems = storage.each(lambda name: _problem(step_dir, manifest, name, size_of), files)
-  return {name: f"{name} {problem}" for name, problem in zip(files, problems, strict=True) if problem}
-
-
-def _problem(step_dir: epath.Path, manifest: Manifest, name: str, size_of: Callable[[str], int]) -> str:
-  file, size, sha256 = step_dir / name, manifest.files[name], manifest.hashes.get(name)
+  problems: dict[str, str] = {}
   try:
-    found = size_of(name)
-    if found != size:
-      return f"has {found:,} bytes instead of {size:,}"
-    if (not size and is_no_file(file)) or (sha256 is not None and format5.sha256(file) != sha256):
-      return "does not have the contents that were written"
-  except FileNotFoundError:
-    return "is missing"
+    sizes = storage.all_files(step_dir)
+    for name in names:
+      file, size, sha256 = step_dir / name, manifest.files[name], manifest.hashes.get(name)
+      if name not in sizes:
+        problems[name] = f"{name} is missing"
+      elif sizes[name] != size:
+        problems[name] = f"{name} has {sizes[name]:,} bytes instead of {size:,}"
+      elif (not size and is_no_file(file)) or (sha256 is not None and format5.sha256(file) != sha256):
+        problems[name] = f"{name} does not have the contents that were written"
   except OSError as error:
-    raise_transient(error, f"{file}")
-    return f"cannot be read ({error.strerror or error})"
-  return ""
+    raise_transient(error, f"{step_dir}")
+    problems[os.fspath(step_dir)] = f"its files cannot be read ({error.strerror or error})"
+  return problems
 
 
 def check_files(step_dir: epath.Path, manifest: Manifest, matches: Iterable[LeafPair]) -> None:

@@ -13,10 +13,9 @@ from etils import epath
 from flax import nnx
 
 from nnx_parallel.checkpoint import array_io, encoding, manifest, storage
-from nnx_parallel.checkpoint.diff import layout_text
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.checkpoint.relayout import without_padding
+from nnx_parallel.layout.relayout import layout_text, without_padding
 from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded

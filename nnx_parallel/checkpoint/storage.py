@@ -16,7 +16,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec.config
 import fsspec.core
@@ -25,12 +25,9 @@ from etils import epath
 from nnx_parallel.checkpoint import manifest
 from nnx_parallel.errors import CheckpointError
 
-T = TypeVar("T")
-R = TypeVar("R")
 SAVING, REPLACED, DELETING, ASIDE = ".nnx-saving", ".nnx-replaced", ".nnx-deleting", ".nnx-aside"
 _SYNCING = 16
 _MOST_MORE = 4096
-_REQUESTS = 64  # to an object store at a time
 
 
 def is_local(path: epath.Path) -> bool:
@@ -281,31 +278,6 @@ def all_files(folder: epath.Path) -> dict[str, int]:
   if not found and not folder.exists():
     raise FileNotFoundError(os.fspath(folder))
   return found
-
-
-def sizes_in(folder: epath.Path) -> Callable[[str], int]:
-  """A function from the relative path of a file to its bytes, which raises FileNotFoundError.
-
-  In an object store, one listing answers for all files.
-  """
-  if is_local(folder):
-    return lambda name: (folder / name).stat().length
-  found: dict[str, int] = {}
-  with contextlib.suppress(FileNotFoundError):
-    found = all_files(folder)
-
-  def size(name: str) -> int:
-    if name not in found:
-      raise FileNotFoundError(name)
-    return found[name]
-
-  return size
-
-
-def each(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-  """Calls the function for each item, many at a time: object stores and shared disks take long to answer."""
-  with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
-    return list(pool.map(call, items))
 
 
 def tell_apart(folder: epath.Path) -> None:

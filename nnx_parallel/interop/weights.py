@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.checkpoint import diff, encoding, multihost, targets
 from nnx_parallel.checkpoint.diff import Found, Target, TargetLeaf
-from nnx_parallel.checkpoint.relayout import auto_layout, even_layout, on_auto_axes
+from nnx_parallel.layout.relayout import auto_layout, even_layout, on_auto_axes
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import is_key, path_str, variables
 from nnx_parallel.core.padding import pad

@@ -23,7 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.relayout import on_auto_axes
+from nnx_parallel.layout.relayout import on_auto_axes
 from nnx_parallel.checkpoint.targets import Only, saved_roots
 from nnx_parallel.core.mesh import no_mesh, use_mesh
 from nnx_parallel.core.nodes import value_of
