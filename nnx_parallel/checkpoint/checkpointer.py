@@ -36,6 +36,7 @@ from nnx_parallel.layout.plan import Plan
 
 R = TypeVar("R")
 Fill = Callable[[Manifest], tuple[Target, Diff]]
+Named = MappingType[str, object] | None
 
 _RESERVED = ("model", "optimizer")
 _unfinished: set[Checkpointer] = set()
@@ -174,7 +175,8 @@ class Checkpointer:
       self._require_open(f"save step {step}")
       made, started = concurrent.futures.Future[save.Request](), concurrent.futures.Future[bool]()
       try:
-        made.set_result(_request(step, model, optimizer, only, extra, metrics, plan, overwrite))
+        roots = targets.saved_roots(model, optimizer, only)
+        made.set_result(_request(as_step(step), roots, extra, metrics, plan, overwrite))
       except Exception as error:  # noqa: BLE001 (raised by the result, where the other processes hear of it)
         made.set_exception(error)
       self._start_thread(step)
@@ -642,17 +644,9 @@ class Checkpointer:
 
 
 def _request(
-  step: int,
-  model: object,
-  optimizer: object,
-  only: Only | None,
-  extra: MappingType[str, object] | None,
-  metrics: MappingType[str, object] | None,
-  plan: object,
-  overwrite: bool,
+  step: int, roots: dict[str, Any], extra: Named, metrics: Named, plan: object, overwrite: bool
 ) -> save.Request:
   """The arguments of `save`, checked; arrays among `extra` are more items."""
-  step, roots = as_step(step), targets.saved_roots(model, optimizer, only)
   values: dict[str, encoding.Json] = {}
   for name, value in (extra or {}).items():
     if name in _RESERVED or not name.isidentifier():

@@ -46,11 +46,11 @@ class Hold:
   def save(self) -> Generator[None]:
     """Waits for the other saves of this process; takes the directory again if somebody removed it."""
     with self.saving:
-      there = os.path.exists(self.path) and os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
-      if not there:
+      holder = self.path.read_text().strip() if self.path.exists() else ""
+      if not holder:
         self.file.close()
         self.file = _locked(self.path)
-      elif (holder := self.path.read_text().strip()) != _me():  # where nothing locks
+      elif holder != _me():  # where nothing locks
         raise _held(self.path, holder)
       yield
 

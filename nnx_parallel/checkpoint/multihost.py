@@ -22,12 +22,12 @@ _MOST_NAMED = 8
 
 @dataclasses.dataclass
 class Block:
-  """A block of the function `together`.
+  """A block of the function `together`, and what each process says at its end.
 
   Attributes:
-    mine: the JSON value that this process sends to process 0 at the end of the block.
+    mine: the JSON value that this process sends to process 0.
     same: what must be the same on all processes, as pairs of its name and its text.
-    decide: what process 0 does with the values of all, once all have come without an error.
+    decide: what process 0 makes of the values of all, once all have come without an error.
     found: after the block, the JSON value that `decide` returned, on each process.
   """
 
@@ -71,8 +71,15 @@ def together(name: str = "together") -> Generator[Block]:
   def judge(texts: list[str]) -> str:
     nonlocal error
     said = [json.loads(text) for text in texts]
-    answer = _verdict(said)
-    if answer["code"] == _SOUND:
+    code = max(one["code"] for one in said)
+    answer: dict[str, Any] = {"code": code}
+    if code != _SOUND:
+      failed = [process for process, one in enumerate(said) if one["code"] == code]
+      answer |= {"failed": failed[:_MOST_NAMED], "what": said[failed[0]]["what"]}
+    elif others := [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]:
+      what = next(one["same"][0] for one in said if one["same"])
+      answer = {"code": _FAILED, "differ": others[:_MOST_NAMED], "what": what}
+    else:
       try:
         answer["value"] = block.decide([one["value"] for one in said])
       except Exception as caught:  # noqa: BLE001 (raised below)
@@ -106,18 +113,6 @@ def together(name: str = "together") -> Generator[Block]:
 
 def _code(error: Exception | None) -> int:
   return _SOUND if error is None else _DAMAGED if isinstance(error, DamagedError) else _FAILED
-
-
-def _verdict(said: list[Any]) -> dict[str, Any]:
-  """What process 0 makes of the ends of a block on all processes."""
-  code = max(one["code"] for one in said)
-  if code != _SOUND:
-    failed = [process for process, one in enumerate(said) if one["code"] == code]
-    return {"code": code, "failed": failed[:_MOST_NAMED], "what": said[failed[0]]["what"]}
-  if others := [process for process, one in enumerate(said) if one["same"] != said[0]["same"]]:
-    what = next(one["same"][0] for one in said if one["same"])
-    return {"code": _FAILED, "differ": others[:_MOST_NAMED], "what": what}
-  return {"code": _SOUND}
 
 
 def _what(error: Exception | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import os
@@ -21,9 +20,6 @@ from nnx_parallel.core.nodes import is_key, key_dtype
 
 logger = logging.getLogger(__name__)
 
-# The errors that readers raise for damaged files.
-_READ_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError, MemoryError)
-
 
 def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, byte_budget: int
@@ -41,15 +37,10 @@ def read(
     if problems := [what for _, what in check_values(step_dir, manifest, here, byte_budget=byte_budget)]:
       raise damage(manifest.step, problems)
   results: dict[str, dict[str, Array]] = {}
-  for item, group in itertools.groupby(diff.matches, lambda leaf: leaf.item):
-    leaves = [*group]
-    uses = collections.Counter(leaf.saved.folder for leaf in leaves)
-    arrays = _load(step_dir, manifest, leaves, byte_budget)
-    for leaf in leaves:
-      folder = leaf.saved.folder
-      uses[folder] -= 1
-      array = arrays.get(folder) if uses[folder] else arrays.pop(folder, None)
-      results.setdefault(item, {})[leaf.path] = place(array, leaf)
+  for leaf, array in _load(step_dir, manifest, diff.matches, byte_budget):
+    if isinstance(array, DamagedError):
+      raise array
+    results.setdefault(leaf.item, {})[leaf.path] = place(array, leaf)
   return results
 
 
@@ -67,24 +58,16 @@ def as_stored(saved: Iterable[tuple[str, str, LeafRecord]]) -> list[LeafPair]:
 def check_values(
   step_dir: epath.Path, manifest: Manifest, pairs: Iterable[LeafPair], *, byte_budget: int
 ) -> Iterator[tuple[str, str]]:
-  """Reads leaves `as_stored`, a budget at a time, where TensorStore checks them.
+  """Reads leaves `as_stored`, where TensorStore checks them, and drops them.
 
   Yields the name of each damaged leaf, and its first problem.
   """
-  for group in _groups(pairs, byte_budget):
-    try:
-      arrays = _load(step_dir, manifest, group, byte_budget)
-    except DamagedError:
-      arrays = {}  # each array is read alone, to name the damaged arrays
-    for leaf in group:
-      try:
-        array = (arrays or _load(step_dir, manifest, [leaf], byte_budget)).get(leaf.saved.folder)
-        old = array is not None and manifest.format == OLD_FORMAT
-        if old and format5.digest(np.asarray(array)) != leaf.saved.digest:
-          files = _files_of(step_dir, manifest, leaf)
-          raise damage(manifest.step, [*files, f"the values of {leaf.name} differ from the saved values"])
-      except DamagedError as error:
-        yield leaf.name, error.what
+  for leaf, array in _load(step_dir, manifest, pairs, byte_budget):
+    if isinstance(array, DamagedError):
+      yield leaf.name, array.what
+    elif manifest.format == OLD_FORMAT and format5.digest(np.asarray(array)) != leaf.saved.digest:
+      what = f"the values of {leaf.name} differ from the saved values"
+      yield leaf.name, damage(manifest.step, [*_files_of(step_dir, manifest, leaf), what]).what
 
 
 def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
@@ -123,44 +106,32 @@ def _files_of(step_dir: epath.Path, manifest: Manifest, match: LeafPair) -> list
   return [*damaged_files(step_dir, manifest, names).values()]
 
 
-def _groups(matches: Iterable[LeafPair], byte_budget: int) -> Iterator[list[LeafPair]]:
-  """Cuts the reads into groups of one item and about the size of the budget."""
-  group: list[LeafPair] = []
-  total = 0
-  for leaf in matches:
-    size = array_io.shard_bytes(leaf.stored)
-    if group and (leaf.item != group[0].item or total + size > byte_budget):
-      yield group
-      group, total = [], 0
-    group.append(leaf)
-    total += size
-  if group:
-    yield group
-
-
 def _load(
-  step_dir: epath.Path, manifest: Manifest, group: list[LeafPair], byte_budget: int
-) -> dict[str, Array]:
-  """Reads leaves of one item, by folder."""
-  item = group[0].item
-  full = [leaf for leaf in group if leaf.saved.encoding != encoding.EMPTY]
-  targets = {leaf.saved.folder: leaf.stored for leaf in full}
-  if not targets:
-    return {}
-  stored = {leaf.saved.folder: leaf.on_disk for leaf in full}
-  try:
+  step_dir: epath.Path, manifest: Manifest, leaves: Iterable[LeafPair], byte_budget: int
+) -> Iterator[tuple[LeafPair, Array | DamagedError | None]]:
+  """Each leaf with its stored array, its damage, or None if it has no elements."""
+  for item, group in itertools.groupby(leaves, lambda leaf: leaf.item):
+    by_folder: dict[str, list[LeafPair]] = {}
+    for leaf in group:
+      if leaf.saved.encoding == encoding.EMPTY:
+        yield leaf, None
+      else:
+        by_folder.setdefault(leaf.saved.folder, []).append(leaf)
+    stored = {folder: same[-1].on_disk for folder, same in by_folder.items()}
+    wanted = {folder: same[-1].stored for folder, same in by_folder.items()}
     merged = manifest.format != OLD_FORMAT
-    return array_io.read(step_dir / item, stored, targets, byte_budget=byte_budget, merged=merged)
-  except _READ_ERRORS as error:
-    raise_transient(error, f"{step_dir / item}")
-    if len(group) == 1:
-      files = _files_of(step_dir, manifest, group[0])
-      what = f"{item}/{group[0].saved_path} cannot be read (files under {item})"
-      raise damage(step_dir.name, [*files, what, str(error)[:300]]) from error
-  # One of several arrays failed: read them alone to learn which.
-  return {
-    name: array for leaf in group for name, array in _load(step_dir, manifest, [leaf], byte_budget).items()
-  }
+    for folder, array in array_io.read(
+      step_dir / item, stored, wanted, byte_budget=byte_budget, merged=merged
+    ):
+      for leaf in by_folder[folder]:
+        if not isinstance(array, Exception):
+          yield leaf, array
+          continue
+        raise_transient(array, f"{step_dir / item}")
+        what = f"{item}/{leaf.saved_path} cannot be read (files under {item})"
+        found = damage(step_dir.name, [*_files_of(step_dir, manifest, leaf), what, str(array)[:300]])
+        found.__cause__ = array
+        yield leaf, found
 
 
 def place(array: Array | None, leaf: LeafPair) -> Array:

@@ -192,7 +192,7 @@ def test_a_limit_on_threads_is_no_damage(saved, monkeypatch):
     raise RuntimeError("can't start new thread")
 
   with monkeypatch.context() as patch:
-    patch.setattr(array_io, "read", limited)
+    patch.setattr(array_io, "_open", limited)
     text = r"(?s)cannot read .*can.t start new thread.*not a sign of damage"
     with pytest.raises(CheckpointError, match=text) as error:
       Checkpointer(directory).restore(target_of(trees[2]), on_corrupt="fallback")

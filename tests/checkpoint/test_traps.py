@@ -119,7 +119,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(saved, monkeypatch, number)
   def fail(*_, **__):
     raise OSError(number, os.strerror(number))
 
-  for owner, name in ((array_io, "read"), (storage, "all_files")):
+  for owner, name in ((array_io, "_open"), (storage, "all_files")):
     with monkeypatch.context() as patch:
       patch.setattr(owner, name, fail)
       with pytest.raises(CheckpointError, match=rf"cannot read .*2.*: {os.strerror(number)}\.") as caught:
