@@ -26,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils  # tests/test_upstream.py checks it
 
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.storage import is_local, kvstore_of
+from nnx_parallel.checkpoint.storage import is_local
 
 T = TypeVar("T")
 MERGED = "manifest.ocdbt"  # the file of an item that finds all others
@@ -90,19 +90,16 @@ def start_save(
     _require_folders(step_dir, items)
   context.async_options.create_directories_asynchronously = folders_later
   _writing.add(folder := step_dir.as_posix())
-  with contextlib.ExitStack() as stack:
-    stack.callback(_writing.discard, folder)
-    stack.enter_context(quiet())
-    with context:
-      response: Any = ocp.save_checkpointables_async(step_dir, {name: dict(items[name]) for name in items})
-    ended = stack.pop_all().close
+  with quiet(), context:
+    response: Any = ocp.save_checkpointables_async(step_dir, {name: dict(items[name]) for name in items})
 
   def wait(seconds: float) -> None:
     try:
-      _wait(response, seconds)
+      with quiet():
+        _wait(response, seconds)
     finally:
       if response._thread_runner._future.done():
-        ended()
+        _writing.discard(folder)
 
   return wait
 
@@ -234,7 +231,8 @@ def _attempt(call: Callable[[], T]) -> T | Exception:
 def _open(
   folder: epath.Path, name: str, form: jax.ShapeDtypeStruct, context: ts.Context, *, merged: bool
 ) -> ts.Future[ts.TensorStore]:
-  kvstore = kvstore_of(folder if merged else folder / name)
+  place = f"{os.fspath(folder if merged else folder / name)}/"
+  kvstore: Any = {"driver": "file", "path": place} if "://" not in place else place
   if merged:
     kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/", "cache_pool": "cache_pool#nodes"}
   # Where a chunk is missing, it would otherwise be read as zeros.

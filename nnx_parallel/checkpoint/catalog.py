@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import manifest, restore
@@ -71,55 +72,68 @@ class Retention:
     return sorted(x.step for x, stays in zip(saved, kept, strict=True) if not stays and x.step not in always)
 
 
-@dataclasses.dataclass(frozen=True)
-class Catalog:
-  """The order of the steps in a directory, looked up anew at each call."""
+class Catalog(Storage):
+  """The steps of a directory in their order, looked up anew at each call."""
 
-  storage: Storage
-  retention: Retention
+  def __init__(self, directory: epath.Path, retention: Retention):
+    super().__init__(directory)
+    self.retention = retention
 
   def manifest(self, step: int) -> Manifest:
     """Reads and checks the manifest of a step."""
-    found = manifest.read(self.storage.folder(step))
+    found = manifest.read(self.folder(step))
     if found.step != step:
       raise damage(step, [f"{manifest.FILE} is from step {found.step}"])
     return found
 
   def headers(self) -> dict[int, Header | None]:
     """The header of each step; None where it is damaged, or another program wrote the folder."""
-    found: dict[int, Header | None] = dict.fromkeys(self.storage.unrecognised_steps())
-    for step in self.storage.steps():
+    found: dict[int, Header | None] = dict.fromkeys(self.unrecognised_steps())
+    for step in self.steps():
       found[step] = None
       with contextlib.suppress(CheckpointError):
-        header = manifest.read_header(self.storage.folder(step))
+        header = manifest.read_header(self.folder(step))
         found[step] = header if header.step == step else None
     return found
 
   def latest(self) -> int | None:
     """The newest step whose manifest and files are all there, in their sizes, or None."""
-    steps = self.storage.steps()
+    steps = self.steps()
     while steps:
-      found = self.storage.identity(step := steps.pop())
+      found = self.identity(step := steps.pop())
       with contextlib.suppress(CheckpointError):
         record = self.manifest(step)
-        if not restore.damaged_files(self.storage.folder(step), record, record.files):
+        if not restore.damaged_files(self.folder(step), record, record.files):
           return step
-      if found is None or self.storage.identity(step) != found:  # a writer removed or replaced it in between
-        steps = self.storage.steps()
+      if found is None or self.identity(step) != found:  # a writer removed or replaced it in between
+        steps = self.steps()
     return None
 
   def older(self, step: int) -> list[int]:
     """The steps before this one, damaged ones too, in order."""
-    found = [*self.storage.steps(), *self.storage.unrecognised_steps()]
+    found = [*self.steps(), *self.unrecognised_steps()]
     return sorted(other for other in found if other < step)
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
     return self.retention.best_of(self.headers())
 
-  def expired(self) -> list[int]:
-    """The steps that need not be kept; never the newest, nor a damaged step."""
-    return self.retention.expired(self.headers()) if self.retention.keep is not None else []
+  def delete_old(self, saved: int) -> None:
+    """Deletes the steps that need not be kept, and this package's that were set aside; never a damaged step.
+
+    A failure is a warning: it undoes no save.
+    """
+    if self.retention.keep is None:
+      return
+    why = "the old steps could not be listed"
+    try:
+      doomed = [(step, False) for step in self.retention.expired(self.headers())]
+      doomed += [(step, True) for step, folder in self.aside().items() if (folder / manifest.FILE).exists()]
+      for step, aside in doomed:
+        why = f"step {step}, which need not be kept, could not be removed"
+        self.delete(step, aside=aside)
+    except OSError as error:
+      warnings.warn(f"step {saved} is saved, but {why}: {error}", stacklevel=2)
 
   def resolve(self, step: int | str | None, *, whole: bool = True) -> int:
     """The number of the step that a number, `"latest"` (also None) or `"best"` means.
@@ -127,8 +141,8 @@ class Catalog:
     The latest may be damaged, or have no manifest; reading it raises.
     """
     if step is None or step == "latest":
-      steps = self.storage.steps()
-      number = max([*steps, *self.storage.unrecognised_steps()]) if steps else None
+      steps = self.steps()
+      number = max([*steps, *self.unrecognised_steps()]) if steps else None
     elif step == "best":
       if self.retention.best is None:
         raise CheckpointError(
@@ -139,35 +153,45 @@ class Catalog:
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
     else:
-      folder = self.storage.folder(number := as_step(step))
-      if not ((folder / manifest.FILE).exists() or (not whole and self.storage.is_unrecognised(number))):
+      folder = self.folder(number := as_step(step))
+      if not ((folder / manifest.FILE).exists() or (not whole and self.is_unrecognised(number))):
         number = None
-    if number is None:
-      raise self._no_step(step)
-    return number
+    if number is not None:
+      return number
+    steps, others = self.steps(), self.unrecognised_steps()
+    details = f"complete steps: {steps or 'none'}"
+    if others:
+      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {others}"
+    if not self.directory.exists():
+      details = "there is no such directory"
+    latest = "a checkpoint"
+    known = {None: latest, "latest": latest, "best": f"a step with the metric {self.retention.best!r}"}
+    what = known[step] if isinstance(step, str | None) else f"step {step}"
+    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
+    raise CheckpointError(f"cannot find {what} in {self.directory}.", details=details, fix=fix)
 
-  def check_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
+  def make_place(self, step: int, *, resumed: int | None, overwrite: bool) -> None:
     """Checks that a step can be saved; sets the steps aside that a run left behind.
 
     `resumed` is the step that the run resumed from, if it has saved no step since.
     """
-    if resumed is not None and (aside := self.storage.set_aside(resumed)):
+    if resumed is not None and (aside := self.set_aside(resumed)):
       warnings.warn(
-        f"the run continues from step {resumed}, so the later steps {aside} in {self.storage.directory}"
+        f"the run continues from step {resumed}, so the later steps {aside} in {self.directory}"
         " were set aside (as N.nnx-aside).",
         NnxParallelWarning,
         stacklevel=2,
       )
-    self.storage.check_place(step)
-    steps = self.storage.steps()
-    where, newest = self.storage.directory, max(steps, default=-1)
+    self.check_place(step)
+    steps = self.steps()
+    where, newest = self.directory, max(steps, default=-1)
     if step in steps and not overwrite:
       raise CheckpointError(
         f"cannot save step {step}: it exists in {where}.",
         details=f"steps: {steps}",
         fix="pass overwrite=True to replace it once the new step is complete, or use another step.",
       )
-    if step in steps and not self.storage.local:
+    if step in steps and not self.local:
       raise CheckpointError(
         f"cannot replace step {step} in {where}: renames are not atomic there.",
         fix="save under another step, or delete this one first.",
@@ -180,19 +204,6 @@ class Catalog:
         details=f"the newest is step {newest}",
         fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
       )
-
-  def _no_step(self, step: int | str | None) -> CheckpointError:
-    steps, others = self.storage.steps(), self.storage.unrecognised_steps()
-    details = f"complete steps: {steps or 'none'}"
-    if others:
-      details += f"\nincomplete, or written by something else (no {manifest.FILE}): {others}"
-    if not self.storage.directory.exists():
-      details = "there is no such directory"
-    latest = "a checkpoint"
-    known = {None: latest, "latest": latest, "best": f"a step with the metric {self.retention.best!r}"}
-    what = known[step] if isinstance(step, str | None) else f"step {step}"
-    fix = "one of these steps, or the latest." if steps else "save one first, or check the path."
-    return CheckpointError(f"cannot find {what} in {self.storage.directory}.", details=details, fix=fix)
 
 
 def whole(name: str, value: object, *, least: int, of: str, fix: str) -> int:

@@ -22,16 +22,18 @@ import jax
 import numpy as np
 from typing_extensions import Unpack
 
-from nnx_parallel.checkpoint import encoding, lock, manifest, multihost, restore, save, storage, targets
+from nnx_parallel.checkpoint import encoding, lock, manifest, restore, save, targets
 from nnx_parallel.checkpoint.catalog import Catalog, PreservationPolicy, Retention, as_step, one_of, whole
-from nnx_parallel.checkpoint.damage import DamagedError, VanishedError, friendly_errors, vanished
+from nnx_parallel.checkpoint.damage import VanishedError, friendly_errors
 from nnx_parallel.checkpoint.diff import Diff, Target, compare
 from nnx_parallel.checkpoint.manifest import Manifest
+from nnx_parallel.checkpoint.storage import absolute
 from nnx_parallel.checkpoint.targets import Only, Remap
+from nnx_parallel.core import together as multihost
 from nnx_parallel.core.mesh import no_mesh
 from nnx_parallel.core.nodes import value_of
 from nnx_parallel.core.types import PyTree
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, DamagedError
 from nnx_parallel.layout.plan import Plan
 
 R = TypeVar("R")
@@ -68,18 +70,17 @@ class Checkpointer:
   make each call on all of them.
 
   Args:
-    directory: a local directory, or a path in an object store that `etils.epath` and TensorStore support. The
-      first save creates it. An object store has no lock, so let only one job write there, and it cannot
-      replace steps in place.
+    directory: a local directory, which the first save makes, or a path in an object store that `etils.epath`
+      and TensorStore support, where only one job may write, and no step can be replaced.
     max_to_keep: the number of newest steps to keep, or a policy of
       `orbax.checkpoint.v1.training.preservation_policies`; None keeps all steps. The newest and the best step
-      are always kept. Steps that a resumed run left behind, which are set aside, are deleted.
+      are always kept; steps that were set aside are deleted.
     best: the name of the metric that decides which step is best.
     best_mode: `"min"` or `"max"`.
     asynchronous: whether `save` returns as soon as the arrays are copied off the devices. When the script
       ends, a save that is still running is finished first; if this save fails, the exit code is 1.
-    byte_budget: the bytes of host memory that reads and writes may use in addition to the arrays themselves.
-      A background save also holds a copy of all arrays.
+    byte_budget: the bytes of host memory that reads and writes may use beside the arrays themselves. A
+      background save also holds a copy of all arrays.
     chunk_bytes: the largest piece of an array that is read at once; None stores each shard as one piece.
 
   Attributes:
@@ -110,10 +111,9 @@ class Checkpointer:
     byte_budget: int = 256 << 20,
     chunk_bytes: int | None = 16 << 20,
   ):
-    self.directory = storage.absolute(directory)
+    self.directory = absolute(directory)
     self.restored: Manifest | None = None
-    self._storage = storage.Storage(self.directory)
-    self._catalog = Catalog(self._storage, Retention(max_to_keep, best, best_mode))
+    self._steps = Catalog(self.directory, Retention(max_to_keep, best, best_mode))
     self._asynchronous = asynchronous
     self._byte_budget = _bytes("byte_budget", byte_budget, least=0)
     self._chunk_bytes = None if chunk_bytes is None else _bytes("chunk_bytes", chunk_bytes, least=1)
@@ -130,8 +130,6 @@ class Checkpointer:
 
   def __exit__(self, *_: object) -> None:
     self.close()
-
-  # Saving.
 
   def save(
     self,
@@ -179,10 +177,9 @@ class Checkpointer:
         made.set_result(_request(as_step(step), roots, extra, metrics, plan, overwrite))
       except Exception as error:  # noqa: BLE001 (raised by the result, where the other processes hear of it)
         made.set_exception(error)
-      self._start_thread(step)
       _unfinished.add(self)
       pending = self._pending = self._pool.submit(self._run, step, made.result, started)
-      pending.add_done_callback(functools.partial(_forget_finished, self))
+      pending.add_done_callback(lambda done: done.exception() or _unfinished.discard(self))
       try:
         begun = started.result()
       except KeyboardInterrupt:
@@ -192,11 +189,7 @@ class Checkpointer:
         self.wait()
 
   def wait(self) -> None:
-    """Waits for a background save.
-
-    Raises:
-      CheckpointError: the save failed.
-    """
+    """Waits for a background save; raises the `CheckpointError` of one that failed."""
     with self._lock:
       if (pending := self._pending) is None:
         return
@@ -208,11 +201,7 @@ class Checkpointer:
           _unfinished.discard(self)
 
   def close(self) -> None:
-    """Waits for a background save, ends the thread of this object, and lets the directory go.
-
-    Raises:
-      CheckpointError: the save failed.
-    """
+    """As `wait`; then it ends the thread of this object, and lets the directory go."""
     self._closed = True
     try:
       self.wait()
@@ -236,64 +225,68 @@ class Checkpointer:
       The complete steps, as `steps` returns them.
 
     Raises:
-      CheckpointError: the directory cannot be written, another job holds it, the disk is too full, or folders
-        of other programs have names of steps, and there is no step to resume from.
+      CheckpointError: the directory cannot be written, is held by another job, is too full, or has no step to
+        resume from, but folders of other programs.
     """
     with self._lock, no_mesh(), multihost.together() as block:
       self.wait()
       self._require_open("prepare a run")
       items = {} if model is None else save.describe(targets.saved_roots(model, optimizer, only))
       nbytes = sum(item.nbytes for item in items.values())
-      block.decide = lambda _: self._prepare(nbytes)
-    return block.found
 
-  def _prepare(self, nbytes: int) -> list[int]:
-    with friendly_errors("save", self.directory), self._held():
-      steps = self._storage.steps()
-      self._storage.check_space(max(steps, default=-1) + 1, nbytes)
-      for step in () if steps else self._storage.unrecognised_steps():
-        self._storage.check_place(step)
-      return steps
+      def look(_: object) -> list[int]:
+        with friendly_errors("save", self.directory), self._held():
+          steps = self._steps.steps()
+          self._steps.check_space(max(steps, default=-1) + 1, nbytes)
+          for step in () if steps else self._steps.unrecognised_steps():
+            self._steps.check_place(step)
+          return steps
+
+      block.decide = look
+    return block.found
 
   @contextlib.contextmanager
   def _held(self) -> Generator[None]:
     """Takes the directory until this object is closed, or nobody has it, and locks out other saves."""
-    self._storage.make_directory()
-    hold = lock.take(self.directory) if self._storage.local else None
-    if hold is None:
-      self._storage.recover()
-      yield
-      return
-    if self._let_go is not None:
-      self._let_go()
-    self._let_go = weakref.finalize(self, hold.let_go)
-    with hold.save():
-      self._storage.recover()
+    self._steps.make_directory()
+    with contextlib.ExitStack() as stack:
+      if self._steps.local:
+        hold, before = lock.take(self.directory), self._let_go
+        self._let_go = weakref.finalize(self, hold.let_go)
+        if before is not None:
+          before()
+        stack.enter_context(hold.save())
+      self._steps.recover()
       yield
 
   def _require_open(self, doing: str) -> None:
-    if self._closed:
-      raise CheckpointError(
-        f"cannot {doing}: this Checkpointer was closed.",
-        fix=f"make another: Checkpointer({os.fspath(self.directory)!r}).",
-      )
-
-  # Finding.
+    """Raises if nothing can be saved; starts the thread: an interrupt during the start would lose a save."""
+    global _lost
+    try:
+      self._pool.submit(int).result()
+    except RuntimeError as error:
+      why, fix = "this Checkpointer was closed", f"make another: Checkpointer({os.fspath(self.directory)!r})."
+      if not self._closed:
+        _lost, why = True, "the script has ended, and Python starts no more threads"
+        fix = (
+          "save before the script ends, and join the thread that trains; StopSignals ends a loop in order."
+        )
+      raise CheckpointError(f"cannot {doing}: {why}.", fix=fix) from error
 
   def steps(self) -> list[int]:
     """The complete steps, in the order of their numbers; `latest` is the newest."""
-    return multihost.decided(self._storage.steps)
+    return multihost.decided(self._steps.steps)
 
   def latest(self) -> int | None:
     """The newest complete step of the run that saved last, or None.
 
     A step counts as complete if its files have the right sizes; only `restore` and `verify` read the files.
     """
-    return multihost.decided(self._catalog.latest)
+    return multihost.decided(self._steps.latest)
 
   def best(self) -> int | None:
     """The step with the best metric, or None if no step has the metric."""
-    return multihost.decided(self._catalog.best)
+    return multihost.decided(self._steps.best)
 
   def metadata(self, step: int | str | None = None) -> Manifest:
     """The contents of a step, without reading its arrays.
@@ -302,17 +295,11 @@ class Checkpointer:
       step: a number, `"latest"` or `"best"`; None means `"latest"`.
 
     Returns:
-      The `Manifest` of the step: its number, metrics, extra values, plan and versions, and the shape of each
-      leaf.
-
-    Raises:
-      CheckpointError: the step does not exist, or its manifest cannot be read.
+      The `Manifest` of the step: its number, metrics, extra values, plan, versions, and the shapes of leaves.
     """
-    number = multihost.decided(lambda: self._catalog.resolve(step))
+    number = multihost.decided(lambda: self._steps.resolve(step))
     with multihost.together():
-      return self._catalog.manifest(number)
-
-  # Restoring.
+      return self._steps.manifest(number)
 
   def diff(
     self,
@@ -327,14 +314,21 @@ class Checkpointer:
     optimizer: str = "restore",
     as_numpy: bool = False,
   ) -> Diff:
-    """Compares a step with a target; no array is read. The arguments are those of `restore`.
+    """Compares a step with a target; no array is read.
+
+    Args:
+      target: as for `restore`, like all that follow.
+      step: which step.
+      only: what to compare.
+      skip: what to leave out.
+      rename: other names.
+      cast: whether to cast.
+      weight_map: another structure.
+      optimizer: what becomes of the optimizer.
+      as_numpy: whether to make NumPy arrays.
 
     Returns:
-      The leaves that fit, are missing, are extra, are renamed or are changed, and the bytes that a restore
-      would read.
-
-    Raises:
-      CheckpointError: the step does not exist, or an argument matches no leaf.
+      The leaves that fit, are missing, are extra or are changed, and the bytes that a restore would read.
     """
     more = {"rename": rename, "cast": cast, "weight_map": weight_map, "optimizer": optimizer}
     return self._filler(target, only, skip, as_numpy, **more)(self.metadata(step))[1]
@@ -361,9 +355,9 @@ class Checkpointer:
   ) -> Any:
     """Restores a step into the target's layout; the saved layout does not matter.
 
-    Before the restore starts, the logger reports (at level INFO) the bytes to read and the host memory that
-    they take. A step that is restored into a target is the one that the next `save` of this object continues:
-    that save sets later steps aside. Therefore, use another Checkpointer to look at other steps of a run.
+    Before it starts, the logger reports (at level INFO) the bytes to read and the host memory that they take.
+    A step that is restored into a target is the one that the next `save` of this object continues: that save
+    sets later steps aside. Therefore, use another Checkpointer to look at other steps of a run.
 
     Args:
       target: a plan, or a tuple or dict of plans if several models were saved in this form; a module or an
@@ -389,8 +383,7 @@ class Checkpointer:
       The model, or (model, optimizer), or a tree like the target; for several plans, (models, optimizers).
 
     Raises:
-      CheckpointError: the step does not exist, leaves do not fit, or files are damaged; the message names all
-        of them.
+      CheckpointError: no such step, or leaves that do not fit, or damaged files, all of them named.
     """
     more = {"rename": rename, "cast": cast, "weight_map": weight_map, "optimizer": optimizer}
     with no_mesh():
@@ -413,12 +406,10 @@ class Checkpointer:
       as_numpy: whether to return NumPy arrays.
 
     Returns:
-      A tree like the target; without a target, but with `as_numpy`, NumPy arrays by path; for a JSON value,
-      the value.
+      A tree like the target; without one, NumPy arrays by path; or a JSON value.
 
     Raises:
-      CheckpointError: the step or the name does not exist, leaves do not fit, files are damaged, or neither
-        `target` nor `as_numpy` is given.
+      CheckpointError: no such step or name, or as for `restore`.
     """
     with no_mesh():
       self.wait()
@@ -455,22 +446,19 @@ class Checkpointer:
     Raises:
       CheckpointError: the step does not exist, or another process removed or replaced it during the check.
     """
-    number = multihost.decided(lambda: self._catalog.resolve(step, whole=False))
-    found = self._storage.identity(number)
+    number = multihost.decided(lambda: self._steps.resolve(step, whole=False))
+    found = self._steps.identity(number)
     problems = self._problems(number)
-    if multihost.any_process(bool(problems) and self._storage.identity(number) != found):
-      raise vanished(self.directory / str(number))
+    if multihost.any_process(bool(problems) and self._steps.identity(number) != found):
+      raise VanishedError(self.directory / str(number))
     return problems
-
-  # Inside.
 
   def _run(
     self, step: int, make: Callable[[], save.Request], started: concurrent.futures.Future[bool]
   ) -> None:
     """Makes a save. `started` gets True once it has begun to write, and False if it cannot begin.
 
-    It runs on a thread, so Ctrl-C ends the wait for it and not the save. Orbax, interrupted while it starts
-    to write, would leave threads that keep writing and collide with the next save.
+    On a thread: Orbax, interrupted while it starts, would leave threads that collide with the next save.
     """
     friendly = functools.partial(friendly_errors, f"save step {step}", self.directory)
     is_first = jax.process_index() == 0
@@ -480,22 +468,25 @@ class Checkpointer:
       def begin(_: object) -> None:
         with friendly():
           stack.enter_context(self._held())
-          self._catalog.check_place(step, resumed=self._resumed, overwrite=request.overwrite)
-          self._storage.check_space(step, request.nbytes)
+          self._steps.make_place(step, resumed=self._resumed, overwrite=request.overwrite)
+          self._steps.check_space(step, request.nbytes)
 
       def commit(_: object) -> None:
         with friendly():
-          save.commit(self._storage, request)
+          save.commit(self._steps, request)
 
       with multihost.together() as block:
         request = make()
-        block.same = "what to save", save.summary(self.directory, request)
+        names = [
+          f"{one.folder} {one.shape} {one.dtype}" for x in request.items.values() for one in x.leaves.values()
+        ]
+        block.same = "what to save", "\n".join([f"{self.directory} step {step}", *request.items, *names])
         block.decide = begin
       self._resumed = None
       try:
         with multihost.together(), friendly():
           wait = save.write(
-            self._storage,
+            self._steps,
             request,
             chunk_bytes=self._chunk_bytes,
             byte_budget=self._byte_budget,
@@ -511,25 +502,10 @@ class Checkpointer:
       except CheckpointError:
         if is_first:
           with contextlib.suppress(OSError):
-            self._storage.recover()
+            self._steps.recover()
         raise
       if is_first:
-        deletes = self._catalog.retention.keep is not None
-        for problem in self._storage.delete_all(self._catalog.expired, aside=deletes):
-          warnings.warn(f"step {step} is saved, but {problem}", stacklevel=2)
-
-  def _start_thread(self, step: int) -> None:
-    """Starts the thread of the saves: an interrupt during the start would lose a save."""
-    global _lost
-    try:
-      self._pool.submit(int).result()
-    except RuntimeError as error:
-      _lost = True
-      raise CheckpointError(
-        f"cannot save step {step}: the script has ended, and Python starts no more threads.",
-        details=str(error),
-        fix="save before the script ends, and join the thread that trains; StopSignals ends a loop in order.",
-      ) from error
+        self._steps.delete_old(step)
 
   def _filler(
     self, target: object, only: Only | None, skip: Iterable[str], as_numpy: bool, **more: Any
@@ -570,10 +546,10 @@ class Checkpointer:
 
     A `VanishedError` says that another process removed or replaced the step meanwhile.
     """
-    found = self._storage.identity(step)
+    found = self._steps.identity(step)
     try:
       with multihost.together() as block:
-        record, folder = look(), self._storage.folder(step)
+        record, folder = look(), self._steps.folder(step)
         goal, diff = fill(record)
         diff.require()
         if diff.skipped and not (diff.matches or any(diff.values.values())):
@@ -588,18 +564,18 @@ class Checkpointer:
       with multihost.together():
         arrays: dict[str, dict[str, Any]] = restore.read(folder, record, diff, byte_budget=self._byte_budget)
     except CheckpointError as error:
-      if multihost.any_process(found is None or self._storage.identity(step) != found):
-        raise vanished(self.directory / str(step)) from error
+      if multihost.any_process(found is None or self._steps.identity(step) != found):
+        raise VanishedError(self.directory / str(step)) from error
       raise
     for item, values in diff.values.items():
       arrays.setdefault(item, {}).update(values)
     return record, goal.build(arrays)
 
   def _problems(self, step: int) -> dict[str, str]:
-    folder, budget = self._storage.folder(step), self._byte_budget
+    folder, budget = self._steps.folder(step), self._byte_budget
     try:
       with multihost.together():
-        record = self._catalog.manifest(step)
+        record = self._steps.manifest(step)
     except DamagedError as error:
       return {manifest.FILE: error.what}
     mine = slice(jax.process_index(), None, jax.process_count())  # each checks its share
@@ -607,8 +583,6 @@ class Checkpointer:
     with multihost.together() as files:
       files.mine = restore.damaged_files(folder, record, [*record.files][mine])
       files.decide = merge
-    if any(manifest.is_no_file(folder / name) for name in files.found):  # opening a pipe would block
-      return files.found
     rows = [(name, *row) for name, item in record.items.items() for row in item.leaves.items()]
     with multihost.together() as values, no_mesh():
       values.mine = dict(
@@ -620,20 +594,20 @@ class Checkpointer:
   def _try_steps(self, step: int | str | None, on_corrupt: str, fill: Fill) -> PyTree:
     with multihost.together() as block:
       one_of("on_corrupt", on_corrupt, ("error", "fallback"))
-      block.decide = lambda _: self._catalog.resolve(step)  # the others may not see the same folders yet
+      block.decide = lambda _: self._steps.resolve(step)  # the others may not see the same folders yet
     number, older = block.found, None
     while True:
       try:
-        record, result = self._fill(number, functools.partial(self._catalog.manifest, number), fill)
+        record, result = self._fill(number, functools.partial(self._steps.manifest, number), fill)
       except VanishedError:
         if step not in (None, "latest", "best"):
           raise
-        number, older = multihost.decided(functools.partial(self._catalog.resolve, step)), None
+        number, older = multihost.decided(functools.partial(self._steps.resolve, step)), None
       except DamagedError as error:
         if on_corrupt == "error":
           raise
         if older is None:
-          older = multihost.decided(functools.partial(self._catalog.older, number))
+          older = multihost.decided(functools.partial(self._steps.older, number))
         if not older:
           raise
         warnings.warn(f"step {number} was passed over: {error.what}", stacklevel=3)
@@ -676,11 +650,6 @@ def _request(
 def _bytes(name: str, value: object, *, least: int) -> int:
   of, fix = f"a number of bytes from {least} up", f"{name}=256 << 20 is 256 MiB."
   return whole(name, value, least=least, of=of, fix=fix)
-
-
-def _forget_finished(checkpointer: Checkpointer, pending: concurrent.futures.Future[None]) -> None:
-  if not pending.exception():
-    _unfinished.discard(checkpointer)
 
 
 def _after_fork() -> None:

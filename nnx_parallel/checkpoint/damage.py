@@ -12,12 +12,14 @@ from collections.abc import Generator, Iterator, Sequence
 
 from etils import epath
 
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, DamagedError
 
 # Errors of this machine, by number, and by the messages of TensorStore and of Python at a limit on threads.
 _NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE})
-_TEXTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory")
-_TEXTS += ("can't start new thread", "can't create new thread", "cannot schedule new futures")
+_TEXTS = (
+  "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Too many open files", "Cannot allocate memory",
+  "can't start new thread", "can't create new thread", "cannot schedule new futures",
+)  # fmt: skip
 # Why a save fails, what helps, and how its error is known.
 _UNTOUCHED = "; the steps saved before are untouched."
 _REASONS = (
@@ -31,12 +33,12 @@ _REASONS = (
 )  # fmt: skip
 
 
-class DamagedError(CheckpointError):
-  """A checkpoint whose files or values differ from the saved ones."""
-
-
 class VanishedError(CheckpointError):
   """A checkpoint that another process removed or replaced while it was read."""
+
+  def __init__(self, step_dir: epath.Path):
+    fix = "take another step: Checkpointer(...).steps() lists the steps."
+    super().__init__(f"{step_dir} vanished: another process removed or replaced it.", fix=fix)
 
 
 def damage(step: object, problems: Sequence[str]) -> DamagedError:
@@ -49,14 +51,6 @@ def damage(step: object, problems: Sequence[str]) -> DamagedError:
   )
 
 
-def vanished(step_dir: epath.Path) -> VanishedError:
-  """The error for a step that another process removed or replaced."""
-  return VanishedError(
-    f"{step_dir} vanished: another process removed or replaced it.",
-    fix="take another step: Checkpointer(...).steps() lists the steps.",
-  )
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
   while error is not None:
     yield error
@@ -65,14 +59,15 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def raise_transient(error: BaseException, what: str) -> None:
   """Raises if the cause of an error is this machine and not the checkpoint."""
-  for cause in _causes(error):
-    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS):
-      break
-  else:
-    cause = None
-  if cause is not None or any(text in str(error) for text in _TEXTS):
+  found = [
+    cause
+    for cause in _causes(error)
+    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _NUMBERS)
+  ]
+  if found or any(text in str(error) for text in _TEXTS):
+    why = getattr(found[0], "strerror", None) if found else None
     raise CheckpointError(
-      f"cannot read {what}: {cause.strerror if isinstance(cause, OSError) else type(error).__name__}.",
+      f"cannot read {what}: {why or type(error).__name__}.",
       details=str(error)[:300],
       fix="remove the cause and try again; this is not a sign of damage.",
     ) from error

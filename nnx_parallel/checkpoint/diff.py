@@ -69,10 +69,7 @@ class LeafPair:
 
   @property
   def stored(self) -> jax.ShapeDtypeStruct:
-    """The array to read: the stored dtype, the target's padded shape and sharding.
-
-    It has no sharding (a numpy array) where jax lacks the dtype because `jax_enable_x64` is off.
-    """
+    """The array to read, padded; a numpy array where jax lacks the dtype: `jax_enable_x64` is off."""
     struct, saved = self.target.struct, self.saved
     dtype = struct.dtype if is_key(struct.dtype) else np.dtype(saved.dtype)
     sharding = struct.sharding if _made_of(dtype) == dtype else None
@@ -117,20 +114,12 @@ class LeafPair:
 class Diff(Shown):
   """The differences between a checkpoint and a target, and the bytes that a restore would read.
 
-  Attributes:
-    step: the compared step.
-    matches: leaves that fit.
-    missing: leaves of the target only, each with the nearest saved name of the same shape, or None.
-    extra: saved leaves that the target does not have.
-    reshaped: leaves with another logical shape.
-    retyped: leaves with another dtype or key implementation, or with a dtype that jax cannot make now.
-    skipped: leaves left out by name.
-    misspelt: entries of `only`, `skip` and `rename` that match no leaf, with the nearest name.
-    values: the saved JSON values that fill the target's, by item and the target's path.
-    bytes_read: the bytes of this process's shards. Chunks are always read in full.
-    device_bytes: the most bytes on a device of this process after the restore.
-    host_bytes: the most host memory of this process during the restore: the byte budget, or twice the
-      largest array, and the shards of devices in host memory.
+  `matches` fit. `missing` are leaves of the target only, with the nearest saved name of the same shape,
+  `extra` those of the checkpoint only; `reshaped` have another logical shape, `retyped` another dtype, or one
+  that jax cannot make now. `skipped` were left out by name; `misspelt` are names that match no leaf, with the
+  nearest. `values` are the saved JSON values that fill the target's. `bytes_read` are those of this process's
+  shards (chunks are always read in full), `device_bytes` the most on a device after the restore, and
+  `host_bytes` the most host memory during the restore.
   """
 
   step: int
@@ -280,7 +269,8 @@ def compare(
       used.add(saved_path)
     unused = {path: leaf for path, leaf in saved.leaves.items() if path not in used}
     for path in absent:
-      nearest = _nearest(path, leaves[path], unused) if path in leaves else None
+      same = [name for name, leaf in unused.items() if path in leaves and leaf.shape == leaves[path].shape]
+      nearest = same[0] if len(same) == 1 else _closest(path, same)
       missing.append((f"{item}/{path}", f"{item}/{nearest}" if nearest else None))
     rest = (path for path in (*saved.leaves, *saved.values) if path not in used)
     extra += [f"{item}/{path}" for path in rest if not patterns.leaves_out(path, start_of(path))]
@@ -388,11 +378,6 @@ def _as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
   else:
     return found
   raise CheckpointError(what, fix=fix)
-
-
-def _nearest(path: str, wanted: TargetLeaf, saved: Mapping[str, LeafRecord]) -> str | None:
-  same_shape = [name for name, leaf in saved.items() if leaf.shape == wanted.shape]
-  return same_shape[0] if len(same_shape) == 1 else _closest(path, same_shape)
 
 
 def _closest(name: str, names: list[str]) -> str | None:

@@ -1,16 +1,14 @@
-"""What checks steps of format 5: a digest of each array's values, and SHA-256 of each small file.
+"""Steps of format 5, with a folder for each array, have a digest of its values.
 
 The digest mixes each element's bits with its place and sums the results modulo 2**32.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 _STEP, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 _PIECE = 1 << 20  # words that are mixed at a time
@@ -40,8 +38,3 @@ def _mix(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
   words = (words ^ (words >> 16)) * _FIRST & 0xFFFFFFFF
   words = (words ^ (words >> 13)) * _SECOND & 0xFFFFFFFF
   return words ^ (words >> 16)
-
-
-def sha256(file: epath.Path) -> str:
-  """SHA-256 of a small file."""
-  return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import os
 import socket
@@ -91,7 +90,12 @@ def _locked(path: epath.Path) -> io.FileIO:
     if error.errno not in _NO_LOCKS:
       file.close()
       raise
-    _warn_of_no_locks(str(path.parent), error.strerror or str(error))
+    warnings.warn(
+      f"{path.parent} has no file locks ({error.strerror}), so nothing stops a second job from writing there."
+      "  Fix: let one job write to it; Lustre has locks when it is mounted with flock.",
+      NnxParallelWarning,
+      stacklevel=3,
+    )
   file.truncate(0)
   file.write(f"{_me()}\n".encode())
   return file
@@ -102,14 +106,4 @@ def _held(path: epath.Path, holder: str) -> CheckpointError:
     f"cannot write to {path.parent}: another job is writing there.",
     details=f"held by {holder or 'a process without a name yet'}",
     fix="give each job its own directory; or end the other job, or close() its Checkpointer.",
-  )
-
-
-@functools.cache
-def _warn_of_no_locks(directory: str, why: str) -> None:
-  warnings.warn(
-    f"{directory} has no file locks ({why}), so nothing stops a second job from writing there.  Fix: let one"
-    " job write to it; Lustre has locks when it is mounted with flock.",
-    NnxParallelWarning,
-    stacklevel=3,
   )

@@ -4,7 +4,7 @@ It is the file `nnx_parallel.json` of a step's folder. A folder with a readable 
 checkpoint. The first line, the header, is all that a search for the best step reads. Both lines are JSON.
 
 In format 6, each chunk of an array holds a CRC-32C, which TensorStore compares whenever it reads the chunk.
-Format 5 had one folder for each array, and here a digest of each array and SHA-256 of the small files.
+Format 5 had one folder for each array, and here a digest of each array.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -24,9 +23,9 @@ from urllib.parse import quote
 from etils import epath
 
 from nnx_parallel.checkpoint import encoding
-from nnx_parallel.checkpoint.damage import DamagedError, raise_transient, vanished
+from nnx_parallel.checkpoint.damage import VanishedError, raise_transient
 from nnx_parallel.checkpoint.encoding import Json
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.errors import CheckpointError, DamagedError
 
 T = TypeVar("T")
 FILE = "nnx_parallel.json"
@@ -34,7 +33,6 @@ FILE = "nnx_parallel.json"
 # format.
 FORMAT, OLD_FORMAT = 6, 5
 LATEST = 253402300799.0 - 1e6  # seconds since 1970, in the year 9999
-_LONGEST_HEADER, _LARGEST = 1 << 20, 1 << 30
 _LONGEST_FILE_NAME = 160
 # The errors of parsing if fields are missing, of other types, or nested too deeply.
 _NOT_THE_FORMAT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -90,7 +88,6 @@ class Manifest(Header):
     plan: the JSON of `Plan.to_json`, or None; `Plan.from_json(json.dumps(...))` reads it.
     versions: the versions of Python and the packages that wrote it.
     files: the bytes of every other file of the step, by relative path.
-    hashes: in format 5, SHA-256 of the small files, by relative path.
     format: of the step's folder.
   """
 
@@ -99,7 +96,6 @@ class Manifest(Header):
   plan: Json
   versions: Mapping[str, str]
   files: Mapping[str, int]
-  hashes: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
   format: int = FORMAT
 
   @property
@@ -115,29 +111,16 @@ class Manifest(Header):
 def write(manifest: Manifest, step_dir: epath.Path) -> None:
   """Writes the manifest into a step folder; the caller makes it durable."""
   fields = manifest.as_json()
-  del fields["hashes"]
   signed = {name: fields.pop(name) for name in ("format", "step", "time", "metrics")}
   body = json.dumps(fields, separators=(",", ":"))
   signed["body"] = _sha256(body)
   line = _json({**signed, "sha256": _sha256(_json(signed))})
-  if len(line) >= _LONGEST_HEADER:
-    raise CheckpointError(
-      f"cannot save step {manifest.step}: its {len(manifest.metrics):,} metrics take {len(line):,} bytes.",
-      details=f"a search for steps reads {_LONGEST_HEADER:,} bytes of each",
-      fix="fewer metrics, or extra={...}, which has no limit.",
-    )
   (step_dir / FILE).write_text(f"{line}\n{body}\n")
 
 
 def read(step_dir: epath.Path) -> Manifest:
   """Reads and checks the manifest of a step folder."""
-
-  def everything(file: epath.Path) -> bytes:
-    if (size := file.stat().length) > _LARGEST:
-      raise ValueError(f"it has {size:,} bytes")
-    return file.read_bytes()
-
-  return _checked(step_dir, everything, _parse)
+  return _checked(step_dir, lambda file: file.read_bytes(), _parse)
 
 
 def read_header(step_dir: epath.Path) -> Header:
@@ -145,7 +128,7 @@ def read_header(step_dir: epath.Path) -> Header:
 
   def first_line(file: epath.Path) -> bytes:
     with file.open("rb") as stream:
-      return stream.read(_LONGEST_HEADER)  # in an object store, `readline` takes no size
+      return stream.readline()
 
   return _checked(step_dir, first_line, lambda signed, _: _header(signed))
 
@@ -160,11 +143,6 @@ def file_name(path: str) -> str:
   if len(safe) <= _LONGEST_FILE_NAME:
     return safe
   return f"{safe[:_LONGEST_FILE_NAME]}~{_sha256(safe)[:16]}"
-
-
-def is_no_file(path: epath.Path) -> bool:
-  """Whether a local path is not a regular file, such as a pipe, which would block when opened."""
-  return os.path.exists(path) and not os.path.isfile(path)
 
 
 def versions() -> dict[str, str]:
@@ -186,8 +164,6 @@ def _checked(
   """Parses the signed fields of the header, and the body as far as `load` reads it."""
   file = step_dir / FILE
   try:
-    if is_no_file(file):
-      raise FileNotFoundError(file)
     line, _, body = load(file).partition(b"\n")
     signed = json.loads(line)
     if signed.pop("sha256") != _sha256(_json(signed)):
@@ -196,7 +172,7 @@ def _checked(
       return parse(signed, body.removesuffix(b"\n"))
   except FileNotFoundError:
     if not step_dir.exists():
-      raise vanished(step_dir) from None
+      raise VanishedError(step_dir) from None
     raise DamagedError(
       f"{step_dir} is damaged, or something else wrote it: {FILE} is missing.",
       fix='restore another step: Checkpointer(...).steps() lists the complete steps; on_corrupt="fallback" '
@@ -240,7 +216,6 @@ def _parse(signed: Mapping[str, Any], text: bytes) -> Manifest:
     plan=body["plan"],
     versions=body["versions"],
     files={_inside(name): _whole(size) for name, size in body["files"].items()},
-    hashes=body.get("hashes", {}),
     format=signed["format"],
   )
 

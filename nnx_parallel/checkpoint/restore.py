@@ -12,11 +12,12 @@ import numpy as np
 from etils import epath
 
 from nnx_parallel.checkpoint import array_io, encoding, format5, storage
-from nnx_parallel.checkpoint.damage import DamagedError, damage, raise_transient
+from nnx_parallel.checkpoint.damage import damage, raise_transient
 from nnx_parallel.checkpoint.diff import Diff, LeafPair, TargetLeaf
 from nnx_parallel.checkpoint.encoding import Array
-from nnx_parallel.checkpoint.manifest import OLD_FORMAT, LeafRecord, Manifest, is_no_file
+from nnx_parallel.checkpoint.manifest import OLD_FORMAT, LeafRecord, Manifest
 from nnx_parallel.core.nodes import is_key, key_dtype
+from nnx_parallel.errors import DamagedError
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,8 @@ def read(
   step_dir: epath.Path, manifest: Manifest, diff: Diff, *, byte_budget: int
 ) -> dict[str, dict[str, Array]]:
   """Reads all matched leaves, by item and the target's path; the caller has checked the files."""
-  logger.info(
-    "restoring step %d: reading %s bytes; at most %s bytes of host memory here",
-    manifest.step,
-    f"{diff.bytes_read:,}",
-    f"{diff.host_bytes:,}",
-  )
+  sizes = f"reading {diff.bytes_read:,} bytes; at most {diff.host_bytes:,} bytes of host memory here"
+  logger.info("restoring step %d: %s", manifest.step, sizes)
   if manifest.format == OLD_FORMAT:
     here = as_stored((leaf.item, leaf.saved_path, leaf.saved) for leaf in diff.matches)
     here = here[jax.process_index() :: jax.process_count()]
@@ -71,7 +68,7 @@ def check_values(
 
 
 def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-  """The files that are missing, cut short, unreadable, or changed, each with its problem.
+  """The files that are missing or of another length, each with its problem.
 
   Raises a `CheckpointError` where this machine cannot read them at the moment.
   """
@@ -79,13 +76,10 @@ def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]
   try:
     sizes = storage.all_files(step_dir)
     for name in names:
-      file, size, sha256 = step_dir / name, manifest.files[name], manifest.hashes.get(name)
       if name not in sizes:
         problems[name] = f"{name} is missing"
-      elif sizes[name] != size:
+      elif sizes[name] != (size := manifest.files[name]):
         problems[name] = f"{name} has {sizes[name]:,} bytes instead of {size:,}"
-      elif (not size and is_no_file(file)) or (sha256 is not None and format5.sha256(file) != sha256):
-        problems[name] = f"{name} does not have the contents that were written"
   except OSError as error:
     raise_transient(error, f"{step_dir}")
     problems[os.fspath(step_dir)] = f"its files cannot be read ({error.strerror or error})"

@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Mapping
 
 import jax
-from etils import epath
 from flax import nnx
 
 from nnx_parallel.checkpoint import array_io, encoding, manifest, storage
 from nnx_parallel.checkpoint.encoding import Array, Json
 from nnx_parallel.checkpoint.manifest import ItemRecord, LeafRecord, Manifest
-from nnx_parallel.layout.relayout import layout_text, without_padding
 from nnx_parallel.checkpoint.storage import Storage
 from nnx_parallel.core.nodes import kind_of, value_of
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.core.types import Leaf
 from nnx_parallel.errors import CheckpointError
+from nnx_parallel.layout.relayout import layout_text, without_padding
 
 logger = logging.getLogger(__name__)
 Roots = Mapping[str, Mapping[str, Leaf]]
@@ -44,6 +43,12 @@ class Request:
   def nbytes(self) -> int:
     """Bytes of all arrays."""
     return sum(item.nbytes for item in self.items.values())
+
+  @property
+  def summary(self) -> str:
+    """The leaves, which must be the same on all processes."""
+    leaves = [leaf for item in self.items.values() for leaf in item.leaves.values()]
+    return "\n".join([*self.items, *(f"{leaf.folder} {leaf.shape} {leaf.dtype}" for leaf in leaves)])
 
 
 def describe(roots: Roots) -> dict[str, ItemRecord]:
@@ -114,13 +119,9 @@ def write(
   if not arrays:
     return lambda seconds: None
   copies = array_io.host_bytes_to_save(arrays, byte_budget=byte_budget, background=background)
-  logger.info(
-    "saving step %d: %s bytes of arrays; at most %s bytes of host memory here%s",
-    request.step,
-    f"{request.nbytes:,}",
-    f"{copies:,}",
-    f", and {cut_bytes:,} bytes in addition to the padded arrays" if cut_bytes else "",
-  )
+  cut = f", and {cut_bytes:,} bytes in addition to the padded arrays" if cut_bytes else ""
+  sizes = f"{request.nbytes:,} bytes of arrays; at most {copies:,} bytes of host memory here{cut}"
+  logger.info("saving step %d: %s", request.step, sizes)
   return array_io.start_save(
     folder, arrays, chunk_bytes=chunk_bytes, byte_budget=byte_budget, background=background
   )
@@ -149,13 +150,3 @@ def commit(where: Storage, request: Request) -> None:
   )
   manifest.write(record, folder)
   where.commit(request.step)
-
-
-def summary(directory: epath.Path, request: Request) -> str:
-  """What a process is about to save, which must be the same on all."""
-  rows = [
-    f"{item}/{path} {leaf.shape} {leaf.dtype}"
-    for item, record in request.items.items()
-    for path, leaf in record.leaves.items()
-  ]
-  return "\n".join([f"{directory} step {request.step}", *rows])

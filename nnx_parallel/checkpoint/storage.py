@@ -1,10 +1,9 @@
 """Where the steps are: a local directory or an object store. Only this module distinguishes the two.
 
-On a local file system a step is written under a temporary name, made durable, and renamed: a folder with the
-name of a step is a complete checkpoint. Object stores have no atomic rename. There a step is written under
-its final name, and its manifest, written last, makes it complete; a separate file marks a save or a deletion
-in progress, or a step that was set aside. This package deletes only folders with one of its suffixes, such a
-mark, or its manifest.
+On a local file system a step is written under a temporary name, made durable, and renamed. Object stores have
+no atomic rename. There a step is written under its final name, and its manifest, written last, makes it
+complete; a separate file marks a save or a deletion in progress, or a step that was set aside. This package
+deletes only folders with one of its suffixes, such a mark, or its manifest.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import fsspec.config
 import fsspec.core
@@ -45,27 +43,17 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
       path.exists()  # imports the modules that the store needs
       return path
   except (KeyError, ImportError) as error:
-    raise CheckpointError(
-      f"cannot open {directory}: no file system for it is installed.",
-      details=str(error),
-      fix="install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path.",
-    ) from error
+    what = f"cannot open {directory}: no file system for it is installed."
+    fix = "install the package of that store (gcsfs for gs://, s3fs for s3://), or pass a local path."
+    raise CheckpointError(what, details=str(error), fix=fix) from error
   path = epath.Path(os.path.abspath(path))
   if "\\" in os.fspath(path):
-    raise CheckpointError(
-      f"{path} holds a backslash.",
-      details="TensorStore, which writes the arrays, reads it as the start of another folder",
-      fix="rename that folder, or choose another.",
-    )
+    details = "TensorStore, which writes the arrays, reads it as the start of another folder"
+    fix = "rename that folder, or choose another."
+    raise CheckpointError(f"{path} holds a backslash.", details=details, fix=fix)
   if path.exists() and not path.is_dir():
     raise CheckpointError(f"{path} is a file, not a directory.", fix="choose a directory for the steps.")
   return path
-
-
-def kvstore_of(path: epath.Path) -> Any:
-  """How TensorStore names a folder."""
-  place = f"{os.fspath(path)}/"
-  return place if "://" in place else {"driver": "file", "path": place}
 
 
 class Storage:
@@ -74,13 +62,11 @@ class Storage:
   def __init__(self, directory: epath.Path):
     self.directory, self.local = directory, is_local(directory)
 
-  # Reading.
-
   def steps(self) -> list[int]:
     """The steps that have a manifest, smallest number first; other folders, even empty ones, do not count."""
     named = ((entry, entry.name.removesuffix(REPLACED)) for entry in self._entries())
     found = {int(name) for entry, name in named if _is_step_name(name) and (entry / manifest.FILE).exists()}
-    return sorted(found.difference(() if self.local else self._aside()))
+    return sorted(found.difference(() if self.local else self.aside()))
 
   def folder(self, step: int) -> epath.Path:
     """The folder of a step: its number, or the name it has until the step that replaces it is there."""
@@ -98,7 +84,7 @@ class Storage:
   def unrecognised_steps(self) -> list[int]:
     """The folders named like a step that hold files but no manifest: damaged, or of another program."""
     steps = {int(entry.name) for entry in self._entries() if _is_step_name(entry.name)}
-    return sorted(filter(self.is_unrecognised, steps.difference(() if self.local else self._aside())))
+    return sorted(filter(self.is_unrecognised, steps.difference(() if self.local else self.aside())))
 
   def is_unrecognised(self, step: int) -> bool:
     """Whether the folder of a step holds files but no manifest, and is not being saved or deleted."""
@@ -110,8 +96,6 @@ class Storage:
     with contextlib.suppress(FileNotFoundError):
       return folder.is_dir() and any(folder.iterdir()) and not file.exists()
     return False
-
-  # Writing.
 
   def make_directory(self) -> None:
     """Makes the directory, also where a link leads to it, and waits until its name is on the disk."""
@@ -173,12 +157,11 @@ class Storage:
       self.folder(step).rename(aside)
     return later
 
-  def _aside(self) -> dict[int, epath.Path]:
+  def aside(self) -> dict[int, epath.Path]:
     """The folders of the steps that were set aside. In a store they keep their name, beside a mark."""
     names = [entry.name.removesuffix(ASIDE) for entry in self._entries() if entry.name.endswith(ASIDE)]
-    return {
-      int(name): self._path(int(name), ASIDE if self.local else "") for name in filter(_is_step_name, names)
-    }
+    suffix = ASIDE if self.local else ""
+    return {int(name): self._path(int(name), suffix) for name in names if _is_step_name(name)}
 
   def saving(self, step: int) -> epath.Path:
     """The folder that a save of the step writes to."""
@@ -187,7 +170,7 @@ class Storage:
   def begin(self, step: int) -> None:
     """Marks a save for a later recovery; a local folder's name is the mark."""
     if not self.local:
-      if step in self._aside():
+      if step in self.aside():
         self.delete(step, aside=True)
       self._path(step, SAVING).write_text("")
 
@@ -220,25 +203,6 @@ class Storage:
     if aside:
       self._path(step, ASIDE).unlink()
     mark.unlink()
-
-  def delete_all(self, expired: Callable[[], Iterable[int]], *, aside: bool) -> list[str]:
-    """Deletes the steps that `expired` returns, and this package's that were set aside.
-
-    Returns the failures as text: they undo no save.
-    """
-    problems: list[str] = []
-    try:
-      doomed = [(step, False) for step in expired()]
-      if aside:
-        doomed += [(s, True) for s, folder in self._aside().items() if (folder / manifest.FILE).exists()]
-    except OSError as error:
-      return [f"the old steps could not be listed: {error}"]
-    for step, is_aside in doomed:
-      try:
-        self.delete(step, aside=is_aside)
-      except OSError as error:
-        problems.append(f"step {step}, which need not be kept, could not be removed: {error}")
-    return problems
 
   def _path(self, step: int, suffix: str = "") -> epath.Path:
     return self.directory / f"{step}{suffix}"
@@ -281,10 +245,7 @@ def all_files(folder: epath.Path) -> dict[str, int]:
 
 
 def tell_apart(folder: epath.Path) -> None:
-  """Gives the files of arrays lengths of their own: some bytes more, which nobody reads.
-
-  A checksum does not tell a file from one that another process, or another step, wrote.
-  """
+  """Gives the files of arrays lengths of their own, because a checksum does not tell them apart."""
   for path in folder.glob("*/*/d/*") if is_local(folder) else ():
     os.truncate(path, path.stat().length + 1 + secrets.randbelow(_MOST_MORE))
 
@@ -307,19 +268,13 @@ def make_tree_durable(folder: epath.Path) -> None:
 
 
 def require_space(
-  directory: epath.Path,
-  nbytes: int,
-  *,
-  doing: str = "save",
-  fix: str = "free some space, or keep fewer checkpoints: Checkpointer(..., max_to_keep=2).",
+  directory: epath.Path, nbytes: int, *, doing: str = "save", fix: str = "free some space; keep fewer steps."
 ) -> None:
   """Raises when a local disk has too little free space."""
   if (free := shutil.disk_usage(directory).free) < nbytes:
-    raise CheckpointError(
-      f"cannot {doing} to {directory}: the disk is full.",
-      details=f"the {doing} needs {nbytes:,} bytes, {free:,} are free",
-      fix=fix,
-    )
+    what = f"cannot {doing} to {directory}: the disk is full."
+    details = f"the {doing} needs {nbytes:,} bytes, {free:,} are free"
+    raise CheckpointError(what, details=details, fix=fix)
 
 
 def _is_step_name(name: str) -> bool:

@@ -15,16 +15,9 @@ from nnx_parallel.checkpoint import encoding
 from nnx_parallel.checkpoint.catalog import one_of
 from nnx_parallel.checkpoint.diff import Found, Patterns, Target, TargetLeaf
 from nnx_parallel.checkpoint.manifest import LeafRecord, Manifest
+from nnx_parallel.core import nodes
 from nnx_parallel.core.mesh import axis_sizes
-from nnx_parallel.core.nodes import (
-  Path,
-  named_key_dtype,
-  path_str,
-  plain_path,
-  set_arrays,
-  value_of,
-  variables,
-)
+from nnx_parallel.core.nodes import Path, path_str, plain_path, value_of
 from nnx_parallel.core.padding import is_padded
 from nnx_parallel.core.types import AnyArray, Leaf, Model, PyTree
 from nnx_parallel.create.constructor import construct
@@ -164,7 +157,7 @@ def as_saved(record: Manifest, item: str | None = None) -> Target:
 def _as_saved(path: str, leaf: LeafRecord) -> TargetLeaf:
   if not leaf.dtype.startswith("key<"):
     return TargetLeaf(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)), leaf.shape)
-  if (key := named_key_dtype(leaf.dtype)) is None:
+  if (key := nodes.named_key_dtype(leaf.dtype)) is None:
     raise CheckpointError(
       f"cannot restore {path} without a target: its keys are of the unknown kind {leaf.dtype}.",
       fix=f"skip=[{path!r}], or pass a target that has them.",
@@ -324,7 +317,7 @@ def _is_node(value: object) -> bool:
 def _leaves_of(node: Any) -> Mapping[Any, Any]:
   if isinstance(node, nnx.State):
     return dict(nnx.to_flat_state(node))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-  return variables(node) if isinstance(node, nnx.Pytree) else {(): node}
+  return nodes.variables(node) if isinstance(node, nnx.Pytree) else {(): node}
 
 
 def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, AnyArray]) -> PyTree:
@@ -340,7 +333,7 @@ def _fill(node: Any, table: Mapping[str, tuple[Any, Any]], values: Mapping[str, 
   if isinstance(node, nnx.State):
     return nnx.from_flat_state([*{**_leaves_of(node), **raw}.items()])
   if isinstance(node, nnx.Pytree):
-    set_arrays(node, raw)
+    nodes.set_arrays(node, raw)
     return node
   return raw[()]
 

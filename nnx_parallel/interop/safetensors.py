@@ -24,8 +24,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from nnx_parallel.checkpoint import encoding, lock, multihost, storage
+from nnx_parallel.checkpoint import encoding, lock, storage
 from nnx_parallel.checkpoint.damage import friendly_errors
+from nnx_parallel.core import together as multihost
 from nnx_parallel.core.nodes import is_key, value_of
 from nnx_parallel.core.text import format_array
 from nnx_parallel.core.types import DType

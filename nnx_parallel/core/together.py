@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from nnx_parallel.checkpoint.damage import DamagedError
 from nnx_parallel.core.processes import Exchange
-from nnx_parallel.errors import CheckpointError, NnxParallelError
+from nnx_parallel.errors import CheckpointError, DamagedError, NnxParallelError
 
 T = TypeVar("T")
 _SOUND, _DAMAGED, _FAILED = range(3)
