@@ -105,10 +105,7 @@ def start_save(
 
 
 def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
-  """Makes the folders that a save needs, and deletes them.
-
-  If Orbax cannot make one in the background, its threads and the process's end wait for twenty minutes.
-  """
+  """Raises where a folder cannot be made: in the background, Orbax would wait for it for twenty minutes."""
   try:
     for name in items:
       (step_dir / name / "ocdbt.process_0").mkdir(parents=True)
@@ -117,10 +114,7 @@ def _require_folders(step_dir: epath.Path, items: Iterable[str]) -> None:
 
 
 def _wait(response: Any, seconds: float) -> None:
-  """As `response.result`, without its endless clean-up after a failure.
-
-  Orbax then waits for the other items, and they wait for the other processes, which may have failed too.
-  """
+  """As `response.result`, without its endless clean-up after a failure: it waits for the other processes."""
   future = response._thread_runner._future  # tests/test_upstream.py checks these
   if jax.process_count() == 1 or (failed := future.exception(seconds)) is None:
     response.result(seconds)
@@ -267,10 +261,7 @@ def _placed(target: jax.ShapeDtypeStruct, reads: Mapping[Box, tuple[Any, Any]]) 
 
 
 def _unshared_zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-  """Zeros that jax copies. It would share memory at a multiple of 64, and a step cannot donate shared memory.
-
-  `jax.device_put(may_alias=False)` copies only from jax 0.12 on.
-  """
+  """Zeros that jax copies: a step cannot donate shared memory, which it would make at a multiple of 64."""
   size = math.prod(shape) * dtype.itemsize
   memory = np.zeros(size + 96, np.uint8)
   start = -memory.ctypes.data % 64 + 32

@@ -47,7 +47,7 @@ class Retention:
     one_of("best_mode", self.mode, ("min", "max"))
     if not isinstance(self.keep, PreservationPolicy | None):
       fix = "pass 1 or more, None, or a policy of orbax.checkpoint.v1.training.preservation_policies."
-      whole("max_to_keep", self.keep, least=1, of="a number of steps from 1 up", fix=fix)
+      whole("max_to_keep", self.keep, 1, "a number of steps", fix)
 
   def best_of(self, headers: Mapping[int, Header | None]) -> int | None:
     """The step with the best metric, the newest of equals; NaN counts as not having the metric."""
@@ -145,10 +145,8 @@ class Catalog(Storage):
       number = max([*steps, *self.unrecognised_steps()]) if steps else None
     elif step == "best":
       if self.retention.best is None:
-        raise CheckpointError(
-          'step="best" is unknown: no metric decides which step is best.',
-          fix='Checkpointer(directory, best="loss"), the name of a metric that was saved.',
-        )
+        fix = 'Checkpointer(directory, best="loss"), the name of a metric that was saved.'
+        raise CheckpointError('step="best" is unknown: no metric decides which step is best.', fix=fix)
       number = self.best()
     elif isinstance(step, str):
       raise CheckpointError(f"step={step!r} is unknown.", fix='pass a number, "latest" or "best".')
@@ -176,48 +174,39 @@ class Catalog(Storage):
     `resumed` is the step that the run resumed from, if it has saved no step since.
     """
     if resumed is not None and (aside := self.set_aside(resumed)):
-      warnings.warn(
-        f"the run continues from step {resumed}, so the later steps {aside} in {self.directory}"
-        " were set aside (as N.nnx-aside).",
-        NnxParallelWarning,
-        stacklevel=2,
-      )
+      why = f"the run continues from step {resumed}, so the later steps {aside} in {self.directory} were"
+      warnings.warn(f"{why} set aside (as N.nnx-aside).", NnxParallelWarning, stacklevel=2)
     self.check_place(step)
     steps = self.steps()
     where, newest = self.directory, max(steps, default=-1)
     if step in steps and not overwrite:
-      raise CheckpointError(
-        f"cannot save step {step}: it exists in {where}.",
-        details=f"steps: {steps}",
-        fix="pass overwrite=True to replace it once the new step is complete, or use another step.",
-      )
-    if step in steps and not self.local:
-      raise CheckpointError(
-        f"cannot replace step {step} in {where}: renames are not atomic there.",
-        fix="save under another step, or delete this one first.",
-      )
-    if step not in steps and newest > step:
+      what, details = f"it exists in {where}", f"steps: {steps}"
+      fix = "pass overwrite=True to replace it once the new step is complete, or use another step."
+    elif step in steps and not self.local:
+      what, details = f"it exists in {where}", "it cannot be replaced: renames are not atomic there"
+      fix = "save under another step, or delete this one first."
+    elif step not in steps and newest > step:
       earlier = max((other for other in steps if other < step), default=None)
       resume = f"to continue from step {earlier}, restore(target, {earlier}) with this Checkpointer first; "
-      raise CheckpointError(
-        f"cannot save step {step}: {where} holds newer steps.",
-        details=f"the newest is step {newest}",
-        fix=f"{resume if earlier is not None else ''}for another run, choose another directory.",
-      )
+      what, details = f"{where} holds newer steps", f"the newest is step {newest}"
+      fix = f"{resume if earlier is not None else ''}for another run, choose another directory."
+    else:
+      return
+    raise CheckpointError(f"cannot save step {step}: {what}.", details=details, fix=fix)
 
 
-def whole(name: str, value: object, *, least: int, of: str, fix: str) -> int:
+def whole(name: str, value: object, least: int, what: str, fix: str) -> int:
   """An argument that is a whole number of at least `least`."""
   with contextlib.suppress(TypeError):
     number = operator.index(value)  # pyright: ignore[reportArgumentType]
     if not isinstance(value, bool) and least <= number < 2**63:
       return number
   shown = f"{name}={value!r}" if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
-  raise CheckpointError(f"{shown} is not {of}.", fix=fix)
+  raise CheckpointError(f"{shown} is not {what} from {least} up.", fix=fix)
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-  """Checks an argument that takes one of a few values, and returns it."""
+  """An argument that takes one of a few values."""
   if value not in known:
     raise CheckpointError(f"{name}={value!r} is unknown.", fix=f"pass one of {', '.join(map(repr, known))}.")
   return value
@@ -225,5 +214,4 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
 
 def as_step(step: object) -> int:
   """The number of a step."""
-  fix = "a whole number from 0 up, below 2**63, comes first: save(100, model, optimizer)."
-  return whole("step", step, least=0, of="a step", fix=fix)
+  return whole("step", step, 0, "a step", "a number below 2**63 comes first: save(100, model, optimizer).")

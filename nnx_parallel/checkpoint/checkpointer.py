@@ -40,7 +40,7 @@ R = TypeVar("R")
 Fill = Callable[[Manifest], tuple[Target, Diff]]
 Named = MappingType[str, object] | None
 
-_RESERVED = ("model", "optimizer")
+_RESERVED, _BYTES = ("model", "optimizer"), ("a number of bytes", "256 << 20 is 256 MiB.")
 _unfinished: set[Checkpointer] = set()
 """Objects with a background save that is running or has failed: kept alive, so that its error is raised."""
 _lost = False  # a save failed when the script had ended: nothing but the exit code can tell
@@ -115,8 +115,8 @@ class Checkpointer:
     self.restored: Manifest | None = None
     self._steps = Catalog(self.directory, Retention(max_to_keep, best, best_mode))
     self._asynchronous = asynchronous
-    self._byte_budget = _bytes("byte_budget", byte_budget, least=0)
-    self._chunk_bytes = None if chunk_bytes is None else _bytes("chunk_bytes", chunk_bytes, least=1)
+    self._byte_budget = whole("byte_budget", byte_budget, 0, *_BYTES)
+    self._chunk_bytes = None if chunk_bytes is None else whole("chunk_bytes", chunk_bytes, 1, *_BYTES)
     self._pool = ThreadPoolExecutor(1, "nnx_parallel-checkpoint")
     self._pending: concurrent.futures.Future[None] | None = None
     self._resumed: int | None = None  # the step that this run resumed from, before its first save
@@ -232,12 +232,11 @@ class Checkpointer:
       self.wait()
       self._require_open("prepare a run")
       items = {} if model is None else save.describe(targets.saved_roots(model, optimizer, only))
-      nbytes = sum(item.nbytes for item in items.values())
 
       def look(_: object) -> list[int]:
         with friendly_errors("save", self.directory), self._held():
           steps = self._steps.steps()
-          self._steps.check_space(max(steps, default=-1) + 1, nbytes)
+          self._steps.check_space(max(steps, default=-1) + 1, manifest.nbytes_of(items))
           for step in () if steps else self._steps.unrecognised_steps():
             self._steps.check_place(step)
           return steps
@@ -419,11 +418,8 @@ class Checkpointer:
       if name in record.extra:
         return encoding.read_json(record.extra[name])
       if name not in record.items:
-        raise CheckpointError(
-          f"step {record.step} has no {name!r}.",
-          details=f"it has {sorted({*record.items, *record.extra})}",
-          fix="use one of these names.",
-        )
+        details, fix = f"it has {sorted({*record.items, *record.extra})}", "use one of these names."
+        raise CheckpointError(f"step {record.step} has no {name!r}.", details=details, fix=fix)
 
       def fill(record: Manifest) -> tuple[Target, Diff]:
         if target is None:
@@ -477,10 +473,7 @@ class Checkpointer:
 
       with multihost.together() as block:
         request = make()
-        names = [
-          f"{one.folder} {one.shape} {one.dtype}" for x in request.items.values() for one in x.leaves.values()
-        ]
-        block.same = "what to save", "\n".join([f"{self.directory} step {step}", *request.items, *names])
+        block.same = "what to save", f"{self.directory} step {step}\n{request.summary}"
         block.decide = begin
       self._resumed = None
       try:
@@ -645,11 +638,6 @@ def _request(
   items = save.describe(roots)
   plan_json = None if plan is None else json.loads(plan.to_json())
   return save.Request(step, items, *save.encode(roots, items), values, numbers, plan_json, overwrite)
-
-
-def _bytes(name: str, value: object, *, least: int) -> int:
-  of, fix = f"a number of bytes from {least} up", f"{name}=256 << 20 is 256 MiB."
-  return whole(name, value, least=least, of=of, fix=fix)
 
 
 def _after_fork() -> None:

@@ -1,7 +1,4 @@
-"""Errors of steps that are damaged, gone, cannot be read at the moment, or cannot be written.
-
-Only damage lets a restore take an older step instead.
-"""
+"""Errors of steps that cannot be read or written. Only damage lets a restore take an older step instead."""
 
 from __future__ import annotations
 

@@ -42,10 +42,8 @@ def plain_array(leaf: Array | np.generic, *, path: str) -> Array:
   if isinstance(leaf, jax.Array):
     return leaf
   if isinstance(leaf, np.ma.MaskedArray):
-    raise CheckpointError(
-      f"cannot save {path}: it is a masked array, and its mask would be lost.",
-      fix='save two arrays: {"values": x.filled(0), "mask": np.ma.getmaskarray(x)}.',
-    )
+    fix = 'save two arrays: {"values": x.filled(0), "mask": np.ma.getmaskarray(x)}.'
+    raise CheckpointError(f"cannot save {path}: it is a masked array, and its mask would be lost.", fix=fix)
   array = np.asarray(leaf)
   return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
@@ -61,10 +59,8 @@ def encoding_of(shape: tuple[int, ...], dtype: DTypeLike, *, path: str) -> str:
     return key_encoding(dtype) if 0 not in shape else EMPTY
   dtype = np.dtype(dtype)
   if dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
-    raise CheckpointError(
-      f"cannot save {path}: an array of dtype {dtype} is not numeric.",
-      fix='keep it out of the module, or pass it as JSON: extra={"notes": ...}.',
-    )
+    fix = 'keep it out of the module, or pass it as JSON: extra={"notes": ...}.'
+    raise CheckpointError(f"cannot save {path}: an array of dtype {dtype} is not numeric.", fix=fix)
   if 0 in shape:
     return EMPTY
   if dtype.name in _STORED_AS_IS:
@@ -142,10 +138,7 @@ def stored_words(dtype: str, encoding: str) -> tuple[tuple[int, ...], int]:
 
 
 def check_json(value: object, *, path: str, depth: int = 0) -> Json:
-  """Writes `value` as JSON from which `read_json` gives it back; numpy's scalars become Python's.
-
-  Infinities, NaN and tuples, which JSON lacks, become dicts with one reserved name.
-  """
+  """`value` as JSON for `read_json`; infinities, NaN and tuples become dicts with one reserved name."""
   if depth > _DEEPEST:
     raise CheckpointError(f"cannot save {path[:100]}...: it is nested too deeply.", fix="make it flatter.")
   if isinstance(value, np.generic):

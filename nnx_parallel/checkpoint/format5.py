@@ -1,7 +1,4 @@
-"""Steps of format 5, with a folder for each array, have a digest of its values.
-
-The digest mixes each element's bits with its place and sums the results modulo 2**32.
-"""
+"""The digests of arrays in format 5: each element's bits, mixed with its place, are summed modulo 2**32."""
 
 from __future__ import annotations
 

@@ -41,10 +41,7 @@ _PACKAGES = ("nnx_parallel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class LeafRecord:
-  """One array: its name in the item's folder, logical global shape, dtype, encoding, and Variable type.
-
-  `layout` is the one in which it was saved, as `relayout.layout_text` writes it; `digest` is of format 5.
-  """
+  """One array: its name in the item's folder, logical global shape, dtype, ...; `digest` is of format 5."""
 
   folder: str
   shape: tuple[int, ...]
@@ -101,11 +98,16 @@ class Manifest(Header):
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays."""
-    return sum(item.nbytes for item in self.items.values())
+    return nbytes_of(self.items)
 
   def as_json(self) -> dict[str, Any]:
     """The fields as JSON."""
     return dataclasses.asdict(self) | {"metrics": encoding.check_json(self.metrics, path="metrics")}
+
+
+def nbytes_of(items: Mapping[str, ItemRecord]) -> int:
+  """Bytes of all arrays."""
+  return sum(item.nbytes for item in items.values())
 
 
 def write(manifest: Manifest, step_dir: epath.Path) -> None:

@@ -55,10 +55,7 @@ def as_stored(saved: Iterable[tuple[str, str, LeafRecord]]) -> list[LeafPair]:
 def check_values(
   step_dir: epath.Path, manifest: Manifest, pairs: Iterable[LeafPair], *, byte_budget: int
 ) -> Iterator[tuple[str, str]]:
-  """Reads leaves `as_stored`, where TensorStore checks them, and drops them.
-
-  Yields the name of each damaged leaf, and its first problem.
-  """
+  """Reads leaves `as_stored`, and drops them; yields the name of each damaged leaf, and its first problem."""
   for leaf, array in _load(step_dir, manifest, pairs, byte_budget):
     if isinstance(array, DamagedError):
       yield leaf.name, array.what
@@ -68,10 +65,7 @@ def check_values(
 
 
 def damaged_files(step_dir: epath.Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-  """The files that are missing or of another length, each with its problem.
-
-  Raises a `CheckpointError` where this machine cannot read them at the moment.
-  """
+  """The files that are missing or of another length; a `CheckpointError` if that cannot be said now."""
   problems: dict[str, str] = {}
   try:
     sizes = storage.all_files(step_dir)

@@ -42,7 +42,7 @@ class Request:
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays."""
-    return sum(item.nbytes for item in self.items.values())
+    return manifest.nbytes_of(self.items)
 
   @property
   def summary(self) -> str:
@@ -106,11 +106,7 @@ def encode(roots: Roots, items: Mapping[str, ItemRecord]) -> tuple[dict[str, dic
 def write(
   where: Storage, request: Request, *, chunk_bytes: int | None, byte_budget: int, background: bool
 ) -> Callable[[float], None]:
-  """Starts writing a step; the returned function waits, and may be called again after a `TimeoutError`.
-
-  The caller has locked the storage. In the background, arrays may be donated or changed as soon as this
-  returns.
-  """
+  """Starts writing a step, as `start_save`; then its arrays may be donated. The caller has the lock."""
   arrays, cut_bytes, folder = request.arrays, request.cut_bytes, where.saving(request.step)
   if jax.process_index() == 0:
     where.begin(request.step)

@@ -51,10 +51,7 @@ def read(
   record: Manifest | None = None,
   choose: Any = None,
 ) -> Target:
-  """Reads a target: a plan or a tree of plans, of modules and arrays, or such a tree and its optimizer.
-
-  `record`, the manifest of the step, tells a tree of two from a pair. `choose` is a filter of nnx.
-  """
+  """Reads a target. The manifest tells a tree of two from a pair; `choose` is a filter of nnx."""
   if plans := _plans_in(target, optimizer, as_numpy):
     if item != "model":
       raise CheckpointError(
@@ -265,11 +262,9 @@ def _chosen(tree: PyTree, leaves: Leaves, choose: Any) -> Leaves:
   chosen = {name: leaf for name, leaf in leaves.items() if predicate(by_name[name], leaf)}
   if not chosen:
     kinds = sorted({type(leaf).__name__ for leaf in leaves.values()})
-    raise CheckpointError(
-      f"only={choose!r} chooses no leaf of the model.",
-      details=f"its leaves are of the types {', '.join(kinds)}",
-      fix="pass a filter of nnx that does, such as only=nnx.Param, or patterns of paths: only=['head'].",
-    )
+    details = f"its leaves are of the types {', '.join(kinds)}"
+    fix = "pass a filter of nnx that does, such as only=nnx.Param, or patterns of paths: only=['head']."
+    raise CheckpointError(f"only={choose!r} chooses no leaf of the model.", details=details, fix=fix)
   return chosen
 
 
